@@ -1,0 +1,53 @@
+"""samestep makes a serial PyTorch script data-parallel and takes the same step on any number of processes."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.launch.spawn import launch as launch
+    from samestep.train.loader import loader as loader
+    from samestep.train.reduce import gather as gather
+    from samestep.train.reduce import mean as mean
+    from samestep.train.reduce import sum as sum
+    from samestep.train.replicate import no_sync as no_sync
+    from samestep.train.replicate import replicate as replicate
+    from samestep.train.save import load as load
+    from samestep.train.save import save as save
+    from samestep.train.world import World as World
+    from samestep.train.world import first as first
+    from samestep.train.world import init as init
+
+_HOMES = {
+    "init": "train.world",
+    "World": "train.world",
+    "first": "train.world",
+    "replicate": "train.replicate",
+    "no_sync": "train.replicate",
+    "loader": "train.loader",
+    "sum": "train.reduce",
+    "mean": "train.reduce",
+    "gather": "train.reduce",
+    "save": "train.save",
+    "load": "train.save",
+    "launch": "launch.spawn",
+    "SamestepError": "errors",
+    "UsageError": "errors",
+    "PlacementError": "errors",
+    "RanksDiffer": "errors",
+    "RankMissing": "errors",
+    "WorkerFailed": "errors",
+    "CheckpointError": "errors",
+}
+__all__ = list(_HOMES)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"samestep.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
