@@ -1,0 +1,127 @@
+"""What lies where in a run's directory: what was started, the logs, the pulses and the result."""
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep.errors import UsageError
+
+_PULSE = struct.Struct("<qihhdd")
+_KINDS = ("cpu", "cuda", "xpu", "mps", "other")
+
+
+class PulseReading(NamedTuple):
+    """What a worker last wrote: its step (-1: none yet), epoch, device, and when."""
+
+    step: int
+    epoch: int
+    device: str
+    unix: float
+    monotonic: float
+
+
+class Pulse:
+    """A worker's sign of life: 32 bytes that others may read at any moment."""
+
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        kind, _, index = device.partition(":")
+        self._kind = _KINDS.index(kind if kind in _KINDS else "other")
+        self._index = int(index) if index else -1
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            # Written, not truncated to size: a hole in a full file system would be a SIGBUS at the first beat.
+            os.pwrite(descriptor, self._pack(-1, 0), 0)
+            self._memory = mmap.mmap(descriptor, _PULSE.size)
+        finally:
+            os.close(descriptor)
+
+    def beat(self, step: int, epoch: int = 0) -> None:
+        """Say that this step is being taken."""
+        _PULSE.pack_into(self._memory, 0, step, epoch, self._kind, self._index, time.time(), time.monotonic())
+
+    def _pack(self, step: int, epoch: int) -> bytes:
+        return _PULSE.pack(step, epoch, self._kind, self._index, time.time(), time.monotonic())
+
+
+def read_pulse(path: Path) -> PulseReading | None:
+    """The last beat in a pulse file, or None where no worker has opened it."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) != _PULSE.size:
+        return None
+    step, epoch, kind, index, unix, monotonic = _PULSE.unpack(data)
+    if not 0 <= kind < len(_KINDS):
+        return None
+    device = _KINDS[kind] if index < 0 else f"{_KINDS[kind]}:{index}"
+    return PulseReading(step, epoch, device, unix, monotonic)
+
+
+def log_path(run: Path, rank: int) -> Path:
+    """Where a rank's whole output lies."""
+    return run / "logs" / f"rank-{rank}.log"
+
+
+def pulse_path(run: Path, rank: int) -> Path:
+    """Where a rank's pulse lies."""
+    return run / "pulse" / f"rank-{rank}"
+
+
+def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
+    """Where this worker's pulse lies, or None outside a run's directory."""
+    run = env.get("SAMESTEP_RUN")
+    return pulse_path(Path(run), rank) if run and Path(run, "pulse").is_dir() else None
+
+
+def create_run(root: str | None, env: Mapping[str, str]) -> Path:
+    """Make a new run's directory under --run-dir, $SAMESTEP_RUN_DIR or ./runs."""
+    parent = Path(root or env.get("SAMESTEP_RUN_DIR") or "runs").absolute()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        run = _new_directory(parent)
+        for part in ("logs", "pulse"):
+            (run / part).mkdir(mode=0o700)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(
+            f"run directory {parent} cannot be written ({reason}); name another with --run-dir"
+        ) from error
+    return run
+
+
+def _new_directory(parent: Path) -> Path:
+    now = time.localtime()
+    names = [time.strftime("%m%d-%H%M", now), time.strftime("%m%d-%H%M%S", now)]
+    names += [f"{names[1]}-{k}" for k in range(2, 10_000)]
+    for name in names:
+        try:
+            (parent / name).mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return parent / name
+    raise FileExistsError(f"10000 runs began within one second in {parent}")
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write run.json or result.json, whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump(record, file, indent=1)
+        file.write("\n")
+    new.replace(path)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """run.json or result.json, or None where there is none."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record
