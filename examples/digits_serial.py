@@ -1,0 +1,59 @@
+"""Trains a small convolutional network on the digits of the package; diff digits_serial.py digits.py."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from datasets import digits
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.fc1 = nn.Linear(32 * 4 * 4, 64)
+        self.fc2 = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = x.unsqueeze(1).float() / 16
+        x = F.relu(self.conv1(x))
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (default: 10)")
+parser.add_argument("--batch-size", type=int, default=32, help="images in one step (default: 32)")
+parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order (default: 0)")
+parser.add_argument("--lr", type=float, default=0.05, help="learning rate (default: 0.05)")
+args = parser.parse_args()
+
+torch.manual_seed(args.seed)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+train = DataLoader(digits(train=True), args.batch_size, shuffle=True)
+test = DataLoader(digits(train=False), batch_size=360)
+model = Net().to(device)
+optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+
+for epoch in range(1, args.epochs + 1):
+    model.train()
+    for x, y in train:
+        x, y = x.to(device), y.to(device)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    model.eval()
+    correct = 0
+    with torch.no_grad():
+        for x, y in test:
+            x, y = x.to(device), y.to(device)
+            correct += (model(x).argmax(1) == y).sum().item()
+    print(f"epoch {epoch}: {correct / len(test.dataset):.2%}")
+
+torch.save(model.state_dict(), "digits.pt")
