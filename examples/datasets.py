@@ -15,6 +15,11 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import samestep.data
 
+try:
+    from PIL import Image
+except ImportError:
+    Image = None
+
 
 class DataError(SystemExit):
     """A data set is missing or damaged; as a SystemExit it is printed without a traceback."""
@@ -82,14 +87,12 @@ class ImageFolder(Dataset):
     _suffixes = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm")
 
     def __init__(self, root, size, *, train):
-        try:
-            from PIL import Image
-        except ImportError:
+        if Image is None:
             raise DataError(
                 "image folders are decoded with Pillow, which is not installed; `pip install pillow`, "
                 "or leave out --data-dir for synthetic images"
-            ) from None
-        self._image, self.size, self.train = Image, size, train
+            )
+        self.size, self.train = size, train
         part = Path(root, "train" if train else "val")
         # A class number is the place of its folder in train/, also for a val/ that lacks some.
         self.classes = _folders(Path(root, "train"))
@@ -116,12 +119,12 @@ class ImageFolder(Dataset):
     def __getitem__(self, index):
         path, label = self.samples[index]
         try:
-            with self._image.open(path) as file:
+            with Image.open(path) as file:
                 image = file.convert("RGB")
         except Exception as error:
             raise ValueError(f"{path} cannot be read as an image ({error}); replace or remove it") from None
         box = _random_box(*image.size) if self.train else _central_box(*image.size)
-        image = image.resize((self.size, self.size), self._image.Resampling.BILINEAR, box)
+        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         pixels = pixels.view(self.size, self.size, 3).permute(2, 0, 1).contiguous()
         return (pixels.flip(-1) if self.train and torch.rand(()) < 0.5 else pixels), label
