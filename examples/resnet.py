@@ -42,8 +42,6 @@ class ResNet(nn.Module):
 
     def __init__(self, blocks, classes):
         super().__init__()
-            "mean", 255 * torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), persistent=False
-        )
         self.conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.layer1 = self._layer(64, 64, blocks[0], 1)
