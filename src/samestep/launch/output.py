@@ -1,0 +1,245 @@
+"""What workers write: whole into a file for each rank, and of the ranks shown, in whole lines, to the console.
+
+Covered: partial lines, progress bars, binary, lines without end, and a console slower than the workers: what
+waits for it is bounded, and then the workers wait. A traceback on a shown rank's stderr is held back for a
+moment, because the run may be about to end with it.
+"""
+
+import errno
+import os
+import re
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+OUT, ERR = 1, 2
+_CHUNK = 1 << 16
+_PATIENCE_S = 0.1
+_HELD_S = 0.75
+# A pipe that poll calls writable takes this much without blocking.
+_PIPE_BUF = 4096
+_MOST_WAITING = 1 << 20
+_TAIL = 1 << 16
+_TRACEBACK = re.compile(
+    rb"^(?:\[rank\d+\]: ?)?(?:Traceback \(most recent|  \+ Exception Group Trace|  File \"[^\"\n]*\", line \d+$)",
+    re.MULTILINE,
+)
+
+
+class Console(Protocol):
+    """Where shown ranks' output goes."""
+
+    def show(self, kind: int, data: bytes, owner: object) -> None:
+        """Show bytes on stdout (OUT) or stderr (ERR)."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it cannot take more for now."""
+
+
+class Terminal:
+    """This process's own stdout and stderr, written without ever blocking the supervisor."""
+
+    def __init__(self) -> None:
+        self._waiting = {OUT: bytearray(), ERR: bytearray()}
+        self._gone: set[int] = set()
+        self._unfinished: dict[int, object] = {}
+        self._one = _same_file(OUT, ERR)
+
+    def show(self, kind: int, data: bytes, owner: object) -> None:
+        """Show bytes; a line another owner left unfinished is ended first."""
+        if not data or kind in self._gone:
+            return
+        line = OUT if self._one else kind
+        if self._unfinished.get(line, owner) is not owner:
+            self._waiting[kind] += b"\n"
+        self._waiting[kind] += data
+        if data.endswith((b"\n", b"\r")):
+            self._unfinished.pop(line, None)
+        else:
+            self._unfinished[line] = owner
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self.show(ERR, text.encode(errors="backslashreplace") + b"\n", self)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more waits to be written than ought to."""
+        return any(len(waiting) > _MOST_WAITING for waiting in self._waiting.values())
+
+    def waiting(self) -> list[int]:
+        """The descriptors that have something to write."""
+        return [kind for kind, waiting in self._waiting.items() if waiting]
+
+    def write(self, kind: int) -> None:
+        """Write a piece to a descriptor that poll called ready."""
+        waiting = self._waiting[kind]
+        try:
+            del waiting[: os.write(kind, waiting[:_PIPE_BUF])]
+        except BlockingIOError:
+            return
+        except OSError:
+            # Nobody reads any more: the run goes on, its logs are whole.
+            self._gone.add(kind)
+            waiting.clear()
+
+    def flush(self, seconds: float = 1.0) -> None:
+        """Write what waits, for as long as somebody takes it."""
+        until = time.monotonic() + seconds
+        while self.waiting() and time.monotonic() < until:
+            poll = select.poll()
+            for kind in self.waiting():
+                poll.register(kind, select.POLLOUT)
+            for kind, _ in poll.poll(100):
+                self.write(kind)
+
+
+class Log:
+    """One rank's file."""
+
+    def __init__(self, path: Path | None, lost: Callable[[str], None]) -> None:
+        self._lost = lost
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else None
+
+    def write(self, data: bytes) -> None:
+        """Append all of it; a full disk ends the log, not the run."""
+        view = memoryview(data)
+        while view and self._file is not None:
+            try:
+                view = view[os.write(self._file, view) :]
+            except OSError as error:
+                self.close()
+                self._lost(os.strerror(error.errno or errno.EIO).lower())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class Stream:
+    """The reading end of one worker's stdout or stderr."""
+
+    def __init__(self, pipe: int, kind: int, log: Log, console: Console | None, prefix: bytes | None) -> None:
+        """`prefix` goes before every shown line; None shows bytes as they come."""
+        self.pipe, self.tail, self.traceback_at = pipe, bytearray(), float("inf")
+        self.open = True
+        self._kind, self._log, self._prefix = kind, log, prefix
+        self.console = console
+        self._partial, self._partial_since = b"", 0.0
+        self._held, self._held_since = bytearray(), 0.0
+        os.set_blocking(pipe, False)
+
+    def read(self) -> bool:
+        """Pass on what is there; False where there was nothing or the other end is closed."""
+        if not self.open:
+            return False
+        try:
+            data = os.read(self.pipe, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.finish()
+            return False
+        self._take(data)
+        return True
+
+    def drain(self) -> None:
+        """Pass on what a worker that has ended left in the pipe."""
+        for _ in range(64):
+            if not self.open or not self.read():
+                break
+        self.finish()
+
+    def finish(self) -> None:
+        """Close the pipe, and pass on an unfinished line."""
+        if self.open:
+            self.open = False
+            os.close(self.pipe)
+            self._pass_on(self._partial)
+            self._partial = b""
+
+    def tick(self, now: float) -> None:
+        """Pass on what has waited long enough for its line's end, or for its process's."""
+        if self._partial and now - self._partial_since > _PATIENCE_S:
+            self._pass_on(self._partial)
+            self._partial = b""
+        if self._held and now - self._held_since > _HELD_S:
+            self.release()
+
+    @property
+    def waits(self) -> bool:
+        """Whether `tick` has something to do soon."""
+        return bool(self._partial or self._held)
+
+    def release(self) -> None:
+        """Show what was held back."""
+        held, self._held = bytes(self._held), bytearray()
+        self._show(held)
+
+    def forget(self) -> None:
+        """Never show what was held back, nor what comes."""
+        self._held.clear()
+        self.console = None
+
+    def _take(self, data: bytes) -> None:
+        now = time.monotonic()
+        if self._kind == ERR:
+            self.tail += data
+            del self.tail[:-_TAIL]
+            if self.traceback_at == float("inf") and b"Traceback (most recent" in data:
+                self.traceback_at = now
+        if self._prefix is None:
+            self._show_live(data, now)
+        whole = self._partial + data
+        end = whole.rfind(b"\n") + 1
+        if len(whole) - end > _CHUNK:
+            end = len(whole)
+        if end or not self._partial:
+            self._partial_since = now
+        self._partial = whole[end:]
+        self._pass_on(whole[:end])
+
+    def _pass_on(self, lines: bytes) -> None:
+        if not lines:
+            return
+        self._log.write(lines)
+        if self._prefix is not None:
+            self._show_live(lines, time.monotonic())
+
+    def _show_live(self, data: bytes, now: float) -> None:
+        if self.console is None:
+            return
+        if self._kind == ERR and not self._held:
+            begin = _TRACEBACK.search(data)
+            if begin:
+                self._show(data[: begin.start()])
+                self._held, self._held_since = bytearray(data[begin.start() :]), now
+                return
+        if self._held:
+            self._held += data
+            if len(self._held) > _CHUNK:
+                self.release()
+            return
+        self._show(data)
+
+    def _show(self, data: bytes) -> None:
+        if self.console is None or not data:
+            return
+        if self._prefix is None:
+            self.console.show(self._kind, data, self.console)
+        else:
+            lines = data.splitlines(keepends=True)
+            self.console.show(self._kind, b"".join(self._prefix + line for line in lines), self)
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        first, second = os.fstat(one), os.fstat(other)
+    except OSError:
+        return False
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
