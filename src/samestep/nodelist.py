@@ -5,30 +5,37 @@ from itertools import product
 
 from samestep.errors import PlacementError
 
-_MOST = 1 << 16  # Slurm's own limit for one expression
-_WORD = re.compile(r"[A-Za-z0-9._-]*")
-_SPAN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_MOST_NODES = 1 << 16
+_LONGEST_NAME = 255
+_ITEM = re.compile(r"(?:\[[^\[\]]*\]|[^,])+")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_LITERAL = re.compile(r"[A-Za-z0-9._-]*")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_nodes(text: str) -> list[str]:
     """`a[1-2]b[3-4],c` as a1b3 a1b4 a2b3 a2b4 c: the first name is where Slurm puts task 0."""
     names: list[str] = []
-    for item in filter(None, re.split(r",(?![^\[\]]*\])", text)):
+    for item in _ITEM.findall(text):
+        literal = _BRACKETS.sub("", item)
+        if not _LITERAL.fullmatch(literal):
+            raise _refused(text, f"has {shown(item)}, which is no host name")
         axes: list[list[str]] = []
-        count = 1
-        for literal, brackets in re.findall(r"([^\[\]]*)(\[[^\[\]]*\])?", item):
-            axes += [[literal]] + ([_numbers(brackets[1:-1], text)] if brackets else [])
-            count *= len(axes[-1])
-            if len(names) + count > _MOST:
-                raise _refused(text, f"names more than {_MOST} nodes")
-        if "".join(re.findall(r"[^\[\]]*(?:\[[^\[\]]*\])?", item)) != item:
-            raise _refused(text, "has a bracket without its partner")
-        names += map("".join, product(*axes))
+        count, longest = 1, len(literal)
+        for brackets in _BRACKETS.findall(item):
+            axes.append(_numbers(brackets, text))
+            count, longest = count * len(axes[-1]), longest + len(axes[-1][-1])
+            if len(names) + count > _MOST_NODES:
+                raise _too_many(text)
+        if longest > _LONGEST_NAME:
+            raise _refused(text, f"has a name longer than {_LONGEST_NAME} characters")
+        form = _BRACKETS.sub("{}", item)
+        # Slurm turns the last bracket fastest, then the first, then the second, and so on (22.05).
+        turns = product(*axes[-2::-1], *axes[-1:])
+        names += [form.format(*turn[-2::-1], *turn[-1:]) for turn in turns]
     if not names:
         raise _refused(text, "names no node")
-    if not all(map(_WORD.fullmatch, names)):
-        raise _refused(text, "has characters that no host name has")
     return names
 
 
@@ -37,33 +44,35 @@ def tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     for item in text.split(","):
         found = _TASKS.fullmatch(item)
-        if found is None:
-            raise PlacementError(f"{shown(text)} does not read as tasks per node; write it like 4(x2),3")
-        times = int(found[2] or 1)
-        if len(counts) + times > _MOST:
+        if not found or len(counts) + int(found[2] or 1) > _MOST_NODES:
             raise PlacementError(
-                f"{shown(text)} counts tasks on more than {_MOST} nodes; write it like 4(x2),3"
+                f"{shown(text)} does not say how many tasks each node has; write it like 4(x2),3"
             )
-        counts += [int(found[1])] * times
+        counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
 
 def shown(text: str) -> str:
     """A value as a message may show it: on one line, and not long."""
-    return ascii(text if len(text) <= 60 else text[:57] + "...").strip("'\"")
+    escaped = ascii(text[:80])[1:-1]
+    return escaped if len(escaped) <= 60 else escaped[:57] + "..."
 
 
-def _numbers(text: str, whole: str) -> list[str]:
+def _numbers(brackets: str, text: str) -> list[str]:
     numbers: list[str] = []
-    for item in text.split(","):
-        span = _SPAN.fullmatch(item)
-        if span is None or int(span[2] or span[1]) < int(span[1]):
-            raise _refused(whole, f"has [{shown(text)}], which is no range")
-        low, high = int(span[1]), int(span[2] or span[1])
-        if len(numbers) + high - low >= _MOST:
-            raise _refused(whole, f"names more than {_MOST} nodes")
-        numbers += [f"{number:0{len(span[1])}}" for number in range(low, high + 1)]
+    for item in brackets.split(","):
+        found = _RANGE.fullmatch(item)
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise _refused(text, f"has {shown(item) or 'nothing'} in brackets, which is no range")
+        low, high = int(found[1]), int(found[2] or found[1])
+        if len(numbers) + high - low >= _MOST_NODES:
+            raise _too_many(text)
+        numbers += [f"{number:0{len(found[1])}}" for number in range(low, high + 1)]
     return numbers
+
+
+def _too_many(text: str) -> PlacementError:
+    return _refused(text, f"names more than {_MOST_NODES} nodes")
 
 
 def _refused(text: str, why: str) -> PlacementError:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import click
 
 from samestep.errors import PlacementError
-from samestep.placement import Placement, here
+from samestep.placement import Placement, this_process
 
 
 @click.command(short_help="Say who this process is, and which variable says so.")
@@ -21,7 +21,7 @@ def command(explain: bool, as_json: bool) -> None:
     mpirun -n 4 samestep env --json
     """
     try:
-        placement = here()
+        placement = this_process()
     except PlacementError as error:
         click.echo(f"samestep env: {error}", err=True)
         raise SystemExit(2) from None
