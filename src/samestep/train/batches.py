@@ -1,0 +1,114 @@
+"""A share becomes a batch on this rank's device: gathered from memory or loaded by workers, copied ahead."""
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+
+from samestep.train.nested import map_tensors
+from samestep.train.share import seed_of
+
+Indices = torch.Tensor
+
+
+class FromMemory:
+    """A data set that is tensors in memory: a batch is one gather for each tensor."""
+
+    def __init__(self, dataset: TensorDataset, pin: bool) -> None:
+        self.tensors = dataset.tensors
+        self.pin = pin and all(one.device.type == "cpu" for one in self.tensors)
+
+    def batches(self, plan: Iterator[Indices], epoch: int) -> Iterator[list[torch.Tensor]]:
+        for indices in plan:
+            batch = [one.index_select(0, indices.to(one.device)) for one in self.tensors]
+            yield [one.pin_memory() for one in batch] if self.pin else batch
+
+
+class FromWorkers:
+    """Any other data set, through torch's DataLoader; its workers live as long as the loader."""
+
+    def __init__(self, dataset: Any, seed: int, options: dict[str, Any]) -> None:
+        self._plan: Iterator[list[tuple[int, int]]] = iter(())
+        self._loader: DataLoader[Any] = DataLoader(_Seeded(dataset, seed), batch_sampler=self, **options)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """As a batch sampler: the plan of the pass that is being started."""
+        return self._plan
+
+    def batches(self, plan: Iterator[Indices], epoch: int) -> Iterator[Any]:
+        self._plan = ([(epoch, index) for index in indices.tolist()] for indices in plan)
+        return iter(self._loader)
+
+
+class _Seeded(Dataset[Any]):
+    """What a sample draws is a function of (seed, epoch, sample): not of the worker or rank that loads it."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        if get_worker_info() is not None:
+            return [self._sample(*key) for key in keys]
+        numpy = sys.modules.get("numpy.random")
+        before = (torch.get_rng_state(), random.getstate(), numpy.get_state() if numpy else None)
+        try:
+            return [self._sample(*key) for key in keys]
+        finally:
+            torch.set_rng_state(before[0])
+            random.setstate(before[1])
+            if numpy and before[2] is not None:
+                numpy.set_state(before[2])
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed = seed_of(self.seed, epoch, index)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy := sys.modules.get("numpy.random"):
+            numpy.seed(seed & 0xFFFFFFFF)
+        return self.dataset[index]
+
+
+def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """The same batches on the device; on CUDA copied on a side stream while the one before is used."""
+    if device.type == "cpu":
+        yield from batches
+        return
+    if device.type != "cuda":
+        for batch in batches:
+            yield _moved(batch, device)
+        return
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    waiting: tuple[Any, torch.cuda.Event] | None = None
+    for batch in batches:
+        with torch.cuda.stream(side):
+            copied = _moved(batch, device)
+        arrived = side.record_event()
+        if waiting is not None:
+            yield _arrived(*waiting)
+        waiting = copied, arrived
+    if waiting is not None:
+        yield _arrived(*waiting)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    def move(one: Any) -> Any:
+        return one.to(device, non_blocking=True) if isinstance(one, torch.Tensor) else one.to(device)
+
+    return map_tensors(move, batch)
+
+
+def _arrived(batch: Any, arrived: torch.cuda.Event) -> Any:
+    stream = torch.cuda.current_stream()
+    stream.wait_event(arrived)
+
+    def keep(one: Any) -> Any:
+        # Memory of the side stream must not be given away while this stream still reads it.
+        if isinstance(one, torch.Tensor):
+            one.record_stream(stream)
+        return one
+
+    return map_tensors(keep, batch)

@@ -1,0 +1,193 @@
+"""Which samples are mine: this rank's share of every batch of the serial script, already on its device."""
+
+import inspect
+import json
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from samestep.errors import RanksDiffer, UsageError
+from samestep.train import replicate, share
+from samestep.train.batches import FromMemory, FromWorkers, on_device
+from samestep.train.meet import meet
+from samestep.train.meter import count_step
+from samestep.train.world import World, init, own_cores
+
+_OURS = {"batch_sampler", "shuffle", "batch_size", "drop_last", "generator", "dataset"}
+
+
+def loader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> "Loader":
+    """Collective. Iterates this rank's share of each batch; batch_size is that of the optimizer step.
+
+    Options of torch's DataLoader are passed on; workers default to the cores this process may use.
+    """
+    world = init()
+    made = Loader(dataset, batch_size, shuffle, drop_last, seed, options, world)
+    facts = json.dumps(made.facts()).encode()
+    for rank, other in enumerate(meet("samestep.loader", facts)):
+        if other != facts:
+            theirs = json.loads(other)
+            name = next(name for name, value in made.facts().items() if theirs[name] != value)
+            raise RanksDiffer(
+                f"loader got {name} {made.facts()[name]} on rank {world.rank} and {theirs[name]} on rank "
+                f"{rank}; give every rank the same dataset and options"
+            )
+    return made
+
+
+class Loader:
+    """Batches of one dataset; where it is, is said in samples, not in ranks."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        options: dict[str, Any],
+        world: World,
+    ) -> None:
+        share.check_batch_size(batch_size, world.size)
+        _check_dataset(dataset)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._position = 0
+        self._begun = False
+        self._shuffle = shuffle
+        self._seed = seed
+        self._world = world
+        self._sampler = options.pop("sampler", None)
+        self._length = len(dataset if self._sampler is None else self._sampler)
+        if self._sampler is not None and shuffle:
+            raise UsageError("loader got both a sampler and shuffle=True; a sampler is an order of its own")
+        self._source = _source(dataset, seed, options, world)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._length, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            self.epoch, self._position = self.epoch + 1, 0
+        self._begun = True
+        return self._pass(replicate.training())
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs still to do of count in all; the one this loader is in the middle of comes first."""
+        for epoch in range(self.epoch + self._begun, count):
+            if epoch != self.epoch:
+                self.epoch, self._position = epoch, 0
+            self._begun = False
+            yield epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
+        return {"epoch": self.epoch, "position": self._position, **self.facts()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken, at any number of processes."""
+        for name, value in self.facts().items():
+            if state[name] != value:
+                raise UsageError(
+                    f"this loader's {name} is {value} and the state's is {state[name]}; use the same"
+                )
+        self.epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
+
+    def facts(self) -> dict[str, Any]:
+        """What the order of samples is a function of."""
+        return {
+            "length": self._length,
+            "batch_size": self.batch_size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def _pass(self, training: bool) -> Iterator[Any]:
+        """One way through: every rank comes by equally often where it trains.
+
+        A rank without a share of a tiny last batch then takes the step on a lent sample with weight 0; where
+        it does not train, the last batch is filled from the one before, or the rank has nothing to do.
+        """
+        epoch, world = self.epoch, self._world
+        pieces = list(
+            share.pieces(
+                self._length,
+                self.batch_size,
+                world.size,
+                world.rank,
+                start=self._position,
+                drop_last=self.drop_last,
+                even=not training,
+            )
+        )
+        mine = [piece for piece in pieces if piece.mine or training]
+        order = self._order(epoch)
+        plan = (
+            order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.start + 1]
+            for piece in mine
+        )
+        batches = on_device(self._source.batches(plan, epoch), world.device)
+        with share.open_pass() as this:
+            for piece, batch in zip(mine, batches, strict=True):
+                this.take(piece.mine, piece.all, lent=not piece.mine)
+                self._position = piece.stop
+                if training:
+                    count_step(epoch)
+                yield batch
+        if pieces:
+            self._position = pieces[-1].stop
+        if training:
+            replicate.settle_all()
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if self._sampler is None:
+            return share.order(self._length, self._seed, epoch, self._shuffle)
+        with torch.random.fork_rng(devices=[]):
+            seed = share.seed_of("sampler", self._seed, epoch)
+            torch.default_generator.manual_seed(seed)
+            if isinstance(own := getattr(self._sampler, "generator", None), torch.Generator):
+                own.manual_seed(seed)
+            return torch.tensor(list(self._sampler), dtype=torch.int64)
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise UsageError(
+            f"loader got {type(dataset).__name__}, a stream without an order to share; give it a dataset "
+            "with __len__ and __getitem__, or take every world.size-th element of the stream from world.rank on"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(f"loader got {type(dataset).__name__}, which has no length; give it a __len__")
+
+
+def _source(dataset: Any, seed: int, options: dict[str, Any], world: World) -> FromMemory | FromWorkers:
+    if refused := options.keys() & _OURS:
+        raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
+    if unknown := options.keys() - inspect.signature(DataLoader.__init__).parameters.keys():
+        raise UsageError(
+            f"loader knows no option {', '.join(sorted(unknown))}; it takes those of torch's DataLoader"
+        )
+    pin = bool(options.setdefault("pin_memory", world.device.type == "cuda"))
+    if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
+        return FromMemory(dataset, pin)
+    if "num_workers" not in options:
+        forks = multiprocessing.get_start_method() == "fork"
+        options["num_workers"] = own_cores() - (world.device.type == "cpu") if forks else 0
+    if options["num_workers"]:
+        options.setdefault("persistent_workers", True)
+    return FromWorkers(dataset, seed, options)

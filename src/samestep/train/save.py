@@ -1,0 +1,66 @@
+"""Who writes the file: one rank, whole or not at all, in a form the serial world reads."""
+
+import os
+import pickle
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.errors import CheckpointError
+from samestep.train.meet import meet
+from samestep.train.world import init
+
+
+def save(path: str | os.PathLike[str], state: Any) -> None:
+    """Collective. Rank 0's state in one file for `torch.load`; it is there on every rank's return."""
+    failure = ""
+    if init().rank == 0:
+        try:
+            _write(Path(path), state)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            failure = f"{path} cannot be written ({reason}); what was there is intact"
+    if failure := meet("samestep.save", failure.encode())[0].decode():
+        raise CheckpointError(failure)
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Local. What save or torch.save wrote, on CPU; never runs code, drops `module.` before every key."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there; save it first, or name another file") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} is no file of plain weights ({reason}); save a state_dict instead"
+        ) from error
+    if (
+        isinstance(state, dict)
+        and state
+        and all(isinstance(key, str) and key.startswith("module.") for key in state)
+    ):
+        return {key.removeprefix("module."): value for key, value in state.items()}
+    return state
+
+
+def _write(path: Path, state: Any) -> None:
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

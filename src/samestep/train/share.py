@@ -1,0 +1,134 @@
+"""Which samples of a step are this rank's: a pure function of length, seed, epoch and step, cut evenly."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from samestep.errors import UsageError
+
+
+def cut(count: int, size: int, rank: int) -> tuple[int, int]:
+    """Where rank's part of count things begins and ends; parts differ by at most one, larger ones first."""
+    small, larger = divmod(count, size)
+    start = rank * small + min(rank, larger)
+    return start, start + small + (rank < larger)
+
+
+def seed_of(*facts: int | str) -> int:
+    """A 63-bit seed that is a function of the facts alone, alike on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, facts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
+    """The samples of one epoch, in the order every number of processes takes them."""
+    if not shuffle:
+        return torch.arange(length)
+    generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
+    return torch.randperm(length, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One batch of the whole world as positions in the epoch's order, and this rank's part of it."""
+
+    start: int
+    stop: int
+    mine_start: int
+    mine_stop: int
+
+    @property
+    def mine(self) -> int:
+        return self.mine_stop - self.mine_start
+
+    @property
+    def all(self) -> int:
+        return self.stop - self.start
+
+
+def pieces(
+    length: int,
+    batch_size: int,
+    size: int,
+    rank: int,
+    *,
+    start: int = 0,
+    drop_last: bool = False,
+    even: bool = False,
+) -> Iterator[Piece]:
+    """The batches from position start on; with even, a last one below size is filled from the one before."""
+    stops = list(range(start + batch_size, length + 1, batch_size))
+    if not drop_last and start < length and (not stops or stops[-1] < length):
+        stops.append(length)
+    if even and len(stops) > 1 and stops[-1] - stops[-2] < size:
+        before = stops[-3] if len(stops) > 2 else start
+        stops[-2:] = [stops[-1] - size, stops[-1]] if stops[-1] - before >= 2 * size else [stops[-1]]
+    for stop in stops:
+        first, last = cut(stop - start, size, rank)
+        yield Piece(start, stop, start + first, start + last)
+        start = stop
+
+
+def check_batch_size(batch_size: int, size: int) -> None:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise UsageError(
+            f"batch_size {batch_size!r} is not a number of samples; use an integer of at least 1"
+        )
+    if batch_size < size:
+        raise UsageError(
+            f"batch_size {batch_size} is smaller than the {size} ranks that share it; "
+            f"use at least {size}, or fewer processes"
+        )
+
+
+@dataclass(slots=True)
+class Pass:
+    """One way through a loader: what this rank was given of the batch at hand, and so far."""
+
+    mine: int = 0
+    all: int = 0
+    mine_so_far: int = 0
+    lent: bool = False
+
+    def take(self, mine: int, whole: int, lent: bool) -> None:
+        self.mine, self.all, self.lent = mine, whole, lent
+        self.mine_so_far += mine
+
+
+_open: list[Pass] = []
+_last: Pass | None = None
+
+
+@contextmanager
+def open_pass() -> Iterator[Pass]:
+    """While this is open its share is the current one; an inner pass (evaluation) comes before an outer."""
+    global _last
+    one = Pass()
+    _open.append(one)
+    try:
+        yield one
+    finally:
+        _open.remove(one)
+        _last = one
+
+
+def current() -> Pass | None:
+    """The pass whose batch is being worked on, None outside every loop."""
+    return _open[-1] if _open else None
+
+
+def weight(size: int) -> float:
+    """What this rank's mean loss counts for in a plain average over ranks: 1.0 where shares are equal."""
+    if not _open or not _open[-1].all:
+        return 1.0
+    return _open[-1].mine * size / _open[-1].all
+
+
+def counted() -> int | None:
+    """The samples this rank was given: of the batch at hand, or after a loop of the whole pass."""
+    if _open:
+        return _open[-1].mine
+    return _last.mine_so_far if _last else None

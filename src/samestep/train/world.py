@@ -1,0 +1,227 @@
+"""Who this process is: adopts whatever started it, joins the group of all ranks, and leaves it cleanly."""
+
+import atexit
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import samestep
+from samestep.errors import RanksDiffer, SamestepError, UsageError
+from samestep.placement import Placement, cores, device_index, exports, place
+from samestep.train import meet
+
+_LEAVE = timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class World:
+    """Facts about this process and its run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    device: torch.device
+    launcher: str
+
+
+_world: World | None = None
+_failed: int | None = None
+_own_cores = 0
+_leavers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> World:
+    """Collective. Adopts whatever started this process; a world of one under plain `python`."""
+    global _world
+    if _world is not None:
+        return _world
+    here = place(os.environ)
+    device = _take_device(here)
+    if here.size > 1:
+        os.environ.update(exports(here))
+        _join(here, device, backend, timeout)
+    elif backend is not None:
+        _check_backend(backend)
+    if here.rank == 0:
+        for note in here.notes:
+            print(f"samestep: {note}", file=sys.stderr)
+    _world = World(
+        here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes, device, here.launcher
+    )
+    return _world
+
+
+@contextmanager
+def first() -> Iterator[None]:
+    """Collective. One process of each node goes through the block before the others of its node."""
+    world = init()
+    if world.local_rank == 0:
+        yield
+    meet.meet("samestep.first")
+    if world.local_rank != 0:
+        yield
+
+
+def own_cores() -> int:
+    """How many cores this process need not share with another rank."""
+    return _own_cores or len(cores())
+
+
+def at_leaving(thing: Any) -> None:
+    """Have thing.leave() called before this process leaves the group."""
+    _leavers.add(thing)
+
+
+def _take_device(here: Placement) -> torch.device:
+    """The device of this process, chosen before any group is made: NCCL binds to the current one."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or (kind.type == "mps" and here.size > 1):
+        return torch.device("cpu")
+    visible = torch.accelerator.device_count()
+    index = device_index(here, visible)
+    if here.size == 1 and visible > 1:
+        print(
+            f"samestep: {visible} devices are visible and one process uses one of them; "
+            f"`samestep run {sys.argv[0]}` uses all",
+            file=sys.stderr,
+        )
+    if index is None or kind.type == "mps":
+        return torch.device(kind.type)
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
+
+
+def _check_backend(backend: str) -> None:
+    for part in backend.split(","):
+        name = part.split(":")[-1]
+        if not dist.is_backend_available(name):
+            known = [one for one in ("gloo", "nccl", "xccl", "mpi", "ucc") if dist.is_backend_available(one)]
+            raise UsageError(f"backend {name!r} is not in this build of torch; use one of {', '.join(known)}")
+
+
+def _join(here: Placement, device: torch.device, backend: str | None, timeout: timedelta) -> None:
+    backend = backend or dist.get_default_backend_for_device(device)
+    _check_backend(backend)
+    store: meet.Store | None = None
+    if not dist.is_initialized():
+        found, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))  # type: ignore[attr-defined]
+        bind = device if device.type == "cuda" and "nccl" in backend else None
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("samestep/world", found),  # type: ignore[attr-defined]
+            rank=here.rank,
+            world_size=here.size,
+            timeout=timeout,
+            device_id=bind,
+        )
+        store = dist.PrefixStore("samestep/meet", found)  # type: ignore[attr-defined]
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    meet.sit_down(group, store, here.rank, here.size, timeout)
+    _introduce(here, device, backend)
+    _watch_failure()
+    atexit.register(_leave, os.getpid())
+
+
+def _introduce(here: Placement, device: torch.device, backend: str) -> None:
+    """Tell the others what this process is: what must be alike is compared, what is shared is divided."""
+    mine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "samestep": samestep.__version__,
+        "host": socket.gethostname(),
+        "node": here.node,
+        "cores": cores(),
+        "device": _identity(device),
+    }
+    all_of_us = [json.loads(one) for one in meet.meet("samestep.init", json.dumps(mine).encode())]
+    for fact in ("torch", "samestep", "python"):
+        other = next((rank for rank, one in enumerate(all_of_us) if one[fact] != all_of_us[0][fact]), None)
+        if other is not None:
+            raise RanksDiffer(
+                f"{fact} is {all_of_us[0][fact]} on rank 0 ({all_of_us[0]['host']}) and "
+                f"{all_of_us[other][fact]} on rank {other} ({all_of_us[other]['host']}); start every rank from the same environment"
+            )
+    neighbours = [one for one in all_of_us if one["node"] == here.node]
+    if "nccl" in backend and device.type == "cuda":
+        sharing = [
+            rank
+            for rank, one in enumerate(all_of_us)
+            if (one["node"], one["device"]) == (here.node, mine["device"])
+        ]
+        if len(sharing) > 1:
+            raise UsageError(
+                f"ranks {', '.join(map(str, sharing))} of {here.size} share one device ({device} on "
+                f"{mine['host']}), which NCCL cannot; start one process a device, or use init(backend='gloo')"
+            )
+    _set_threads(here, sum(one["cores"] == mine["cores"] for one in neighbours))
+
+
+def _identity(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return str(device)
+
+
+def _set_threads(here: Placement, sharing: int) -> None:
+    """As many threads as cores of its own; torchrun's OMP_NUM_THREADS=1 is its default, not a wish."""
+    global _own_cores
+    _own_cores = max(1, len(cores()) // sharing)
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if not asked or (here.launcher == "torchrun" and asked == "1"):
+        torch.set_num_threads(_own_cores)
+
+
+def _watch_failure() -> None:
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = sys.excepthook
+
+    def note_failure(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        global _failed
+        _failed = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        before(kind, error, traceback)
+
+    sys.excepthook = note_failure
+
+
+def _leave(pid: int) -> None:
+    """At the end of the interpreter, also where the script forgot everything.
+
+    Gloo's threads abort a process that exits under them, and a peer that is still sending does the same: so
+    the replicas go first, then all ranks come together for a moment, then the groups are destroyed. A failed
+    rank waits for nobody: it leaves at once with the code of its failure.
+    """
+    if os.getpid() != pid:
+        return
+    if _failed is not None:
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_failed)
+    for thing in list(_leavers):
+        thing.leave()
+    gc.collect()
+    with suppress(SamestepError, RuntimeError):
+        meet.meet("the end of the script", patience=_LEAVE)
+    with suppress(RuntimeError):
+        meet.stand_up()
+        if dist.is_initialized():
+            dist.destroy_process_group()
