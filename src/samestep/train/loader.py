@@ -169,7 +169,7 @@ def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise UsageError(
             f"loader got {type(dataset).__name__}, a stream without an order to share; give it a dataset "
-            "with __len__ and __getitem__, or take every world.size-th element of the stream from world.rank on"
+            "with __len__ and __getitem__, or take every world.size-th element of the stream yourself"
         )
     if not hasattr(dataset, "__len__"):
         raise UsageError(f"loader got {type(dataset).__name__}, which has no length; give it a __len__")

@@ -70,7 +70,7 @@ def users_line() -> str:
 
 
 def meet(call: str, payload: bytes = b"", *, patience: timedelta | None = None) -> list[bytes]:
-    """Collective. Every rank's payload, by rank; an error on all of them where they are at different calls."""
+    """Collective. Every rank's payload, by rank; an error on all where they are at different calls."""
     if _table is None:
         return [payload]
     _table.turn += 1

@@ -156,7 +156,8 @@ def _introduce(here: Placement, device: torch.device, backend: str) -> None:
         if other is not None:
             raise RanksDiffer(
                 f"{fact} is {all_of_us[0][fact]} on rank 0 ({all_of_us[0]['host']}) and "
-                f"{all_of_us[other][fact]} on rank {other} ({all_of_us[other]['host']}); start every rank from the same environment"
+                f"{all_of_us[other][fact]} on rank {other} ({all_of_us[other]['host']}); "
+                "start every rank from the same environment"
             )
     neighbours = [one for one in all_of_us if one["node"] == here.node]
     if "nccl" in backend and device.type == "cuda":
