@@ -1,68 +1,21 @@
 """The readers of the examples take whole data sets and refuse damaged ones with one sentence."""
 
 import gzip
-import importlib.util
 import pickle
 import struct
-import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-spec = importlib.util.spec_from_file_location("examples_datasets", EXAMPLES / "datasets.py")
-datasets = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = datasets
-spec.loader.exec_module(datasets)
 
 
 def idx(array: np.ndarray) -> bytes:
     return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 
 
-def write_mnist(root: Path, *, suffix: str = "", count: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    draw = np.random.default_rng(0)
-    images = draw.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-    labels = draw.integers(0, 10, count, dtype=np.uint8)
-    root.mkdir(parents=True, exist_ok=True)
-    pack = gzip.compress if suffix else bytes
-    for part in ("train", "t10k"):
-        (root / f"{part}-images-idx3-ubyte{suffix}").write_bytes(pack(idx(images)))
-        (root / f"{part}-labels-idx1-ubyte{suffix}").write_bytes(pack(idx(labels)))
-    return images, labels
-
-
-def cifar_batch(seed: int, count: int = 3) -> tuple[np.ndarray, list[int]]:
-    draw = np.random.default_rng(seed)
-    return draw.integers(0, 256, (count, 3072), dtype=np.uint8), draw.integers(0, 10, count).tolist()
-
-
-def write_cifar(root: Path, version: str) -> None:
-    folder = root / ("cifar-10-batches-bin" if version == "binary" else "cifar-10-batches-py")
-    folder.mkdir(parents=True)
-    for seed, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
-        pixels, labels = cifar_batch(seed)
-        if version == "binary":
-            rows = (bytes([label]) + row.tobytes() for label, row in zip(labels, pixels, strict=True))
-            (folder / f"{name}.bin").write_bytes(b"".join(rows))
-        else:
-            # The files that are handed out were written with numpy 1's module names.
-            raw = pickle.dumps({b"data": pixels, b"labels": labels}, protocol=3)
-            (folder / name).write_bytes(raw.replace(b"cnumpy._core.", b"cnumpy.core."))
-
-
-def write_images(root: Path, classes: tuple[str, ...] = ("cat", "dog"), count: int = 2) -> None:
-    for part in ("train", "val"):
-        for shade, name in enumerate(classes):
-            (root / part / name).mkdir(parents=True)
-            for i in range(count):
-                Image.new("RGB", (40 + i, 30), (100 * shade, 0, 0)).save(root / part / name / f"{i}.png")
-
-
-def test_digits_are_1797_and_every_fifth_is_for_the_test() -> None:
+def test_digits_are_1797_and_every_fifth_is_for_the_test(datasets: ModuleType) -> None:
     train, test = datasets.digits(train=True), datasets.digits(train=False)
     assert (len(train), len(test)) == (1437, 360)
     assert train.tensors[0].dtype == torch.uint8
@@ -71,15 +24,19 @@ def test_digits_are_1797_and_every_fifth_is_for_the_test() -> None:
 
 
 @pytest.mark.parametrize(("folder", "suffix"), [("", ""), ("", ".gz"), ("MNIST/raw", "")])
-def test_mnist_is_read_as_it_was_written(tmp_path: Path, folder: str, suffix: str) -> None:
-    images, labels = write_mnist(tmp_path / folder, suffix=suffix)
+def test_mnist_is_read_as_it_was_written(
+    datasets: ModuleType, tiny: ModuleType, tmp_path: Path, folder: str, suffix: str
+) -> None:
+    images, labels = tiny.write_mnist(tmp_path / folder, suffix=suffix)
     for train in (True, False):
         found = datasets.mnist(tmp_path, train=train)
         assert np.array_equal(found.tensors[0].numpy(), images)
         assert found.tensors[1].tolist() == labels.tolist()
 
 
-def test_missing_mnist_is_one_sentence_that_says_what_to_put_where(tmp_path: Path) -> None:
+def test_missing_mnist_is_one_sentence_that_says_what_to_put_where(
+    datasets: ModuleType, tmp_path: Path
+) -> None:
     with pytest.raises(
         SystemExit, match=r"has no train-images-idx3-ubyte; put MNIST's four files there"
     ) as found:
@@ -120,9 +77,11 @@ DAMAGED_IDX = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED_IDX)
-def test_an_mnist_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+def test_an_mnist_file_is_refused_by_name(
+    datasets: ModuleType, tiny: ModuleType, tmp_path: Path, damage: str
+) -> None:
     name, raw, sentence = DAMAGED_IDX[damage]
-    write_mnist(tmp_path)
+    tiny.write_mnist(tmp_path)
     (tmp_path / name.removesuffix(".gz")).unlink()
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(SystemExit, match=sentence) as found:
@@ -131,18 +90,22 @@ def test_an_mnist_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["binary", "python"])
-def test_both_versions_of_cifar10_are_read_as_they_were_written(tmp_path: Path, version: str) -> None:
-    write_cifar(tmp_path, version)
+def test_both_versions_of_cifar10_are_read_as_they_were_written(
+    datasets: ModuleType, tiny: ModuleType, tmp_path: Path, version: str
+) -> None:
+    tiny.write_cifar(tmp_path, version)
     train, test = datasets.cifar10(tmp_path, train=True), datasets.cifar10(tmp_path, train=False)
     for found, seeds in ((train, range(5)), (test, [5])):
-        batches = [cifar_batch(seed) for seed in seeds]
+        batches = [tiny.cifar_batch(seed) for seed in seeds]
         assert np.array_equal(
             found.tensors[0].numpy(), np.concatenate([pixels for pixels, _ in batches]).reshape(-1, 3, 32, 32)
         )
         assert found.tensors[1].tolist() == [label for _, labels in batches for label in labels]
 
 
-def test_missing_cifar10_is_one_sentence_that_says_what_to_put_where(tmp_path: Path) -> None:
+def test_missing_cifar10_is_one_sentence_that_says_what_to_put_where(
+    datasets: ModuleType, tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit, match=r"has no CIFAR-10; unpack cifar-10-binary.tar.gz") as found:
         datasets.cifar10(tmp_path, train=True)
     assert "\n" not in str(found.value)
@@ -180,7 +143,7 @@ DAMAGED_CIFAR = {
 
 @pytest.mark.parametrize("damage", DAMAGED_CIFAR)
 def test_a_cifar10_file_is_refused_by_name(
-    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
+    datasets: ModuleType, tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     suffix, raw, sentence = DAMAGED_CIFAR[damage]
     (tmp_path / f"test_batch{suffix}").write_bytes(raw)
@@ -190,8 +153,10 @@ def test_a_cifar10_file_is_refused_by_name(
     assert "a pickle ran code" not in capfd.readouterr().out
 
 
-def test_an_image_folder_gives_square_bytes_and_the_class_of_its_folder(tmp_path: Path) -> None:
-    write_images(tmp_path)
+def test_an_image_folder_gives_square_bytes_and_the_class_of_its_folder(
+    datasets: ModuleType, tiny: ModuleType, tmp_path: Path
+) -> None:
+    tiny.write_images(tmp_path)
     for train in (True, False):
         found = datasets.ImageFolder(tmp_path, 16, train=train)
         samples = [found[i] for i in range(len(found))]
@@ -202,8 +167,10 @@ def test_an_image_folder_gives_square_bytes_and_the_class_of_its_folder(tmp_path
             assert (image[0] == 100 * label).all()
 
 
-def test_a_class_keeps_its_number_where_val_lacks_another(tmp_path: Path) -> None:
-    write_images(tmp_path)
+def test_a_class_keeps_its_number_where_val_lacks_another(
+    datasets: ModuleType, tiny: ModuleType, tmp_path: Path
+) -> None:
+    tiny.write_images(tmp_path)
     for file in (tmp_path / "val" / "cat").iterdir():
         file.unlink()
     (tmp_path / "val" / "cat").rmdir()
@@ -213,14 +180,16 @@ def test_a_class_keeps_its_number_where_val_lacks_another(tmp_path: Path) -> Non
         datasets.ImageFolder(tmp_path, 16, train=False)
 
 
-def test_an_empty_image_folder_is_one_sentence(tmp_path: Path) -> None:
+def test_an_empty_image_folder_is_one_sentence(datasets: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"train has no images; put them in .*/train/<class>/"):
         datasets.ImageFolder(tmp_path, 16, train=True)
 
 
 @pytest.mark.parametrize("raw", [b"", b"not an image", "cut"])
-def test_a_damaged_image_is_named(tmp_path: Path, raw: bytes | str) -> None:
-    write_images(tmp_path, classes=("cat",), count=1)
+def test_a_damaged_image_is_named(
+    datasets: ModuleType, tiny: ModuleType, tmp_path: Path, raw: bytes | str
+) -> None:
+    tiny.write_images(tmp_path, classes=("cat",), count=1)
     path = tmp_path / "val" / "cat" / "0.png"
     path.write_bytes(path.read_bytes()[:60] if isinstance(raw, str) else raw)
     with pytest.raises(ValueError, match=r"0.png cannot be read as an image"):
@@ -228,14 +197,14 @@ def test_a_damaged_image_is_named(tmp_path: Path, raw: bytes | str) -> None:
 
 
 def test_image_folders_without_pillow_say_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    datasets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets, "Image", None)
     with pytest.raises(SystemExit, match="pip install pillow"):
         datasets.ImageFolder(tmp_path, 16, train=True)
 
 
-def test_a_crop_moves_the_image_by_at_most_four_pixels_and_keeps_its_bytes() -> None:
+def test_a_crop_moves_the_image_by_at_most_four_pixels_and_keeps_its_bytes(datasets: ModuleType) -> None:
     image = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8)
     moved = datasets.CropAndFlip(torch.utils.data.TensorDataset(image, torch.tensor([3])))
     padded = torch.nn.functional.pad(image[0], (4, 4, 4, 4))
@@ -250,7 +219,7 @@ def test_a_crop_moves_the_image_by_at_most_four_pixels_and_keeps_its_bytes() -> 
     assert len(seen) > 50
 
 
-def test_a_random_box_lies_inside_the_image() -> None:
+def test_a_random_box_lies_inside_the_image(datasets: ModuleType) -> None:
     torch.manual_seed(0)
     for width, height in ((500, 375), (40, 30), (1, 1), (1000, 10)):
         for _ in range(200):
@@ -259,7 +228,9 @@ def test_a_random_box_lies_inside_the_image() -> None:
             assert 0 <= top < bottom <= height + 1e-6
 
 
-def test_the_built_in_text_is_there_and_a_folder_without_text_is_one_sentence(tmp_path: Path) -> None:
+def test_the_built_in_text_is_there_and_a_folder_without_text_is_one_sentence(
+    datasets: ModuleType, tmp_path: Path
+) -> None:
     assert len(datasets.text(None)) > 100_000
     with pytest.raises(SystemExit, match=r"has no text; put \*.txt files there"):
         datasets.text(tmp_path)
@@ -267,7 +238,9 @@ def test_the_built_in_text_is_there_and_a_folder_without_text_is_one_sentence(tm
     assert datasets.text(tmp_path) == "abc"
 
 
-def test_the_default_directory_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_directory_is_named_by_the_environment(
+    datasets: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("DATA_DIR", raising=False)
     monkeypatch.delenv("DSDIR", raising=False)
     assert datasets.default_dir() == "data"

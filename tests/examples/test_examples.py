@@ -1,0 +1,133 @@
+"""Each example runs as it stands, alone and on several processes, and the digits differ in seven lines."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SAMESTEP = Path(sys.executable).with_name("samestep")
+
+SEVEN_LINES = """\
+-from torch.utils.data import DataLoader
++import samestep
+-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+-train = DataLoader(digits(train=True), args.batch_size, shuffle=True)
+-test = DataLoader(digits(train=False), batch_size=360)
+-model = Net().to(device)
++device = samestep.init().device
++train = samestep.loader(digits(train=True), args.batch_size, shuffle=True, seed=args.seed)
++test = samestep.loader(digits(train=False), batch_size=360)
++model = samestep.replicate(Net().to(device))
+-    print(f"epoch {epoch}: {correct / len(test.dataset):.2%}")
++    print(f"epoch {epoch}: {samestep.sum(correct) / len(test.dataset):.2%}")
+-torch.save(model.state_dict(), "digits.pt")
++samestep.save("digits.pt", model.state_dict())
+"""
+
+
+def run(directory: Path, size: int, script: str, *args: object) -> str:
+    """What an example prints, started as a user starts it: by python for size 0, else by samestep run."""
+    start = [SAMESTEP, "run", "-n", size] if size else [sys.executable]
+    done = subprocess.run(
+        [str(one) for one in (*start, EXAMPLES / script, *args)],
+        cwd=directory,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracies(printed: str) -> list[float]:
+    return [float(found) for found in re.findall(r"^epoch \d+: ([\d.]+)%", printed, re.MULTILINE)]
+
+
+def test_the_digits_before_and_after_samestep_differ_in_seven_lines() -> None:
+    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("digits_serial.py", "digits.py"))
+    diff = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    assert "\n".join(line for line in diff if not line.startswith("@@")) + "\n" == SEVEN_LINES
+    assert "import samestep" not in before
+
+
+def test_the_digits_are_learnt_alike_by_one_two_and_three_processes(tmp_path: Path) -> None:
+    printed, weights = {}, {}
+    for size in (0, 1, 2, 3):
+        directory = tmp_path / str(size)
+        directory.mkdir()
+        script = "digits.py" if size else "digits_serial.py"
+        printed[size] = accuracies(run(directory, size, script, "--epochs", 4))
+        weights[size] = torch.load(directory / "digits.pt", weights_only=True)
+    assert [len(lines) for lines in printed.values()] == [4, 4, 4, 4]
+    # torch's own DataLoader draws another order, so the serial script is as good, not the same.
+    assert min(lines[-1] for lines in printed.values()) > 90
+    assert weights[0].keys() == weights[1].keys()
+    for size in (2, 3):
+        assert printed[size] == printed[1]
+        for name, one in weights[1].items():
+            torch.testing.assert_close(weights[size][name], one, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def data(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny data sets of all kinds in one directory."""
+    root = tmp_path_factory.mktemp("data")
+    tiny.write_mnist(root, count=12)
+    tiny.write_cifar(root, "binary")
+    tiny.write_images(root, count=3)
+    (root / "tale.txt").write_text("once upon a time there was a rank that waited for another\n" * 40)
+    return root
+
+
+DRY_RUNS = {
+    "mnist.py": ["--batch-size", 8, "--save-model"],
+    "cifar10.py": ["--batch-size", 6, "--workers", 0],
+    "resnet.py": ["--batch-size", 4, "--image-size", 32, "--workers", 0],
+    "gpt.py": ["--batch-size", 4, "--length", 16, "--width", 32, "--layers", 1],
+}
+
+
+@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("script", DRY_RUNS)
+def test_a_dry_run_takes_one_step_and_stops(tmp_path: Path, data: Path, script: str, size: int) -> None:
+    printed = run(tmp_path, size, script, "--data-dir", data, "--dry-run", *DRY_RUNS[script])
+    assert re.findall(r"^epoch (\d+):", printed, re.MULTILINE) == ["1"]
+    (written,) = tmp_path.glob("*.pt")
+    assert torch.load(written, weights_only=True)
+
+
+def test_a_missing_data_set_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "mnist.py", "--data-dir", tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"{tmp_path} has no train-images-idx3-ubyte")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_networks_have_the_published_numbers_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import cifar10
+    import mnist
+    import resnet
+
+    def parameters(model: torch.nn.Module) -> int:
+        return sum(one.numel() for one in model.parameters())
+
+    assert parameters(mnist.Net()) == 1_199_882
+    assert parameters(cifar10.ResNet()) == 269_722
+    assert len(cifar10.PyramidNet().blocks) == 54
+    assert parameters(cifar10.PyramidNet()) == 1_772_706
+    with torch.device("meta"):
+        assert parameters(resnet.ResNet(resnet.BLOCKS["resnet50"], 1000)) == 25_557_032
+        assert parameters(resnet.ResNet(resnet.BLOCKS["resnet101"], 1000)) == 44_549_160
+    assert cifar10.PyramidNet()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
