@@ -221,7 +221,8 @@ def _is_shape(shape: Sequence[Any], dtype: str) -> bool:
     if len(shape) > 64 or (dtype == "bytes" and len(shape) != 1):
         return False
     # zeros apart, since torch computes the strides of empty tensors too
-    return math.prod(max(n, 1) for n in shape) < 2**58
+    spread: int = math.prod(max(n, 1) for n in shape)
+    return spread < 2**58
 
 
 def _pull(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> None:

@@ -8,6 +8,9 @@ _VERBS = {
     "run": "Run a script on N processes of this machine.",
     "env": "Say who this process is, and which variable says so.",
     "demo": "Train a small network at 1 and 2 processes and compare.",
+    "compare": "Say which tensors differ between weights files, and by how much.",
+    "checkpoints": "List the checkpoints in a directory: which are good, and what made them.",
+    "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",
 }
 
 

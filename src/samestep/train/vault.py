@@ -123,9 +123,9 @@ class Vault:
     def _prune(self, dir_fd: int) -> None:
         """Remove what is older than the `keep` newest commits known to be good, and unchanged since."""
         good = 0
-        # a commit that stands is not undone because an old one cannot be removed; the next tries again
-        with suppress(OSError):
-            for entry in carry.listing(dir_fd):
+        for entry in carry.listing(dir_fd):
+            # a commit that stands is not undone because an old one cannot be removed; the next tries again
+            with suppress(OSError):
                 if good >= self.keep:
                     os.unlink(entry.name, dir_fd=dir_fd)
                     self._good.pop(entry.name, None)

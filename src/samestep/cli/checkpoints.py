@@ -1,0 +1,64 @@
+"""`samestep checkpoints DIR` says which commits are there, which are good, and what made them; no torch."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from samestep import carry
+from samestep.errors import CheckpointError
+from samestep.tree import shown
+
+_IN_COLUMNS = ("step", "time")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--verify", is_flag=True, help="Read every byte and compare the digests.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for each checkpoint, newest first.")
+def command(directory: Path, verify: bool, as_json: bool) -> None:
+    """List the checkpoints of DIRECTORY, newest first; exit with 1 if one of them is bad.
+
+    Without --verify only the header of each is checked: "whole" has all its bytes, "good" has the right ones.
+    """
+    rows = [_row(directory, entry, verify) for entry in carry.listing(directory)]
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row))
+    elif rows:
+        _table(rows)
+    else:
+        click.echo(f"no checkpoints in {directory}")
+    sys.exit(any(row["state"] == "bad" for row in rows))
+
+
+def _row(directory: Path, entry: carry.Entry, verify: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"file": entry.name, "step": entry.step}
+    try:
+        row["bytes"] = os.lstat(directory / entry.name).st_size
+        outline = (carry.verify if verify else carry.peek)(directory / entry.name)
+    except (CheckpointError, OSError) as error:
+        return {**row, "state": "bad", "why": str(error).removeprefix(f"{directory / entry.name} ")}
+    return {**row, "state": "good" if verify else "whole", "meta": outline.meta, "digest": outline.digest}
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    click.echo(f"{'step':>10}  {'committed':<19}  {'size':>9}  {'state':<5}  ")
+    for row in rows:
+        meta = row.get("meta", {})
+        size = f"{row.get('bytes', 0) / 1e6:.1f} MB"
+        made = row.get("why") or " ".join(
+            f"{key}={value}" for key, value in meta.items() if key not in _IN_COLUMNS
+        )
+        click.echo(f"{row['step']:>10}  {_when(meta):<19}  {size:>9}  {row['state']:<5}  {shown(made)}")
+
+
+def _when(meta: dict[str, Any]) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return "-"

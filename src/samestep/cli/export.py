@@ -1,0 +1,98 @@
+"""`samestep export` writes the plain weights of a checkpoint, for a program that never heard of samestep."""
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from samestep.errors import CheckpointError, UsageError
+from samestep.tree import shown
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--part", default="model", show_default=True, help="Which part of the state; a dot goes deeper."
+)
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
+def command(source: Path, output: Path, part: str, force: bool) -> None:
+    """Write the weights in SOURCE, a checkpoint or a directory of them, to a .safetensors or .pt file."""
+    if output.suffix not in (".safetensors", ".pt"):
+        raise click.UsageError(f"{output} ends in neither .safetensors nor .pt; choose one of them")
+    if output.exists() and not force:
+        raise click.UsageError(f"{output} exists; write --force to replace it")
+    from samestep.measure import weights
+
+    try:
+        found = weights.read(source)
+        chosen = _without_prefix(_part(found.state, part))
+        write = _write_safetensors if output.suffix == ".safetensors" else _write_pt
+        _replace(output, lambda path: write(path, chosen, part))
+    except (CheckpointError, UsageError) as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{output} cannot be written ({error.strerror})") from error
+    for note in found.notes:
+        click.echo(note, err=True)
+    click.echo(f"{output}: {part} of {found.file}")
+
+
+def _part(state: Any, part: str) -> Any:
+    for name in part.split("."):
+        known = state if isinstance(state, dict) else {}
+        key = next((key for key in known if str(key) == name), None)
+        if key is None:
+            names = ", ".join(shown(key) for key in known) or "nothing by name"
+            raise UsageError(f"{part} is not in this checkpoint, which holds {names}; choose with --part")
+        state = known[key]
+    return state
+
+
+def _without_prefix(chosen: Any) -> Any:
+    """A model saved from inside DistributedDataParallel has `module.` before every name."""
+    if isinstance(chosen, dict) and all(str(key).startswith("module.") for key in chosen):
+        return {str(key).removeprefix("module."): value for key, value in chosen.items()}
+    return chosen
+
+
+def _write_pt(path: Path, chosen: Any, part: str) -> None:
+    import torch
+
+    torch.save(chosen, path)
+
+
+def _write_safetensors(path: Path, chosen: Any, part: str) -> None:
+    from safetensors.torch import save_file
+    from torch import Tensor
+
+    tensors: dict[str, Tensor] = {}
+    held: set[int] = set()
+    for key, value in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
+        if not isinstance(value, Tensor):
+            name = shown(f"{part}.{key}".rstrip("."))
+            raise UsageError(f"{name} is a {type(value).__name__}, and safetensors hold tensors; write a .pt")
+        # the format knows no tied tensors
+        tensors[str(key)] = value.clone() if value.data_ptr() in held else value
+        held.add(value.data_ptr())
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UsageError(f"safetensors cannot hold {part} ({shown(error)}); write a .pt") from error
+
+
+def _replace(output: Path, write: Callable[[Path], None]) -> None:
+    new = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
+    try:
+        write(new)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        new.replace(output)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
