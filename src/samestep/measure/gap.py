@@ -1,0 +1,101 @@
+"""Measures how far two tensors are apart, in bits and in value, in little memory whatever their size."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 20
+_ONES = torch.tensor([byte.bit_count() for byte in range(256)])
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far two tensors of one shape are apart; where both are NaN they are not."""
+
+    elements: int = 0  # of other bits, or of another value where the dtypes differ
+    bits: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0  # the largest absolute difference over the largest finite value of both tensors
+    nans: int = 0  # elements that are NaN on one side only
+    shared_nans: bool = False
+
+
+def numbers(value: object) -> Tensor | None:
+    """A tensor, number or list of numbers as a dense CPU tensor; None for text and all else."""
+    if isinstance(value, Tensor):
+        dense = value.detach().cpu()
+        dense = dense.dequantize() if dense.is_quantized else dense
+        dense = dense if dense.layout == torch.strided else dense.to_dense()
+        dense = dense.resolve_conj().resolve_neg()
+        try:
+            torch.empty(1, dtype=dense.dtype).to(torch.complex128)
+        except NotImplementedError:  # packed dtypes such as float4 have bits but no arithmetic
+            return dense.contiguous().view(torch.uint8)
+        return dense
+    items = value if isinstance(value, (list, tuple)) else [value]
+    for kinds, dtype in (
+        (bool, torch.bool),
+        (int, torch.int64),
+        ((int, float), torch.float64),
+        ((int, float, complex), torch.complex128),
+    ):
+        if all(isinstance(item, kinds) for item in items):
+            try:
+                return torch.tensor(value, dtype=dtype)
+            except (RuntimeError, ValueError, OverflowError):  # beyond 64 bits: compared as it is
+                return None
+    return None
+
+
+def measure(a: Tensor, b: Tensor) -> Gap:
+    """How far two tensors of the same shape are apart; of different dtypes, by their values in float64."""
+    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    elements = bits = nans = 0
+    absolute, shared_nans = 0.0, False
+    for x, y in zip(_pieces(a), _pieces(b), strict=True):
+        if x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y)):
+            shared_nans = shared_nans or (inexact(x) and bool(x.isnan().any()))
+            continue
+        wide_x, wide_y = _wide(x), _wide(y)
+        nan_x, nan_y = wide_x.isnan(), wide_y.isnan()
+        unlike = (wide_x != wide_y) if x.dtype != y.dtype else (_bytes(x) != _bytes(y)).any(1)
+        unlike &= ~(nan_x & nan_y)
+        shared_nans = shared_nans or bool((nan_x & nan_y).any())
+        if not unlike.any():
+            continue
+        elements += int(unlike.sum())
+        nans += int((nan_x ^ nan_y).sum())
+        if x.dtype == y.dtype:
+            bits += int(_ONES[(_bytes(x) ^ _bytes(y))[unlike].long()].sum())
+        apart = (wide_x - wide_y)[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        if not (inexact(x) or inexact(y)):
+            apart = apart.clamp(min=1)  # float64 may not tell large integers apart; unlike, they are 1 apart
+        absolute = max(absolute, float(apart.max()))
+    relative = absolute / max(_largest(a), _largest(b)) if 0 < absolute < math.inf else absolute
+    return Gap(elements, bits, absolute, relative, nans, shared_nans)
+
+
+def inexact(tensor: Tensor) -> bool:
+    """Whether its numbers round, so that a tolerance has a meaning."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _pieces(flat: Tensor) -> Iterator[Tensor]:
+    for start in range(0, flat.numel(), _CHUNK):
+        yield flat[start : start + _CHUNK]
+
+
+def _bytes(piece: Tensor) -> Tensor:
+    return piece.view(torch.uint8).reshape(piece.numel(), piece.element_size())
+
+
+def _wide(piece: Tensor) -> Tensor:
+    return piece.to(torch.complex128 if piece.is_complex() else torch.float64)
+
+
+def _largest(flat: Tensor) -> float:
+    pieces = (_wide(piece).abs() for piece in _pieces(flat))
+    return max((float(piece.nan_to_num(0, 0, 0).max()) for piece in pieces), default=0.0)
