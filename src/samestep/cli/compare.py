@@ -1,0 +1,222 @@
+"""`samestep compare`: reads weights files without running their code and prints what differs between them."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, groupby, islice, product
+from string import ascii_uppercase
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from samestep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from samestep.measure.compare import Comparison, Difference
+
+_LINES = 20
+_DIFFERENT, _UNREADABLE = 1, 2
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("files", nargs=-1, required=True, metavar="A B [C …]")
+@click.option(
+    "--tolerance", type=click.FloatRange(0), help="Largest relative difference that counts as equal."
+)
+@click.option("--all", "everything", is_flag=True, help=f"List every difference, not the {_LINES} largest.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(files: tuple[str, ...], tolerance: float | None, everything: bool, as_json: bool) -> None:
+    """Say which tensors differ between checkpoints or weights files, and by how much.
+
+    \b
+    samestep compare mnist-1.pt mnist-2.pt
+    samestep compare rank-*.pt --tolerance 1e-6
+    samestep compare model.safetensors runs/checkpoints --json
+
+    Reads checkpoints of samestep (a directory is its newest good one), files of torch.save and safetensors.
+    No code from a file is run. Every file is compared with the first. Relative means: the largest absolute
+    difference in a tensor over the largest finite value of that tensor in both files.
+
+    Exit code: 0 same to the bit, or within --tolerance; 1 different; 2 a file cannot be read.
+    """
+    if len(files) < 2:
+        raise click.UsageError("one file has nothing to be compared with; name two or more")
+    if tolerance is not None and not math.isfinite(tolerance):
+        raise click.UsageError(
+            f"tolerance {tolerance} accepts or refuses everything; name a number such as 1e-6"
+        )
+    from samestep.measure.compare import compare
+    from samestep.measure.weights import damage, read
+
+    names = list(islice(_names(), len(files)))
+    found, unreadable = [], []
+    for file in files:
+        try:
+            found.append(read(file))
+        except CheckpointError as error:
+            unreadable.append(str(error))
+    if unreadable:
+        for sentence in unreadable:
+            click.echo(sentence, err=True)
+        if as_json:
+            click.echo(json.dumps({"schema_version": 1, "errors": unreadable}))
+        raise SystemExit(_UNREADABLE)
+
+    def against(one: int, other: int) -> "Comparison":
+        pair = (names[one], names[other])
+        return compare(found[one].state, found[other].state, tolerance=tolerance, names=pair)
+
+    comparisons = [against(0, index) for index in range(1, len(files))]
+    groups = [[0, *(i for i, c in enumerate(comparisons, 1) if c.equal)]]
+    for index in (i for i, c in enumerate(comparisons, 1) if not c.equal):
+        group = next((group for group in groups[1:] if against(group[0], index).equal), None)
+        if group is None:
+            groups.append([index])
+        else:
+            group.append(index)
+
+    notes = [note for weights in found for note in weights.notes]
+    notes += [note for comparison in comparisons for note in comparison.notes]
+    if len(groups) > 1:
+        damaged = ((weights.file, damage(weights.file)) for weights in found)
+        notes += [f"{file} is damaged: {part} does not match its checksum" for file, part in damaged if part]
+    notes = list(dict.fromkeys(notes))
+    report = _Report(files, names, comparisons, groups, notes)
+    if as_json:
+        click.echo(json.dumps(_document(report, tolerance), indent=2))
+    else:
+        _print(report, None if everything else _LINES)
+    raise SystemExit(_DIFFERENT if len(groups) > 1 else 0)
+
+
+@dataclass(frozen=True)
+class _Report:
+    files: Sequence[str]
+    names: Sequence[str]
+    comparisons: Sequence["Comparison"]  # of the second file and on, each with the first
+    groups: Sequence[Sequence[int]]  # of equal files, the first file's first
+    notes: Sequence[str]
+
+    @property
+    def clusters(self) -> list[list[str]]:
+        return [[self.names[index] for index in group] for group in self.groups]
+
+
+def _names() -> Iterator[str]:
+    """A, B … Z, AA, AB …"""
+    for length in count(1):
+        yield from map("".join, product(ascii_uppercase, repeat=length))
+
+
+def _print(report: _Report, limit: int | None) -> None:
+    for note in report.notes:
+        click.echo(f"note: {note}", err=True)
+    width = max(map(len, report.names))
+    for name, file in zip(report.names, report.files, strict=True):
+        click.echo(f"{name:{width}}  {file}")
+    # Of files that are equal to each other and not to the first, one stands for all.
+    for index in [*report.groups[0][1:], *(group[0] for group in report.groups[1:])]:
+        comparison = report.comparisons[index - 1]
+        if comparison.differences:
+            click.echo()
+            for line in _table(comparison, limit):
+                click.echo(line)
+            if comparison.cause:
+                click.echo(f"\n{click.wrap_text(comparison.cause, width=80)}")
+    click.echo()
+    if len(report.files) == 2:
+        click.echo(_bold(str(report.comparisons[0])))
+        return
+    for name, comparison in zip(report.names[1:], report.comparisons, strict=True):
+        click.echo(f"{name:{width}}  {comparison}")
+    click.echo(f"\n{_bold(_grouping(report.clusters))}")
+
+
+def _grouping(clusters: Sequence[Sequence[str]]) -> str:
+    """A = C, B differs"""
+    alike = [" = ".join(cluster) for cluster in clusters if len(cluster) > 1]
+    single = [cluster[0] for cluster in clusters if len(cluster) == 1]
+    if not alike:
+        return f"all differ: {', '.join(single)}"
+    return ", ".join(alike) + (f", {' and '.join(single)} differ{'s' * (len(single) == 1)}" if single else "")
+
+
+def _table(comparison: "Comparison", limit: int | None) -> Iterator[str]:
+    """The largest differences in the order of the first file, each layer's under its name."""
+    shown = comparison.differences
+    if limit is not None and len(shown) > limit:
+        kept = set(sorted(range(len(shown)), key=lambda i: -shown[i].relative)[:limit])
+        shown = tuple(difference for i, difference in enumerate(shown) if i in kept)
+    one, other = comparison.names
+    yield f"{f'{other} against {one}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
+    for layer, members in groupby(shown, key=lambda difference: difference.layer):
+        if layer:
+            yield layer
+        for difference in members:
+            yield _row(difference, one, other)
+    if hidden := len(comparison.differences) - len(shown):
+        yield f"and {hidden} smaller (--all lists them)"
+
+
+def _row(difference: "Difference", one: str, other: str) -> str:
+    from samestep.measure.compare import amount
+
+    d = difference
+    label = f"{'  ' if d.layer else ''}{d.name.rpartition('.')[2]}"
+    apart = f"{amount(d.relative, d.nans)} relative"
+    match d.kind:
+        case "missing":
+            text = f"only in {one if d.b is None else other}: {d.a or d.b}"
+        case "shape":
+            text = f"shape {d.a} and {d.b}"
+        case "dtype":
+            text = f"{d.a} and {d.b}, {apart if d.elements else 'equal values'}"
+        case "value" if d.size == 1:
+            text = f"{d.a} and {d.b}"
+        case _:
+            elements = f"{d.elements} of {d.size}"
+            apart = f"{amount(d.absolute, d.nans):>11}{amount(d.relative, d.nans):>11}"
+            return f"{label:26}{elements:>{max(0, 48 - max(26, len(label)))}}{apart}{d.bits:>10}"
+    return f"{label:26}  {text}"
+
+
+def _document(report: _Report, tolerance: float | None) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "equal": len(report.groups) == 1,
+        "tolerance": tolerance,
+        "files": [{"name": n, "path": f} for n, f in zip(report.names, report.files, strict=True)],
+        "clusters": report.clusters,
+        "notes": report.notes,
+        "comparisons": [_comparison(comparison) for comparison in report.comparisons],
+    }
+
+
+def _comparison(comparison: "Comparison") -> dict[str, Any]:
+    return {
+        "a": comparison.names[0],
+        "b": comparison.names[1],
+        "verdict": comparison.verdict,
+        "equal": comparison.equal,
+        "sentence": str(comparison),
+        "cause": comparison.cause,
+        "tensors": comparison.tensors,
+        "values": comparison.values,
+        "bytes": comparison.bytes,
+        "differences": [
+            {"layer": d.layer} | {key: _finite(value) for key, value in asdict(d).items()}
+            for d in comparison.differences
+        ],
+    }
+
+
+def _finite(value: object) -> object:
+    """JSON has no infinity: null stands for it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _bold(text: str) -> str:
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return text if plain else click.style(text, bold=True)

@@ -1,0 +1,157 @@
+"""`samestep compare` answers with its exit code, its last line, and nothing but data on stdout."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from samestep.cli.compare import command
+
+A, B, C = "a.pt", "b.pt", "c.pt"
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+    torch.save(net.state_dict(), A)
+    torch.save({f"module.{name}": tensor for name, tensor in net.state_dict().items()}, C)
+    with torch.no_grad():
+        net(torch.randn(8, 1, 8, 8))
+    torch.save(net.state_dict(), B)
+
+
+def _compare(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+def _process(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    code = "from samestep.cli import main; main()"
+    environment = os.environ | {"PYTHONWARNINGS": "error"}
+    argv = [sys.executable, "-c", code, "compare", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=50)
+
+
+@pytest.mark.parametrize(
+    ("files", "code", "out", "err"),
+    [
+        ((A, C), 0, "same to the bit (7 tensors, 232 bytes)\n", "names are compared without `module.`"),
+        ((A, B), 1, "different: only BatchNorm statistics, 3 of 7 tensors", ""),
+        ((A, "nowhere.pt"), 2, "", "nowhere.pt does not exist\n"),
+    ],
+)
+def test_a_process_answers_with_its_exit_code(files: tuple[str, ...], code: int, out: str, err: str) -> None:
+    ended = _process(*files)
+    assert ended.returncode == code, ended.stderr
+    assert out in ended.stdout
+    assert err in ended.stderr
+    assert "\x1b" not in ended.stdout
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; from samestep.cli import main; main(['compare', '-h'], standalone_mode=False); "
+        "print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert ended.stdout.splitlines()[-1] == "False", ended.stderr
+
+
+def test_the_last_line_is_the_verdict_and_the_table_fits_80_columns() -> None:
+    lines = _compare(A, B).stdout.splitlines()
+    assert lines[-1].startswith("different: only BatchNorm statistics")
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert any("Use replicate(model," in line for line in lines)
+
+
+def test_each_layer_stands_once_over_its_tensors() -> None:
+    lines = _compare(A, B).stdout.splitlines()
+    layer = lines.index("1")
+    assert [line.split()[0] for line in lines[layer + 1 : layer + 4]] == [
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    ]
+
+
+def test_many_files_are_grouped_by_what_is_equal() -> None:
+    result = _compare(A, B, C, B)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "A = C, B = D"
+    assert result.stdout.count("against A") == 1
+    torch.save({"0.weight": torch.zeros(1)}, "d.pt")
+    assert _compare(A, C, "d.pt").stdout.splitlines()[-1] == "A = B, C differs"
+    assert _compare(A, B, "d.pt").stdout.splitlines()[-1] == "all differ: A, B, C"
+    assert _compare(A, C, A).stdout.splitlines()[-1] == "A = B = C"
+
+
+def test_a_tolerance_decides_the_exit_code() -> None:
+    torch.save({"w": torch.tensor([1.0, 2.0])}, "near-1.pt")
+    torch.save({"w": torch.tensor([1.0, 2.000001])}, "near-2.pt")
+    assert _compare("near-1.pt", "near-2.pt").exit_code == 1
+    assert _compare("near-1.pt", "near-2.pt", "--tolerance", "1e-5").exit_code == 0
+    assert _compare("near-1.pt", "near-2.pt", "--tolerance", "1e-8").exit_code == 1
+    for nonsense in ("-1", "nan", "inf", "x"):
+        assert _compare("near-1.pt", "near-2.pt", "--tolerance", nonsense).exit_code == 2
+
+
+def test_the_twenty_largest_are_listed_and_all_on_request() -> None:
+    torch.save({f"l{i}.w": torch.tensor(1.0) for i in range(25)}, "one.pt")
+    torch.save({f"l{i}.w": torch.tensor(1.0 + i + 1) for i in range(25)}, "other.pt")
+    short, long = (_compare("one.pt", "other.pt", *more).stdout for more in ((), ("--all",)))
+    assert "and 5 smaller (--all lists them)" in short
+    assert "l4\n" not in short
+    assert "l4\n" in long
+
+
+def test_json_is_one_object_with_every_difference() -> None:
+    torch.save({"w": torch.tensor([float("nan"), 1.0])}, "nan.pt")
+    torch.save({"w": torch.tensor([0.0, 1.0])}, "zero.pt")
+    result = _compare("zero.pt", "nan.pt", "nan.pt", "--json")
+    report = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (report["schema_version"], report["equal"], report["clusters"]) == (1, False, [["A"], ["B", "C"]])
+    assert report["comparisons"][0]["verdict"] == "different"
+    (difference,) = report["comparisons"][0]["differences"]
+    assert difference == {
+        "layer": "",
+        "name": "w",
+        "kind": "value",
+        "a": "float32[2]",
+        "b": "float32[2]",
+        "size": 2,
+        "elements": 1,
+        "absolute": None,
+        "relative": None,
+        "bits": 9,
+        "nans": 1,
+        "exact": False,
+        "rounding": False,
+    }
+
+
+def test_every_unreadable_file_is_named_in_text_and_json() -> None:
+    Path("torn.pt").write_bytes(Path(A).read_bytes()[:-30])
+    result = _compare(A, "torn.pt", "nowhere.pt", "--json")
+    assert result.exit_code == 2
+    sentences = ["torn.pt is torn: its end is missing", "nowhere.pt does not exist"]
+    assert result.stderr.splitlines() == sentences
+    assert json.loads(result.stdout) == {"schema_version": 1, "errors": sentences}
+
+
+def test_one_file_has_nothing_to_be_compared_with() -> None:
+    result = _compare(A)
+    assert result.exit_code == 2
+    assert "name two or more" in result.stderr
+
+
+def test_colour_is_for_terminals_that_want_it() -> None:
+    for variables, styled in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
+        result = CliRunner(env={"TERM": "xterm"} | variables).invoke(command, [A, C], color=True)
+        assert ("\x1b" in result.stdout) == styled
