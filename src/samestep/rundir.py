@@ -34,7 +34,7 @@ class Pulse:
         self._index = int(index) if index else -1
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Written, not truncated to size: a hole in a full file system would be a SIGBUS at the first beat.
+            # Written, not just sized: a hole in a full file system would be a SIGBUS at the first beat.
             os.pwrite(descriptor, self._pack(-1, 0), 0)
             self._memory = mmap.mmap(descriptor, _PULSE.size)
         finally:
@@ -79,14 +79,15 @@ def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
     return pulse_path(Path(run), rank) if run and Path(run, "pulse").is_dir() else None
 
 
-def create_run(root: str | None, env: Mapping[str, str]) -> Path:
-    """Make a new run's directory under --run-dir, $SAMESTEP_RUN_DIR or ./runs."""
+def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, Any]) -> Path:
+    """Make a run's directory under --run-dir, $SAMESTEP_RUN_DIR or ./runs, and note what was started."""
     parent = Path(root or env.get("SAMESTEP_RUN_DIR") or "runs").absolute()
     try:
         parent.mkdir(parents=True, exist_ok=True)
         run = _new_directory(parent)
         for part in ("logs", "pulse"):
             (run / part).mkdir(mode=0o700)
+        write_record(run / "run.json", started)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(

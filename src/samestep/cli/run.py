@@ -1,44 +1,210 @@
-"""`samestep run`: a script on N processes of this machine."""
+"""`samestep run`: a script on N processes of this machine; torchrun's spellings are understood."""
 
+import os
+import re
+import signal
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import click
 
 from samestep.errors import UsageError
 from samestep.launch.devices import masked, visible_devices
 from samestep.launch.script import Script, run_script
+from samestep.launch.signals import PASSED_ON
+from samestep.placement import cores
+
+_EPILOG = """\b
+Examples:
+  samestep run -n 2 train.py --epochs 3
+  samestep run --devices 0,2 train.py
+  samestep run -n 4 --tee all -m package.train
+  samestep run -n 2 --restart-on 75 --max-restarts 10 train.py
+
+\b
+Everything after SCRIPT belongs to it. The exit code is the first failing worker's own;
+75: stopped at a checkpoint, 126 and 127: cannot be executed, 130: Ctrl-C, 128 + N: signal N.
+"""
 
 
 @click.command(
+    epilog=_EPILOG,
     context_settings={
         "allow_interspersed_args": False,
         "token_normalize_func": lambda token: token.replace("_", "-"),
-    }
+        "help_option_names": ["-h", "--help"],
+    },
 )
-@click.option("-n", "--nproc-per-node", "count", metavar="N", help="Number of processes.")
-@click.option("--devices", metavar="0,2", help="One process on each of these devices.")
-@click.option("--run-dir", metavar="DIR", help="Where runs are kept  [SAMESTEP_RUN_DIR; ./runs]")
-@click.option("-m", "--module", is_flag=True, help="The script is a module's name, as in python -m.")
+@click.option("-n", "--nproc-per-node", "count", metavar="N", help="Processes  [one for each visible device]")
+@click.option("--devices", metavar="0,2", help="One process on each of these devices; no other is visible.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program, not a Python file.")
+@click.option(
+    "--run-dir", "--log-dir", metavar="DIR", help="Where runs are kept  [$SAMESTEP_RUN_DIR, ./runs]"
+)
+@click.option("-t", "--tee", metavar="all|0,3", help="Ranks whose output is shown  [0]; all of it is kept.")
+@click.option("--all-ranks", is_flag=True, help="The same as --tee all.")
+@click.option("--max-restarts", metavar="K", type=click.IntRange(0), help="Start again after a failure.")
+@click.option("--restart-on", metavar="75", help="Start again only after these exit codes.")
+@click.option(
+    "--shutdown-timeout",
+    metavar="S",
+    type=click.FloatRange(0),
+    help="Seconds workers have to end in  [1 after a failure, 30 after Ctrl-C]",
+)
+@click.option("--signals-to-handle", metavar="NAMES", help="Further signals to pass on to the workers.")
+@click.option("--standalone", is_flag=True, hidden=True)
+@click.option("--nnodes", hidden=True)
+@click.option("--node-rank", hidden=True)
+@click.option("--master-addr", hidden=True)
+@click.option("--master-port", type=click.IntRange(1, 65535), hidden=True)
+@click.option("--rdzv-backend", hidden=True)
+@click.option("--rdzv-endpoint", hidden=True)
+@click.option("--rdzv-id", hidden=True)
+@click.option("-r", "--redirects", hidden=True)
+@click.option("--local-ranks-filter", hidden=True)
+@click.option("--numa-binding", hidden=True)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(
-    count: str | None,
-    devices: str | None,
-    run_dir: str | None,
-    module: bool,
-    script: str,
-    args: tuple[str, ...],
-) -> None:
+def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT on N processes of this machine."""
-    import os
-
-    size = int(count) if count else len(visible_devices(os.environ)) or 1
-    env: dict[str, str] = {}
-    if devices:
-        env, size = masked(os.environ, devices)
-    argv = [sys.executable, *(["-m"] if module else []), script, *args]
     try:
-        raise SystemExit(run_script(Script(script, argv, size, env=env, run_dir=run_dir)))
+        _refuse_several_nodes(options)
+        env, size = _size(options)
+        code = run_script(
+            Script(
+                name=script,
+                command=_argv(script, args, options),
+                size=size,
+                shown=_shown(options, size),
+                run_dir=options["run_dir"],
+                env={**env, **({"TORCHELASTIC_RUN_ID": options["rdzv_id"]} if options["rdzv_id"] else {})},
+                address=options["master_addr"] or "127.0.0.1",
+                port=options["master_port"],
+                restart_on=_codes(options["restart_on"]),
+                max_restarts=_restarts(options),
+                patience_s=options["shutdown_timeout"],
+                signals=_signals(options["signals_to_handle"]),
+            )
+        )
     except UsageError as error:
         click.echo(f"samestep: {error}", err=True)
-        raise SystemExit(2) from None
+        code = 2
+    except OSError as error:
+        click.echo(
+            f"samestep: {script} cannot be executed ({(error.strerror or str(error)).lower()})", err=True
+        )
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+    raise SystemExit(code)
+
+
+def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> list[str]:
+    if options["no_python"]:
+        if options["module"]:
+            raise UsageError("-m runs a module by Python and --no-python runs none; leave one of them out")
+        return [script, *args]
+    if options["module"]:
+        return [sys.executable, "-m", script, *args]
+    if not Path(script).exists():
+        raise FileNotFoundError(2, f"there is no such file in {Path.cwd()}")
+    return [sys.executable, script, *args]
+
+
+def _size(options: Mapping[str, Any]) -> tuple[dict[str, str], int]:
+    """The number of processes, and the variable that masks their devices."""
+    count, devices = options["count"], options["devices"]
+    if devices:
+        env, size = masked(os.environ, devices)
+        if count and count != str(size):
+            raise UsageError(f"-n {count} does not fit the {size} of --devices {devices}; leave -n out")
+        return env, size
+    visible = len(visible_devices(os.environ))
+    if count is None and not visible:
+        click.echo(
+            "no device is visible, so this is 1 process; for two on this machine's cores: -n 2", err=True
+        )
+        return {}, 1
+    if count in ("gpu", "xpu") and not visible:
+        raise UsageError(f"-n {count} asks for a process on each device, but none is visible; write a number")
+    if count in (None, "gpu", "xpu"):
+        return {}, visible
+    if count in ("cpu", "auto"):
+        return {}, (count == "auto" and visible) or len(cores())
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
+        raise UsageError(f"-n {count} is no number of processes; write one from 1 to 9999")
+    return {}, int(count)
+
+
+def _shown(options: Mapping[str, Any], size: int) -> frozenset[int]:
+    tee, only, redirects = options["tee"], options["local_ranks_filter"], options["redirects"]
+    if redirects not in (None, "0", "3"):
+        raise UsageError(f"-r {redirects} redirects a part; output is always kept in files, so leave -r out")
+    if tee in ("1", "2") or (tee and ":" in tee):
+        raise UsageError(
+            f"--tee {tee} shows a part of a rank's output; write --tee all, or ranks such as 0,1"
+        )
+    if redirects == "3" and not tee:
+        return frozenset()
+    # torchrun's 3 is stdout and stderr of all ranks.
+    ranks = range(size) if options["all_ranks"] or tee in ("all", "3") else _ranks("--tee", tee, size)
+    return frozenset(ranks) & frozenset(_ranks("--local-ranks-filter", only, size) if only else range(size))
+
+
+def _ranks(option: str, text: str | None, size: int) -> list[int]:
+    if text is None:
+        return [0] if option == "--tee" else list(range(size))
+    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
+        raise UsageError(f"{option} {text} is no list of ranks; write ranks such as 0,1")
+    ranks = [int(part) for part in text.split(",")]
+    if max(ranks) >= size:
+        raise UsageError(f"{option} {text} names rank {max(ranks)}, but there are {size}; count from 0")
+    return ranks
+
+
+def _codes(text: str | None) -> frozenset[int]:
+    if text is None:
+        return frozenset()
+    if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", text):
+        raise UsageError(f"--restart-on {text} is no list of exit codes; write for instance --restart-on 75")
+    return frozenset(int(part) for part in text.split(","))
+
+
+def _restarts(options: Mapping[str, Any]) -> int:
+    most: int | None = options["max_restarts"]
+    if options["restart_on"] and not most:
+        raise UsageError("--restart-on needs to know how often; add for instance --max-restarts 10")
+    return most or 0
+
+
+def _signals(names: str | None) -> tuple[signal.Signals, ...]:
+    numbers = list(PASSED_ON)
+    for name in names.split(",") if names else ():
+        number = getattr(signal, name.strip(), None)
+        if not isinstance(number, signal.Signals) or number in (
+            signal.SIGKILL,
+            signal.SIGSTOP,
+            signal.SIGCHLD,
+        ):
+            raise UsageError(
+                f"--signals-to-handle {name} is no signal to pass on; write names such as SIGUSR1"
+            )
+        if number not in numbers:
+            numbers.append(number)
+    return tuple(numbers)
+
+
+def _refuse_several_nodes(options: Mapping[str, Any]) -> None:
+    several = {
+        "--nnodes": options["nnodes"] not in (None, "1", "1:1"),
+        "--node-rank": options["node_rank"] not in (None, "0"),
+    }
+    for name, is_several in several.items():
+        if is_several:
+            raise UsageError(
+                f"{name} {options[name[2:].replace('-', '_')]} means several nodes, and samestep run starts "
+                "processes on one; start the script itself with srun, mpirun or torchrun"
+            )
+    if options["numa_binding"]:
+        raise UsageError("--numa-binding is not offered: every process has cores of its own; leave it out")

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from samestep.errors import UsageError
@@ -47,12 +48,12 @@ def share_cores(count: int) -> tuple[list[list[int] | None], int]:
         return [None] * count, max(1, len(cores()) // count)
     usable, allowed = cores(), os.sched_getaffinity(0)
     threads = max(1, len(usable) // count)
-    # Under a quota any core may be used for part of the time: to pick some would crowd all containers on those.
+    # Under a quota every core may be used part of the time: picking some would crowd all containers there.
     if count == 1 or len(usable) < count or len(usable) < len(allowed):
         return [None] * count, threads
     near = sorted(usable, key=_neighbourhood)
     cuts = [len(near) * rank // count for rank in range(count + 1)]
-    return [near[start:end] for start, end in zip(cuts, cuts[1:], strict=False)], threads
+    return [near[start:end] for start, end in pairwise(cuts)], threads
 
 
 def _neighbourhood(core: int) -> tuple[int, int, int]:

@@ -1,21 +1,23 @@
-"""A failed run in few lines: which worker failed first, the user's own line, the exception, what became of the rest."""
+"""What a worker's end says: the lines of its traceback that matter, its signal or code, whose fault it was."""
 
+import linecache
 import os
 import re
 import signal
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import NamedTuple
 
-_PREFIX = re.compile(r"^\[rank\d+\]: ?")
-_GROUP_BAR = re.compile(r"^[ |+]*\| ?")
-_HEADER = re.compile(r"^\s*(?:Original |Exception Group )?Traceback \(most recent call last\):$")
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_BAR = re.compile(r"^ *\| ?")
+_GROUP = re.compile(r"^ *\+ Exception Group Traceback \(most recent call last\):$")
+_PART = re.compile(r"^[ |+]*\+-[-+]* \d+ -+$")
+_END_OF_GROUP = re.compile(r"^ *\+-{8,}$")
+_HEADER = re.compile(r"^(?:Original |Exception Group )?Traceback \(most recent call last\):$")
 _CRASH = re.compile(r"^Fatal Python error: (.+)$")
+_THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.* \(most recent call first\):$")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
-_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?::.*)?$")
-_NOISE = re.compile(
-    r"^(?:\[[WEI]\d|\[rank\d+\]:\[|Exception ignored|terminate called|The above exc|During handling)"
-)
+_TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
+_NOISE = re.compile(r"^(?:\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)")
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
 
@@ -25,10 +27,12 @@ _ECHO = re.compile(
     r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
     r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout"
 )
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Frame(NamedTuple):
-    """One frame of a traceback, as printed."""
+    """One frame of a traceback."""
 
     file: str
     line: int
@@ -37,7 +41,7 @@ class Frame(NamedTuple):
 
 
 class Traceback(NamedTuple):
-    """The last traceback a process printed: its innermost frame of the user's own, and the exception."""
+    """The last traceback a process printed: the user's own innermost frame, and the exception's lines."""
 
     frame: Frame | None
     exception: tuple[str, ...]
@@ -48,19 +52,71 @@ class Traceback(NamedTuple):
         return any(_ECHO.search(line) for line in self.exception)
 
 
+class _Block:
+    """One traceback while it is read: frames, then the exception."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.exception: list[str] = []
+        self.ended = False
+
+    def take(self, line: str) -> None:
+        frame = _FRAME.match(line)
+        if self.ended:
+            return
+        if frame and not self.exception:
+            self.frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or "", ""))
+        elif self.exception:
+            self.ended = bool(_NOISE.match(line))
+            if not self.ended:
+                self.exception.append(line)
+        elif _TYPE.match(line):
+            self.exception.append(line)
+        elif self.frames and not self.frames[-1].code and line.startswith("    "):
+            self.frames[-1] = self.frames[-1]._replace(code=line.strip())
+
+
 def read_traceback(stderr: str) -> Traceback | None:
     """The last traceback in what a process wrote to its stderr."""
-    lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]
-    start = _start(lines)
-    if start is None:
-        return None
-    crash = _CRASH.match(lines[start])
-    block = lines[start:] if crash else _first_of_group(lines[start:])
-    frames = _frames(block)
-    if crash:
-        # The interpreter prints a crash with the most recent call first.
-        return Traceback(_innermost(reversed(frames)), (f"{crash[1]} (the interpreter crashed)",))
-    return Traceback(_innermost(frames), _exception(block))
+    crash = None
+    in_group = False
+    last = _Block()
+    group: list[_Block] = []
+    for raw in stderr.splitlines():
+        line = _RANK.sub("", raw)
+        if crash is not None:
+            crash.append(line)
+        elif _CRASH.match(line):
+            crash = [line]
+        elif _GROUP.match(line) and not in_group:
+            in_group, last = True, _Block()
+            group = [last]
+        elif in_group and _END_OF_GROUP.match(line):
+            in_group = False
+            last.ended = True
+        elif in_group and (_PART.match(line) or _HEADER.match(_BAR.sub("", line))):
+            last = _Block()
+            group.append(last)
+        elif in_group:
+            last.take(_BAR.sub("", line))
+        elif _HEADER.match(line):
+            last, group = _Block(), []
+        elif _FRAME.match(line) and (last.exception or last.ended):
+            last, group = _Block(), []
+            last.take(line)
+        else:
+            last.take(line)
+    if crash is not None:
+        return _crash(crash)
+    if group:
+        return _of_group(group)
+    return Traceback(_innermost(last.frames), _shortened(last.exception)) if last.frames else None
+
+
+def last_words(stderr: str) -> tuple[str, ...]:
+    """The end of what a process wrote that printed no traceback."""
+    lines = [_RANK.sub("", line).rstrip()[:_MOST_COLUMNS] for line in stderr.splitlines() if line.strip()]
+    return tuple(lines[-2:])
 
 
 def describe_end(status: int) -> str:
@@ -78,142 +134,43 @@ def exit_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def duration(seconds: float) -> str:
-    """3 min 12 s."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+def _crash(lines: Iterable[str]) -> Traceback:
+    """A crash of the interpreter, which prints every thread, the most recent call first."""
+    what, frames, current = "", list[Frame](), True
+    for line in lines:
+        if found := _CRASH.match(line):
+            what = found[1]
+        elif thread := _THREAD.match(line):
+            current = thread[1] == "Current thread"
+        elif current and (frame := _FRAME.match(line)):
+            code = linecache.getline(frame["file"], int(frame["line"])).strip()
+            frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or "", code))
+    return Traceback(_innermost(reversed(frames)), (f"Fatal Python error: {what}",))
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """rank 0; ranks 0, 2, 3; a long list as spans."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    short = len(ordered) <= 8
-    parts = [str(rank) for rank in ordered] if short else [f"{a}-{b}" if a < b else str(a) for a, b in spans]
-    return "ranks " + ", ".join(parts)
-
-
-def shown_path(file: str) -> str:
-    """A path as one would type it here."""
-    path = Path(file)
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return file
-
-
-def render(head: str, traceback: Traceback | None, words: Iterable[str], tail: str) -> str:
-    """The lines a failed run ends with."""
-    body: list[str] = []
-    if traceback is not None:
-        if traceback.frame is not None:
-            frame = traceback.frame
-            body.append(
-                f"  {shown_path(frame.file)}:{frame.line}" + (f" in {frame.name}" if frame.name else "")
-            )
-            if frame.code:
-                body.append(f"    {frame.code[:_MOST_COLUMNS]}")
-        body.extend(traceback.exception)
-    body.extend(words)
-    return "\n".join([head, "", *body, "", tail])
-
-
-def _start(lines: Sequence[str]) -> int | None:
-    """Where the last traceback begins: a header, a crash, or the frame of a syntax error, which has no header."""
-    for index in range(len(lines) - 1, -1, -1):
-        bare = _GROUP_BAR.sub("", lines[index]) if "|" in lines[index] else lines[index]
-        if _CRASH.match(bare):
-            return index
-        if _HEADER.match(re.sub(r"^[ +]*", "", bare)):
-            return _group_start(lines, index)
-        frame = _FRAME.match(lines[index])
-        if frame and not frame["name"] and _lone_syntax_error(lines, index):
-            return index
-    return None
-
-
-def _lone_syntax_error(lines: Sequence[str], index: int) -> bool:
-    before = lines[:index]
-    return any(re.match(r"(?:Syntax|Indentation|Tab)Error:", line) for line in lines[index:]) and not any(
-        _HEADER.match(line) for line in before
-    )
-
-
-def _group_start(lines: Sequence[str], index: int) -> int:
-    """Inside an exception group the last header is a part's; the whole begins at the group's own."""
-    if not lines[index].lstrip().startswith(("|", "+")):
-        return index
-    for above in range(index, -1, -1):
-        if lines[above].startswith("  + Exception Group Traceback"):
-            return above
-    return index
-
-
-def _first_of_group(block: list[str]) -> list[str]:
-    """An exception group as the traceback of its first part; anything else as it is."""
-    if not block[0].startswith("  + Exception Group"):
-        return block
-    bare = [re.sub(r"^[ |+]*[|+] ?", "", line) if re.match(r"^\s*[|+]", line) else line for line in block]
-    first = next((i for i, line in enumerate(bare) if re.fullmatch(r"-+ 1 -+", line.strip("+ "))), 0)
-    rest = bare[first + 1 :]
-    if rest and re.search(r"Traceback \(most", rest[0]) and "Exception Group" in rest[0]:
-        inner = next((i for i, line in enumerate(rest) if re.fullmatch(r"-+ 1 -+", line.strip("+ "))), 0)
-        rest = rest[inner + 1 :]
-    end = next((i for i, line in enumerate(rest) if re.fullmatch(r"-{8,}.*", line.strip("+ "))), len(rest))
-    return rest[:end]
-
-
-def _frames(block: Sequence[str]) -> list[Frame]:
-    found = []
-    for index, line in enumerate(block):
-        match = _FRAME.match(line)
-        if match:
-            below = block[index + 1] if index + 1 < len(block) else ""
-            code = below.strip() if below.startswith("    ") and not _FRAME.match(below) else ""
-            found.append(Frame(match["file"], int(match["line"]), match["name"] or "", code))
-    return found
+def _of_group(blocks: list[_Block]) -> Traceback:
+    """The first part of an exception group that is none itself, and the group's name."""
+    whole = blocks[0].exception[:1]
+    parts = [block for block in blocks if block.exception and "sub-exception" not in block.exception[0]]
+    if not parts:
+        return Traceback(_innermost(blocks[0].frames), _shortened(blocks[0].exception))
+    frames = parts[0].frames or blocks[0].frames
+    return Traceback(_innermost(frames), (*_shortened(parts[0].exception), *(f"in {line}" for line in whole)))
 
 
 def _innermost(frames: Iterable[Frame]) -> Frame | None:
     ordered = list(frames)
-    own = [frame for frame in ordered if _is_users(frame.file)]
-    return next(reversed(own or ordered), None)
-
-
-_STANDARD = os.path.dirname(os.__file__)
-_OURS = os.path.dirname(os.path.dirname(__file__))
+    return next(reversed([frame for frame in ordered if _is_users(frame.file)] or ordered), None)
 
 
 def _is_users(file: str) -> bool:
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
         return False
-    return not file.startswith((_STANDARD + os.sep, _OURS + os.sep))
+    return not file.startswith((_STANDARD, _OURS))
 
 
-def _exception(block: Sequence[str]) -> tuple[str, ...]:
-    """The exception's own lines: from the first that is not indented below the last frame."""
-    last_frame = max((i for i, line in enumerate(block) if _FRAME.match(line)), default=0)
-    for index in range(last_frame, len(block)):
-        if _EXCEPTION.match(block[index]):
-            break
-    else:
-        return ()
-    kept = [block[index]]
-    for line in block[index + 1 :]:
-        if _NOISE.match(line):
-            break
-        kept.append(line)
-    while kept and not kept[-1].strip():
-        kept.pop()
-    hidden = len(kept) - _MOST_LINES
-    shown = [line[:_MOST_COLUMNS] for line in kept if line.strip()][:_MOST_LINES]
-    return (*shown, f"... ({hidden} more lines in the log)") if hidden > 0 else tuple(shown)
+def _shortened(lines: list[str]) -> tuple[str, ...]:
+    full = [line.rstrip()[:_MOST_COLUMNS] for line in lines if line.strip()]
+    if len(full) <= _MOST_LINES:
+        return tuple(full)
+    return (*full[: _MOST_LINES - 1], f"... ({len(full) - _MOST_LINES + 1} more lines in the log)")

@@ -1,4 +1,4 @@
-"""What workers write: whole into a file for each rank, and of the ranks shown, in whole lines, to the console.
+"""What workers write: whole into a file for each rank, and of the ranks shown, to the console too.
 
 Covered: partial lines, progress bars, binary, lines without end, and a console slower than the workers: what
 waits for it is bounded, and then the workers wait. A traceback on a shown rank's stderr is held back for a
@@ -23,7 +23,9 @@ _PIPE_BUF = 4096
 _MOST_WAITING = 1 << 20
 _TAIL = 1 << 16
 _TRACEBACK = re.compile(
-    rb"^(?:\[rank\d+\]: ?)?(?:Traceback \(most recent|  \+ Exception Group Trace|  File \"[^\"\n]*\", line \d+$)",
+    rb"^(?:\[rank\d+\]: ?)?"
+    rb"(?:Traceback \(most recent|  \+ Exception Group Traceback|Fatal Python error: "
+    rb"|  File \"[^\"\n]*\", line \d+$)",
     re.MULTILINE,
 )
 

@@ -4,7 +4,7 @@ import socket
 
 
 def hold_port() -> tuple[socket.socket, int]:
-    """A socket bound to a free port and never listening: rank 0, who sets SO_REUSEADDR too, may listen there."""
+    """A socket bound to a free port that never listens: rank 0, setting SO_REUSEADDR too, may."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             held = socket.socket(family, socket.SOCK_STREAM)

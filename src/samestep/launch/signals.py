@@ -1,4 +1,4 @@
-"""Signals to the launcher as numbers in a pipe, so that they arrive in its loop and never in the middle of it."""
+"""Signals to the launcher as numbers in a pipe, so that they arrive in its loop, not in the middle of it."""
 
 import os
 import signal

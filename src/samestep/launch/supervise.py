@@ -1,4 +1,4 @@
-"""Watches N workers from their start to the end of the last one, and stops the rest when one of them fails."""
+"""Watches N workers from their start to the end of the last one, and stops the rest when one fails."""
 
 import os
 import select
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from samestep.launch.failure import Traceback, read_traceback
+from samestep.launch.failure import Traceback
 from samestep.launch.output import Stream, Terminal
 from samestep.launch.worker import CHECKPOINTED, Guardian, Order, Worker
 
@@ -16,6 +16,7 @@ _ECHO_S = 0.7
 _GRACE_S = 1.0
 _PATIENCE_S = 30.0
 _POLL_S = 0.05
+_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
 
 
 class Outcome(NamedTuple):
@@ -44,9 +45,7 @@ class Gang:
         self._patience_s = _PATIENCE_S if patience_s is None else patience_s
         self._asked: int | None = None
         self._stop_at = self._kill_at = float("inf")
-        self._cause: Worker | None = None
         self._stopping = False
-        self._frozen = False
         try:
             for order in orders:
                 self.workers.append(Worker(order, guardian))
@@ -117,7 +116,7 @@ class Gang:
                     continue
                 if self._asked is not None or worker.status == CHECKPOINTED:
                     self._stop_at = min(self._stop_at, now + self._patience_s)
-                elif self._is_echo(worker) and self._alive():
+                elif _is_echo(worker.traceback()) and self._alive():
                     self._stop_at = min(self._stop_at, now + _ECHO_S)
                 else:
                     self._stop_at = now
@@ -140,10 +139,6 @@ class Gang:
                 worker.send_group(signal.SIGCONT)
             for stream in (worker.out, worker.err):
                 stream.forget()
-
-    def _is_echo(self, worker: Worker) -> bool:
-        traceback = read_traceback(worker.err.tail.decode(errors="replace"))
-        return traceback is not None and traceback.is_echo
 
     def _hear(self, numbers: bytes) -> None:
         for number in numbers:
@@ -178,25 +173,32 @@ class Gang:
 
     def _outcome(self) -> Outcome:
         own = [worker for worker in self.workers if worker.status and not worker.was_stopped]
-        told = {
-            worker.rank: read_traceback(worker.err.tail.decode(errors="replace")) for worker in self.workers
-        }
-        if self._asked is not None or not own:
-            first = min(own, key=lambda worker: worker.ended_at, default=None)
-            stopped = any(worker.was_stopped for worker in self.workers)
-            return Outcome((first.status or 0) if first else -9 if stopped else 0, None, None, self._asked)
-
-        def first_and_not_echo(worker: Worker) -> tuple[bool, float]:
-            traceback = told[worker.rank]
-            echo = traceback is not None and traceback.is_echo
-            return echo, min(worker.ended_at, worker.err.traceback_at)
-
+        if not own:
+            killed = any(worker.was_stopped for worker in self.workers)
+            return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)
+        first_end = min(worker.ended_at for worker in own)
+        # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
         hung = [
-            worker
-            for worker in self.workers
-            if worker.was_stopped and worker.err.traceback_at < min(w.ended_at for w in own)
+            worker for worker in self.workers if worker.was_stopped and worker.err.traceback_at < first_end
         ]
-        cause = min(own + hung, key=first_and_not_echo)
-        if cause.status == CHECKPOINTED:
-            return Outcome(CHECKPOINTED, None, None, None)
-        return Outcome(cause.status or 1, cause, told[cause.rank], None)
+        told = {worker.rank: worker.traceback() for worker in own + hung}
+        cause = min(own + hung, key=lambda worker: (_is_echo(told[worker.rank]), worker.failed_at))
+        status = 1 if cause.was_stopped else cause.status or 0
+        traceback = told[cause.rank] if status > 0 or status in _CRASHES else None
+        expected = status == CHECKPOINTED or (
+            self._asked is not None and not _is_own_fault(status, traceback)
+        )
+        if expected or self._asked == signal.SIGINT:
+            return Outcome(min(own, key=lambda worker: worker.ended_at).status or 0, None, None, self._asked)
+        return Outcome(status, cause, traceback, self._asked)
+
+
+def _is_echo(traceback: Traceback | None) -> bool:
+    return traceback is not None and traceback.is_echo
+
+
+def _is_own_fault(status: int, traceback: Traceback | None) -> bool:
+    """Whether a worker that was asked to end failed on the way."""
+    if status <= 0 or traceback is None or traceback.is_echo:
+        return False
+    return not traceback.exception[0].startswith("KeyboardInterrupt")

@@ -1,13 +1,15 @@
-"""One worker process: started with its own cores, pipes and process group, and ended with everything it started."""
+"""One worker process: started with its own cores and pipes, and ended with everything it started."""
 
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.launch.failure import Traceback, read_traceback
 from samestep.launch.output import ERR, OUT, Console, Log, Stream
 
 CHECKPOINTED = 75
@@ -54,8 +56,10 @@ class Guardian:
         """This process group is gone."""
         self._tell(f"-{group}\n")
 
-    def close(self) -> None:
-        """Send the guardian home."""
+    def __enter__(self) -> "Guardian":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         os.close(self._pipe)
         os.waitpid(self._pid, 0)
 
@@ -97,6 +101,15 @@ class Worker:
         """Whether it has not been seen to end."""
         return self.status is None
 
+    @property
+    def failed_at(self) -> float:
+        """When its traceback began, or it ended without one."""
+        return min(self.ended_at, self.err.traceback_at)
+
+    def traceback(self) -> Traceback | None:
+        """The last one it printed."""
+        return read_traceback(self.err.tail.decode(errors="replace"))
+
     def send(self, number: int) -> None:
         """A signal for the worker alone: what it started is its own business."""
         if self.is_alive:
@@ -119,10 +132,8 @@ class Worker:
         if not pid:
             return False
         self.status, self.ended_at = os.waitstatus_to_exitcode(status), time.monotonic()
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         self._guardian.release(self.pid)
         if self.pidfd is not None:
             os.close(self.pidfd)

@@ -1,0 +1,94 @@
+"""Whether the kernel killed a process for its memory, from what it counts; what cannot be read is not guessed."""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_GIB = 1 << 30
+
+
+class Kills(NamedTuple):
+    """How many processes of this control group were killed for memory, and the kernel's log from here on."""
+
+    total: int | None
+    log: int | None
+
+
+def watch_kills() -> Kills:
+    """Look now, to compare later."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        os.lseek(log, 0, os.SEEK_END)
+    except OSError:
+        log = None
+    return Kills(_count(), log)
+
+
+def explain_kill(pid: int, before: Kills) -> str:
+    """What can be said of a SIGKILL that nobody here sent."""
+    record = _record(pid, before.log)
+    after = _count()
+    if record or (after is not None and before.total is not None and after > before.total):
+        held = re.search(r"anon-rss:(\d+)kB", record or "")
+        size = f", it held {int(held[1]) * 1024 / _GIB:.1f} GiB" if held else ""
+        limit = _limit()
+        return f"killed by SIGKILL: out of memory{size}" + (
+            f" (limit {limit / _GIB:.1f} GiB)" if limit else ""
+        )
+    if after is not None and before.total is not None:
+        return "killed by SIGKILL, not for memory (the kernel counted no such kill)"
+    return "killed by SIGKILL (out of memory? the kernel's count is not readable here)"
+
+
+def _record(pid: int, log: int | None) -> str | None:
+    """The kernel's own words about killing this process."""
+    while log is not None:
+        try:
+            text = os.read(log, 8192).decode(errors="replace")
+        except BrokenPipeError:
+            continue  # records were overwritten before they were read
+        except OSError:
+            return None
+        if f"Killed process {pid} " in text:
+            return text
+    return None
+
+
+def _count() -> int | None:
+    for group in _groups():
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                found = re.search(r"^oom_kill (\d+)$", (group / name).read_text(), re.MULTILINE)
+            except OSError:
+                continue
+            if found:
+                return int(found[1])
+    return None
+
+
+def _limit() -> int | None:
+    for group in _groups():
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                limit = int((group / name).read_text())
+            except (OSError, ValueError):
+                continue
+            # Version 1 writes its largest number for no limit.
+            return limit if limit < 1 << 60 else None
+    return None
+
+
+def _groups() -> list[Path]:
+    """The control groups that may count this process's memory; a container sees only the topmost."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            top = Path("/sys/fs/cgroup", *(["memory"] if controllers else []))
+            found += [top / path.lstrip("/"), top]
+    return found
