@@ -218,7 +218,7 @@ def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tup
     if found.launcher != "slurm" or usable is None or usable >= asked:
         return ()
     return (
-        f"SLURM_CPUS_PER_TASK is {asked} but this task may use {usable}, as srun does not read sbatch's options; "
+        f"SLURM_CPUS_PER_TASK is {asked} but this task may use {usable}, and srun does not ask sbatch; "
         f"write `srun --cpus-per-task={asked}`",
     )
 

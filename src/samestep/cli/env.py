@@ -27,12 +27,12 @@ def command(explain: bool, as_json: bool) -> None:
         raise SystemExit(2) from None
     if as_json:
         click.echo(json.dumps({"schema_version": 1} | asdict(placement)))
-        return
-    click.echo(_line(placement))
-    if explain:
-        width = max(map(len, placement.origin))
+    else:
+        click.echo(_line(placement))
+    if explain and not as_json:
+        wide = max(len(str(getattr(placement, name))) for name in placement.origin)
         for name, said in placement.origin.items():
-            click.echo(f"  {name:{width}}  {getattr(placement, name)}  from {said}")
+            click.echo(f"  {name:11}  {getattr(placement, name):<{wide}}  {said}")
     for note in placement.notes:
         click.echo(f"note: {note}", err=True)
 
