@@ -1,4 +1,4 @@
-"""What a worker's end says: the lines of its traceback that matter, its signal or code, whose fault it was."""
+"""What a worker's end says: its traceback's lines that matter, its signal or code, whose fault it was."""
 
 import linecache
 import os

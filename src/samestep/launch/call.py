@@ -1,0 +1,69 @@
+"""Inside a worker of `launch`: reads the call from its standard input, makes it, leaves the answer there."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+VALUE, ERROR = b"V", b"E"
+# The parent's sys.path comes first, for samestep itself may be found there only.
+BOOT = (
+    "import os, pickle, sys; call = os.fdopen(os.dup(0), 'r+b'); sys.path[:] = pickle.load(call);"
+    "from samestep.launch.call import main; main(call)"
+)
+
+
+def main(call: Any) -> None:
+    """Make the call that waits in this file, and replace it by its answer."""
+    call.seek(0)
+    cloudpickle.load(call)
+    text = call.read()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    try:
+        kind, answer = VALUE, _call(text)
+    except Exception as error:
+        _forget_own_frames(error)
+        traceback.print_exception(error)
+        kind, answer = ERROR, _dumped(error)
+    call.seek(0)
+    call.truncate()
+    # The letter comes last: an answer that was not written whole is none.
+    call.write(b" " + answer)
+    call.flush()
+    call.seek(0)
+    call.write(kind)
+    call.close()
+    sys.exit(0 if kind == VALUE else 1)
+
+
+def _call(text: bytes) -> bytes:
+    function: Callable[..., Any]
+    function, args, kwargs = cloudpickle.loads(text)
+    value = function(*args, **kwargs)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        raise TypeError(f"{type(value).__name__} cannot be returned from a worker: {error}") from error
+
+
+def _forget_own_frames(error: Exception) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+
+
+def _dumped(error: Exception) -> bytes:
+    """The exception and its text; only the text where the exception does not survive the way."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        data = cloudpickle.dumps((error, text))
+        cloudpickle.loads(data)
+    except Exception:
+        data = cloudpickle.dumps((None, text))
+    return bytes(data)
