@@ -381,7 +381,7 @@ def test_placement_needs_no_torch():
 NAMES = sorted({name for env in RECORDED.values() for name in env} | {"SAMESTEP_RUN", "SLURM_CPUS_PER_TASK"})
 VALUES = st.one_of(
     st.integers(-2, 9).map(str),
-    st.sampled_from(["", " ", "\n", "1\n2", "٣", "1e3", "1_0", "+1", "4(x2),3", "a[1-2]b[3]", "[", "4294967290"]),
+    st.sampled_from(["", " ", "\n", "1\n2", "٣", "1e3", "1_0", "4(x2)", "a[1-2]b[3]", "[", "4294967290"]),
     st.integers(-(10**30), 10**30).map(str),
     st.text(max_size=30),
 )  # fmt: skip
