@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import RanksDiffer, SamestepError, UsageError
-from samestep.placement import Placement, cores, device_index, exports, place
+from samestep.placement import Placement, cores, device_index, exports, this_process
 from samestep.train import meet
 
 _LEAVE = timedelta(seconds=1)
@@ -52,10 +52,10 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     global _world
     if _world is not None:
         return _world
-    here = place(os.environ)
+    here = this_process()
     device = _take_device(here)
     if here.size > 1:
-        os.environ.update(exports(here))
+        os.environ.update(exports(here, os.environ))
         _join(here, device, backend, timeout)
     elif backend is not None:
         _check_backend(backend)
