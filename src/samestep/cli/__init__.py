@@ -6,6 +6,8 @@ import click
 
 _VERBS = {
     "run": "Run a script on N processes of this machine.",
+    "submit": "Submit a script as a Slurm job.",
+    "profiles": "List what a job can be submitted as, or explain one.",
     "env": "Say who this process is, and which variable says so.",
     "demo": "Train a small network at 1 and 2 processes and compare.",
     "compare": "Say which tensors differ between weights files, and by how much.",

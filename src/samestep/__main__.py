@@ -1,0 +1,5 @@
+"""`python -m samestep` is the `samestep` command of that Python."""
+
+from samestep.cli import main
+
+main(prog_name="samestep")

@@ -1,0 +1,51 @@
+"""`samestep profiles`: what jobs can be submitted as."""
+
+import json
+import os
+from dataclasses import asdict
+
+import click
+
+from samestep.errors import UsageError
+from samestep.launch.profiles import MEANS, Profile, load_profile, profile_paths
+from samestep.launch.slurm import Job
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.argument("name", required=False)
+def command(as_json: bool, name: str | None) -> None:
+    """List the profiles that `samestep submit --profile` takes, or explain the one called NAME.
+
+    A file NAME.toml in $SAMESTEP_PROFILES or in $XDG_CONFIG_HOME/samestep/profiles (~/.config) adds one; with
+    `base = "idris-v100"` it says only what differs.
+    """
+    paths = profile_paths(os.environ)
+    try:
+        found = {one: load_profile(one, os.environ) for one in ([name] if name else paths)}
+    except UsageError as error:
+        click.echo(f"samestep profiles: {error}", err=True)
+        raise SystemExit(2) from None
+    if as_json:
+        profiles = {one: {"path": str(paths[one]), **asdict(profile)} for one, profile in found.items()}
+        click.echo(json.dumps({"schema_version": 1, "profiles": profiles}))
+    elif name:
+        _explain(found[name])
+        click.echo(paths[name])
+    else:
+        wide = max(map(len, found))
+        for one, profile in found.items():
+            click.echo(f"{one:{wide}}  {profile.about}: {_shape(profile)}")
+
+
+def _shape(profile: Profile) -> str:
+    job = Job(profile, "script.py")
+    cores = f", {job.cores} cores each" if job.cores else ""
+    return f"{job.tasks} {'process' if job.tasks == 1 else 'processes'} a node{cores}"
+
+
+def _explain(profile: Profile) -> None:
+    for key, value in asdict(profile).items():
+        if value not in (None, "", (), {}):
+            written = json.dumps(value, ensure_ascii=False)
+            click.echo(f"{key.replace('_', '-')} = {written}  # {MEANS[key]}")

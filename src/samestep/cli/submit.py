@@ -1,0 +1,96 @@
+"""`samestep submit`: a script as a Slurm job."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from samestep.errors import UsageError
+from samestep.launch.profiles import MEANS, Profile, load_profile
+from samestep.launch.slurm import LAUNCHERS, Job, batch_script, output_of, submit, write_script
+
+_NUMBERS = ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task")
+_TEXTS = ("time", "account", "partition", "qos", "constraint", "hint", "signal", "python", "container")
+_LISTS = {"modules": "module", "setup": "setup", "env": "env", "options": "option"}
+
+
+def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
+    for key, option in reversed(_LISTS.items()):
+        command = click.option(f"--{option}", key, multiple=True, help=f"{MEANS[key]} (Repeatable.)")(command)
+    for key in reversed((*_NUMBERS, *_TEXTS)):
+        kind = click.IntRange(min=0) if key in _NUMBERS else None
+        command = click.option(f"--{key.replace('_', '-')}", key, type=kind, help=MEANS[key])(command)
+    return command
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--profile", default="gpu-node", show_default=True, help="See `samestep profiles`.")
+@_profile_options
+@click.option("--requeue/--no-requeue", default=None, help=MEANS["requeue"])
+@click.option("--launcher", type=click.Choice(LAUNCHERS), help="What starts the processes  [srun]")
+@click.option("--array", help="Elements of a job array, each a run of its own.")
+@click.option("--array-gang", "gang", is_flag=True, help="One run whose ranks are an array's elements.")
+@click.option("--name", help="The job's name  [the script's]")
+@click.option("--run-dir", metavar="DIR", help="Where script and output go  [SAMESTEP_RUN_DIR; ./runs]")
+@click.option("-m", "module", is_flag=True, help="The script is a module's name, as in python -m.")
+@click.option("--dry-run", is_flag=True, help="Print the batch script, and do nothing.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(
+    profile: str,
+    array: str | None,
+    gang: bool,
+    name: str | None,
+    run_dir: str | None,
+    module: bool,
+    dry_run: bool,
+    script: str,
+    args: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Submit SCRIPT to Slurm, one process for each device; options go over the profile's.
+
+    \b
+    samestep submit --dry-run train.py --epochs 10
+    samestep submit --profile idris-v100 --nodes 2 --account abc@v100 --module pytorch-gpu/py3 train.py
+    samestep submit --array 0-3 --gpus-per-node 1 train.py
+    """
+    folder = run_dir or os.environ.get("SAMESTEP_RUN_DIR")
+    try:
+        chosen = _over(load_profile(profile, os.environ), given)
+        _check_there(chosen, script, module)
+        job = Job(chosen, script, args, name, module, array, gang, folder)
+        said = ["samestep", *sys.argv[1:]]
+        if dry_run:
+            click.echo(batch_script(job, said, job.script_path), nl=False)
+            return
+        path = write_script(job, said)
+        click.echo(f"wrote {path}")
+        number = submit(path)
+    except UsageError as error:
+        click.echo(f"samestep submit: {error}", err=True)
+        raise SystemExit(2) from None
+    click.echo(f"job {number}; follow it with `tail -F {output_of(job, number)}`")
+
+
+def _check_there(profile: Profile, script: str, module: bool) -> None:
+    """A mistyped name is better found now than after hours in the queue."""
+    if not (module or profile.container or profile.setup or script.startswith("-") or Path(script).is_file()):
+        raise UsageError(f"script {script!r} is not in {Path.cwd()}; write its path")
+
+
+def _over(profile: Profile, given: dict[str, Any]) -> Profile:
+    """The profile with what was given over it; modules, set-up, variables and options add to its own."""
+    pairs = [pair.partition("=") for pair in given.pop("env")]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise UsageError(f"env {name!r} sets nothing; write it as {name}=VALUE")
+    changed: dict[str, Any] = {
+        key: (*getattr(profile, key), *given.pop(key)) for key in ("modules", "setup", "options")
+    }
+    changed["env"] = {**(profile.env or {}), **{name: value for name, _, value in pairs}}
+    return replace(profile, **changed, **{key: one for key, one in given.items() if one is not None})

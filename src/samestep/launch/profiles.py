@@ -1,0 +1,121 @@
+"""What a job asks of a cluster, kept under a name in a TOML file; a site adds its own."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UsageError
+
+_SHIPPED = Path(__file__).with_name("profiles")
+
+
+def _key(means: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"means": means})
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a node has, and what a job asks for where its user says nothing else."""
+
+    about: str = _key("What it is for.", "")
+    gpus: int = _key("GPUs a node has.", 0)
+    cores: int = _key("Cores a node has.", 0)
+    nodes: int = _key("Nodes.", 1)
+    gpus_per_node: int = _key("GPUs on each node.", 0)
+    tasks_per_node: int | None = _key("Processes on each node  [one a GPU]")
+    cpus_per_task: int | None = _key("Cores for each process  [its share of the node's]")
+    time: str | None = _key("Time limit, as 30, 02:00:00 or 1-12:00:00.")
+    account: str | None = _key("Account to be charged.")
+    partition: str | None = _key("Partition.")
+    qos: str | None = _key("Quality of service.")
+    constraint: str | None = _key("Features a node must have.")
+    hint: str | None = _key("Hint for binding, as nomultithread.")
+    cpu_bind: str | None = _key("What srun binds processes to, as cores.")
+    signal: str | None = _key("Signal before the time limit  [USR1@120]")
+    requeue: bool = _key("Go on after exit code 75, preemption or a lost node.", True)
+    launcher: str = _key("srun or torchrun.", "srun")
+    python: str | None = _key("Python to run  [this one; with modules, set-up or a container: python]")
+    container: str | None = _key("Container image to run in.")
+    container_command: tuple[str, ...] = _key("What runs a container.", ("apptainer", "exec", "--nv"))
+    modules: tuple[str, ...] = _key("Environment modules to load.", ())
+    setup: tuple[str, ...] = _key("Shell lines to run first, as written.", ())
+    env: Mapping[str, str] = _key("Environment variables.", None)
+    options: tuple[str, ...] = _key("Further sbatch options, as --exclusive.", ())
+    address_suffix: str | None = _key("What a node's name needs to be reached on the fast network.")
+
+
+MEANS: Mapping[str, str] = {one.name: one.metadata["means"] for one in fields(Profile)}
+_TYPES = {one.name: str(one.type) for one in fields(Profile)}
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "int": ("a whole number from 0", lambda value: type(value) is int and value >= 0),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "tuple": ("a list of texts", lambda value: isinstance(value, list) and _texts(value)),
+    "Mapping": ("a table of texts", lambda value: isinstance(value, dict) and _texts(value.values())),
+}
+
+
+def profile_paths(env: Mapping[str, str]) -> dict[str, Path]:
+    """Every profile's file by its name: a site's or user's own hides a shipped one of the same name."""
+    found: dict[str, Path] = {}
+    for folder in reversed(list(_folders(env))):
+        found |= {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return dict(sorted(found.items()))
+
+
+def load_profile(name: str, env: Mapping[str, str]) -> Profile:
+    """The profile of that name, over the one it names as its `base`."""
+    return Profile(**_merged(name, profile_paths(env), ()))
+
+
+def _folders(env: Mapping[str, str]) -> Iterator[Path]:
+    if own := env.get("SAMESTEP_PROFILES"):
+        yield Path(own)
+    configuration = env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or os.path.expanduser("~"), ".config")
+    yield Path(configuration, "samestep", "profiles")
+    yield _SHIPPED
+
+
+def _merged(name: str, paths: Mapping[str, Path], above: tuple[str, ...]) -> dict[str, Any]:
+    if name not in paths:
+        raise UsageError(f"profile {name!r} is in no profile directory; write {_one_of(name, list(paths))}")
+    if name in above:
+        raise UsageError(
+            f"profile {name!r} is its own base ({' > '.join((*above, name))}); leave one base out"
+        )
+    values = _read(paths[name])
+    base = values.pop("base", None)
+    return (_merged(base, paths, (*above, name)) if base else {}) | values
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        written = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as TOML ({error}); mend it or take it away") from None
+    values: dict[str, Any] = {}
+    for key, value in written.items():
+        name = key.replace("-", "_")
+        if name not in (*_TYPES, "base"):
+            known = [one.replace("_", "-") for one in (*_TYPES, "base")]
+            raise UsageError(f"{path} has the key {key!r}, which no profile has; write {_one_of(key, known)}")
+        kind, fits = _KINDS[_TYPES.get(name, "str").partition(" ")[0].partition("[")[0]]
+        if not fits(value):
+            raise UsageError(f"{path} has {key} = {value!r}, which is not {kind}; write one")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return values
+
+
+def _texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _one_of(wrong: str, known: list[str]) -> str:
+    close = get_close_matches(wrong, known, n=3)
+    return " or ".join(close) if close else f"one of {', '.join(known)}"

@@ -1,0 +1,24 @@
+#!/bin/bash
+#SBATCH --job-name=sweep
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=01:00:00
+#SBATCH --array=0-3%2
+#SBATCH --output=runs/%x_%A_%a.out
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+# samestep submit --dry-run --profile one-gpu --array 0-3%2 --python python --env 'NOTE=two words' sweep.py
+
+export SRUN_CPUS_PER_TASK=8
+export OMP_NUM_THREADS=8
+export NOTE='two words'
+
+srun --kill-on-bad-exit=1 python sweep.py
+code=$?
+if [ "$code" -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/sweep-MMDD-HHMMSS.sh'
+fi
+exit "$code"

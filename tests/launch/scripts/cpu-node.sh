@@ -1,0 +1,23 @@
+#!/bin/bash
+#SBATCH --job-name=fit
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=5
+#SBATCH --output=runs/%x_%j.out
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@90
+#SBATCH --requeue
+#SBATCH --exclusive
+# samestep submit --dry-run --profile cpu-node --setup '. ./venv/bin/activate' --option --exclusive --time 5 -m my.fit
+
+. ./venv/bin/activate
+export SRUN_CPUS_PER_TASK=8
+export OMP_NUM_THREADS=8
+
+srun --kill-on-bad-exit=1 python -m my.fit
+code=$?
+if [ "$code" -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/fit-MMDD-HHMMSS.sh'
+fi
+exit "$code"

@@ -1,0 +1,24 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=01:00:00
+#SBATCH --account=EUHPC_1
+#SBATCH --partition=boost_usr_prod
+#SBATCH --output=runs/%x_%j.out
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+# samestep submit --dry-run --profile leonardo-booster --nodes 4 --account EUHPC_1 --container a.sif train.py
+
+export SRUN_CPUS_PER_TASK=8
+export OMP_NUM_THREADS=8
+
+srun --kill-on-bad-exit=1 --cpu-bind=cores apptainer exec --nv a.sif python train.py
+code=$?
+if [ "$code" -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
+fi
+exit "$code"
