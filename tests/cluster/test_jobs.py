@@ -1,0 +1,148 @@
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fournodes import NODES, Cluster
+
+pytestmark = pytest.mark.slurm
+
+_NASTY = (
+    "two words",
+    "$(touch canary)",
+    "`touch canary`",
+    "; touch canary",
+    "it's",
+    'a "b" \\ c',
+    "*",
+    "#",
+    "é",
+    "%j",
+)
+
+_REPORT = """
+import json, os, sys
+rank = os.environ["SLURM_PROCID"]
+where = f"{os.environ['SLURM_JOB_NAME']}-{os.environ.get('SLURM_ARRAY_TASK_ID', '')}-{rank}.json"
+with open(where, "w") as file:
+    json.dump({"argv": sys.argv, "env": dict(os.environ)}, file)
+print(f"rank {rank} was here")
+"""
+
+_AGAIN = """
+import os, signal, sys, time
+restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+print(f"restart {restarts}, rank {os.environ['SLURM_PROCID']}", flush=True)
+if restarts == "0":
+    # The first to leave makes srun stop the others, which have as good a reason to leave.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(0.4 * int(os.environ["SLURM_PROCID"]))
+    sys.exit(75)
+"""
+
+
+def _submit(cluster: Cluster, folder: Path, code: str, *words: str) -> str:
+    (folder / "train.py").write_text(code)
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    said = cluster.run(samestep, "submit", *words[:-1], "train.py", *words[-1].split("\n"), cwd=folder)
+    found = re.search(r"^job (\d+); follow it with `tail -F (.*)`$", said, re.MULTILINE)
+    assert found, said
+    return found[1]
+
+
+def _reports(folder: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def test_every_process_gets_the_given_words_its_cores_and_its_devices(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    words = ("--profile", "idris-v100", "--nodes", "2", "--account", "abc@v100", "--qos", "qos_gpu-t3")
+    job = _submit(cluster, tmp_path, _REPORT, *words, "--env", f"GIVEN={_NASTY[1]}", "\n".join(_NASTY))
+    cluster.wait_state(job, "COMPLETED")
+    reports = _reports(tmp_path)
+    assert list(reports) == [f"train--{rank}" for rank in range(8)]
+    for rank, report in enumerate(reports.values()):
+        assert report["argv"][1:] == list(_NASTY)
+        env = report["env"]
+        assert (env["SLURM_NTASKS"], env["SLURM_LOCALID"]) == ("8", str(rank % 4))
+        assert (env["SLURM_CPUS_PER_TASK"], env["OMP_NUM_THREADS"]) == ("10", "10")
+        assert env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+        assert env["GIVEN"] == _NASTY[1]
+        assert env["SLURMD_NODENAME"] in NODES
+    log = (tmp_path / "runs" / f"train_{job}.out").read_text()
+    told = sorted(line for line in log.splitlines() if line.startswith("rank"))
+    assert told == [f"rank {rank} was here" for rank in range(8)]
+    assert not (tmp_path / "canary").exists()
+
+
+def test_exit_code_75_requeues_the_job_which_goes_on_in_the_same_log(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = _submit(cluster, tmp_path, _AGAIN, "--profile", "cpu-node", "--tasks-per-node", "3", "")
+    cluster.wait_state(job, "COMPLETED")
+    assert cluster.field(job, "Restarts") == "1"
+    log = (tmp_path / "runs" / f"train_{job}.out").read_text()
+    told = sorted(line for line in log.splitlines() if line.startswith("restart"))
+    assert told == [f"restart {restart}, rank {rank}" for restart in (0, 1) for rank in range(3)]
+
+
+def test_a_job_that_may_not_be_requeued_says_how_to_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("--profile", "cpu-node", "--tasks-per-node", "1", "--no-requeue", "")
+    job = _submit(cluster, tmp_path, _AGAIN, *words)
+    with pytest.raises(RuntimeError, match="is FAILED"):
+        cluster.wait_state(job, "COMPLETED")
+    assert cluster.field(job, "ExitCode") == "75:0"
+    (script,) = (tmp_path / "runs").glob("*.sh")
+    log = (tmp_path / "runs" / f"train_{job}.out").read_text()
+    assert f"stopped after a commit; go on with: sbatch runs/{script.name}" in log
+
+
+def test_a_failure_ends_the_job_with_its_own_exit_code(cluster: Cluster, tmp_path: Path) -> None:
+    job = _submit(cluster, tmp_path, "raise SystemExit(3)", "--profile", "cpu-node", "")
+    with pytest.raises(RuntimeError, match="is FAILED"):
+        cluster.wait_state(job, "COMPLETED")
+    assert cluster.field(job, "ExitCode") == "3:0"
+
+
+def test_each_element_of_an_array_has_its_own_output(cluster: Cluster, tmp_path: Path) -> None:
+    job = _submit(cluster, tmp_path, _REPORT, "--profile", "one-gpu", "--array", "1-3", "x")
+    for element in (1, 2, 3):
+        cluster.wait_state(f"{job}_{element}", "COMPLETED")
+        assert (tmp_path / "runs" / f"train_{job}_{element}.out").read_text() == "rank 0 was here\n"
+    assert list(_reports(tmp_path)) == ["train-1-0", "train-2-0", "train-3-0"]
+
+
+def test_torchrun_starts_each_nodes_processes(cluster: Cluster, tmp_path: Path) -> None:
+    # One write: torchrun's Pythons are unbuffered, and all write to one file.
+    code = (
+        "import os; os.write(1, '{RANK} {WORLD_SIZE} {OMP_NUM_THREADS}\\n'.format_map(os.environ).encode())"
+    )
+    words = ("--profile", "cpu-node", "--nodes", "2", "--tasks-per-node", "2", "--launcher", "torchrun", "")
+    job = _submit(cluster, tmp_path, code, *words)
+    cluster.wait_state(job, "COMPLETED", timeout=50)
+    log = (tmp_path / "runs" / f"train_{job}.out").read_text()
+    assert {f"{rank} 4 16" for rank in range(4)} <= set(log.splitlines())
+
+
+def test_sbatch_reads_every_value_as_it_was_written(cluster: Cluster, tmp_path: Path) -> None:
+    for word in _NASTY:
+        words = ("--profile", "cpu-node", "--option=--hold", "--name", word, f"--option=--comment={word}", "")
+        job = _submit(cluster, tmp_path, "", *words)
+        shown = cluster.run("scontrol", "show", "job", job)
+        assert f"JobName={word}\n" in shown
+        assert f"Comment={word} \n" in shown
+    assert not (tmp_path / "canary").exists()
+
+
+def test_what_sbatch_refuses_is_told_in_its_own_words(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    words = cluster.command(samestep, "submit", "--partition", "none", "train.py", cwd=tmp_path)
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "sbatch refused runs/train-" in done.stderr
+    assert "invalid partition specified: none" in done.stderr
