@@ -58,6 +58,11 @@ def test_the_script_is_the_one_that_is_kept(name: str, tmp_path: Path) -> None:
     assert len(script.splitlines()) < 50
 
 
+def test_the_page_on_slurm_shows_a_script_as_it_is_written() -> None:
+    page = Path(__file__).parents[2] / "docs" / "slurm.md"
+    assert f"```bash\n{(SCRIPTS / 'idris-v100.sh').read_text()}```" in page.read_text()
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     assert _samestep("submit", "--dry-run", "train.py", cwd=tmp_path).returncode == 0

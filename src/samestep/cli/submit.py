@@ -66,6 +66,7 @@ def command(
         job = Job(chosen, script, args, name, module, array, gang, folder)
         said = ["samestep", *sys.argv[1:]]
         if dry_run:
+            said.remove("--dry-run")  # ours is the first: options come before the script
             click.echo(batch_script(job, said, job.script_path), nl=False)
             return
         path = write_script(job, said)

@@ -10,7 +10,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
-# samestep submit --dry-run --profile gpu-node --array-gang --python python train.py
+# samestep submit --profile gpu-node --array-gang --python python train.py
 
 export SRUN_CPUS_PER_TASK=8
 export OMP_NUM_THREADS=8

@@ -10,7 +10,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
-# samestep submit --dry-run --profile one-gpu --array 0-3%2 --python python --env 'NOTE=two words' sweep.py
+# samestep submit --profile one-gpu --array 0-3%2 --python python --env 'NOTE=two words' sweep.py
 
 export SRUN_CPUS_PER_TASK=8
 export OMP_NUM_THREADS=8

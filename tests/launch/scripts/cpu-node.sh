@@ -9,7 +9,7 @@
 #SBATCH --signal=USR1@90
 #SBATCH --requeue
 #SBATCH --exclusive
-# samestep submit --dry-run --profile cpu-node --setup '. ./venv/bin/activate' --option --exclusive --time 5 -m my.fit
+# samestep submit --profile cpu-node --setup '. ./venv/bin/activate' --option --exclusive --time 5 -m my.fit
 
 . ./venv/bin/activate
 export SRUN_CPUS_PER_TASK=8

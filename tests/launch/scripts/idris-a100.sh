@@ -12,7 +12,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
-# samestep submit --dry-run --profile idris-a100 --account abc@a100 --module pytorch-gpu/py3 train.py
+# samestep submit --profile idris-a100 --account abc@a100 --module pytorch-gpu/py3 train.py
 
 module load arch/a100 pytorch-gpu/py3
 export SRUN_CPUS_PER_TASK=8

@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
-# samestep submit --dry-run --profile idris-v100 --nodes 2 --account abc@v100 --module pytorch/2 train.py --epochs 3
+# samestep submit --profile idris-v100 --nodes 2 --account abc@v100 --module pytorch/2 train.py --epochs 3
 
 module load pytorch/2
 export SRUN_CPUS_PER_TASK=10

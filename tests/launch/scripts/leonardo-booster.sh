@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
-# samestep submit --dry-run --profile leonardo-booster --nodes 4 --account EUHPC_1 --container a.sif train.py
+# samestep submit --profile leonardo-booster --nodes 4 --account EUHPC_1 --container a.sif train.py
 
 export SRUN_CPUS_PER_TASK=8
 export OMP_NUM_THREADS=8

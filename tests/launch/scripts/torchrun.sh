@@ -8,7 +8,7 @@
 #SBATCH --output=runs/%x_%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# samestep submit --dry-run --profile gpu-node --nodes 2 --launcher torchrun --python python train.py --lr 0.1
+# samestep submit --profile gpu-node --nodes 2 --launcher torchrun --python python train.py --lr 0.1
 
 export SRUN_CPUS_PER_TASK=32
 export OMP_NUM_THREADS=8
