@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from samestep.train.replicate import replicate as replicate
     from samestep.train.save import load as load
     from samestep.train.save import save as save
+    from samestep.train.steps import steps as steps
     from samestep.train.world import World as World
     from samestep.train.world import first as first
     from samestep.train.world import init as init
@@ -24,6 +25,7 @@ _HOMES = {
     "replicate": "train.replicate",
     "no_sync": "train.replicate",
     "loader": "train.loader",
+    "steps": "train.steps",
     "sum": "train.reduce",
     "mean": "train.reduce",
     "gather": "train.reduce",

@@ -4,7 +4,7 @@ import inspect
 import json
 import multiprocessing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -16,6 +16,7 @@ from samestep.train.meet import meet
 from samestep.train.meter import count_step
 from samestep.train.world import World, init, own_cores
 
+Kind = TypeVar("Kind", bound="Loader")
 _OURS = {"batch_sampler", "shuffle", "batch_size", "drop_last", "generator", "dataset"}
 
 
@@ -32,15 +33,18 @@ def loader(
 
     Options of torch's DataLoader are passed on; workers default to the cores this process may use.
     """
-    world = init()
-    made = Loader(dataset, batch_size, shuffle, drop_last, seed, options, world)
+    return agree("samestep.loader", Loader(dataset, batch_size, shuffle, drop_last, seed, options, init()))
+
+
+def agree(call: str, made: Kind) -> Kind:
+    """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
     facts = json.dumps(made.facts()).encode()
-    for rank, other in enumerate(meet("samestep.loader", facts)):
+    for rank, other in enumerate(meet(call, facts)):
         if other != facts:
             theirs = json.loads(other)
             name = next(name for name, value in made.facts().items() if theirs[name] != value)
             raise RanksDiffer(
-                f"loader got {name} {made.facts()[name]} on rank {world.rank} and {theirs[name]} on rank "
+                f"{call} got {name} {made.facts()[name]} on rank {init().rank} and {theirs[name]} on rank "
                 f"{rank}; give every rank the same dataset and options"
             )
     return made
@@ -120,7 +124,7 @@ class Loader:
     def _pass(self, training: bool) -> Iterator[Any]:
         """One way through: every rank comes by equally often where it trains.
 
-        A rank without a share of a tiny last batch then takes the step on a lent sample with weight 0; where
+        A rank without a share of a tiny last batch then takes the step on that batch with weight 0; where
         it does not train, the last batch is filled from the one before, or the rank has nothing to do.
         """
         epoch, world = self.epoch, self._world
@@ -138,10 +142,10 @@ class Loader:
         mine = [piece for piece in pieces if piece.mine or training]
         order = self._order(epoch)
         plan = (
-            order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.start + 1]
+            order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.stop]
             for piece in mine
         )
-        batches = on_device(self._source.batches(plan, epoch), world.device)
+        batches = self._on_device(plan, epoch)
         with share.open_pass() as this:
             for piece, batch in zip(mine, batches, strict=True):
                 this.take(piece.mine, piece.all, lent=not piece.mine)
@@ -153,6 +157,9 @@ class Loader:
             self._position = pieces[-1].stop
         if training:
             replicate.settle_all()
+
+    def _on_device(self, plan: Iterator[torch.Tensor], epoch: int) -> Iterator[Any]:
+        return on_device(self._source.batches(plan, epoch), self._world.device)
 
     def _order(self, epoch: int) -> torch.Tensor:
         if self._sampler is None:

@@ -6,11 +6,10 @@ module, say) is averaged over ranks, not over samples; parameters whose `require
 """
 
 import hashlib
-import inspect
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,48 +19,66 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train import share
+from samestep.train.exact import ExactReplica
 from samestep.train.meet import meet
-from samestep.train.nested import map_tensors
+from samestep.train.replica import Replica, replica_of, replicas
 from samestep.train.syncnorm import BATCH_NORMS, Synced, convert
-from samestep.train.world import World, at_leaving, init
+from samestep.train.world import World, init
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-_replicas: "weakref.WeakSet[_Replica]" = weakref.WeakSet()
+_alone: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
-def replicate(model: Model, *, sync_batchnorm: bool = False, **ddp: Any) -> Model:
+def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False, **ddp: Any) -> Model:
     """Collective. The same object, whose replicas on all ranks now start and stay equal.
 
-    Options of DistributedDataParallel are passed on. From here on each rank draws its own random numbers.
+    Options of DistributedDataParallel are passed on. From here on each rank draws its own random numbers;
+    with `exact`, and batches from `samestep.steps`, all of it has the same bits at any number of processes.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
-    if _replica_of(model) is not None or isinstance(model, DistributedDataParallel):
+    if replica_of(model) is not None or isinstance(model, DistributedDataParallel):
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
     world = init()
-    if world.size == 1:
-        return model
     target = getattr(model, "_orig_mod", model)
-    _check_device(target, world)
-    _check_alike(target)
+    if world.size == 1 and not exact:
+        _alone.add(target)
+        return model
+    if world.size > 1:
+        _check_device(target, world)
+        _check_alike(target)
+    if sync_batchnorm and exact:
+        raise UsageError(
+            "replicate got sync_batchnorm=True and exact=True, which takes statistics per microbatch; "
+            "drop sync_batchnorm"
+        )
     if sync_batchnorm:
         convert(target)
+    if exact:
+        ExactReplica(target, ddp, world)
+        return model
     _draw_apart(world)
     if not any(one.requires_grad for one in target.parameters()):
         for tensor in (*target.parameters(), *target.buffers()):
             dist.broadcast(tensor.detach(), src=0)
         return model
-    _Replica(target, ddp, world)
+    if _own_statistics(target) and world.rank == 0:
+        print(
+            "samestep: BatchNorm takes its statistics from each rank's share alone; "
+            "replicate(model, sync_batchnorm=True) takes them from the whole batch",
+            file=sys.stderr,
+        )
+    Replica(target, ddp, world)
     return model
 
 
 @contextmanager
 def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
     """Backward passes inside add to the gradients of this rank alone; the next one outside exchanges them."""
-    replica = _replica_of(model)
+    replica = replica_of(model)
     if replica is None and init().size > 1:
         raise UsageError("no_sync got a model that is not replicated; pass what replicate returned")
-    if replica is None or not enabled:
+    if replica is None or replica.ddp is None or not enabled:
         yield
         return
     with replica.ddp.no_sync():
@@ -70,140 +87,20 @@ def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
 
 def training() -> bool:
     """Whether what runs now is a training step, as far as its replicas and autograd tell."""
-    return torch.is_grad_enabled() and (
-        init().size == 1 or any(one.model.training for one in list(_replicas))
-    )
+    return torch.is_grad_enabled() and (init().size == 1 or any(one.model.training for one in replicas()))
 
 
 def settle_all() -> None:
     """Collective. Make rank 0's BatchNorm statistics everyone's, where training has moved them apart."""
-    for replica in sorted(_replicas, key=lambda one: one.number):
+    for replica in replicas():
         replica.settle()
 
 
-class _Body(torch.nn.Module):
-    """What DDP wraps: the model's own forward under another module, so that its hooks run once."""
-
-    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.own_forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own_forward(*args, **kwargs)
-
-
-class _Replica:
-    """Stands in the model's `forward`; everything else of the model is as it was."""
-
-    made = 0
-
-    def __init__(self, model: torch.nn.Module, options: dict[str, Any], world: World) -> None:
-        self.number = _Replica.made
-        _Replica.made += 1
-        self.model = model
-        self.own_forward = model.forward
-        self.size = world.size
-        self.late_statistics = _only_batchnorm_buffers(model) and not _names_buffers(options)
-        self.dirty = False
-        if self.late_statistics:
-            options = {_buffer_option(): False, **options}
-        if _own_statistics(model) and world.rank == 0:
-            print(
-                "samestep: BatchNorm takes its statistics from each rank's share alone; "
-                "replicate(model, sync_batchnorm=True) takes them from the whole batch",
-                file=sys.stderr,
-            )
-        self.ddp = DistributedDataParallel(
-            _Body(model, self.own_forward), **{"gradient_as_bucket_view": True, **options}
-        )
-        model.__dict__["forward"] = self
-        model.__dict__["__reduce_ex__"] = self._reduce
-        _replicas.add(self)
-        at_leaving(self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.dirty and not self.model.training:
-            self.settle()
-        if not torch.is_grad_enabled():
-            return self.own_forward(*args, **kwargs)
-        self.dirty = self.late_statistics
-        output = self.ddp(*args, **kwargs)
-        weight = share.weight(self.size)
-        return output if weight == 1.0 else _weighed(output, weight)
-
-    def settle(self) -> None:
-        if not self.dirty:
-            return
-        meet("samestep.replicate's BatchNorm statistics")
-        self.dirty = False
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
-
-    def leave(self) -> None:
-        for name in ("forward", "__reduce_ex__"):
-            self.model.__dict__.pop(name, None)
-        del self.ddp
-
-    def _reduce(self, protocol: int) -> tuple[Any, ...]:
-        """A copy, and what is pickled, is the plain model."""
-        reduced: Any = type(self.model).__reduce_ex__(self.model, max(2, protocol))
-        construct, args, state, *rest = reduced
-        if isinstance(state, dict):
-            state = {key: one for key, one in state.items() if key not in ("forward", "__reduce_ex__")}
-        return (construct, args, state, *rest)
-
-
-class _Weigh(torch.autograd.Function):
-    """Identity, whose gradient counts as much as the share of the batch it was computed from."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.weight = weight
-        ctx.set_materialize_grads(False)
-        return tuple(one.clone() for one in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.weight:
-            return (None, *(None if one is None else torch.zeros_like(one) for one in gradients))
-        return (None, *(None if one is None else one * ctx.weight for one in gradients))
-
-
-def _weighed(output: Any, weight: float) -> Any:
-    found: dict[int, torch.Tensor] = {}
-
-    def note(one: Any) -> Any:
-        if isinstance(one, torch.Tensor) and one.requires_grad:
-            found[id(one)] = one
-        return one
-
-    map_tensors(note, output)
-    if not found:
-        return output
-    changed = dict(zip(found, _Weigh.apply(weight, *found.values()), strict=True))  # type: ignore[no-untyped-call]
-    return map_tensors(lambda one: changed.get(id(one), one), output)
-
-
-def _replica_of(model: torch.nn.Module) -> _Replica | None:
-    found = getattr(model, "_orig_mod", model).__dict__.get("forward")
-    return found if isinstance(found, _Replica) else None
-
-
-def _buffer_option() -> str:
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-
-
-def _names_buffers(options: dict[str, Any]) -> bool:
-    return bool(options.keys() & {"forward_sync_buffers", "broadcast_buffers"})
-
-
-def _only_batchnorm_buffers(model: torch.nn.Module) -> bool:
-    return all(
-        isinstance(module, BATCH_NORMS) or next(module.buffers(recurse=False), None) is None
-        for module in model.modules()
-    )
+def weigh_alone() -> None:
+    """Local. In a world of one a model is left as it is, until its microbatches have to be weighed."""
+    for model in list(_alone):
+        _alone.discard(model)
+        Replica(model, {}, init())
 
 
 def _own_statistics(model: torch.nn.Module) -> bool:

@@ -86,12 +86,18 @@ def check_batch_size(batch_size: int, size: int) -> None:
 
 @dataclass(slots=True)
 class Pass:
-    """One way through a loader: what this rank was given of the batch at hand, and so far."""
+    """One way through a loader: what this rank was given of the batch at hand, and so far.
+
+    In a step of microbatches, `index` is the one at hand of `count`, and `last` this rank's last.
+    """
 
     mine: int = 0
     all: int = 0
     mine_so_far: int = 0
     lent: bool = False
+    index: int | None = None
+    count: int = 0
+    last: bool = True
 
     def take(self, mine: int, whole: int, lent: bool) -> None:
         self.mine, self.all, self.lent = mine, whole, lent

@@ -1,0 +1,192 @@
+"""The same bits at any number of processes, for a model whose microbatches come from `steps`.
+
+Covered: the sum of gradients and of what BatchNorm remembers (one tree over the step's microbatches), random
+draws (a function of seed, epoch, step and microbatch), deterministic kernels, one thread count.
+Not covered: another kind of hardware, torch version, thread count or microbatch size; `facts` names them.
+"""
+
+import os
+import platform
+import random
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.errors import UsageError
+from samestep.train import share
+from samestep.train.replica import Replica, weighed
+from samestep.train.tree import Blocks, Courier, Vectors, add_up, layout
+from samestep.train.world import World
+
+
+class ExactReplica(Replica):
+    """Gradients of all but this rank's last microbatch stay here; the last takes their sums along."""
+
+    def __init__(self, model: torch.nn.Module, options: dict[str, Any], world: World) -> None:
+        fix_arithmetic()
+        super().__init__(model, {**options, "gradient_as_bucket_view": False}, world)
+        self.late_statistics = False
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._index = {id(one): at for at, one in enumerate(self._parameters)}
+        self._floating = [one for one in model.buffers() if one.is_floating_point()]
+        self._counting = [one for one in model.buffers() if not one.is_floating_point()]
+        self._gradients, self._changes = Blocks(), Blocks()
+        self._earlier: list[torch.Tensor | None] = []
+        self._sent: set[int] = set()
+        self._courier: Courier | None = None
+        if self.ddp is not None:
+            self._courier = Courier(world.device)
+            self.ddp.register_comm_hook(None, self._exchange)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        at_hand = share.current()
+        if not torch.is_grad_enabled() or not self.model.training:
+            return self.own_forward(*args, **kwargs)
+        if at_hand is None or at_hand.index is None:
+            raise UsageError(
+                "replicate(exact=True) adds gradients over microbatches and there is none here; "
+                "take the training batches from samestep.steps"
+            )
+        forward = self.ddp if self.ddp is not None and at_hand.last else self.own_forward
+        weight = at_hand.mine / at_hand.all
+        output = forward(*args, **kwargs)
+        return output if weight == 1.0 else weighed(output, weight)
+
+    def begin_step(self) -> None:
+        self._gradients, self._changes = Blocks(), Blocks()
+        self._sent.clear()
+        self._earlier = [one.grad for one in self._parameters]
+        self._before = [one.clone() for one in (*self._floating, *self._counting)]
+        for one in self._parameters:
+            one.grad = None
+
+    def end_microbatch(self, at_hand: share.Pass) -> None:
+        assert at_hand.index is not None
+        floating = self._before[: len(self._floating)]
+        if not at_hand.lent:
+            weight = at_hand.mine / at_hand.all
+            pairs = zip(self._floating, floating, strict=True)
+            changes = [(now.double() - then.double()) * weight for now, then in pairs]
+            self._changes.push(at_hand.index, 1, changes)
+        for now, then in zip(self._floating, floating, strict=True):
+            now.copy_(then)
+        if at_hand.last and self.ddp is not None:
+            return
+        self._gradients.push(at_hand.index, 1, self._take_gradients())
+        if not at_hand.last:
+            for now, then in zip(self._counting, self._before[len(self._floating) :], strict=True):
+                now.copy_(then)
+
+    def end_step(self, at_hand: share.Pass) -> None:
+        if self.ddp is None:
+            for one, total in zip(self._parameters, self._gradients.fold(), strict=True):
+                one.grad = total
+        for one, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is not None:
+                one.grad = earlier if one.grad is None else earlier + one.grad
+        self._earlier = []
+        if self._floating:
+            for now, change in zip(self._floating, self._everyones_changes(at_hand), strict=True):
+                now.copy_(now.double() + change)
+
+    def leave(self) -> None:
+        super().leave()
+        if self._courier is not None:
+            self._courier.stop()
+
+    def _take_gradients(self) -> Vectors:
+        taken = []
+        for one in self._parameters:
+            taken.append(torch.zeros_like(one) if one.grad is None else one.grad)
+            one.grad = None
+        return taken
+
+    def _exchange(
+        self,
+        _: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """As DDP's comm hook: what earlier microbatches left joins the last one's, and goes around."""
+        at_hand = share.current()
+        assert at_hand is not None
+        assert at_hand.index is not None
+        assert self._courier is not None
+        index, count, lent = at_hand.index, at_hand.count, at_hand.lent
+        buffer, views, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        once = {id(one) for one in parameters}
+        if once & self._sent:
+            raise UsageError(
+                "backward ran twice in one microbatch of an exact step; add the losses and call backward once"
+            )
+        self._sent |= once
+        places = [self._index[id(one)] for one in parameters]
+
+        def job() -> torch.Tensor:
+            blocks = Blocks()
+            for start, size, vectors in zip(
+                self._gradients.starts, self._gradients.sizes, self._gradients.sums, strict=True
+            ):
+                flat = torch.zeros_like(buffer)
+                for at, view in zip(places, views, strict=True):
+                    # DDP lays a gradient into its bucket by the parameter's own strides.
+                    offset = view.storage_offset() - buffer.storage_offset()
+                    flat.as_strided(view.size(), view.stride(), offset).copy_(vectors[at])
+                blocks.push(start, size, [flat])
+            if not lent:
+                blocks.push(index, 1, [buffer])
+            assert self._courier is not None
+            own = [vectors[0] for vectors in blocks.sums]
+            return add_up(own, buffer, layout(count, self.world.size), self._courier.group)
+
+        return self._courier.send(job)
+
+    def _everyones_changes(self, at_hand: share.Pass) -> Vectors:
+        if self._courier is None:
+            return self._changes.fold()
+        courier = self._courier
+        like = torch.cat([one.reshape(-1).double() for one in self._floating])
+        own = [torch.cat([one.reshape(-1) for one in vectors]) for vectors in self._changes.sums]
+        ranks = layout(at_hand.count, self.world.size)
+        total = courier.send(lambda: add_up(own, like, ranks, courier.group)).wait()
+        parts = torch.split(total, [one.numel() for one in self._floating])
+        return [part.view_as(one) for part, one in zip(parts, self._floating, strict=True)]
+
+
+def draw_as(*facts: int | str) -> None:
+    """From here on random numbers are a function of these facts: torch's, Python's and NumPy's."""
+    seed = share.seed_of("draw", *facts)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy.random"):
+        numpy.seed(seed & 0xFFFFFFFF)
+
+
+def fix_arithmetic() -> None:
+    """Deterministic kernels, and one thread count at any size: $SAMESTEP_EXACT_THREADS, or 1."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
+    if not asked.isdigit() or not int(asked):
+        raise UsageError(f"SAMESTEP_EXACT_THREADS is {asked!r}, no number of threads; use 1 or more")
+    torch.set_num_threads(int(asked))
+
+
+def facts(microbatch: int) -> dict[str, Any]:
+    """What the promise of equal bits rests on; another value of one of these may change them."""
+    return {
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "microbatch": microbatch,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
