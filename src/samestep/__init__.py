@@ -1,9 +1,15 @@
 """samestep makes a serial PyTorch script data-parallel and takes the same step on any number of processes."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # typing's own is not used: importing typing takes longer than all the rest here
 
 if TYPE_CHECKING:
+    from samestep.errors import CheckpointError as CheckpointError
+    from samestep.errors import PlacementError as PlacementError
+    from samestep.errors import RankMissing as RankMissing
+    from samestep.errors import RanksDiffer as RanksDiffer
+    from samestep.errors import SamestepError as SamestepError
+    from samestep.errors import UsageError as UsageError
+    from samestep.errors import WorkerFailed as WorkerFailed
     from samestep.launch.spawn import launch as launch
     from samestep.train.loader import loader as loader
     from samestep.train.reduce import gather as gather
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
     from samestep.train.world import first as first
     from samestep.train.world import init as init
 
+__version__ = "0.1.0"
 _HOMES = {
     "init": "train.world",
     "World": "train.world",
@@ -41,14 +48,15 @@ _HOMES = {
     "CheckpointError": "errors",
 }
 __all__ = list(_HOMES)
-__version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"samestep.{_HOMES[name]}"), name)
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name to be there
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+        value = globals()[name] = getattr(__import__(f"samestep.{_HOMES[name]}", fromlist=[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

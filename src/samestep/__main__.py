@@ -2,4 +2,4 @@
 
 from samestep.cli import main
 
-main(prog_name="samestep")
+main()

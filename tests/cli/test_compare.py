@@ -57,7 +57,7 @@ def test_a_process_answers_with_its_exit_code(files: tuple[str, ...], code: int,
 
 def test_help_does_not_import_torch() -> None:
     code = (
-        "import sys; from samestep.cli import main; main(['compare', '-h'], standalone_mode=False); "
+        "import sys; from samestep.cli.compare import command; command(['-h'], standalone_mode=False); "
         "print('torch' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-SAMESTEP = [sys.executable, "-c", "from samestep.cli import main; main(prog_name='samestep')"]
+SAMESTEP = [sys.executable, "-m", "samestep"]
 BARE = {
     name: os.environ[name]
     for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
@@ -90,7 +90,8 @@ def test_a_contradiction_is_one_sentence_and_exit_code_2():
 
 def test_torch_is_not_needed_to_answer():
     told = (
-        "import sys; from samestep.cli import main; main(['env'], standalone_mode=False); print(*sys.modules)"
+        "import sys; from samestep.cli.env import command; "
+        "command([], standalone_mode=False); print(*sys.modules)"
     )
     assert "torch" not in subprocess.check_output([sys.executable, "-c", told], env=BARE, text=True).split()
 

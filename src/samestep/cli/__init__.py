@@ -1,37 +1,51 @@
-"""The command line: one file a verb, loaded when it is typed; `samestep --help` never imports torch."""
+"""The command line: one file a verb, loaded when it is typed; `--help` imports neither torch nor click."""
 
-from importlib import import_module
+import sys
+from collections.abc import Sequence
 
-import click
+import samestep
 
+_EXAMPLES = {
+    "samestep demo": "a small network at 1 and 2 processes, side by side",
+    "samestep run -n 2 train.py --epochs 3": "your script on 2 processes of this machine",
+    "samestep submit --dry-run train.py": "the Slurm job that would run it",
+}
 _VERBS = {
-    "run": "Run a script on N processes of this machine.",
-    "submit": "Submit a script as a Slurm job.",
-    "profiles": "List what a job can be submitted as, or explain one.",
-    "env": "Say who this process is, and which variable says so.",
-    "demo": "Train a small network at 1 and 2 processes and compare.",
-    "compare": "Say which tensors differ between weights files, and by how much.",
-    "checkpoints": "List the checkpoints in a directory: which are good, and what made them.",
-    "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",
+    "Run": {
+        "run": "Run a script on N processes of this machine.",
+        "submit": "Submit a script as a Slurm job.",
+        "profiles": "List what a job can be submitted as, or explain one.",
+        "demo": "Train a small network at 1 and 2 processes and compare.",
+    },
+    "Look": {
+        "env": "Say who this process is, and which variable says so.",
+        "compare": "Say which tensors differ between weights files, and by how much.",
+        "checkpoints": "List the checkpoints in a directory: which are good, and what made them.",
+        "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",
+    },
 }
 
 
-class _Verbs(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_VERBS)
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the verb that args (or the command line) begin with."""
+    verb, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
+    if any(verb in verbs for verbs in _VERBS.values()):
+        # import_module would import warnings first, which takes a fifth of the time that --help has.
+        __import__(f"samestep.cli.{verb}", fromlist=["command"]).command.main(rest, f"samestep {verb}")
+    elif verb in ("-h", "--help"):
+        print(_help())
+    elif verb == "--version":
+        print(f"samestep {samestep.__version__}")
+    else:
+        wanted = f"`samestep run {verb}` runs a script" if verb.endswith(".py") else "see `samestep --help`"
+        print(f"samestep has no command {verb!r}; {wanted}", file=sys.stderr)
+        sys.exit(2)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _VERBS:
-            return None
-        command: click.Command = import_module(f"samestep.cli.{name}").command
-        return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_VERBS.items()))
+def _help() -> str:
+    parts = [_aligned(_EXAMPLES), *(f"{group}:\n{_aligned(verbs)}" for group, verbs in _VERBS.items())]
+    return "\n\n".join([*parts, "`samestep run --help` says more about run, and so on."])
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option("0.1.0", prog_name="samestep")
-def main() -> None:
-    """Run one serial PyTorch script on any number of processes, with the same numbers."""
+def _aligned(lines: dict[str, str]) -> str:
+    return "\n".join(f"  {left:{max(map(len, lines))}}  {right}" for left, right in lines.items())
