@@ -104,10 +104,10 @@ def pack(state: object, meta: Mapping[str, Any] | None = None, leaf: Leaf | None
     outline = {"meta": dict(meta or {}), "blobs": packer.blobs, "tree": tree}
     header = json.dumps(outline, separators=(",", ":"), allow_nan=False).encode("ascii")
     packed = Packed(header, tuple(packer.buffers))
-    if len(header) > _header_limit(packed.size):
+    if len(header) > _header_limit(packed.size) or _is_rich(header, packed.size):
         raise UsageError(
-            f"the state's outline takes {len(header)} of {packed.size} bytes, "
-            f"and {_header_limit(packed.size)} are allowed; put long lists of numbers in a tensor"
+            f"the state's outline takes {len(header)} of {packed.size} bytes, too much to be read safely; "
+            "put long lists of numbers in a tensor"
         )
     return packed
 
@@ -184,6 +184,8 @@ def _outline(fd: int) -> Outline:
     sealed, gap = body[: length + 32 * count], body[length + 32 * count :]
     if _digest(preamble[:_SEALED] + sealed, b"root") != root or any(gap):
         raise Bad("has a damaged header")
+    if _is_rich(sealed[:length], size):
+        raise Bad("has a header of too many parts")
     try:
         described = json.loads(
             sealed[:length].decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant
@@ -336,8 +338,13 @@ def _aligned(length: int) -> int:
 
 
 def _header_limit(size: int) -> int:
-    """A parsed header takes some 30 times its text, so it may be a small part of the file only."""
+    """A parsed header takes up to 30 times its text, so it may be a small part of the file only."""
     return max(1 << 20, size // 32)
+
+
+def _is_rich(header: bytes, size: int) -> bool:
+    """Whether its lists and objects, 64 bytes and more for 2 bytes of text, would take too much memory."""
+    return header.count(b"[") + header.count(b"{") > max(1 << 16, size >> 10)
 
 
 def _digest(data: bytes | memoryview, level: bytes) -> bytes:

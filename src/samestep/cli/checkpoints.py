@@ -25,7 +25,10 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
 
     Without --verify only the header of each is checked: "whole" has all its bytes, "good" has the right ones.
     """
-    rows = [_row(directory, entry, verify) for entry in carry.listing(directory)]
+    try:
+        rows = [_row(directory, entry, verify) for entry in carry.listing(directory)]
+    except OSError as error:
+        raise click.ClickException(f"{directory} cannot be read ({error.strerror})") from error
     if as_json:
         for row in rows:
             click.echo(json.dumps(row))
@@ -47,14 +50,12 @@ def _row(directory: Path, entry: carry.Entry, verify: bool) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
-    click.echo(f"{'step':>10}  {'committed':<19}  {'size':>9}  {'state':<5}  ")
+    click.echo(f"{'step':>10}  {'committed':<19}  {'size':>9}  state  from")
     for row in rows:
         meta = row.get("meta", {})
-        size = f"{row.get('bytes', 0) / 1e6:.1f} MB"
-        made = row.get("why") or " ".join(
-            f"{key}={value}" for key, value in meta.items() if key not in _IN_COLUMNS
-        )
-        click.echo(f"{row['step']:>10}  {_when(meta):<19}  {size:>9}  {row['state']:<5}  {shown(made)}")
+        made = " ".join(f"{key}={value}" for key, value in meta.items() if key not in _IN_COLUMNS)
+        columns = f"{row['step']:>10}  {_when(meta):<19}  {_size(row.get('bytes', 0)):>9}  {row['state']:<5}"
+        click.echo(f"{columns}  {shown(row.get('why', made))}".rstrip())
 
 
 def _when(meta: dict[str, Any]) -> str:
@@ -62,3 +63,8 @@ def _when(meta: dict[str, Any]) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
     except (KeyError, TypeError, ValueError, OverflowError, OSError):
         return "-"
+
+
+def _size(number: int) -> str:
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if number >= u), (1e3, "kB"))
+    return f"{number / unit:.1f} {name}"

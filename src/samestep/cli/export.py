@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -32,11 +32,13 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
         found = weights.read(source)
         chosen = _without_prefix(_part(found.state, part))
         write = _write_safetensors if output.suffix == ".safetensors" else _write_pt
-        _replace(output, lambda path: write(path, chosen, part))
+        _replace(output, lambda file: write(file, chosen, part))
     except (CheckpointError, UsageError) as error:
         raise click.ClickException(str(error)) from error
-    except OSError as error:
-        raise click.ClickException(f"{output} cannot be written ({error.strerror})") from error
+    except (OSError, RuntimeError) as error:
+        # torch turns a full disk into a RuntimeError about positions
+        reason = error.strerror if isinstance(error, OSError) else shown(error)
+        raise click.ClickException(f"{output} cannot be written ({reason})") from error
     for note in found.notes:
         click.echo(note, err=True)
     click.echo(f"{output}: {part} of {found.file}")
@@ -60,14 +62,14 @@ def _without_prefix(chosen: Any) -> Any:
     return chosen
 
 
-def _write_pt(path: Path, chosen: Any, part: str) -> None:
+def _write_pt(file: BinaryIO, chosen: Any, part: str) -> None:
     import torch
 
-    torch.save(chosen, path)
+    torch.save(chosen, file)
 
 
-def _write_safetensors(path: Path, chosen: Any, part: str) -> None:
-    from safetensors.torch import save_file
+def _write_safetensors(file: BinaryIO, chosen: Any, part: str) -> None:
+    from safetensors.torch import save
     from torch import Tensor
 
     tensors: dict[str, Tensor] = {}
@@ -80,16 +82,18 @@ def _write_safetensors(path: Path, chosen: Any, part: str) -> None:
         tensors[str(key)] = value.clone() if value.data_ptr() in held else value
         held.add(value.data_ptr())
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        data = save(tensors, metadata={"format": "pt"})
     except (KeyError, ValueError, RuntimeError) as error:
         raise UsageError(f"safetensors cannot hold {part} ({shown(error)}); write a .pt") from error
+    file.write(data)
 
 
-def _replace(output: Path, write: Callable[[Path], None]) -> None:
+def _replace(output: Path, write: Callable[[BinaryIO], None]) -> None:
     new = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
     try:
-        write(new)
-        with new.open("rb") as file:
+        with new.open("xb") as file:
+            write(file)
+            file.flush()
             os.fsync(file.fileno())
         new.replace(output)
     except BaseException:
