@@ -17,7 +17,7 @@ import torch.distributed as dist
 from samestep.errors import UsageError
 from samestep.train import share
 from samestep.train.replica import Replica, weighed
-from samestep.train.tree import Blocks, Courier, Vectors, add_up, layout
+from samestep.train.treesum import Blocks, Courier, Vectors, add_up, layout
 from samestep.train.world import World
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train import replicate, share
+from samestep.train.agree import compare_replicas
 from samestep.train.batches import FromMemory, FromWorkers, on_device
 from samestep.train.meet import meet
 from samestep.train.meter import count_step
@@ -151,7 +152,7 @@ class Loader:
                 this.take(piece.mine, piece.all, lent=not piece.mine)
                 self._position = piece.stop
                 if training:
-                    count_step(epoch)
+                    compare_replicas(count_step(epoch))
                 yield batch
         if pieces:
             self._position = pieces[-1].stop

@@ -155,7 +155,7 @@ def _not_reached(place: str, seconds: float) -> str:
         return f"a rank did not reach {place} within {seconds:g} s; is the call inside `if rank == 0`?"
     missing = [rank for rank in range(_table.size) if rank not in waiting]
     return (
-        f"{_ranks(missing)} did not reach {place} within {seconds:g} s; {_ranks(waiting)} "
+        f"{ranks_in_words(missing)} did not reach {place} within {seconds:g} s; {ranks_in_words(waiting)} "
         f"{'is' if len(waiting) == 1 else 'are'} waiting. Is the call inside `if rank == 0`?"
     )
 
@@ -166,8 +166,8 @@ def _notice(place: str, waited: float, limit: timedelta) -> None:
     if waiting and waiting[0] == _table.rank:
         missing = [rank for rank in range(_table.size) if rank not in waiting]
         print(
-            f"samestep: {_ranks(missing)} did not reach {place} yet, {_ranks(waiting)} waited {waited:.0f} s "
-            f"and will wait {limit.total_seconds():.0f} s",
+            f"samestep: {ranks_in_words(missing)} did not reach {place} yet, {ranks_in_words(waiting)} waited "
+            f"{waited:.0f} s and will wait {limit.total_seconds():.0f} s",
             file=sys.stderr,
         )
 
@@ -181,7 +181,8 @@ def _different_places(places: Sequence[str]) -> str:
     for rank, place in enumerate(places):
         at.setdefault(place, []).append(rank)
     parts = [
-        f"{_ranks(ranks)} at {place}" for place, ranks in sorted(at.items(), key=lambda item: len(item[1]))
+        f"{ranks_in_words(ranks)} at {place}"
+        for place, ranks in sorted(at.items(), key=lambda item: len(item[1]))
     ]
     return (
         f"ranks are at different calls: {', '.join(parts)}; "
@@ -189,5 +190,6 @@ def _different_places(places: Sequence[str]) -> str:
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Local. `rank 2`, or `ranks 0, 1`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

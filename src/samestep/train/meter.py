@@ -9,8 +9,8 @@ _pulse: Pulse | None = None
 _steps = 0
 
 
-def count_step(epoch: int) -> None:
-    """Note that a training step begins."""
+def count_step(epoch: int) -> int:
+    """Note that a training step begins, and say how many are done."""
     global _pulse, _steps
     if _steps == 0:
         world = init()
@@ -19,3 +19,4 @@ def count_step(epoch: int) -> None:
     _steps += 1
     if _pulse:
         _pulse.beat(_steps, epoch)
+    return _steps - 1

@@ -5,6 +5,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.train import replicate, share
+from samestep.train.agree import compare_replicas
 from samestep.train.exact import ExactReplica, draw_as
 from samestep.train.loader import Loader, agree
 from samestep.train.meter import count_step
@@ -81,7 +82,7 @@ class Steps(Loader):
             for step in made:
                 self._position = step.piece.stop
                 if training:
-                    count_step(epoch)
+                    compare_replicas(count_step(epoch))
                 step.batches = batches
                 yield step
                 step.skip_rest()
