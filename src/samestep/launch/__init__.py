@@ -1,1 +1,15 @@
-"""Outside the workers: starts them, watches them, and says how they ended; never imports torch."""
+"""Outside the workers: starting, watching and ending them; `samestep.launch(...)` works on this package too."""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class _Launch(ModuleType):
+    # Importing any file of this package binds samestep.launch to the package, over the function of that name.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return import_module("samestep.launch.spawn").launch(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Launch

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process for its memory, from what it counts; what is unreadable is not guessed."""
+"""Whether the kernel killed a process for its memory, from what it counts; what is not readable is said."""
 
 import os
 import re

@@ -67,9 +67,12 @@ class Gang:
         for worker in self._alive():
             worker.was_stopped = True
             worker.send_group(signal.SIGKILL)
-        for worker in self._alive():
-            while not worker.look():
-                time.sleep(0.001)
+        # A process in an uninterruptible read of a dead file system does not end; nobody can wait for that.
+        until = time.monotonic() + _PATIENCE_S
+        while self._alive() and time.monotonic() < until:
+            for worker in self._alive():
+                worker.look()
+            time.sleep(0.001)
 
     def _alive(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.is_alive]

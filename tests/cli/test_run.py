@@ -1,0 +1,154 @@
+"""What `samestep run` understands, and what it says to what cannot be."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLEAN = {
+    name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP", "CUDA"))
+}
+
+
+def run(home: Path, *args: str, **env: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "samestep", "run", *args]
+    done = subprocess.run(command, cwd=home, env=CLEAN | env, capture_output=True, text=True, timeout=50)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "show.py").write_text(
+        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:])\n"
+    )
+    return tmp_path
+
+
+def test_everything_after_the_script_belongs_to_it(home):
+    assert run(home, "-n", "2", "show.py", "-n", "7", "--tee", "--", "-m")[1] == "0 2 -n 7 --tee -- -m\n"
+    assert run(home, "-n", "2", "--", "show.py", "--help")[1] == "0 2 --help\n"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--nproc-per-node", "2"],
+        ["--nproc_per_node=2", "--standalone"],
+        ["--nproc-per-node=2", "--nnodes=1", "--node_rank=0"],
+        [
+            "--nproc-per-node=2",
+            "--nnodes=1:1",
+            "--rdzv-backend=c10d",
+            "--rdzv_endpoint=localhost:0",
+            "--rdzv-id=7",
+        ],
+        ["-n2", "--master-addr=localhost", "--master_port=29511"],
+        ["-n2", "--signals-to-handle=SIGTERM,SIGALRM", "--shutdown-timeout=3", "--max-restarts=0"],
+        ["-n2", "-r", "0", "-t", "0"],
+    ],
+)
+def test_torchruns_spellings_of_one_node_are_understood(home, args):
+    assert run(home, *args, "show.py") == (0, "0 2\n", "")
+
+
+def test_the_output_of_chosen_ranks_is_shown(home):
+    assert run(home, "-n3", "--tee", "2", "show.py")[0] == 2
+    assert run(home, "-n3", "--tee", "0,2", "show.py")[1].splitlines() in (
+        ["0 3", "[rank 2] 2 3"],
+        ["[rank 2] 2 3", "0 3"],
+    )
+    assert run(home, "-n3", "--local-ranks-filter=1", "--all-ranks", "show.py")[1] == "[rank 1] 1 3\n"
+    assert run(home, "-n2", "-r", "3", "show.py")[1] == ""
+
+
+def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_more(home):
+    code, out, err = run(home, "show.py", CUDA_VISIBLE_DEVICES="")
+    assert (code, out) == (0, "0 1\n")
+    assert err == "no device is visible, so this is 1 process; for two on this machine's cores: -n 2\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["-n", "0", "show.py"], 2, "-n 0 is no number of processes; write one from 1 to 9999"),
+        (["-n", "two", "show.py"], 2, "-n two is no number of processes"),
+        (["-n", "gpu", "show.py"], 2, "-n gpu asks for a process on each device, but none is visible"),
+        (["--devices", "0", "show.py"], 2, "names devices, but none is visible here"),
+        (["--nnodes", "2", "show.py"], 2, "--nnodes 2 means several nodes"),
+        (["--node-rank", "1", "show.py"], 2, "--node-rank 1 means several nodes"),
+        (["-n2", "--tee", "5", "show.py"], 2, "--tee 5 names rank 5, but there are 2; count from 0"),
+        (["-n2", "--tee", "1", "show.py"], 2, "--tee 1 shows a part of a rank's output"),
+        (["-n2", "-r", "1", "show.py"], 2, "output is always kept in files, so leave -r out"),
+        (["-n2", "--restart-on", "75", "show.py"], 2, "--restart-on needs to know how often"),
+        (["-n2", "--restart-on", "x", "--max-restarts", "1", "show.py"], 2, "is no list of exit codes"),
+        (["-n2", "--signals-to-handle", "SIGNOPE", "show.py"], 2, "is no signal to pass on"),
+        (["-n2", "--numa-binding", "node", "show.py"], 2, "--numa-binding is not offered"),
+        (["-n2", "--no-python", "-m", "show"], 2, "leave one of them out"),
+        (["-n2", "--run-dir", "show.py/runs", "show.py"], 2, "cannot be written (not a directory)"),
+        (["-n2", "nowhere.py"], 127, "nowhere.py cannot be executed (there is no such file in /"),
+        (
+            ["-n2", "--no-python", "nowhere-to-be-found"],
+            127,
+            "cannot be executed (no such file or directory)",
+        ),
+        (["-n2", "--no-python", "./show.py"], 126, "./show.py cannot be executed (permission denied)"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(home, args, code, says):
+    found, out, err = run(home, *args, CUDA_VISIBLE_DEVICES="")
+    assert (found, out) == (code, "")
+    assert err.startswith("samestep: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [[], ["--nope", "show.py"], ["--master-port", "0", "show.py"]])
+def test_a_command_line_that_cannot_be_read_exits_2(home, args):
+    code, _, err = run(home, *args)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+def test_a_module_and_a_program_are_run(home):
+    assert run(home, "-n2", "-m", "show", "x")[1] == "0 2 x\n"
+    assert run(home, "-n2", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")[1] == "0 of 2\n"
+
+
+def test_workers_get_threads_for_their_cores_unless_the_user_said_otherwise(home):
+    (home / "threads.py").write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
+    cores = len(os.sched_getaffinity(0))
+    assert int(run(home, "-n2", "threads.py")[1]) == max(1, cores // 2)
+    assert run(home, "-n2", "threads.py", OMP_NUM_THREADS="7")[1] == "7\n"
+
+
+def test_rank_0_reads_the_launchers_stdin(home):
+    (home / "ask.py").write_text("print(input())\n")
+    command = [sys.executable, "-m", "samestep", "run", "-n", "1", "ask.py"]
+    done = subprocess.run(
+        command, cwd=home, env=CLEAN, input="yes\n", capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "yes\n"
+
+
+def test_a_run_leaves_its_record_and_no_process(home):
+    assert run(home, "-n2", "show.py")[0] == 0
+    (newest,) = (home / "runs").iterdir()
+    assert '"exit_code": 0' in (newest / "result.json").read_text()
+    assert '"size": 2' in (newest / "run.json").read_text()
+    assert not [path for path in Path("/proc").glob("[0-9]*/cwd") if _leads_to(path, home)]
+
+
+def _leads_to(path: Path, home: Path) -> bool:
+    try:
+        return path.readlink() == home
+    except OSError:
+        return False
+
+
+def test_help_shows_examples_and_imports_no_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "samestep", "run", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "samestep run -n 2 train.py --epochs 3" in done.stdout
+    assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip().startswith("torch")]

@@ -1,0 +1,333 @@
+"""Real workers that fail, hang, ignore signals and are killed."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+STUBBORN = """
+    import multiprocessing, os, signal, time
+    def loader_worker():
+        note()
+        time.sleep(100)
+    def note():
+        with open("pids", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+    if __name__ == "__main__":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        multiprocessing.Process(target=loader_worker).start()
+        note()
+        time.sleep(100)
+"""
+
+
+def started_stubborn(launcher, *options):
+    launcher.write(STUBBORN)
+    started = launcher.start("-n", "2", *options, "train.py")
+    return started, [int(pid) for pid in started.wait_for_lines("pids", 4)]
+
+
+def test_a_failed_run_ends_in_the_seven_lines(launcher):
+    launcher.write(
+        """
+        import os, time
+        from pathlib import Path
+        from samestep.rundir import Pulse, pulse_of
+        rank = int(os.environ["RANK"])
+        pulse = Pulse(pulse_of(os.environ, rank), "cuda:1")
+        pulse.beat(417)
+        def read(path):
+            return open(path)
+        if rank == 1:
+            read("/data/shard-01.bin")
+        time.sleep(100)
+        """
+    )
+    code, out, err = launcher.run("-n", "4", "train.py")
+    assert (code, out) == (1, "")
+    host = re.escape(os.uname().nodename)
+    assert re.fullmatch(
+        rf"train\.py failed on rank 1 of 4 \({host}, cuda:1\) after \d+\.\d s, in step 417\n"
+        r"\n"
+        r"  train\.py:9 in read\n"
+        r"    return open\(path\)\n"
+        r"FileNotFoundError: \[Errno 2\] No such file or directory: '/data/shard-01\.bin'\n"
+        r"\n"
+        r"ranks 0, 2, 3 were stopped\. Logs: runs/\d{4}-\d{4,6}/logs/rank-\{0\.\.3\}\.log\n",
+        err,
+    )
+
+
+def test_a_failure_of_rank_0_is_shown_once(launcher):
+    launcher.write("import time\nprint('step 1')\nraise ValueError('mine')")
+    code, out, err = launcher.run("-n", "1", "train.py")
+    assert (code, out) == (1, "step 1\n")
+    assert err.count("ValueError: mine") == 1
+    assert "Traceback" not in err
+    assert "Traceback" in launcher.log(0)
+
+
+def test_a_logged_traceback_of_a_run_that_goes_on_is_shown(launcher):
+    launcher.write(
+        """
+        import traceback
+        try:
+            1/0
+        except ZeroDivisionError:
+            traceback.print_exc()
+        """
+    )
+    code, _, err = launcher.run("-n", "1", "train.py")
+    assert code == 0
+    assert err.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_workers_own_exit_code_is_the_runs(launcher, rank):
+    launcher.write(f"import os, sys, time\nif os.environ['RANK'] == '{rank}': sys.exit(77)\ntime.sleep(100)")
+    code, _, err = launcher.run("-n", "3", "train.py")
+    assert code == 77
+    assert f"train.py failed on rank {rank} of 3" in err
+    assert "\nexit code 77\n" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGKILL, "killed by SIGKILL"),
+        (signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
+        (signal.SIGABRT, "Fatal Python error: Aborted"),
+        (signal.SIGUSR2, "killed by SIGUSR2"),
+    ],
+)
+def test_a_worker_ended_by_a_signal_is_named_with_it(launcher, number, says):
+    launcher.write(
+        f"import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), {int(number)})\ntime.sleep(100)"
+    )
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code == 128 + number
+    assert "failed on rank 1 of 2" in err
+    assert says in err
+
+
+def test_stubborn_workers_and_their_children_are_gone_two_seconds_after_a_failure(launcher, gone):
+    launcher.write(STUBBORN + "\n", "train.py")
+    started = launcher.start("-n", "2", "train.py")
+    pids = [int(pid) for pid in started.wait_for_lines("pids", 4)]
+    workers = [pid for pid in pids if os.getpgid(pid) == pid]
+    began = time.monotonic()
+    os.kill(workers[1], signal.SIGKILL)
+    code, _, err = started.finish()
+    assert time.monotonic() - began < 2
+    assert code == 137
+    assert "was stopped" in err
+    gone(pids, 0.2)
+
+
+def test_the_cause_is_not_a_rank_that_only_lost_its_peer(launcher):
+    launcher.write(
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)
+            raise ValueError("the cause")
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:2266")
+        """
+    )
+    code, _, err = launcher.run("-n", "3", "train.py")
+    assert code == 1
+    assert "failed on rank 1 of 3" in err
+    assert "closed by peer" not in err
+    assert "ranks 0, 2 failed too" in err
+
+
+def test_ctrl_c_once_lets_workers_end_in_order(launcher, gone):
+    launcher.write(
+        """
+        import os, time
+        print(os.getpid(), file=open("pids", "a"), flush=True)
+        try:
+            time.sleep(100)
+        except KeyboardInterrupt:
+            print("saved", file=open("saved", "a"), flush=True)
+            raise
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    pids = [int(pid) for pid in started.wait_for_lines("pids", 2)]
+    os.killpg(started.process.pid, signal.SIGINT)
+    code, _, err = started.finish()
+    assert code == 130
+    assert err.startswith("stopping; press Ctrl-C again to stop at once\n")
+    assert "train.py was stopped by SIGINT after" in err
+    assert "Traceback" not in err
+    assert started.wait_for_lines("saved") == ["saved", "saved"]
+    gone(pids, 0.2)
+
+
+def test_ctrl_c_twice_ends_stubborn_workers_within_a_second(launcher, gone):
+    started, pids = started_stubborn(launcher)
+    started.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert started.process.poll() is None
+    began = time.monotonic()
+    started.process.send_signal(signal.SIGINT)
+    code, _, _ = started.finish()
+    assert time.monotonic() - began < 1
+    assert code == 130
+    gone(pids, 0.2)
+
+
+def test_workers_that_ignore_ctrl_c_have_a_time_limit(launcher, gone):
+    started, pids = started_stubborn(launcher, "--shutdown-timeout", "0.2")
+    started.process.send_signal(signal.SIGINT)
+    code, _, _ = started.finish()
+    assert code == 130
+    gone(pids, 0.2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_signals_reach_the_workers_whose_exit_code_counts(launcher, number):
+    launcher.write(
+        f"""
+        import signal, sys, time
+        signal.signal({int(number)}, lambda *_: sys.exit(75))
+        print("ready", file=open("ready", "a"), flush=True)
+        time.sleep(100)
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("ready", 2)
+    started.process.send_signal(number)
+    code, _, err = started.finish()
+    assert code == 75
+    assert "stopped at a checkpoint" in err
+
+
+def test_a_signal_that_workers_only_note_ends_nothing(launcher):
+    launcher.write(
+        """
+        import signal, time
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        print("ready", file=open("ready", "a"), flush=True)
+        while not heard:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("ready", 2)
+    started.process.send_signal(signal.SIGTERM)
+    code, _, _ = started.finish()
+    assert code == 0
+
+
+def test_workers_that_sigterm_ends_are_no_failure(launcher):
+    launcher.write("import time\nprint('ready', file=open('ready', 'a'), flush=True)\ntime.sleep(100)")
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("ready", 2)
+    started.process.send_signal(signal.SIGTERM)
+    code, _, err = started.finish()
+    assert code == 143
+    assert "train.py was stopped by SIGTERM after" in err
+
+
+def test_kill_9_of_the_launcher_leaves_no_worker_nor_loader_worker(launcher, gone):
+    started, pids = started_stubborn(launcher)
+    started.process.kill()
+    started.finish()
+    gone(pids, 2)
+
+
+def test_what_a_finished_worker_left_running_ends_with_it(launcher, gone):
+    launcher.write(
+        """
+        import subprocess
+        child = subprocess.Popen(["sleep", "100"])
+        print(child.pid, file=open("pids", "a"), flush=True)
+        """
+    )
+    began = time.monotonic()
+    started = launcher.start("-n", "2", "train.py")
+    code, _, _ = started.finish()
+    assert (code, time.monotonic() - began < 10) == (0, True)
+    gone([int(pid) for pid in started.wait_for_lines("pids", 2)], 1)
+
+
+def test_restart_on_starts_all_ranks_again_and_counts(launcher):
+    launcher.write(
+        """
+        import os, sys
+        count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(count, os.environ["RANK"], file=open("seen", "a"), flush=True)
+        sys.exit(0 if count == "2" else 75)
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--restart-on", "75", "--max-restarts", "5", "train.py")
+    assert code == 0
+    assert "exit code 75: restart 2 of 5" in err
+    assert "restart 3" not in err
+    assert "2 1" in (launcher.home / "seen").read_text().splitlines()
+
+
+def test_restart_on_does_not_hide_another_code(launcher):
+    launcher.write("raise SystemExit(3)")
+    code, _, err = launcher.run("-n", "1", "--restart-on", "75", "--max-restarts", "5", "train.py")
+    assert code == 3
+    assert "restart" not in err
+
+
+def test_the_same_failure_in_the_same_step_twice_is_not_restarted_again(launcher):
+    launcher.write(
+        """
+        import os
+        from samestep.rundir import Pulse, pulse_of
+        Pulse(pulse_of(os.environ, 0)).beat(5)
+        raise ValueError("always")
+        """
+    )
+    code, _, err = launcher.run("-n", "1", "--max-restarts", "9", "train.py")
+    assert code == 1
+    assert "rank 0 failed in step 5 (ValueError: always): restart 1 of 9" in err
+    assert "the same failure in the same place twice: not restarted again" in err
+    assert "restart 2" not in err
+
+
+def test_a_rank_blocked_in_a_collective_does_not_hide_its_peers_exception(launcher):
+    launcher.write(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise ValueError("bad shard")
+        dist.all_reduce(torch.ones(1))
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code == 1
+    assert "train.py failed on rank 1 of 2" in err
+    assert err.splitlines()[-3] == "ValueError: bad shard"
+    assert "GLHF" not in err
+
+
+def test_a_script_written_for_torchrun_runs_as_it_is(launcher):
+    launcher.write(
+        """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo", init_method="env://")
+        total = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(total)
+        names = "LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_WORLD_SIZE TORCHELASTIC_RESTART_COUNT"
+        assert all(name in os.environ for name in names.split())
+        assert dist.is_torchelastic_launched()
+        print(dist.get_rank(), dist.get_world_size(), total.item())
+        dist.destroy_process_group()
+        """
+    )
+    code, out, err = launcher.run("--standalone", "--nproc_per_node=3", "--tee", "3", "train.py")
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["0 3 3.0", "[rank 1] 1 3 3.0", "[rank 2] 2 3 3.0"]

@@ -1,0 +1,91 @@
+"""What lies where in a run's directory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import UsageError
+from samestep.rundir import Pulse, create_run, log_path, pulse_of, pulse_path, read_pulse, read_record
+
+
+def test_a_run_keeps_everything_to_its_user(tmp_path):
+    run = create_run(str(tmp_path / "runs"), {}, {"size": 2})
+    assert read_record(run / "run.json") == {"size": 2}
+    for path in (run, run / "logs", run / "pulse"):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert (run / "run.json").stat().st_mode & 0o777 == 0o600
+    assert log_path(run, 3) == run / "logs" / "rank-3.log"
+
+
+def test_runs_that_begin_together_have_directories_of_their_own(tmp_path):
+    assert len({create_run(str(tmp_path), {}, {}) for _ in range(20)}) == 20
+
+
+def test_the_root_is_the_flag_then_the_variable_then_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = {"SAMESTEP_RUN_DIR": str(tmp_path / "set")}
+    assert create_run(str(tmp_path / "flag"), env, {}).parent == tmp_path / "flag"
+    assert create_run(None, env, {}).parent == tmp_path / "set"
+    assert create_run(None, {}, {}).parent == tmp_path / "runs"
+
+
+def test_an_unwritable_root_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file/runs cannot be written \(not a directory\); name another"):
+        create_run(str(tmp_path / "file" / "runs"), {}, {})
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+def test_a_full_disk_is_one_sentence_before_anything_starts(tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", full], check=True)
+    try:
+        (full / "filler").write_bytes(b"x" * 4096)
+        with pytest.raises(UsageError, match="no space left on device"):
+            create_run(str(full), {}, {"size": 2})
+    finally:
+        subprocess.run(["umount", full], check=True)
+
+
+def test_a_pulse_tells_another_process_step_epoch_and_device(tmp_path):
+    path = tmp_path / "rank-0"
+    beat = f"""
+from pathlib import Path
+from samestep.rundir import Pulse
+Pulse(Path({str(path)!r}), "cuda:3").beat(417, epoch=2)
+"""
+    subprocess.run([sys.executable, "-c", beat], check=True)
+    reading = read_pulse(path)
+    assert reading is not None
+    assert (reading.step, reading.epoch, reading.device) == (417, 2, "cuda:3")
+    assert path.stat().st_size == 32
+
+
+def test_a_pulse_before_the_first_step_says_so(tmp_path):
+    Pulse(tmp_path / "rank-0")
+    reading = read_pulse(tmp_path / "rank-0")
+    assert reading is not None
+    assert (reading.step, reading.device) == (-1, "cpu")
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 32, b"x" * 33])
+def test_a_damaged_pulse_is_none(tmp_path, content):
+    (tmp_path / "rank-0").write_bytes(content)
+    assert read_pulse(tmp_path / "rank-0") is None
+
+
+def test_a_worker_finds_its_pulse_only_inside_a_run(tmp_path):
+    run = create_run(str(tmp_path), {}, {})
+    assert pulse_of({"SAMESTEP_RUN": str(run)}, 1) == pulse_path(run, 1)
+    assert pulse_of({}, 1) is None
+    assert pulse_of({"SAMESTEP_RUN": os.devnull}, 1) is None
+
+
+def test_a_record_that_was_torn_is_none(tmp_path: Path):
+    (tmp_path / "run.json").write_text('{"size": ')
+    assert read_record(tmp_path / "run.json") is None
