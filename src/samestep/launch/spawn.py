@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-    """Call fn on `size` new processes, each a rank; their values in the order of ranks."""
+    """Local. Calls fn on `size` new processes, each a rank; their values in the order of ranks."""
     if size < 1:
         raise UsageError(f"launch on {size} processes cannot be; use at least 1")
     text = _pickled(fn, args, kwargs)

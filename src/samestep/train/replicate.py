@@ -74,7 +74,7 @@ def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False
 
 @contextmanager
 def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Backward passes inside add to the gradients of this rank alone; the next one outside exchanges them."""
+    """Local. Backward passes inside add to this rank's gradients alone; the next outside exchanges them."""
     replica = replica_of(model)
     if replica is None and init().size > 1:
         raise UsageError("no_sync got a model that is not replicated; pass what replicate returned")
