@@ -1,7 +1,5 @@
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import PlacementError
 from samestep.launchers import FIELDS
-from samestep.placement import Placement, cores, device_index, exports, place
+from samestep.placement import Placement, device_index, exports, place
 
 
 def recorded(text):
@@ -345,32 +343,6 @@ def test_more_processes_than_devices_are_refused():
         PlacementError, match="local rank 2 has no device of its own among the 2 that are visible"
     ):
         device_index(Placement(2, 4, 2, 4, 0, 1, "torchrun"), 2)
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
-def test_cores_are_those_this_process_may_use():
-    told = "import os; os.sched_setaffinity(0, [0]); from samestep.placement import cores; print(cores())"
-    assert subprocess.check_output([sys.executable, "-c", told], text=True) == "[0]\n"
-
-
-@pytest.mark.root
-@pytest.mark.skipif(len(cores()) < 2, reason="one core cannot be cut")
-@pytest.mark.parametrize(("top", "limit"), [("cpu", "cpu.cfs_quota_us"), ("", "cpu.max")])
-def test_cores_are_cut_to_the_control_groups_quota(top, limit):
-    group = Path("/sys/fs/cgroup", top, f"samestep-test-{os.getpid()}")
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        if not (group / limit).exists():
-            pytest.skip(f"this system's control groups have no {limit}")
-        (group / limit).write_text("150000")
-        told = "from samestep.placement import cores; print(len(cores()))"
-        inside = f'echo $$ > {group}/cgroup.procs && exec "$0" -c "{told}"'
-        assert subprocess.check_output(["sh", "-c", inside, sys.executable], text=True) == "1\n"
-    finally:
-        group.rmdir()
 
 
 def test_placement_needs_no_torch():
