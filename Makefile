@@ -1,0 +1,37 @@
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo   train a small network at 1 and 2 processes and compare (no download, no GPU)"
+	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
+	@echo "make check  formatting, lint, types, and the plan of the house"
+	@echo "make bench  measure samestep beside DDP, Accelerate and Fabric; results in benchmarks/results"
+	@echo "make clean  remove .venv and everything else that was made here"
+
+demo: .venv/made
+	.venv/bin/samestep demo
+
+test: .venv/made
+	.ci/setup system
+	.venv/bin/python -m pytest
+
+check: .venv/made
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+	.venv/bin/mypy
+	.venv/bin/python -m pytest tests/test_house.py
+
+bench: .venv/made-bench
+	for script in benchmarks/*.py; do .venv/bin/python "$$script" || exit; done
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs src/*.egg-info
+
+.venv/made: pyproject.toml constraints.txt
+	@.ci/setup venv dev
+	@touch $@
+
+.venv/made-bench: pyproject.toml constraints.txt
+	@.ci/setup venv dev,bench
+	@touch $@ .venv/made
