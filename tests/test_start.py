@@ -1,0 +1,77 @@
+"""The command and the import are there at once: neither waits for torch."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import samestep
+from samestep import cli
+
+COMMAND = str(Path(sys.executable).with_name("samestep"))
+LOADED = "; import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+
+
+def modules_after(code: str) -> set[str]:
+    ran = subprocess.run([sys.executable, "-c", code + LOADED], capture_output=True, text=True, check=True)
+    return set(ran.stdout.splitlines()[-1].split())
+
+
+def seconds(command: Sequence[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def test_importing_samestep_imports_nothing_else():
+    assert modules_after("import samestep") - modules_after("pass") == {"samestep"}
+
+
+def test_help_imports_neither_torch_nor_click():
+    assert not {"torch", "click"} & modules_after("from samestep.cli import main; main(['--help'])")
+
+
+@pytest.mark.parametrize("verb", [verb for group in cli._VERBS.values() for verb in group])
+def test_no_verb_imports_torch_to_explain_itself(verb):
+    code = f"from samestep.cli.{verb} import command; command(['--help'], standalone_mode=False)"
+    assert "torch" not in modules_after(code)
+
+
+def test_help_takes_at_most_three_times_as_long_as_python_itself():
+    pairs = [(seconds([COMMAND, "--help"]), seconds([sys.executable, "-c", "pass"])) for _ in range(21)]
+    assert median(command / python for command, python in pairs) <= 3
+
+
+def test_help_shows_an_example_first_and_fits_a_terminal():
+    lines = subprocess.check_output([COMMAND, "--help"], text=True).splitlines()
+    assert lines[0].split()[0] == "samestep"
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("command", [[COMMAND], [sys.executable, "-m", "samestep"]])
+def test_the_version_is_one(command):
+    assert subprocess.check_output([*command, "--version"], text=True) == f"samestep {samestep.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("rnu", "samestep has no command 'rnu'; see `samestep --help`\n"),
+        ("train.py", "samestep has no command 'train.py'; `samestep run train.py` runs a script\n"),
+    ],
+)
+def test_a_word_that_is_no_command_is_answered_with_what_to_write(word, answer):
+    said = subprocess.run([COMMAND, word], capture_output=True, text=True)
+    assert (said.returncode, said.stdout, said.stderr) == (2, "", answer)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"^module 'samestep' has no attribute 'sun'$"):
+        _ = samestep.sun
+    with pytest.raises(ImportError, match="cannot import name 'sun'"):
+        from samestep import sun  # noqa: F401
