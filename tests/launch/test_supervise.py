@@ -3,7 +3,10 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -331,3 +334,124 @@ def test_a_script_written_for_torchrun_runs_as_it_is(launcher):
     code, out, err = launcher.run("--standalone", "--nproc_per_node=3", "--tee", "3", "train.py")
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["0 3 3.0", "[rank 1] 1 3 3.0", "[rank 2] 2 3 3.0"]
+
+
+def test_a_syntax_error_is_shown_with_its_line(launcher):
+    launcher.write("import os\ndef f(:\n    pass\n")
+    code, _, err = launcher.run("-n", "3", "train.py")
+    assert code == 1
+    assert err.splitlines()[2:5] == ["  train.py:2", "    def f(:", "SyntaxError: invalid syntax"]
+    assert err.count("SyntaxError") == 1
+
+
+def test_a_rank_that_fails_and_hangs_while_it_leaves_is_the_cause(launcher):
+    launcher.write(
+        """
+        import atexit, os, time
+        if os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 100)
+            raise ValueError("the cause")
+        time.sleep(0.5)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:2266")
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code == 1
+    assert "failed on rank 1 of 2" in err
+    assert "ValueError: the cause" in err
+
+
+def test_a_rank_that_only_logged_a_traceback_is_not_blamed(launcher):
+    launcher.write(
+        """
+        import os, time, traceback
+        if os.environ["RANK"] == "0":
+            try:
+                1/0
+            except ZeroDivisionError:
+                traceback.print_exc()
+            time.sleep(100)
+        time.sleep(0.5)
+        raise ValueError("the cause")
+        """
+    )
+    _, _, err = launcher.run("-n", "2", "train.py")
+    assert "failed on rank 1 of 2" in err
+    assert err.splitlines()[-3] == "ValueError: the cause"
+
+
+def test_ctrl_z_stops_the_workers_and_fg_continues_them(launcher):
+    launcher.write(
+        """
+        import os, time
+        print(os.getpid(), file=open("pids", "a"), flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    pids = [started.process.pid, *(int(pid) for pid in started.wait_for_lines("pids", 2))]
+    started.process.send_signal(signal.SIGTSTP)
+    until = time.monotonic() + 5
+    while {state(pid) for pid in pids} != {"T"}:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    started.process.send_signal(signal.SIGCONT)
+    (launcher.home / "go").touch()
+    assert started.finish()[0] == 0
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="a control group of one's own needs root")
+def test_a_worker_killed_for_memory_is_said_to_be(launcher):
+    top = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
+    group = top / f"samestep-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        limit = next(
+            group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()
+        )
+        limit.write_text(str(200 << 20))
+    except (OSError, StopIteration):
+        pytest.skip("no memory control group can be made here")
+    launcher.write(
+        "import os, time\ndata = b'x' * (400 << 20) if os.environ['RANK'] == '1' else time.sleep(100)"
+    )
+    inside = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group)]
+    command = [*inside, sys.executable, "-m", "samestep", "run", "-n", "2", "train.py"]
+    try:
+        done = subprocess.run(command, cwd=launcher.home, env=launcher.env, capture_output=True, text=True)
+    finally:
+        time.sleep(0.1)
+        group.rmdir()
+    assert done.returncode == 137
+    assert "failed on rank 1 of 2" in done.stderr
+    assert re.search(r"\nkilled by SIGKILL: out of memory.* \(limit 0\.2 GiB\)\n", done.stderr)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
+def test_a_disk_that_fills_up_ends_the_logs_not_the_run(launcher):
+    runs = launcher.home / "runs"
+    runs.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", runs], check=True)
+    try:
+        launcher.write("for number in range(50_000):\n    print(number)")
+        code, out, err = launcher.run("-n", "1", "train.py")
+    finally:
+        subprocess.run(["umount", runs], check=True)
+    assert code == 0
+    assert out.splitlines()[-1] == "49999"
+    assert err.count("cannot be written any more (no space left on device); the run goes on") == 1
+
+
+def test_closed_standard_descriptors_confuse_nothing(launcher):
+    launcher.write("print('kept')")
+    command = [sys.executable, "-m", "samestep", "run", "-n", "2", "train.py"]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+    assert subprocess.run(closed, cwd=launcher.home, env=launcher.env).returncode == 0
+    assert launcher.log(0) == launcher.log(1) == "kept\n"

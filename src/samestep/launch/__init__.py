@@ -1,4 +1,4 @@
-"""Outside the workers: starting, watching and ending them; `samestep.launch(...)` works on this package too."""
+"""Outside the workers: starting, watching and ending them; the package itself can be called as `launch`."""
 
 import sys
 from importlib import import_module

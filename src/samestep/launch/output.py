@@ -193,7 +193,7 @@ class Stream:
         if self._kind == ERR:
             self.tail += data
             del self.tail[:-_TAIL]
-            if self.traceback_at == float("inf") and b"Traceback (most recent" in data:
+            if b"Traceback (most recent" in data:
                 self.traceback_at = now
         if self._prefix is None:
             self._show_live(data, now)

@@ -17,7 +17,7 @@ from samestep.launch.output import Log, Terminal
 from samestep.launch.port import hold_port
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Gang, Outcome
-from samestep.launch.worker import Guardian, Order
+from samestep.launch.worker import Guardian, Order, fill_standard_descriptors
 from samestep.placement import Placement, exports
 from samestep.rundir import create_run, log_path, pulse_path, write_record
 
@@ -45,6 +45,7 @@ class Script:
 def run_script(script: Script) -> int:
     """Run it, say how it ended, and give the exit code; OSError where it cannot be executed."""
     began = time.time()
+    fill_standard_descriptors()
     run = create_run(script.run_dir, os.environ, _started(script, began))
     terminal, kills = Terminal(), watch_kills()
     restarts = 0
@@ -85,7 +86,10 @@ def run_script(script: Script) -> int:
 def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:
     """What a worker finds: what it is told, then what the user set, then defaults."""
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": str(threads)}
-    return {**defaults, **os.environ, **told, **exports(place, told)}
+    env = {**defaults, **os.environ, **told, **exports(place, told)}
+    # Set by a torchrun around this; it would have rank 0 dial a store instead of opening one.
+    env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    return env
 
 
 def local_placement(rank: int, size: int, address: str, port: int) -> Placement:

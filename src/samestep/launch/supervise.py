@@ -13,6 +13,7 @@ from samestep.launch.worker import CHECKPOINTED, Guardian, Order, Worker
 
 # How long a rank that only tells of another's end waits for that other to be seen.
 _ECHO_S = 0.7
+_HANG_S = 5.0
 _GRACE_S = 1.0
 _PATIENCE_S = 30.0
 _POLL_S = 0.05
@@ -179,15 +180,12 @@ class Gang:
         if not own:
             killed = any(worker.was_stopped for worker in self.workers)
             return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)
-        first_end = min(worker.ended_at for worker in own)
-        # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
-        hung = [
-            worker for worker in self.workers if worker.was_stopped and worker.err.traceback_at < first_end
-        ]
-        told = {worker.rank: worker.traceback() for worker in own + hung}
-        cause = min(own + hung, key=lambda worker: (_is_echo(told[worker.rank]), worker.failed_at))
+        cause = min(own, key=_blame)
+        if _is_echo(cause.traceback()):
+            # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
+            cause = min([cause, *(worker for worker in self.workers if _hangs(worker, cause))], key=_blame)
         status = 1 if cause.was_stopped else cause.status or 0
-        traceback = told[cause.rank] if status > 0 or status in _CRASHES else None
+        traceback = cause.traceback() if status > 0 or status in _CRASHES else None
         expected = status == CHECKPOINTED or (
             self._asked is not None and not _is_own_fault(status, traceback)
         )
@@ -198,6 +196,15 @@ class Gang:
 
 def _is_echo(traceback: Traceback | None) -> bool:
     return traceback is not None and traceback.is_echo
+
+
+def _blame(worker: Worker) -> tuple[bool, float]:
+    """The smallest is the cause: first of all who does not only tell of another, then who was first."""
+    return _is_echo(worker.traceback()), worker.failed_at
+
+
+def _hangs(worker: Worker, after: Worker) -> bool:
+    return worker.was_stopped and after.failed_at - _HANG_S < worker.err.traceback_at < after.ended_at
 
 
 def _is_own_fault(status: int, traceback: Traceback | None) -> bool:

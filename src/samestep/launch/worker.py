@@ -144,6 +144,15 @@ class Worker:
         return True
 
 
+def fill_standard_descriptors() -> None:
+    """Where a standard descriptor is closed the next pipe would take its number, and its traffic."""
+    for number in (0, OUT, ERR):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def _spawn(order: Order, out: int, err: int) -> int:
     actions: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
     if order.stdin is None:
