@@ -36,6 +36,7 @@ _HOMES = {
     "sum": "train.reduce",
     "mean": "train.reduce",
     "gather": "train.reduce",
+    "Checkpoint": "train.checkpoint",
     "save": "train.save",
     "load": "train.save",
     "launch": "launch.spawn",

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,17 @@ class FromMemory:
             batch = [one.index_select(0, indices.to(one.device)) for one in self.tensors]
             yield [one.pin_memory() for one in batch] if self.pin else batch
 
+    def sample(self, index: int) -> list[torch.Tensor]:
+        return [one[index] for one in self.tensors]
+
 
 class FromWorkers:
     """Any other data set, through torch's DataLoader; its workers live as long as the loader."""
 
     def __init__(self, dataset: Any, seed: int, options: dict[str, Any]) -> None:
         self._plan: Iterator[list[tuple[int, int]]] = iter(())
-        self._loader: DataLoader[Any] = DataLoader(_Seeded(dataset, seed), batch_sampler=self, **options)
+        self._dataset = _Seeded(dataset, seed)
+        self._loader: DataLoader[Any] = DataLoader(self._dataset, batch_sampler=self, **options)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """As a batch sampler: the plan of the pass that is being started."""
@@ -41,6 +45,9 @@ class FromWorkers:
     def batches(self, plan: Iterator[Indices], epoch: int) -> Iterator[Any]:
         self._plan = ([(epoch, index) for index in indices.tolist()] for indices in plan)
         return iter(self._loader)
+
+    def sample(self, index: int) -> Any:
+        return self._dataset.__getitems__([(0, index)])[0]
 
 
 class _Seeded(Dataset[Any]):
@@ -70,6 +77,20 @@ class _Seeded(Dataset[Any]):
         if numpy := sys.modules.get("numpy.random"):
             numpy.seed(seed & 0xFFFFFFFF)
         return self.dataset[index]
+
+
+def content(sample: Any) -> bytes:
+    """What a sample consists of, as far as tensors, arrays, numbers and text say; a type's name for the rest."""
+    if isinstance(sample, torch.Tensor):
+        sample = sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if hasattr(sample, "tobytes"):
+        return bytes(sample.tobytes())
+    if isinstance(sample, Mapping):
+        return b"".join(content(one) for pair in sample.items() for one in pair)
+    if isinstance(sample, list | tuple):
+        return b"".join(content(one) for one in sample)
+    plain = isinstance(sample, str | bytes | int | float | None)
+    return repr(sample if plain else type(sample).__name__).encode()
 
 
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:

@@ -2,13 +2,11 @@
 
 Covered: the sum of gradients and of what BatchNorm remembers (one tree over the step's microbatches), random
 draws (a function of seed, epoch, step and microbatch), deterministic kernels, one thread count.
-Not covered: another kind of hardware, torch version, thread count or microbatch size; `facts` names them.
+Not covered: another kind of hardware, torch version or thread count, which `arithmetic` names, or microbatch size.
 """
 
 import os
 import platform
-import random
-import sys
 from typing import Any
 
 import torch
@@ -154,15 +152,6 @@ class ExactReplica(Replica):
         return [part.view_as(one) for part, one in zip(parts, self._floating, strict=True)]
 
 
-def draw_as(*facts: int | str) -> None:
-    """From here on random numbers are a function of these facts: torch's, Python's and NumPy's."""
-    seed = share.seed_of("draw", *facts)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy.random"):
-        numpy.seed(seed & 0xFFFFFFFF)
-
-
 def fix_arithmetic() -> None:
     """Deterministic kernels, and one thread count at any size: $SAMESTEP_EXACT_THREADS, or 1."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -174,13 +163,12 @@ def fix_arithmetic() -> None:
     torch.set_num_threads(int(asked))
 
 
-def facts(microbatch: int) -> dict[str, Any]:
+def arithmetic() -> dict[str, Any]:
     """What the promise of equal bits rests on; another value of one of these may change them."""
     return {
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
-        "microbatch": microbatch,
     }
 
 

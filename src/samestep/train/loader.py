@@ -1,9 +1,10 @@
 """Which samples are mine: this rank's share of every batch of the serial script, already on its device."""
 
+import hashlib
 import inspect
 import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train import replicate, share
 from samestep.train.agree import compare_replicas
-from samestep.train.batches import FromMemory, FromWorkers, on_device
+from samestep.train.batches import FromMemory, FromWorkers, content, on_device
 from samestep.train.meet import meet
 from samestep.train.meter import count_step
 from samestep.train.world import World, init, own_cores
@@ -72,6 +73,8 @@ class Loader:
         self.epoch = 0
         self._position = 0
         self._begun = False
+        self._ledger = b""
+        self._on_done: Callable[[], None] | None = None
         self._shuffle = shuffle
         self._seed = seed
         self._world = world
@@ -98,10 +101,27 @@ class Loader:
                 self.epoch, self._position = epoch, 0
             self._begun = False
             yield epoch
+        self.epoch, self._position, self._begun = max(count, self.epoch), 0, False
+        if self._on_done:
+            self._on_done()
+
+    def keep_ledger(self, on_done: Callable[[], None]) -> None:
+        """From here on say in the state which samples were consumed; `on_done` is called after the last epoch."""
+        self._ledger = self._ledger or bytes(32)
+        self._on_done = on_done
+
+    def fingerprint(self) -> str:
+        """A digest of a few samples, which another dataset of the same length does not have."""
+        some = sorted({0, self._length // 2, self._length - 1}) if self._length else []
+        digest = hashlib.blake2b(digest_size=8)
+        for index in some:
+            digest.update(content(self._source.sample(index)))
+        return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
-        return {"epoch": self.epoch, "position": self._position, **self.facts()}
+        ledger = {"ledger": self._ledger} if self._ledger else {}
+        return {"epoch": self.epoch, "position": self._position, **ledger, **self.facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, at any number of processes."""
@@ -111,6 +131,7 @@ class Loader:
                     f"this loader's {name} is {value} and the state's is {state[name]}; use the same"
                 )
         self.epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
+        self._ledger = state.get("ledger", self._ledger)
 
     def facts(self) -> dict[str, Any]:
         """What the order of samples is a function of."""
@@ -150,7 +171,7 @@ class Loader:
         with share.open_pass() as this:
             for piece, batch in zip(mine, batches, strict=True):
                 this.take(piece.mine, piece.all, lent=not piece.mine)
-                self._position = piece.stop
+                self._hand_out(order, piece)
                 if training:
                     compare_replicas(count_step(epoch))
                 yield batch
@@ -158,6 +179,12 @@ class Loader:
             self._position = pieces[-1].stop
         if training:
             replicate.settle_all()
+
+    def _hand_out(self, order: torch.Tensor, piece: share.Piece) -> None:
+        self._position = piece.stop
+        if self._ledger:
+            samples = order[piece.start : piece.stop].numpy().tobytes()
+            self._ledger = hashlib.blake2b(self._ledger + samples, digest_size=32).digest()
 
     def _on_device(self, plan: Iterator[torch.Tensor], epoch: int) -> Iterator[Any]:
         return on_device(self._source.batches(plan, epoch), self._world.device)

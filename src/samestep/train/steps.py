@@ -6,10 +6,11 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.train import replicate, share
 from samestep.train.agree import compare_replicas
-from samestep.train.exact import ExactReplica, draw_as
+from samestep.train.exact import ExactReplica
 from samestep.train.loader import Loader, agree
 from samestep.train.meter import count_step
 from samestep.train.replica import replicas
+from samestep.train.streams import draw_as
 from samestep.train.world import World, init
 
 
@@ -80,7 +81,7 @@ class Steps(Loader):
             plan = (order[start:stop] for step in made for start, stop in step.parts)
             batches = self._on_device(plan, epoch)
             for step in made:
-                self._position = step.piece.stop
+                self._hand_out(order, step.piece)
                 if training:
                     compare_replicas(count_step(epoch))
                 step.batches = batches

@@ -52,6 +52,7 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     global _world
     if _world is not None:
         return _world
+    atexit.register(_leave, os.getpid())
     here = this_process()
     device = _take_device(here)
     if here.size > 1:
@@ -136,7 +137,6 @@ def _join(here: Placement, device: torch.device, backend: str | None, timeout: t
     meet.sit_down(group, store, here.rank, here.size, timeout)
     _introduce(here, device, backend)
     _watch_failure()
-    atexit.register(_leave, os.getpid())
 
 
 def _introduce(here: Placement, device: torch.device, backend: str) -> None:
@@ -214,15 +214,26 @@ def _leave(pid: int) -> None:
     if _failed is not None:
         for child in multiprocessing.active_children():
             child.kill()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_failed)
+        _exit(_failed)
+    lost = False
     for thing in list(_leavers):
-        thing.leave()
-    gc.collect()
-    with suppress(SamestepError, RuntimeError):
-        meet.meet("the end of the script", patience=_LEAVE)
-    with suppress(RuntimeError):
-        meet.stand_up()
-        if dist.is_initialized():
+        try:
+            thing.leave()
+        except SamestepError as error:
+            lost = True
+            print(f"samestep: {error}", file=sys.stderr)
+    if dist.is_initialized():
+        gc.collect()
+        with suppress(SamestepError, RuntimeError):
+            meet.meet("the end of the script", patience=_LEAVE)
+        with suppress(RuntimeError):
+            meet.stand_up()
             dist.destroy_process_group()
+    if lost:
+        _exit(1)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

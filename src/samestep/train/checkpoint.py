@@ -1,0 +1,316 @@
+"""A run that can be stopped, killed and moved: its whole state is committed, and it goes on from there.
+
+Covered: what has a `state_dict`, the random streams of every rank, which samples were consumed (a hash chain),
+and what produced it all. Not covered: what the script keeps in variables of its own.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import samestep
+from samestep.errors import CheckpointError, SamestepError, UsageError
+from samestep.train import carry, replicate, streams
+from samestep.train.exact import ExactReplica, arithmetic
+from samestep.train.loader import Loader
+from samestep.train.meet import hand_out, meet
+from samestep.train.replica import replicas
+from samestep.train.share import seed_of
+from samestep.train.stopping import Wishes
+from samestep.train.vault import Vault
+from samestep.train.world import at_leaving, init
+
+STOPPED = 75
+_TALK_SECONDS = 0.25
+_RETRY_SECONDS = 30.0
+_MEANT = {
+    "length": "dataset",
+    "fingerprint": "dataset",
+    "batch_size": "batch_size",
+    "microbatch": "batch_size",
+    "seed": "seed",
+    "shuffle": "order",
+    "drop_last": "order",
+}
+
+
+class Part(Protocol):
+    """Anything that can say where it is, and go on from there."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Checkpoint:
+    """Call `resume()` before the loop and `step()` after each `optimizer.step()`."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int | timedelta = timedelta(minutes=10),
+        keep: int = 2,
+        accept: str | Collection[str] = (),
+        **parts: Part,
+    ) -> None:
+        """Collective. A state is committed every so many steps or so much time; parts are what it consists of."""
+        self.steps = 0
+        self._world = init()
+        self._every = _checked_every(every)
+        self._accept = {accept} if isinstance(accept, str) else set(accept)
+        if unknown := self._accept - set(_MEANT.values()):
+            raise UsageError(
+                f"accept knows no {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(_MEANT.values()))}"
+            )
+        self._parts = _checked_parts(parts)
+        self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
+        for one in self._loaders.values():
+            one.keep_ledger(self.finish)
+        self._vault = Vault(directory, keep)
+        self._wishes = Wishes()
+        self._writer: threading.Thread | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._failure = ""
+        self._committed = 0
+        self._commit_seconds = 1.0
+        self._timed_at = self._talked_at = time.monotonic()
+        self._talked_step = self._talk_step = 0
+        _living.append(self)
+        at_leaving(self)
+
+    def resume(self) -> int:
+        """Collective. Go on from the newest good commit; the steps it had done, 0 where there is none."""
+        found, failure = None, ""
+        if self._world.rank == 0:
+            try:
+                found = self._vault.newest(lambda name, dir_fd: carry.read(name, dir_fd=dir_fd))
+                if found is not None:
+                    self._check_facts(found.value[0])
+            except SamestepError as error:
+                failure = str(error)
+        path = str(found.path) if found else ""
+        said = json.loads(meet("samestep.Checkpoint.resume", json.dumps([failure, path]).encode())[0])
+        if said[0]:
+            raise CheckpointError(said[0])
+        if not said[1]:
+            return 0
+        if found is not None:
+            for reason in found.refused:
+                print(f"samestep: {reason}; an older checkpoint is used", file=sys.stderr)
+            state: Any = found.value[0]
+            hand_out(found.path)
+        else:
+            state = _received()
+        self._go_on_from(state)
+        if self._world.rank == 0:
+            print(f"samestep: going on after step {self.steps} from {path}", file=sys.stderr)
+        return self.steps
+
+    def step(self) -> None:
+        """Collective. Say that a step was taken; commits when it is time, stops when that was asked for."""
+        self.steps += 1
+        due = isinstance(self._every, int) and self.steps % self._every == 0
+        stop = ""
+        if self.steps >= self._talk_step or (self._wishes.heard is not None and self._world.size == 1):
+            stop, timed = self._talk()
+            due = due or timed
+        if stop:
+            self._stop(stop)
+        elif due:
+            self.commit()
+
+    def commit(self, *, wait: bool = False) -> str:
+        """Collective. Commit the state now, in the background unless it is waited for; why that failed, or nothing."""
+        replicate.settle_all()
+        kept = meet("samestep.Checkpoint.commit", streams.capture())
+        if self._world.rank == 0:
+            if wait:
+                self._await_writer()
+            if self._writer is None or not self._writer.is_alive():
+                self._start_writing(kept)
+        return self._outcome() if wait else ""
+
+    def finish(self) -> None:
+        """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch."""
+        self._outcome()
+        if int(meet("samestep.Checkpoint.finish", str(self._committed).encode())[0]) != self.steps:
+            self.commit(wait=True)
+
+    def leave(self) -> None:
+        self._await_writer()
+        if self._failure:
+            raise CheckpointError(f"{self._failure}; the steps since {self._committed} are in no checkpoint")
+
+    def _talk(self) -> tuple[str, bool]:
+        """What all ranks do next: whether to stop, and whether it is time to commit; often enough, not more."""
+        now = time.monotonic()
+        pace = (now - self._talked_at) / max(1, self.steps - self._talked_step)
+        self._talked_at, self._talked_step = now, self.steps
+        timed = isinstance(self._every, timedelta) and now - self._timed_at >= self._every.total_seconds()
+        retry = bool(self._failure) and now - self._timed_at >= _RETRY_SECONDS
+        said = {
+            "stop": self._wishes.asked(2 * self._commit_seconds + 2 * pace + 10),
+            "commit": timed or retry,
+            "quiet": max(1, min(1000, int(_TALK_SECONDS / max(pace, 1e-9)))),
+        }
+        all_said = [json.loads(one) for one in meet("samestep.Checkpoint.step", json.dumps(said).encode())]
+        self._talk_step = self.steps + all_said[0]["quiet"]
+        return next((one["stop"] for one in all_said if one["stop"]), ""), all_said[0]["commit"]
+
+    def _stop(self, why: str) -> None:
+        if failure := self.commit(wait=True):
+            raise CheckpointError(failure)
+        self._wishes.fulfilled()
+        if self._world.rank == 0:
+            print(
+                f"samestep: stopped by {why} after step {self.steps}, which is committed in "
+                f"{self._vault.directory}; run it again to go on",
+                file=sys.stderr,
+            )
+        raise SystemExit(STOPPED)
+
+    def _start_writing(self, kept: list[bytes]) -> None:
+        state = {
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+            "streams": kept,
+            "step": self.steps,
+            "facts": self._facts(),
+            "arithmetic": arithmetic() if self._is_exact() else None,
+        }
+        meta = {**_origin(), "step": self.steps, "time": time.time(), "size": self._world.size}
+        bulk = carry.pack(state, meta).bulk
+        if len(self._buffer) < bulk:
+            pinned = self._world.device.type == "cuda"
+            self._buffer = torch.empty(bulk, dtype=torch.uint8, pin_memory=pinned)
+        packed = carry.pack(state, meta, into=self._buffer)
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._timed_at = time.monotonic()
+        self._writer = threading.Thread(target=self._write, args=(packed, self.steps), name="samestep-commit")
+        self._writer.start()
+
+    def _write(self, packed: Any, step: int) -> None:
+        begun = time.monotonic()
+        try:
+            self._vault.commit(packed, step)
+        except CheckpointError as error:
+            if not self._failure:
+                print(f"samestep: {error}; training goes on and tries again", file=sys.stderr)
+            self._failure = str(error)
+        else:
+            self._failure, self._committed = "", step
+            self._commit_seconds = time.monotonic() - begun
+
+    def _outcome(self) -> str:
+        self._await_writer()
+        return meet("samestep.Checkpoint.commit", self._failure.encode())[0].decode()
+
+    def _await_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        if missing := self._parts.keys() ^ state["parts"].keys():
+            raise CheckpointError(
+                f"the checkpoint and this run differ in {', '.join(sorted(missing))}; give Checkpoint the same parts"
+            )
+        for name, part in self._parts.items():
+            part.load_state_dict(self._adjusted(name, state["parts"][name]))
+        self.steps = self._committed = int(state["step"])
+        self._talked_step = self._talk_step = self.steps
+        kept, rank = state["streams"], self._world.rank
+        if self._is_exact():
+            streams.restore(kept[0])
+        elif rank < len(kept):
+            streams.restore(kept[rank])
+        else:
+            streams.draw_as("rank", rank, seed_of(kept[0].hex()))
+
+    def _adjusted(self, name: str, state: Any) -> Any:
+        """A loader's state, whose changed facts are meant; other data are begun anew."""
+        if name not in self._loaders:
+            return state
+        now = self._loaders[name].facts()
+        moved = state["length"] != now["length"]
+        return {**state, **now, "position": 0 if moved else state["position"]}
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            name: {**one.facts(), "fingerprint": one.fingerprint()} for name, one in self._loaders.items()
+        }
+
+    def _check_facts(self, state: Mapping[str, Any]) -> None:
+        for name, then in state["facts"].items():
+            for fact, now in self._facts().get(name, {}).items():
+                if then.get(fact) != now and _MEANT[fact] not in self._accept:
+                    what = "another dataset" if fact == "fingerprint" else f"{fact} {then.get(fact)}"
+                    here = "this run's" if fact == "fingerprint" else f"{now}"
+                    raise UsageError(
+                        f"the checkpoint's {name} had {what}, not {here}; use the same, or "
+                        f"Checkpoint(accept={_MEANT[fact]!r}) where the change is meant"
+                    )
+        if state["arithmetic"] and self._is_exact():
+            for fact, here in arithmetic().items():
+                if (then := state["arithmetic"].get(fact)) != here:
+                    print(
+                        f"samestep: {fact} was {then} and is {here}; bits may differ from here on",
+                        file=sys.stderr,
+                    )
+
+    def _is_exact(self) -> bool:
+        return any(isinstance(one, ExactReplica) for one in replicas())
+
+
+_living: list[Checkpoint] = []
+
+
+def _checked_every(every: int | timedelta) -> int | timedelta:
+    whole = isinstance(every, int) and not isinstance(every, bool) and every > 0
+    if not whole and not (isinstance(every, timedelta) and every > timedelta(0)):
+        raise UsageError(f"every={every!r} is no number of steps and no time; use every=100 or a timedelta")
+    return every
+
+
+def _checked_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
+    if not parts:
+        raise UsageError(
+            "Checkpoint got no parts to keep; pass model=model, optimizer=optimizer, train=train"
+        )
+    for name, part in parts.items():
+        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+            raise UsageError(
+                f"Checkpoint cannot keep {name}, a {type(part).__name__} without state_dict and load_state_dict; "
+                "leave it out, or give it both"
+            )
+    return dict(parts)
+
+
+def _received() -> Any:
+    room = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=room) as directory:
+        path = Path(directory, "state")
+        hand_out(path)
+        return carry.read(path)[0]
+
+
+def _origin() -> dict[str, Any]:
+    script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("-")
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12] if script.is_file() else ""
+    return {
+        "script": script.name,
+        "digest": digest,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "samestep": samestep.__version__,
+    }

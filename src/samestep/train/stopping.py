@@ -1,0 +1,46 @@
+"""How a run is asked to stop: a signal, a time limit or a file raises a flag; nothing is done in a handler."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Wishes:
+    """What this process has heard."""
+
+    def __init__(self) -> None:
+        self.heard: int | None = None
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        self._end = float(end) if end.isdigit() else None
+        run = os.environ.get("SAMESTEP_RUN")
+        self._file = Path(run, "stop") if run else None
+        if threading.current_thread() is threading.main_thread():
+            for one in _SIGNALS:
+                signal.signal(one, self._hear)
+
+    def asked(self, margin_seconds: float) -> str:
+        """Why this process should stop now, or nothing; the job's time limit counts the margin before it."""
+        if self.heard is not None:
+            return signal.Signals(self.heard).name
+        if self._end is not None and time.time() > self._end - margin_seconds:
+            return "the job's time limit"
+        if self._file is not None and self._file.exists():
+            return "samestep stop"
+        return ""
+
+    def fulfilled(self) -> None:
+        """The state is safe: a launcher that now stops the others must not change this process's exit code."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.heard == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self.heard = number
