@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from samestep.errors import UsageError as UsageError
     from samestep.errors import WorkerFailed as WorkerFailed
     from samestep.launch.spawn import launch as launch
+    from samestep.train.checkpoint import Checkpoint as Checkpoint
     from samestep.train.loader import loader as loader
     from samestep.train.reduce import gather as gather
     from samestep.train.reduce import mean as mean
