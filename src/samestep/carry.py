@@ -120,10 +120,11 @@ def write(fd: int, packed: Packed) -> None:
         except OSError as error:
             if error.errno not in (EOPNOTSUPP, EINVAL, ENOSYS):
                 raise
-    # one thread hashes while this one writes: a disk is slower than a digest, and training wants the cores
-    with _threads(1) as pool:
+    # two threads hash while this one writes and waits for the disk; more would take cores from the training
+    with _threads(2) as pool:
         hashed = _map(pool, _piece_digest, [piece for buffer in packed.buffers for piece in _pieces(buffer)])
         _write_all(fd, packed.start, _padded(packed.buffers))
+        os.fsync(fd)
         digests = b"".join(_blob_digest(hashed, len(buffer)) for buffer in packed.buffers)
     body = packed.header + digests
     counts = (len(packed.buffers), len(packed.header), packed.size)
