@@ -168,9 +168,9 @@ class Loader:
             for piece in mine
         )
         batches = self._on_device(plan, epoch)
-        with share.open_pass() as this:
+        with share.open_pass(self, order) as this:
             for piece, batch in zip(mine, batches, strict=True):
-                this.take(piece.mine, piece.all, lent=not piece.mine)
+                this.take(piece.mine_start, piece.mine, piece.all, lent=not piece.mine)
                 self._hand_out(order, piece)
                 if training:
                     compare_replicas(count_step(epoch))

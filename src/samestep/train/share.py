@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -91,6 +92,9 @@ class Pass:
     In a step of microbatches, `index` is the one at hand of `count`, and `last` this rank's last.
     """
 
+    of: Any
+    order: torch.Tensor
+    start: int = 0
     mine: int = 0
     all: int = 0
     mine_so_far: int = 0
@@ -99,8 +103,12 @@ class Pass:
     count: int = 0
     last: bool = True
 
-    def take(self, mine: int, whole: int, lent: bool) -> None:
-        self.mine, self.all, self.lent = mine, whole, lent
+    @property
+    def samples(self) -> torch.Tensor:
+        return self.order[self.start : self.start + self.mine]
+
+    def take(self, start: int, mine: int, whole: int, lent: bool) -> None:
+        self.start, self.mine, self.all, self.lent = start, mine, whole, lent
         self.mine_so_far += mine
 
 
@@ -109,10 +117,10 @@ _last: Pass | None = None
 
 
 @contextmanager
-def open_pass() -> Iterator[Pass]:
+def open_pass(of: object, order: torch.Tensor) -> Iterator[Pass]:
     """While this is open its share is the current one; an inner pass (evaluation) comes before an outer."""
     global _last
-    one = Pass()
+    one = Pass(of, order)
     _open.append(one)
     try:
         yield one

@@ -76,7 +76,7 @@ class Steps(Loader):
             share.pieces(self._length, self.batch_size, 1, 0, start=self._position, drop_last=self.drop_last)
         )
         order = self._order(epoch)
-        with share.open_pass() as this:
+        with share.open_pass(self, order) as this:
             made = [Step(self, piece, this, epoch, training) for piece in pieces]
             plan = (order[start:stop] for step in made for start, stop in step.parts)
             batches = self._on_device(plan, epoch)
@@ -134,7 +134,7 @@ class Step:
             self._left -= 1
             batch = next(self.batches)
             this.index, this.count, this.last = index, self.count, not self._left
-            this.take(0 if self._lent else stop - start, self.piece.all, self._lent)
+            this.take(start, 0 if self._lent else stop - start, self.piece.all, self._lent)
             if exact:
                 draw_as(self._of._seed, self._epoch, self.piece.start, index)
             yield batch
