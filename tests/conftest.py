@@ -21,16 +21,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     needs = _NEEDS.intersection(mark.name for mark in item.iter_markers())
     if report.skipped and needs and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} needs {' and '.join(needs)}, which CI must have: {report.longrepr}"
+        report.longrepr = (
+            f"{item.nodeid} needs {' and '.join(needs)}, which CI must have: {report.longrepr[2]}"
+        )
     return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     _, left = psutil.wait_procs(list(_started_here()), timeout=5)
     for process in left:
+        command = " ".join(process.info["cmdline"])
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         session.config.get_terminal_writer().line(
-            f"\nleft running by the tests, and killed now: {process}", red=True
+            f"\nleft running by the tests, killed now: {command}", red=True
         )
         process.kill()
 
