@@ -31,6 +31,7 @@ COLLECTIVE = {"init", "replicate", "loader", "steps", "sum", "mean", "gather", "
 LOCAL = {"no_sync", "load", "launch"}
 TYPES = {
     "World",
+    "Checkpoint",
     "SamestepError",
     "UsageError",
     "PlacementError",
