@@ -1,9 +1,12 @@
 """Totals that are everyone's: sum, mean and gather are exact whatever each rank's share was."""
 
 import builtins
-import json
+import copy
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,6 +19,7 @@ from samestep.train.world import init
 
 Value = TypeVar("Value")
 _SMALL_BYTES = 1 << 16
+_NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def sum(value: Value) -> Value:
@@ -45,38 +49,41 @@ def gather(value: Value) -> Value:
     """Collective. The ranks' tensors joined along their first dimension, their lists one after another."""
     if init().size == 1:
         return value
-    leaves = list(_leaves(value))
-    for leaf in leaves:
+    named = dict(_leaves(value))
+    for leaf in named.values():
         if not isinstance(leaf, list | tuple) and not (isinstance(leaf, torch.Tensor) and leaf.dim()):
             raise UsageError(
                 f"gather joins tensors with a first dimension and lists, not {_kind(leaf)}; use [x]"
             )
     at_hand = share.current()
-    if at_hand is not None and at_hand.lent:
-        leaves = [leaf[:0] for leaf in leaves]
-    ranks = _exchange("samestep.gather", leaves, rows=True)
+    lent = at_hand is not None and at_hand.lent
+    leaves = [leaf[:0] if lent else leaf for leaf in named.values()]
+    kinds = [f"{name}{_kind(leaf, rows=True)}" for name, leaf in named.items()]
+    ranks = _exchange("samestep.gather", kinds, leaves)
     return _rebuilt(value, (_joined(leaf, [one[at] for one in ranks]) for at, leaf in enumerate(leaves)))
 
 
 def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     """Ranks are added in their order, so that every rank and every run gets the same bits."""
-    leaves = list(_leaves(value))
+    named = dict(_leaves(value))
+    leaves = list(named.values())
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor | int | float):
+        if not isinstance(leaf, torch.Tensor | Real):
             raise UsageError(f"{call} adds tensors and numbers, not {_kind(leaf)}; gather collects lists")
         if divide and isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
             raise UsageError(
                 f"samestep.mean of {_kind(leaf)} is no whole number; use .float() or samestep.sum"
             )
+    kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
     small = [leaf for leaf in leaves if not _is_large(leaf)]
-    ranks = _exchange(call, [weight, *small, *([*leaf.shape] for leaf in leaves if _is_large(leaf))])
+    ranks = _exchange(call, kinds, [float(weight), *map(_number, small)])
     weights = [one[0] for one in ranks]
     whole = math.fsum(weights) if divide else 1.0
     columns = iter([[one[1 + at] for one in ranks] for at in range(len(small))])
     return _rebuilt(
         value,
         (
-            _all_reduced(leaf, weight, whole)
+            _all_reduced(leaf, weight, whole, divide)
             if _is_large(leaf)
             else _added(leaf, next(columns), weights, whole, divide)
             for leaf in leaves
@@ -88,29 +95,53 @@ def _is_large(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.numel() * leaf.element_size() > _SMALL_BYTES
 
 
+def _number(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    return int(leaf) if isinstance(leaf, Integral) else float(leaf)
+
+
 def _added(leaf: Any, column: Sequence[Any], weights: Sequence[float], whole: float, divide: bool) -> Any:
     counted = [(one, weight) for one, weight in zip(column, weights, strict=True) if weight]
     if isinstance(leaf, torch.Tensor):
-        exact = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-        wide = torch.promote_types(leaf.dtype, torch.float64 if exact else torch.int64)
+        wide = (
+            torch.complex128
+            if leaf.is_complex()
+            else torch.float64
+            if leaf.is_floating_point()
+            else torch.int64
+        )
         total = torch.zeros(leaf.shape, dtype=wide)
         for one, weight in counted:
             total += one.to(wide) * weight if divide else one.to(wide)
-        narrow = (total / whole if divide else total).to(leaf.dtype)
-        if not exact and not torch.equal(narrow.to(wide), total):
-            raise UsageError(f"samestep.sum does not fit {_kind(leaf)}; use .long()")
-        return narrow.to(leaf.device)
-    if not divide and isinstance(leaf, int):
+        return _narrowed(total / whole if divide else total, leaf)
+    if not divide and all(isinstance(one, int) for one, _ in counted):
         return builtins.sum(one for one, _ in counted)
-    return math.fsum(one * weight for one, weight in counted) / whole if counted else math.nan
+    if not counted:
+        return math.nan
+    terms = [one * weight for one, weight in counted]
+    try:
+        return math.fsum(terms) / whole
+    except (OverflowError, ValueError):  # beyond the largest float, or inf - inf
+        return float(builtins.sum(terms)) / whole
 
 
-def _all_reduced(leaf: torch.Tensor, weight: float, whole: float) -> torch.Tensor:
-    part = torch.zeros_like(leaf) if not weight else leaf.detach().clone()
-    if weight not in (0.0, whole):
-        part *= weight / whole
+def _all_reduced(leaf: torch.Tensor, weight: float, whole: float, divide: bool) -> torch.Tensor:
+    wide = leaf.dtype if leaf.dtype in _NARROW else torch.float32 if leaf.is_floating_point() else torch.int64
+    part = torch.zeros(leaf.shape, dtype=wide, device=init().device)
+    if weight:
+        part.copy_(leaf.detach())
+    if divide:
+        part *= weight / whole if whole else math.nan
     dist.all_reduce(part)
-    return part
+    return _narrowed(part, leaf)
+
+
+def _narrowed(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    narrow = total.to(leaf.dtype)
+    if not (leaf.is_floating_point() or leaf.is_complex()) and not torch.equal(narrow.to(total.dtype), total):
+        raise UsageError(f"samestep.sum does not fit {_kind(leaf)}; use .long()")
+    return narrow.to(leaf.device)
 
 
 def _joined(leaf: Any, parts: Sequence[Any]) -> Any:
@@ -119,74 +150,83 @@ def _joined(leaf: Any, parts: Sequence[Any]) -> Any:
     return type(leaf)(one for part in parts for one in part)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key in value:
-            yield from _leaves(value[key])
+            yield from _leaves(value[key], f"{name.removesuffix(': ')}[{key!r}]: ")
     else:
-        yield value
+        yield name, value
 
 
 def _rebuilt(value: Value, leaves: Iterator[Any]) -> Value:
-    if isinstance(value, Mapping):
-        return cast(Value, {key: _rebuilt(value[key], leaves) for key in value})
-    return cast(Value, next(leaves))
+    if not isinstance(value, Mapping):
+        return cast(Value, next(leaves))
+    new: Any = copy.copy(value)
+    for key in value:
+        new[key] = _rebuilt(value[key], leaves)
+    return cast(Value, new)
 
 
-def _exchange(call: str, leaves: Sequence[Any], *, rows: bool = False) -> list[list[Any]]:
-    """Every rank's leaves, by rank: numbers and lists as JSON, tensors as their bytes behind it."""
-    tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+class _Pickler(pickle.Pickler):
+    """Refuses tensors, whose devices and graphs are their rank's own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raise TypeError("a tensor in a list; use torch.stack or torch.cat")
+        return NotImplemented
+
+
+def _exchange(call: str, kinds: Sequence[str], leaves: Sequence[Any]) -> list[list[Any]]:
+    """Every rank's leaves, by rank, after all were found to bring the same kinds."""
+    tensors = [
+        leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
+    plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    packed = BytesIO()
     try:
-        head = json.dumps(
-            {
-                "kinds": [_kind(leaf, rows) for leaf in leaves],
-                "shapes": [list(one.shape) for one in tensors],
-                "plain": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
-            }
-        ).encode()
-    except TypeError as error:
-        raise UsageError(f"{call} sends numbers, text and lists of them between ranks: {error}") from error
-    body = b"".join(one.reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
-    messages = meet(call, len(head).to_bytes(4, "little") + head + body)
-    heads = [json.loads(one[4 : 4 + int.from_bytes(one[:4], "little")]) for one in messages]
-    for rank, one in enumerate(heads):
-        if one["kinds"] != heads[0]["kinds"]:
-            raise RanksDiffer(_difference(call, heads[0]["kinds"], rank, one["kinds"]))
+        _Pickler(packed).dump((kinds, [one.shape for one in tensors], plain))
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise UsageError(f"{call} cannot send this to other ranks: {error}") from error
+    for one in tensors:
+        packed.write(one.reshape(-1).view(torch.uint8).numpy().data)
+    files = [BytesIO(message) for message in meet(call, packed.getvalue())]
+    heads = [pickle.load(file) for file in files]
+    for rank, (theirs, _, _) in enumerate(heads):
+        if theirs != heads[0][0]:
+            raise RanksDiffer(_difference(call, heads[0][0], rank, theirs))
     return [
-        list(
-            _decoded(
-                leaves, head, memoryview(bytearray(message))[4 + int.from_bytes(message[:4], "little") :]
-            )
-        )
-        for head, message in zip(heads, messages, strict=True)
+        list(_decoded(leaves, shapes, own, file)) for (_, shapes, own), file in zip(heads, files, strict=True)
     ]
 
 
-def _decoded(leaves: Sequence[Any], head: dict[str, Any], body: memoryview) -> Iterator[Any]:
-    plain, shapes = iter(head["plain"]), iter(head["shapes"])
-    for leaf in leaves:
+def _decoded(
+    leaves: Sequence[Any], shapes: Sequence[torch.Size], plain: Sequence[Any], file: BytesIO
+) -> Iterator[Any]:
+    left = iter(shapes)
+    for leaf, own in zip(leaves, plain, strict=True):
         if not isinstance(leaf, torch.Tensor):
-            yield next(plain)
+            yield own
             continue
-        shape = next(shapes)
-        size = math.prod(shape) * leaf.element_size()
-        flat = torch.frombuffer(body[:size], dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+        shape = next(left)
+        flat = torch.empty(shape.numel() * leaf.element_size(), dtype=torch.uint8)
+        file.readinto(flat.numpy().data)
         yield flat.view(leaf.dtype).reshape(shape)
-        body = body[size:]
 
 
 def _kind(leaf: Any, rows: bool = False) -> str:
     if isinstance(leaf, torch.Tensor):
         shape = ["n", *leaf.shape[1:]] if rows else list(leaf.shape)
         return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-    return type(leaf).__name__
+    return "a number" if isinstance(leaf, Real) else type(leaf).__name__
 
 
 def _difference(call: str, kinds: Sequence[str], rank: int, others: Sequence[str]) -> str:
-    mine, theirs = next(
-        (pair for pair in zip(kinds, others, strict=False) if pair[0] != pair[1]),
-        (f"{len(kinds)} values", f"{len(others)} values"),
-    )
+    if len(kinds) != len(others):
+        mine, theirs = (f"{len(one)} value{'s' * (len(one) != 1)}" for one in (kinds, others))
+    else:
+        mine, theirs = next(pair for pair in zip(kinds, others, strict=True) if pair[0] != pair[1])
     return (
         f"{call} ({users_line()}) got {mine} on rank 0 and {theirs} on rank {rank}; "
         "bring the same kind and shape on every rank"

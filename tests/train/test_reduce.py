@@ -1,0 +1,280 @@
+"""Totals are everyone's: the same value on all ranks, exact whatever each rank brought."""
+
+import math
+from collections import OrderedDict, defaultdict
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep import RanksDiffer, UsageError
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+
+
+def test_one_process_gets_the_very_object_it_gave(world):
+    if world.size > 1:
+        return
+    for value in (torch.ones(3), {"a": [1]}, [1, 2], 5, "text"):
+        assert samestep.sum(value) is value
+        assert samestep.mean(value) is value
+        assert samestep.gather(value) is value
+
+
+def test_integers_are_added_without_a_limit(world):
+    total = samestep.sum(2**70 + world.rank)
+    assert total == world.size * 2**70 + sum(range(world.size))
+    assert type(total) is int
+
+
+def test_numbers_that_cancel_are_added_exactly(world):
+    ones = [1e16, 1.0, -1e16]
+    mine = math.fsum(ones[world.rank :: world.size]) if world.size < 3 else ones[world.rank]
+    assert samestep.sum(mine) == 1.0
+
+
+def test_integers_and_floats_may_meet(world):
+    """A rank that had no samples still holds the 0 it began with."""
+    if world.size == 1:
+        return
+    total = samestep.sum(0 if world.rank else 0.5)
+    assert total == 0.5
+    assert samestep.mean(0 if world.rank else 1.0, weight=1.0) == pytest.approx(1 / world.size)
+
+
+def test_what_is_not_finite_comes_out_as_in_a_serial_sum(world):
+    if world.size == 1:
+        return
+    assert samestep.sum(math.inf) == math.inf
+    assert math.isnan(samestep.sum(math.inf if world.rank else -math.inf))
+    assert math.isnan(samestep.sum(math.nan))
+    assert samestep.sum(1.7e308) == math.inf
+    assert samestep.mean(math.inf) == math.inf
+    assert math.isnan(samestep.mean(torch.tensor(math.nan)).item())
+
+
+def test_every_type_of_tensor_is_added_and_stays_what_it_was(world):
+    for dtype in [*FLOATS, *INTEGERS, torch.complex64, torch.complex128]:
+        for shape in [(), (3,), (0,), (2, 0), (2, 3)]:
+            value = torch.full(shape, world.rank + 1, dtype=dtype)
+            total = samestep.sum(value)
+            assert total.dtype == dtype
+            assert total.shape == value.shape
+            assert torch.equal(total, torch.full(shape, sum(range(world.size + 1)), dtype=dtype))
+
+
+def test_large_tensors_are_added_like_small_ones(world):
+    for dtype in [*FLOATS, *INTEGERS, torch.complex64]:
+        value = torch.full((70_000, 2), world.rank + 1, dtype=dtype)
+        before = value.clone()
+        total = samestep.sum(value)
+        assert total.dtype == dtype
+        assert torch.equal(total, torch.full_like(value, sum(range(world.size + 1))))
+        assert torch.equal(value, before)
+
+
+def test_strides_do_not_matter(world):
+    for height in (3, 300):
+        value = torch.arange(height * 400.0).reshape(height, 400).t()
+        assert torch.equal(samestep.sum(value), value * world.size)
+        wide = torch.arange(400.0).expand(height, 400)
+        assert torch.equal(samestep.sum(wide), wide * world.size)
+        assert samestep.gather(value).shape == (400 * world.size, height)
+    twisted = torch.tensor([1 + 2j, 3j]).conj()
+    assert torch.equal(samestep.sum(twisted), twisted * world.size)
+
+
+def test_a_sum_that_does_not_fit_its_type_is_an_error_and_no_wrong_number(world):
+    if world.size == 1:
+        return
+    for shape in [(3,), (200_000,)]:
+        with pytest.raises(UsageError, match=r"^samestep.sum does not fit uint8\[\d+\]; use .long\(\)$"):
+            samestep.sum(torch.full(shape, 200, dtype=torch.uint8))
+        with pytest.raises(UsageError, match="does not fit bool"):
+            samestep.sum(torch.ones(shape, dtype=torch.bool))
+
+
+def test_half_precision_is_added_in_higher_precision(world):
+    for shape in [(4,), (70_000,)]:
+        for dtype in (torch.float16, torch.bfloat16):
+            value = torch.full(shape, 256.0 if world.rank == 0 else 1.0, dtype=dtype)
+            expected = torch.tensor(256.0 + world.size - 1).to(dtype)
+            assert torch.equal(samestep.sum(value), expected.expand(shape))
+
+
+def test_gradients_are_not_carried_along(world):
+    if world.size == 1:
+        return
+    for length in (3, 70_000):
+        total = samestep.sum(torch.ones(length, requires_grad=True))
+        assert not total.requires_grad
+
+
+def test_dicts_are_added_key_by_key_and_keep_their_type(world):
+    value = {"loss": 1.5, "counts": torch.tensor([1, 2]), "more": {"seen": 3}, "large": torch.ones(70_000)}
+    total = samestep.sum(value)
+    assert list(total) == list(value)
+    assert total["loss"] == 1.5 * world.size
+    assert total["counts"].tolist() == [world.size, 2 * world.size]
+    assert total["more"] == {"seen": 3 * world.size}
+    assert torch.equal(total["large"], torch.full((70_000,), float(world.size)))
+    assert type(samestep.sum(OrderedDict(a=1))) is OrderedDict
+    missing = samestep.sum(defaultdict(int, a=1))
+    assert type(missing) is defaultdict
+    assert missing["b"] == 0
+    assert samestep.sum({}) == {}
+
+
+def test_dicts_with_other_keys_or_another_order_are_named(world):
+    if world.size == 1:
+        return
+    for value in [{"a": 1, "b": 2}, {"b": 2, "a": 1}], [{"a": 1}, {"b": 1}]:
+        with pytest.raises(RanksDiffer, match=r"got .*a.* on rank 0 and .*b.* on rank 1"):
+            samestep.sum(value[min(world.rank, 1)])
+    with pytest.raises(RanksDiffer, match=r"got 1 value on rank 0 and 2 values on rank 1"):
+        samestep.sum({"a": 1} if world.rank == 0 else {"a": 1, "b": 2})
+
+
+def test_other_kinds_and_shapes_are_named_on_all_ranks(world):
+    if world.size == 1:
+        return
+    cases = [
+        (torch.ones(3), torch.ones(4), r"float32\[3\]", r"float32\[4\]"),
+        (torch.ones(3), torch.ones(3).double(), r"float32\[3\]", r"float64\[3\]"),
+        (torch.ones(1), 1.0, r"float32\[1\]", "a number"),
+        (torch.ones(70_000), torch.ones(70_001), r"float32\[70000\]", r"float32\[70001\]"),
+        (torch.ones(70_000), torch.ones(3), r"float32\[70000\]", r"float32\[3\]"),
+        (torch.ones(70_000), torch.ones(70_000).double(), r"float32\[70000\]", r"float64\[70000\]"),
+    ]
+    for first, second, one, two in cases:
+        for call in (samestep.sum, samestep.mean):
+            with pytest.raises(
+                RanksDiffer, match=rf"{one} on rank 0 and {two} on rank 1; bring the same kind"
+            ):
+                call(second if world.rank == 1 else first)
+    with pytest.raises(
+        RanksDiffer, match=r"gather .*float32\[n, 2\] on rank 0 and float32\[n, 3\] on rank 1"
+    ):
+        samestep.gather(torch.ones(2, 3 if world.rank == 1 else 2))
+    assert samestep.sum(1) == world.size
+
+
+def test_a_mean_counts_samples_as_it_is_told(world):
+    weight = world.rank + 1
+    whole = sum(range(world.size + 1))
+    expected = sum(rank * (rank + 1) for rank in range(world.size)) / whole
+    assert samestep.mean(float(world.rank), weight=weight) == pytest.approx(expected, rel=1e-15)
+    for length in (2, 70_000):
+        for dtype, precision in ((torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+            value = torch.full((length,), float(world.rank), dtype=dtype)
+            mean = samestep.mean(value, weight=weight)
+            assert mean.dtype == dtype
+            assert (mean.double() - expected).abs().max() <= precision * expected
+
+
+def test_a_rank_with_no_samples_does_not_spoil_a_mean(world):
+    if world.size == 1:
+        return
+    value = math.nan if world.rank else 2.0
+    weight = 0 if world.rank else 5
+    assert samestep.mean(value, weight=weight) == 2.0
+    for length in (1, 70_000):
+        assert torch.equal(
+            samestep.mean(torch.full((length,), value), weight=weight), torch.full((length,), 2.0)
+        )
+
+
+def test_a_mean_over_nothing_is_nan(world):
+    if world.size == 1:
+        return
+    assert math.isnan(samestep.mean(1.0, weight=0))
+    for length in (1, 70_000):
+        assert samestep.mean(torch.ones(length), weight=0).isnan().all()
+
+
+def test_a_mean_of_whole_numbers_is_refused(world):
+    if world.size == 1:
+        return
+    with pytest.raises(UsageError, match=r"samestep.mean of int64\[2\] is no whole number; use .float\(\)"):
+        samestep.mean(torch.tensor([1, 2]))
+
+
+def test_a_mean_in_a_loop_counts_the_batch_and_after_it_the_pass(world):
+    data = TensorDataset(torch.arange(11.0, dtype=torch.float64))
+    sums = []
+    for (x,) in samestep.loader(data, 4):
+        mean = samestep.mean(x.mean())
+        sums.append(mean.item())
+        total = samestep.sum(x.sum())
+        assert total.item() in (6.0, 22.0, 27.0, 12.0, 15.0)
+    mine = [x for (x,) in samestep.loader(data, 4)]
+    own = torch.cat(mine).mean() if mine else torch.tensor(math.nan).double()
+    assert samestep.mean(own).item() == pytest.approx(5.0, rel=1e-15)
+    assert sums[0] == pytest.approx(1.5)
+
+
+def test_gather_joins_rows_and_lists_in_the_order_of_ranks(world):
+    rows = torch.full((world.rank, 2), world.rank)
+    joined = samestep.gather(rows)
+    assert joined[:, 0].tolist() == [rank for rank in range(world.size) for _ in range(rank)]
+    assert samestep.gather([world.rank] * 2) == [rank for rank in range(world.size) for _ in range(2)]
+    assert samestep.gather({"name": [f"r{world.rank}"], "x": torch.tensor([world.rank])})[
+        "x"
+    ].tolist() == list(range(world.size))
+    assert samestep.gather(torch.ones(70_000, 2)).shape == (70_000 * world.size, 2)
+    for dtype in [*FLOATS, *INTEGERS, torch.bool, torch.complex64]:
+        assert samestep.gather(torch.ones(2, dtype=dtype)).dtype == dtype
+
+
+def test_gather_keeps_what_is_in_a_list_as_it_is(world):
+    pairs = [(f"image-{world.rank}", 0.5), None, {1: (2, 3)}, b"raw", math.inf, 2**80]
+    assert samestep.gather(pairs)[: len(pairs)] == [
+        ("image-0", 0.5),
+        None,
+        {1: (2, 3)},
+        b"raw",
+        math.inf,
+        2**80,
+    ]
+    assert samestep.gather((world.rank,)) == tuple(range(world.size))
+
+
+def test_what_cannot_be_gathered_or_added_says_what_can(world):
+    if world.size == 1:
+        return
+    with pytest.raises(
+        UsageError, match=r"gather joins tensors with a first dimension and lists, not a number;"
+    ):
+        samestep.gather(1.0)
+    with pytest.raises(UsageError, match=r"not float32\[\]"):
+        samestep.gather(torch.tensor(1.0))
+    with pytest.raises(
+        UsageError, match=r"samestep.sum adds tensors and numbers, not list; gather collects lists"
+    ):
+        samestep.sum([1, 2])
+    with pytest.raises(UsageError, match=r"samestep.gather cannot send this"):
+        samestep.gather([lambda: None])
+    with pytest.raises(UsageError, match=r"samestep.gather cannot send this"):
+        samestep.gather([torch.ones(1)])
+    assert samestep.sum(1) == world.size
+
+
+def test_all_ranks_get_the_same_bits(world):
+    torch.manual_seed(world.rank)
+    for length in (10, 70_000):
+        for call in (samestep.sum, samestep.mean):
+            total = call(torch.rand(length))
+            every = samestep.gather(total[None])
+            assert all(torch.equal(one, every[0]) for one in every)
+
+
+def test_another_call_is_named_at_once_with_its_lines(world):
+    if world.size == 1:
+        return
+    with pytest.raises(
+        RanksDiffer, match=r"ranks are at different calls: rank \d.* at samestep\.\w+ \(test_reduce"
+    ):
+        samestep.sum(1) if world.rank == 0 else samestep.gather([1])
+    assert samestep.sum(1) == world.size
