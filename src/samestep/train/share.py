@@ -85,7 +85,7 @@ def check_batch_size(batch_size: int, size: int) -> None:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pass:
     """One way through a loader: what this rank was given of the batch at hand, and so far.
 
