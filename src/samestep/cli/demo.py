@@ -41,24 +41,28 @@ def command(epochs: int, as_json: bool) -> None:
         "once by one process and once by two.",
         err=as_json,
     )
+    try:
+        result = _trained(epochs)
+    except SamestepError as error:
+        click.echo(f"samestep: {error}", err=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    click.echo(_text(result), err=as_json)
+    if as_json:
+        click.echo(json.dumps(_facts(result)))
+    raise SystemExit(not result.same)
+
+
+def _trained(epochs: int) -> "Result":
     from samestep.measure.demo import Result, setups, train
 
     runs = []
     with tempfile.TemporaryDirectory(prefix="samestep-") as directory:
         for setup in setups():
             with _progress(setup, epochs) as told:
-                try:
-                    runs.append(train(setup, Path(directory), epochs, told))
-                except SamestepError as error:
-                    click.echo(f"samestep: {error}", err=True)
-                    raise SystemExit(1) from None
-                except KeyboardInterrupt:
-                    raise SystemExit(130) from None
-    result = Result(runs[0], runs[1], runs[2] if len(runs) > 2 else None)
-    click.echo(_text(result), err=as_json)
-    if as_json:
-        click.echo(json.dumps(_facts(result)))
-    raise SystemExit(not result.same)
+                runs.append(train(setup, Path(directory), epochs, told))
+    return Result(runs[0], runs[1], runs[2] if len(runs) > 2 else None)
 
 
 @contextmanager

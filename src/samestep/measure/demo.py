@@ -133,19 +133,18 @@ def train(setup: Setup, directory: Path, epochs: int, told: Callable[[int, str],
             stderr=subprocess.STDOUT,
             text=True,
         )
+    assert process.stdout is not None
     lines = []
-    with process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                if epoch := _EPOCH.match(line):
-                    told(int(epoch[1]), epoch[2])
-                else:
-                    lines.append(line)
-        except KeyboardInterrupt:
-            process.terminate()
-            process.wait()
-            raise
+    try:
+        for line in process.stdout:
+            if epoch := _EPOCH.match(line):
+                told(int(epoch[1]), epoch[2])
+            else:
+                lines.append(line)
+        process.wait()
+    finally:
+        process.terminate()
+        process.communicate()
     if process.returncode:
         raise WorkerFailed(f"{setup} ended with exit code {process.returncode}:\n{''.join(lines)}".rstrip())
     saved = read(out).state

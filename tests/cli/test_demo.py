@@ -1,0 +1,189 @@
+"""The demo runs for real, once, and what it says of equal and of unequal runs is true."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from samestep.cli.demo import _text
+from samestep.measure.demo import Result, Run, Setup, in_words
+
+SAMESTEP = str(Path(sys.executable).with_name("samestep"))
+ROOT = Path(__file__).parents[2]
+
+
+def start(directory: Path, *args: str, stderr: int, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [SAMESTEP, "demo", *args],
+        env={**os.environ, "TMPDIR": str(directory), "COLUMNS": "100", "TERM": "xterm", **env},
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+
+
+class Shown:
+    """What one demo left: its exit code, its object on stdout, the lines on a terminal, and its files."""
+
+    def __init__(self, directory: Path) -> None:
+        terminal, other = pty.openpty()
+        process = start(directory, "--json", "--epochs", "5", stderr=other)
+        os.close(other)
+        self.bytes = b"".join(_read(terminal))
+        out = process.communicate()[0]
+        assert out, self.bytes.decode()
+        self.facts = json.loads(out)
+        self.code = process.returncode
+        self.lines = self.bytes.decode().replace("\r\n", "\n").splitlines()
+        self.left = list(directory.glob("samestep*"))
+
+
+def _read(terminal: int) -> Iterator[bytes]:
+    try:
+        while data := os.read(terminal, 65536):
+            yield data
+    except OSError:  # Linux' way to say that nobody writes any more
+        return
+    finally:
+        os.close(terminal)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    return Shown(tmp_path_factory.mktemp("demo"))
+
+
+def test_the_demo_ends_same_to_the_bit(shown: Shown) -> None:
+    assert shown.code == 0
+    assert shown.lines[-1] == "same to the bit"
+    assert shown.lines[-4:-1] == [
+        "  the same batches",
+        "  the same test accuracy",
+        "  largest difference in 65 tensors and 12 values, 705.0 kB (weights, BatchNorm, optimizer): 0",
+    ]
+
+
+def test_the_demo_has_a_bar_on_a_terminal_and_leaves_no_files(shown: Shown) -> None:
+    assert "━" in shown.bytes.decode()
+    assert shown.left == []
+
+
+def test_the_demo_tells_the_same_in_json(shown: Shown) -> None:
+    facts = shown.facts
+    assert (facts["schema_version"], facts["same"], facts["verdict"]) == (1, True, "same")
+    assert facts["largest_difference"] == 0
+    assert facts["steps"] == 5 * 8
+    one, two = facts["runs"][:2]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert (one["batches"], one["accuracy"]) == (two["batches"], two["accuracy"])
+    assert one["accuracy"] > 0.85
+    assert one["speedup"] == 1.0
+
+
+def shape(lines: list[str]) -> list[str]:
+    """Lines without their numbers, and without what is said of the speeds, which is this machine's."""
+    text = "\n".join(line.rstrip() for line in lines)
+    text = text[: text.index("\n\n", text.index("\nspeed-up"))] + text[text.index("\n\nNext:") :]
+    text = re.sub(r"\S+/demo_train\.py", "PATH", text)
+    text = re.sub(r"(batches \(digest\)).*", r"\1", text)
+    return [re.sub(r" *\d+(\.\d+)?", " #", line) for line in text.splitlines() if line]
+
+
+def test_the_readme_shows_what_the_demo_prints(shown: Shown) -> None:
+    if len(shown.facts["runs"]) < 3:
+        pytest.skip("one core: two of the three runs")
+    readme = (ROOT / "README.md").read_text()
+    block = readme.split("$ make demo\n", 1)[1].split("```", 1)[0].splitlines()
+    table = next(at for at, line in enumerate(shown.lines) if line.startswith("processes "))
+    ours = [*shown.lines[:2], *shown.lines[table:]]
+    assert shape([line for line in block if not line.endswith(" ...")]) == shape(ours)
+
+
+def test_ctrl_c_ends_the_demo_with_its_processes_and_files(tmp_path: Path) -> None:
+    demo = start(tmp_path, stderr=subprocess.PIPE)
+    assert demo.stderr is not None
+    assert "1 process" in demo.stderr.readline()
+    while not list(tmp_path.glob("samestep*/*/run.json")):
+        time.sleep(0.01)
+    run = psutil.Process(demo.pid).children(recursive=True)
+    os.killpg(demo.pid, signal.SIGINT)
+    demo.communicate()
+    assert demo.returncode == 130
+    assert list(tmp_path.glob("samestep*")) == []
+    assert not [one for one in run if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_run_that_fails_fails_the_demo_with_its_own_words(tmp_path: Path) -> None:
+    demo = start(tmp_path, "--epochs", "1", stderr=subprocess.PIPE, SAMESTEP_CHECK_EVERY="soon")
+    _, err = demo.communicate()
+    assert demo.returncode == 1
+    assert "samestep: 1 process on 1 core ended with exit code 1:" in err
+    assert "SAMESTEP_CHECK_EVERY is 'soon', no number of steps" in err
+    assert list(tmp_path.glob("samestep*")) == []
+
+
+def run_of(setup: Setup, seconds: float = 1.0, **changed: Any) -> Run:
+    saved = {
+        "model": {"weight": torch.ones(3)},
+        "optimizer": {},
+        "steps": 8,
+        "order": "0123456789",
+        "correct": 9,
+        "tested": 10,
+        "trained": 1437,
+        "seconds": [seconds] * 4,
+    }
+    return Run(setup, {**saved, **changed}, 5.0)
+
+
+ONE, TWO, WIDE = Setup(1, 1), Setup(2, 2), Setup(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"order": "9876543210"}, "  different batches"),
+        ({"correct": 8}, "  different test accuracy"),
+        ({"model": {"weight": torch.tensor([1.0, 1.0, 1.5])}}, "different: 1 of 1 tensors, model.weight"),
+    ],
+)
+def test_what_differs_is_named(changed: dict[str, Any], line: str) -> None:
+    result = Result(run_of(ONE), run_of(TWO, **changed), None)
+    assert not result.same
+    assert any(one.startswith(line) for one in _text(result).splitlines())
+    assert not _text(result).endswith("same to the bit\n")
+
+
+@pytest.mark.parametrize(
+    ("two", "wide", "words"),
+    [
+        (0.5, 0.5, "are 2.00 times as fast as one. One process with both cores is as fast as two"),
+        (0.6, 0.5, "are 1.67 times as fast as one. One process with both cores is faster than two"),
+        (1.1, 0.5, "are no faster here than one (0.91 times)"),
+        (2.0, None, "This machine gives one core: two processes take turns"),
+    ],
+)
+def test_the_speeds_are_put_into_words(two: float, wide: float | None, words: str) -> None:
+    setup = TWO if wide else Setup(2, 1)
+    result = Result(run_of(ONE), run_of(setup, two), run_of(WIDE, wide) if wide else None)
+    assert words in in_words(result)
+    assert "busy" not in in_words(result).replace("cores are busy", "")
+
+
+def test_a_busy_machine_is_noticed() -> None:
+    uneven = run_of(ONE, seconds=1.0)
+    uneven.saved["seconds"] = [1.0, 1.1, 1.9, 2.0]
+    assert "the machine was busy" in in_words(Result(uneven, run_of(TWO), run_of(WIDE)))
