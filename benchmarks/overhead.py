@@ -1,0 +1,231 @@
+"""The time of a training step: samestep beside plain DDP, Accelerate and Fabric, and beside the serial script.
+
+One process pair holds every variant and takes turns between them, a block of steps each, so that what disturbs
+the machine disturbs all alike. A ratio is formed within each round; the median of the rounds is given with the
+middle half of them. `alone` are steps on one batch in memory, `loop` the whole loop with each system's loader.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+RESULTS = Path(__file__).parent / "results" / "overhead.json"
+MODELS = {
+    "tiny": (lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), 32, 200),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1),
+            nn.BatchNorm2d(32), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(512, 10),
+        ),
+        64,
+        40,
+    ),
+    "wide": (lambda: nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)), 64, 20),
+}  # fmt: skip
+Batches = Callable[[], Any]
+
+
+def data(name: str, count: int) -> TensorDataset:
+    shape = (1, 8, 8) if name == "conv" else (64,)
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(count, *shape, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+    )
+
+
+def trainer(
+    model: nn.Module, optimizer: Any, backward: Callable[[Any], None] | None = None
+) -> Callable[[Any], None]:
+    def step(batch: Any) -> None:
+        inputs, targets = batch
+        loss = F.cross_entropy(model(inputs), targets)
+        backward(loss) if backward else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def built(make: Callable[[], nn.Module]) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = make()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def variants(name: str, size: int) -> dict[str, tuple[Callable[[Any], None], Batches]]:
+    """For each system its step and its loader over the same data, one batch for each step of the whole world."""
+    import samestep
+
+    make, batch, steps = MODELS[name]
+    dataset = data(name, batch * steps)
+    made: dict[str, tuple[Callable[[Any], None], Batches]] = {}
+
+    world = samestep.init()
+    model = samestep.replicate(make())
+    ours = samestep.loader(dataset, batch, shuffle=True)
+    made["samestep"] = trainer(model, torch.optim.SGD(model.parameters(), lr=0.01)), lambda: iter(ours)
+
+    model, optimizer = built(make)
+    if size == 1:
+        serial = DataLoader(dataset, batch, shuffle=True)
+        made["serial"] = trainer(model, optimizer), lambda: iter(serial)
+        return made
+
+    sampler: Any = DistributedSampler(dataset, seed=0)
+    plain = DataLoader(dataset, batch // size, sampler=sampler)
+    made["ddp"] = trainer(nn.parallel.DistributedDataParallel(model), optimizer), lambda: iter(plain)
+
+    from accelerate import Accelerator
+    from lightning.fabric import Fabric
+
+    model, optimizer = built(make)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == size, "Accelerate trains silent copies"
+    prepared, optimizer, loaded = accelerator.prepare(
+        model, optimizer, DataLoader(dataset, batch // size, shuffle=True)
+    )
+    made["accelerate"] = trainer(prepared, optimizer, accelerator.backward), lambda: iter(loaded)
+
+    model, optimizer = built(make)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        fabric = Fabric(accelerator="cpu", devices=size, strategy="ddp")
+        fabric.launch()
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    fetched = fabric.setup_dataloaders(DataLoader(dataset, batch // size, shuffle=True))
+    made["fabric"] = trainer(wrapped, optimizer, fabric.backward), lambda: iter(fetched)
+    assert world.size == size
+    return made
+
+
+def block(step: Callable[[Any], None], batches: Batches, alone: bool, count: int) -> float:
+    """Seconds a step, over one block."""
+    if alone:
+        batch = next(batches())
+        step(batch)
+        begun = time.perf_counter()
+        for _ in range(count):
+            step(batch)
+        return (time.perf_counter() - begun) / count
+    begun, taken = time.perf_counter(), 0
+    for batch in batches():
+        step(batch)
+        taken += 1
+    return (time.perf_counter() - begun) / taken
+
+
+def measure(size: int, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, (_, batch, steps) in MODELS.items():
+        made = variants(name, size)
+        base = "serial" if size == 1 else "ddp"
+        for kind in ("alone", "loop"):
+            times: dict[str, list[float]] = {one: [] for one in made}
+            order = list(made)
+            for number in range(rounds + 2):
+                order = order[1:] + order[:1]
+                for one in order:
+                    if size > 1:
+                        torch.distributed.barrier()
+                    seconds = block(*made[one], kind == "alone", steps)
+                    if number > 1:
+                        times[one].append(seconds)
+            for one, seconds in times.items():
+                ratios = sorted(mine / theirs for mine, theirs in zip(seconds, times[base], strict=True))
+                rows.append(
+                    {
+                        "size": size, "model": name, "batch": batch, "kind": kind, "system": one, "base": base,
+                        "microseconds": round(statistics.median(seconds) * 1e6, 1),
+                        "ratio": round(statistics.median(ratios), 3),
+                        "low": round(ratios[len(ratios) // 4], 3),
+                        "high": round(ratios[-1 - len(ratios) // 4], 3),
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def start_up(rounds: int) -> list[dict[str, Any]]:
+    """Seconds from the shell to the end of the first step of a two-process script, in turns."""
+    script = str(Path(__file__).parent / "first_step.py")
+    bin_ = Path(sys.executable).parent
+    commands = {
+        "torchrun": [str(bin_ / "torchrun"), "--standalone", "--nproc-per-node=2", script, "ddp"],
+        "samestep": [str(bin_ / "samestep"), "run", "-n", "2", script, "samestep"],
+    }
+    times: dict[str, list[float]] = {one: [] for one in commands}
+    for number in range(rounds + 1):
+        for one, command in commands.items():
+            begun = time.time()
+            # not checked: a plain DDP script over Gloo sometimes aborts at its exit, long after the step
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            reached = next(line for line in done.stdout.splitlines() if line.startswith("first step"))
+            if number:
+                times[one].append(float(reached.split()[-1]) - begun)
+    ratios = sorted(a / b for a, b in zip(times["samestep"], times["torchrun"], strict=True))
+    return [
+        {
+            "kind": "start", "size": 2, "system": one, "base": "torchrun", "seconds": round(statistics.median(times[one]), 2),
+            "ratio": round(statistics.median(ratios), 3) if one == "samestep" else 1.0,
+            "low": round(ratios[len(ratios) // 4], 3) if one == "samestep" else 1.0,
+            "high": round(ratios[-1 - len(ratios) // 4], 3) if one == "samestep" else 1.0,
+        }
+        for one in commands
+    ]  # fmt: skip
+
+
+def workers(size: int, rounds: int) -> list[dict[str, Any]]:
+    """The rows that a world of this size measures, by its rank 0."""
+    command = [sys.executable, __file__, "--worker", str(size), "--rounds", str(rounds)]
+    if size > 1:
+        command = [str(Path(sys.executable).parent / "samestep"), "run", "-n", str(size), *command[1:]]
+    # one thread for each process in all variants: what is compared is the systems, not the cores
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3000)
+    if done.returncode:
+        sys.exit(f"the worker of size {size} failed:\n{done.stderr}")
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        rows = measure(asked.worker, asked.rounds)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(json.dumps(rows))
+        return
+    rows = workers(1, asked.rounds) + workers(2, asked.rounds) + start_up(max(3, asked.rounds // 3))
+    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"machine": facts, "rounds": asked.rounds, "rows": rows}, indent=1) + "\n")
+    print(f"{'size':>4} {'model':6} {'kind':6} {'system':11} {'time':>11}  {'ratio':>6} {'middle half':>14}")
+    for row in rows:
+        took = f"{row['microseconds']:9.0f}us" if "microseconds" in row else f"{row['seconds']:10.2f}s"
+        print(
+            f"{row['size']:>4} {row.get('model', '-'):6} {row['kind']:6} {row['system']:11} {took}  "
+            f"{row['ratio']:6.3f} {row['low']:6.3f}-{row['high']:5.3f} of {row['base']}"
+        )
+
+
+if __name__ == "__main__":
+    main()
