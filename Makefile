@@ -10,7 +10,7 @@ help:
 	@echo "make clean  remove .venv and everything else that was made here"
 
 demo: .venv/made
-	.venv/bin/samestep demo
+	@.venv/bin/samestep demo
 
 test: .venv/made
 	.ci/setup system
