@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench kill-loop fuzz crash-points cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -7,6 +7,8 @@ help:
 	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
 	@echo "make check  formatting, lint, types, and the plan of the house"
 	@echo "make bench  measure samestep beside DDP, Accelerate and Fabric; results in benchmarks/results"
+	@echo "make kill-loop, make fuzz, make crash-points   the long suites"
+	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
 
 demo: .venv/made
@@ -24,6 +26,18 @@ check: .venv/made
 
 bench: .venv/made-bench
 	.venv/bin/python benchmarks/overhead.py
+
+kill-loop: .venv/made
+	.venv/bin/python tests/kill_loop.py
+
+fuzz: .venv/made
+	.venv/bin/python tests/fuzz_carry.py
+
+crash-points: .venv/made
+	.venv/bin/python tests/crash_points.py
+
+cluster: .venv/made
+	.venv/bin/python tests/cluster
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs src/*.egg-info

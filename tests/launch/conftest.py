@@ -10,6 +10,22 @@ from textwrap import dedent
 
 import pytest
 
+STUBBORN = """
+    import multiprocessing, os, signal, time
+    def loader_worker():
+        note()
+        time.sleep(100)
+    def note():
+        with open("pids", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+    if __name__ == "__main__":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        multiprocessing.Process(target=loader_worker).start()
+        note()
+        time.sleep(100)
+"""
+
 
 class Started:
     """A `samestep run` in the background."""
@@ -48,6 +64,12 @@ class Launcher:
         """Put a script there."""
         (self.home / name).write_text(dedent(source))
         return name
+
+    def start_stubborn(self, *options: str) -> tuple[Started, list[int]]:
+        """Two workers that ignore signals, each with a child that does; the four processes."""
+        self.write(STUBBORN)
+        started = self.start("-n", "2", *options, "train.py")
+        return started, [int(pid) for pid in started.wait_for_lines("pids", 4)]
 
     def start(self, *args: str) -> Started:
         """Start and go on."""

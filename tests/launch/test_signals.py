@@ -1,0 +1,125 @@
+"""Signals that reach a run: the keyboard's, a scheduler's, and what workers make of them."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+
+def test_ctrl_c_once_lets_workers_end_in_order(launcher, gone):
+    launcher.write(
+        """
+        import os, time
+        print(os.getpid(), file=open("pids", "a"), flush=True)
+        try:
+            time.sleep(100)
+        except KeyboardInterrupt:
+            print("saved", file=open("saved", "a"), flush=True)
+            raise
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    pids = [int(pid) for pid in started.wait_for_lines("pids", 2)]
+    os.killpg(started.process.pid, signal.SIGINT)
+    code, _, err = started.finish()
+    assert code == 130
+    assert err.startswith("stopping; press Ctrl-C again to stop at once\n")
+    assert "train.py was stopped by SIGINT after" in err
+    assert "Traceback" not in err
+    assert started.wait_for_lines("saved") == ["saved", "saved"]
+    gone(pids, 0.2)
+
+
+def test_ctrl_c_twice_ends_stubborn_workers_within_a_second(launcher, gone):
+    started, pids = launcher.start_stubborn()
+    started.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert started.process.poll() is None
+    began = time.monotonic()
+    started.process.send_signal(signal.SIGINT)
+    code, _, _ = started.finish()
+    assert time.monotonic() - began < 1
+    assert code == 130
+    gone(pids, 0.2)
+
+
+def test_workers_that_ignore_ctrl_c_have_a_time_limit(launcher, gone):
+    started, pids = launcher.start_stubborn("--shutdown-timeout", "0.2")
+    started.process.send_signal(signal.SIGINT)
+    code, _, _ = started.finish()
+    assert code == 130
+    gone(pids, 0.2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_signals_reach_the_workers_whose_exit_code_counts(launcher, number):
+    launcher.write(
+        f"""
+        import signal, sys, time
+        signal.signal({int(number)}, lambda *_: sys.exit(75))
+        print("ready", file=open("ready", "a"), flush=True)
+        time.sleep(100)
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("ready", 2)
+    started.process.send_signal(number)
+    code, _, err = started.finish()
+    assert code == 75
+    assert "stopped at a checkpoint" in err
+
+
+def test_a_signal_that_workers_only_note_ends_nothing(launcher):
+    launcher.write(
+        """
+        import signal, time
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        print("ready", file=open("ready", "a"), flush=True)
+        while not heard:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("ready", 2)
+    started.process.send_signal(signal.SIGTERM)
+    code, _, _ = started.finish()
+    assert code == 0
+
+
+def test_workers_that_sigterm_ends_are_no_failure(launcher):
+    launcher.write("import time\nprint('ready', file=open('ready', 'a'), flush=True)\ntime.sleep(100)")
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("ready", 2)
+    started.process.send_signal(signal.SIGTERM)
+    code, _, err = started.finish()
+    assert code == 143
+    assert "train.py was stopped by SIGTERM after" in err
+
+
+def test_ctrl_z_stops_the_workers_and_fg_continues_them(launcher):
+    launcher.write(
+        """
+        import os, time
+        print(os.getpid(), file=open("pids", "a"), flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    pids = [started.process.pid, *(int(pid) for pid in started.wait_for_lines("pids", 2))]
+    started.process.send_signal(signal.SIGTSTP)
+    until = time.monotonic() + 5
+    while {state(pid) for pid in pids} != {"T"}:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    started.process.send_signal(signal.SIGCONT)
+    (launcher.home / "go").touch()
+    assert started.finish()[0] == 0
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
