@@ -36,7 +36,13 @@ MODELS = {
         64,
         40,
     ),
-    "wide": (lambda: nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)), 64, 20),
+    "wide": (
+        lambda: nn.Sequential(
+            nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+        ),
+        64,
+        20,
+    ),
 }  # fmt: skip
 Batches = Callable[[], Any]
 
@@ -161,7 +167,7 @@ def measure(size: int, rounds: int) -> list[dict[str, Any]]:
 
 def start_up(rounds: int) -> list[dict[str, Any]]:
     """Seconds from the shell to the end of the first step of a two-process script, in turns."""
-    script = str(Path(__file__).parent / "first_step.py")
+    script = str(Path(__file__).parent / "scripts" / "first_step.py")
     bin_ = Path(sys.executable).parent
     commands = {
         "torchrun": [str(bin_ / "torchrun"), "--standalone", "--nproc-per-node=2", script, "ddp"],
@@ -179,7 +185,8 @@ def start_up(rounds: int) -> list[dict[str, Any]]:
     ratios = sorted(a / b for a, b in zip(times["samestep"], times["torchrun"], strict=True))
     return [
         {
-            "kind": "start", "size": 2, "system": one, "base": "torchrun", "seconds": round(statistics.median(times[one]), 2),
+            "kind": "start", "size": 2, "system": one, "base": "torchrun",
+            "seconds": round(statistics.median(times[one]), 2),
             "ratio": round(statistics.median(ratios), 3) if one == "samestep" else 1.0,
             "low": round(ratios[len(ratios) // 4], 3) if one == "samestep" else 1.0,
             "high": round(ratios[-1 - len(ratios) // 4], 3) if one == "samestep" else 1.0,

@@ -62,6 +62,8 @@ def _newest(directory: Path) -> Weights:
     bad = []
     for entry in carry.listing(directory):
         try:
+            if (directory / entry.name).is_symlink():
+                raise CheckpointError(f"{directory / entry.name} is a link that leads elsewhere")
             found = read(directory / entry.name)
         except CheckpointError as error:
             bad.append(f"{error}; an older one is read")
