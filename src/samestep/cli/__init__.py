@@ -19,6 +19,7 @@ _VERBS = {
     },
     "Look": {
         "env": "Say who this process is, and which variable says so.",
+        "verify": "Say whether a script takes the same step on any number of processes.",
         "compare": "Say which tensors differ between weights files, and by how much.",
         "checkpoints": "List the checkpoints in a directory: which are good, and what made them.",
         "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",

@@ -1,0 +1,192 @@
+"""Runs a script at several numbers of processes and says whether each takes the same step, and if not, why."""
+
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from samestep.errors import CheckpointError, UsageError
+from samestep.launch.script import Script, run_script
+from samestep.measure.causes import explain, explain_printed
+from samestep.measure.compare import compare
+from samestep.measure.printed import is_steady, printed_otherwise
+from samestep.measure.recorded import Run, read_run
+from samestep.measure.trajectory import Difference, Trajectory, follow
+from samestep.measure.weights import read
+
+Verdict = Literal["bits", "rounding", "different", "failed"]
+_END = 1e-3
+_END_JUMP = 100.0
+
+
+class SerialScript(UsageError):
+    """The script trained, and nothing in it shares the work."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One number of processes, against the first."""
+
+    size: int
+    steps: int
+    samples: int
+    loss: float | None
+    verdict: Verdict
+    difference: Difference | None = None
+    distance: float = 0.0
+    cause: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `samestep verify` found."""
+
+    outcomes: tuple[Outcome, ...]
+    wants_bits: bool
+
+    @property
+    def verdict(self) -> Verdict:
+        order: tuple[Verdict, ...] = ("bits", "rounding", "different", "failed")
+        return max((one.verdict for one in self.outcomes), key=order.index)
+
+    @property
+    def is_same(self) -> bool:
+        return self.verdict == "bits" or (self.verdict == "rounding" and not self.wants_bits)
+
+    @property
+    def cause(self) -> str | None:
+        return self._telling.cause
+
+    @property
+    def _telling(self) -> Outcome:
+        return next(one for one in self.outcomes if one.verdict == self.verdict)
+
+    def __str__(self) -> str:
+        one = self._telling
+        match self.verdict:
+            case "bits":
+                return "same to the bit"
+            case "failed":
+                return f"the script failed at {_processes(one.size)}"
+            case "different":
+                return f"different: {one.difference}" + (f"; {one.cause}" if one.cause else "")
+        rounding = f"same to rounding: {max(one.distance for one in self.outcomes):.1e}"
+        if not self.wants_bits:
+            return rounding
+        return (
+            f"{rounding}, not the same bits: {one.difference}; use steps and replicate(exact=True) for the "
+            "same bits"
+        )
+
+
+def verify(
+    script: Sequence[str], sizes: Sequence[int], *, exact: bool = False, steps: int | None = None
+) -> Report:
+    """Run `script` (a file, or `-m` and a module, and its arguments) at each size; the first is compared with."""
+    directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
+    outcomes: list[Outcome] = []
+    first: Run | None = None
+
+    @cache
+    def again() -> Run:
+        return _run(script, sizes[0], directory / "again", steps)
+
+    for size in sizes:
+        run = _run(script, size, directory / str(size), steps)
+        if run.code:
+            return Report((*outcomes, _failed(run)), exact)
+        if first is None:
+            _check_is_parallel(run, script)
+            first = run
+        outcomes.append(_outcome(first, run, again))
+    shutil.rmtree(directory)
+    return Report(tuple(outcomes), exact)
+
+
+def _run(script: Sequence[str], size: int, directory: Path, steps: int | None) -> Run:
+    record = directory / "record"
+    record.mkdir(parents=True)
+    told = {"SAMESTEP_RECORD": str(record), "SAMESTEP_RECORD_STEPS": str(steps or "")}
+    code = run_script(
+        Script(
+            name=script[1] if script[0] == "-m" else script[0],
+            command=[sys.executable, "-m", "samestep.train.watch", *script],
+            size=size,
+            shown=frozenset(),
+            run_dir=str(directory / "runs"),
+            env=told,
+        )
+    )
+    (run,) = (directory / "runs").iterdir()
+    return read_run(record, run, size, code)
+
+
+def _check_is_parallel(run: Run, script: Sequence[str]) -> None:
+    name = script[1] if script[0] == "-m" else script[0]
+    if run.fact("serial"):
+        if not run.fact("optimizers"):
+            raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
+        raise SerialScript(f"{name} is serial; change these lines, then verify it again")
+    if not run.length:
+        raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
+
+
+def _failed(run: Run) -> Outcome:
+    return Outcome(run.size, run.length, 0, None, "failed")
+
+
+def _outcome(first: Run, run: Run, again: Callable[[], Run]) -> Outcome:
+    samples = sum(map(run.whole, range(run.length)))
+    plain = Outcome(run.size, run.length, samples, run.losses[-1], "bits")
+    path = follow(first, run)
+    if path.beyond is None:
+        path = _with_the_end(first, run, path)
+    if path.beyond is not None:
+        cause = explain(first, run, path, again)
+        return replace(
+            plain, verdict="different", difference=path.beyond, distance=path.beyond.distance, cause=cause
+        )
+    if run is first:
+        return plain
+    for odd, kind in printed_otherwise(first, run, path.bits is None):
+        if is_steady(kind, first, again()):
+            cause = explain_printed()
+            return replace(plain, verdict="different", difference=odd, distance=math.inf, cause=cause)
+    if path.bits is None:
+        return plain
+    return replace(plain, verdict="rounding", difference=path.bits, distance=path.largest)
+
+
+def _with_the_end(first: Run, run: Run, path: Trajectory) -> Trajectory:
+    """The same, with what the states at the end of the script show beside the steps."""
+    bits, largest = path.bits, path.largest
+    for one in _at_the_end(first, run):
+        bits = bits or one
+        if one.distance > max(_END, _END_JUMP * largest):
+            return Trajectory(bits, one, largest)
+    return Trajectory(bits, None, largest)
+
+
+def _at_the_end(first: Run, run: Run) -> Iterator[Difference]:
+    for rank, facts in enumerate(run.facts):
+        for name, digest in facts["end"].items():
+            if digest[2] != run.facts[0]["end"][name][2]:
+                yield Difference("apart", run.length, rank, name, math.inf)
+    try:
+        states = read(first.state).state, read(run.state).state
+    except CheckpointError as error:
+        raise UsageError(f"the state at the end cannot be compared ({error})") from error
+    names = (_processes(first.size), _processes(run.size))
+    for one in compare(*states, names=names).differences:
+        # What an optimizer averages may well be noise about zero; the gradients it averages were compared.
+        noise = one.name.startswith("optimizer.") and one.kind == "value" and not one.exact
+        yield Difference("end", None, None, f"{one.name} at the end", 0.0 if noise else one.relative)
+
+
+def _processes(size: int) -> str:
+    return "1 process" if size == 1 else f"{size} processes"
