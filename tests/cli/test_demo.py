@@ -96,7 +96,7 @@ def test_the_demo_tells_the_same_in_json(shown: Shown) -> None:
 def shape(lines: list[str]) -> list[str]:
     """Lines without their numbers, and without what is said of the speeds, which is this machine's."""
     text = "\n".join(line.rstrip() for line in lines)
-    text = text[: text.index("\n\n", text.index("\nspeed-up"))] + text[text.index("\n\nNext:") :]
+    text = text[: text.index("\n\n", text.index("\nbatches"))] + text[text.index("\n\nNext:") :]
     text = re.sub(r"\S+/demo_train\.py", "PATH", text)
     text = re.sub(r"(batches \(digest\)).*", r"\1", text)
     return [re.sub(r" *\d+(\.\d+)?", " #", line) for line in text.splitlines() if line]
