@@ -1,0 +1,217 @@
+"""Ranks that are forked from a process which has torch already: real processes, without the seconds of a start.
+
+`Nest().start(script, size, …)` runs a script on `size` ranks of a new world. As a program this file is the
+process that forks them: an order is a line of JSON, an answer is one too.
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.launch.port import hold_port
+
+_POLL_S = 0.005
+
+
+@dataclass
+class Rank:
+    """One process; `code` is as subprocess gives it, None while it lives."""
+
+    rank: int
+    pid: int
+    log: Path
+    code: int | None = None
+    ended_at: float = 0.0
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+
+class Nest:
+    """Starts ranks and knows which of them live."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.living: dict[int, Rank] = {}
+        self._count = 0
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**clean, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._answers = b""
+
+    def __enter__(self) -> "Nest":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in list(self.living.values()):
+            end_group(rank)
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    def start(
+        self, script: Path, size: int, *argv: object, env: Mapping[str, str] | None = None
+    ) -> list[Rank]:
+        """The script on ranks 0 to size - 1."""
+        held, port = hold_port()
+        world = {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        ranks = []
+        for rank in range(size):
+            self._count += 1
+            log = self.home / f"said-{self._count}"
+            variables = {**world, "RANK": rank, "LOCAL_RANK": rank, **(env or {})}
+            order = {
+                "argv": [str(script), *map(str, argv)],
+                "env": {name: str(value) for name, value in variables.items()},
+                "log": str(log),
+            }
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+            ranks.append(Rank(rank, self._forked(), log))
+            self.living[ranks[-1].pid] = ranks[-1]
+        held.close() if size == 1 else self._hold(held)
+        return ranks
+
+    def wait(self, ranks: Sequence[Rank], seconds: float = 50) -> list[int | None]:
+        """Their exit codes; None for one that did not end in time."""
+        until = time.monotonic() + seconds
+        while any(one.code is None for one in ranks) and time.monotonic() < until:
+            self._read(_POLL_S * 4)
+        return [one.code for one in ranks]
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Hear who has ended."""
+        self._read(seconds)
+
+    def _hold(self, held: Any) -> None:
+        self._held = held
+
+    def _forked(self) -> int:
+        while True:
+            for answer in self._read(10):
+                if "forked" in answer:
+                    return int(answer["forked"])
+
+    def _read(self, seconds: float) -> list[dict[str, Any]]:
+        if select.select([self._process.stdout], [], [], seconds)[0]:
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise AssertionError("the process that forks ranks has ended")
+            self._answers += data
+        *lines, self._answers = self._answers.split(b"\n")
+        answers = [json.loads(line) for line in lines]
+        for answer in answers:
+            if rank := self.living.pop(answer.get("ended", -1), None):
+                rank.code, rank.ended_at = answer["code"], time.monotonic()
+        return answers
+
+
+def end_group(rank: Rank) -> None:
+    """Kill a rank with the loader workers it forked, also where it has ended itself."""
+    try:
+        os.killpg(rank.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _load_torch() -> None:
+    """What every rank imports, also what torch imports late."""
+    import torch
+    import torch._dynamo
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.utils.data
+
+    import samestep
+
+    torch.set_num_threads(1)
+    for name in samestep.__all__:
+        getattr(samestep, name)
+    # what is here now is nobody's garbage, and collecting it would copy every page of it in every rank
+    gc.collect()
+    gc.freeze()
+
+
+def _nest() -> dict[str, Any]:
+    """Fork a process for each order; returns in the forked one, with the order."""
+    living: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([0, *living], [], [])
+        for fd in [one for one in ready if one]:
+            _, status = os.waitpid(living[fd], 0)
+            _answer({"ended": living.pop(fd), "code": os.waitstatus_to_exitcode(status)})
+            os.close(fd)
+        if 0 in ready:
+            line = b""
+            while not line.endswith(b"\n"):
+                if not (byte := os.read(0, 1)):
+                    for pid in living.values():
+                        os.killpg(pid, signal.SIGKILL)
+                    sys.exit()
+                line += byte
+            pid = os.fork()
+            if pid == 0:
+                for fd in living:
+                    os.close(fd)
+                order: dict[str, Any] = json.loads(line)
+                return order
+            living[os.pidfd_open(pid)] = pid
+            _answer({"forked": pid})
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _load_torch()
+    asked = _nest()
+    os.setsid()
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for fd, number in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(fd, number)
+    os.environ.update(asked["env"])
+    sys.argv = asked["argv"]
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    # as an interpreter ends, but without taking torch's modules to pieces, which takes 2 s in a fork
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
