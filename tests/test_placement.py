@@ -243,8 +243,6 @@ def test_a_contradiction_is_named_in_one_sentence(env, message):
          "`srun --ntasks=3 python ...` starts one for each task"),
         (SRUN_PTY, "this is an interactive step of Slurm job 4, so it runs alone; "
          "`srun --overlap --ntasks=4 python ...` starts one for each task"),
-        (OPEN_MPI_IN_SBATCH, "openmpi does not say where rank 0 listens; set MASTER_ADDR"),
-        (HYDRA, "mpich does not say where rank 0 listens; set MASTER_PORT"),
         ({"RANK": "1", "WORLD_SIZE": "2"} | MEETING,
          "nothing says which process of its node this is, so all are taken to be on one node; "
          "set LOCAL_RANK and LOCAL_WORLD_SIZE where there are several"),

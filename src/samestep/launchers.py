@@ -109,6 +109,39 @@ def meeting(env: Env, found: Found, run: str | None) -> tuple[tuple[str, str] | 
     return address, (_text_port(run), run) if run else None
 
 
+def run_name(env: Env, launcher: str, run: str | None) -> str | None:
+    """What only the processes of this run know, as far as the launcher's variables allow."""
+    if launcher == "slurm":
+        job, step = text(env, "SLURM_JOB_ID"), text(env, "SLURM_STEP_ID")
+        return f"job {shown(f'{job}.{step}')}{_again(env, 'SLURM_RESTART_COUNT')}"
+    for name in _RUN_NAMES.get(launcher, ()):
+        if value := text(env, name):
+            return f"{launcher} run {shown(value)}"
+    if launcher in ("samestep", "torchrun") and (value := text(env, "TORCHELASTIC_RUN_ID")):
+        return f"run {shown(value)}{_again(env, 'TORCHELASTIC_RESTART_COUNT')}"
+    return run
+
+
+def port_choices(first: int) -> list[int]:
+    """A derived port and where to look when it is taken, for both sides in the same order."""
+    return [_FIRST_PORT + (first - _FIRST_PORT + 2_371 * turn) % _NUM_PORTS for turn in range(8)]
+
+
+def hosts_of_ranks(env: Env, size: int) -> list[str]:
+    """Where each rank of a Slurm step is to run; nothing where that is not to be known."""
+    nodes, tasks = _first(env, "SLURM_STEP_NODELIST")[1], _first(env, "SLURM_STEP_TASKS_PER_NODE")[1]
+    layout = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0].partition(",")[0]
+    if not nodes or not tasks or layout not in ("block", "cyclic"):
+        return []
+    names, counts = expand_nodes(nodes), tasks_per_node(tasks)
+    if len(names) != len(counts) or sum(counts) != size:
+        return []
+    if layout == "block":
+        return [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    rounds = range(max(counts))
+    return [name for turn in rounds for name, count in zip(names, counts, strict=True) if turn < count]
+
+
 def number(env: Env, *names: str) -> Fact | None:
     """The first of these that is set, as a number."""
     for name in names:
@@ -207,6 +240,11 @@ def _step_port(env: Env) -> Fact | None:
 
 def _text_port(run: str) -> int:
     return _FIRST_PORT + crc32(run.encode(errors="replace")) % _NUM_PORTS
+
+
+def _again(env: Env, name: str) -> str:
+    times = count(env, name)
+    return f" after {times} restart{'s' if times > 1 else ''}" if times else ""
 
 
 def _first(env: Env, *names: str) -> tuple[str, str]:

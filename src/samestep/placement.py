@@ -16,12 +16,14 @@ from samestep.launchers import (
     meeting,
     number,
     recognise,
+    run_name,
     said,
     text,
     variable,
 )
 from samestep.nodelist import shown
 
+ASSUMED = "one node, assumed"
 _MOST_PROCESSES = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 
@@ -41,6 +43,7 @@ class Placement:
     master_port: int | None = None
     origin: Mapping[str, str] = field(default_factory=dict, hash=False)
     notes: tuple[str, ...] = ()
+    run: str | None = None
 
 
 def place(
@@ -80,7 +83,8 @@ def place(
         master_addr=address[0] if address else None,
         master_port=port[0] if port else None,
         origin=origin,
-        notes=found.notes + _lost_cores(env, found, cores) + _no_meeting(found, address, port),
+        notes=found.notes + _lost_cores(env, found, cores),
+        run=run_name(env, found.launcher, run),
     )
 
 
@@ -149,7 +153,7 @@ def _complete(known: Facts) -> tuple[Facts, tuple[str, ...]]:
         facts.setdefault("local_rank", (rank, rank_said))
         facts.setdefault("local_size", (size, size_said))
     if "local_rank" not in facts:
-        facts["local_rank"] = (rank, "one node, assumed")
+        facts["local_rank"] = (rank, ASSUMED)
         notes = (
             "nothing says which process of its node this is, so all are taken to be on one node; "
             "set LOCAL_RANK and LOCAL_WORLD_SIZE where there are several",
@@ -160,7 +164,7 @@ def _complete(known: Facts) -> tuple[Facts, tuple[str, ...]]:
                 f"{said(facts['rank'])} and {said(facts['local_rank'])}, so there are several nodes, but "
                 "LOCAL_WORLD_SIZE is not set; set it to the number of processes on this node"
             )
-        facts["local_size"] = (size, "one node, assumed")
+        facts["local_size"] = (size, ASSUMED)
     per_node = max(1, facts["local_size"][0])
     facts.setdefault("node", (rank // per_node, "blocks of local_size ranks"))
     facts.setdefault("nodes", (-(-size // per_node), "blocks of local_size ranks"))
@@ -204,15 +208,6 @@ def _meeting(
     return (host, f"MASTER_ADDR={host}") if host else derived_address, port or derived_port
 
 
-def _no_meeting(found: Found, address: object, port: object) -> tuple[str, ...]:
-    if found.facts["size"][0] == 1 or (address and port):
-        return ()
-    missing = " and ".join(
-        name for name, there in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not there
-    )
-    return (f"{found.launcher} does not say where rank 0 listens; set {missing}",)
-
-
 def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tuple[str, ...]:
     asked = count(env, "SLURM_CPUS_PER_TASK")
     if found.launcher != "slurm" or usable is None or usable >= asked:
@@ -224,17 +219,24 @@ def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tup
 
 
 def _mpi_daemon() -> str | None:
-    """MPICH names no run in its processes' variables, but on one node they have an ancestor of their own."""
+    """MPICH names no run in its processes' variables, but their ancestor knows where mpirun listens."""
     pid = os.getpid()
     while pid > 1:
-        try:
-            name, _, status = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-        except OSError:
+        name, _, status = _read(f"/proc/{pid}/stat").rpartition(")")
+        if not status:
             return None
         if name.partition("(")[2].startswith(("hydra_", "mpispawn")):
-            return f"the mpirun daemon, process {pid}"
+            found = re.search(r"--control-port\0([^\0]+)", _read(f"/proc/{pid}/cmdline"))
+            return f"mpirun at {found[1]}" if found else f"the mpirun daemon, process {pid}"
         pid = int(status.split()[1])
     return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _quotas() -> list[int]:

@@ -66,6 +66,7 @@ def test_json_has_every_fact_under_a_schema_version():
         "master_addr": None,
         "master_port": None,
         "notes": [],
+        "run": None,
     }
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import samestep
 from samestep.errors import RanksDiffer, SamestepError, UsageError
 from samestep.placement import Placement, cores, device_index, exports, this_process
-from samestep.train import meet
+from samestep.train import meet, rendezvous
 
 _LEAVE = timedelta(seconds=1)
 
@@ -53,11 +53,13 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     if _world is not None:
         return _world
     atexit.register(_leave, os.getpid())
-    here = this_process()
+    here, store = this_process(), None
+    if here.size > 1 and not dist.is_initialized():
+        here, store = rendezvous.find(here, timeout)
     device = _take_device(here)
     if here.size > 1:
         os.environ.update(exports(here, os.environ))
-        _join(here, device, backend, timeout)
+        _join(here, store, device, backend, timeout)
     elif backend is not None:
         _check_backend(backend)
     if here.rank == 0:
@@ -117,12 +119,11 @@ def _check_backend(backend: str) -> None:
             raise UsageError(f"backend {name!r} is not in this build of torch; use one of {', '.join(known)}")
 
 
-def _join(here: Placement, device: torch.device, backend: str | None, timeout: timedelta) -> None:
+def _join(here: Placement, found: Any, device: torch.device, backend: str | None, timeout: timedelta) -> None:
     backend = backend or dist.get_default_backend_for_device(device)
     _check_backend(backend)
     store: meet.Store | None = None
-    if not dist.is_initialized():
-        found, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))  # type: ignore[attr-defined]
+    if found is not None:
         bind = device if device.type == "cuda" and "nccl" in backend else None
         dist.init_process_group(
             backend,

@@ -1,0 +1,118 @@
+"""Which address of a machine its peers reach it at, through which interface, and what a name resolves to."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+
+from samestep.errors import PlacementError
+
+_REACH_S = 2.0
+_HOSTS = Path("/etc/hosts")
+
+
+def resolve(name: str, suffix: str = "") -> list[str]:
+    """The addresses of another machine; PlacementError where they are none, or lead back to this one."""
+    if _is_literal(name) or name == "localhost":
+        return [name]
+    here, wanted = socket.gethostname(), name + suffix
+    try:
+        answers = socket.getaddrinfo(wanted, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        why = f"; SAMESTEP_ADDRESS_SUFFIX is {suffix}" if suffix else ""
+        raise PlacementError(
+            f"{here} cannot resolve {wanted} ({str(getattr(error, 'strerror', error)).lower()}{why}); "
+            f"{'correct the suffix' if suffix else f'set MASTER_ADDR to an address of {name}'}"
+        ) from None
+    found = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+    outside = [address for address in found if not ipaddress.ip_address(address.split("%")[0]).is_loopback]
+    if not outside:
+        raise PlacementError(
+            f"{here} resolves {wanted} to {found[0]}{_line_of(wanted)}, which is {here} itself; correct that, "
+            f"or set MASTER_ADDR to an address of {name}"
+        )
+    return outside
+
+
+def own_addresses() -> list[str]:
+    """This machine's addresses that others may reach, those of the fourth version of IP first."""
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and not _is_local(one.address):
+                found.append(
+                    (one.family != socket.AF_INET, name.startswith(("docker", "virbr")), one.address)
+                )
+    return [address for *_, address in sorted(found)]
+
+
+def source_for(peer: str) -> str:
+    """The address of this machine from which packets to a peer leave."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as unsent:
+        unsent.connect((peer, 9))
+        return str(unsent.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.split("%")[0] == address for one in addresses):
+            return str(name)
+    return None
+
+
+def unreachable(places: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those of these places where nothing answers in two seconds."""
+    wanted = list(places)
+    if not wanted:
+        return []
+    with ThreadPoolExecutor(min(64, len(wanted))) as pool:
+        answers = list(pool.map(_answers, wanted))
+    return [place for place, answered in zip(wanted, answers, strict=True) if not answered]
+
+
+def machine() -> str:
+    """What tells this machine from others, also from one that runs on the same kernel under its own name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{os.uname().nodename} {boot}"
+
+
+def _answers(place: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(place, timeout=_REACH_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_literal(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_local(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.split("%")[0])
+    return parsed.is_loopback or parsed.is_link_local
+
+
+def _line_of(name: str) -> str:
+    """Where /etc/hosts says so."""
+    try:
+        lines = _HOSTS.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for number, line in enumerate(lines, 1):
+        if name in line.partition("#")[0].split()[1:]:
+            return f" ({_HOSTS} line {number})"
+    return ""

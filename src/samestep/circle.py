@@ -1,0 +1,187 @@
+"""A circle of processes: who has come, who is missing, and what each says to all, by way of number 0.
+
+Number 0 listens; the others find it, and each side says which run it belongs to before anything else, so that
+two runs at one port never mix. Covered: members that come late, twice, from another run, or are lost.
+Not covered: a member that lies about its run.
+"""
+
+import json
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from samestep.errors import RankMissing
+
+_STEP_S = 0.25
+_BEAT_S = 1.0
+_SEND_S = 10.0
+_CHUNK = 1 << 16
+_MOST_BYTES = 1 << 24
+
+
+class Line:
+    """A connection that carries one JSON object a line."""
+
+    def __init__(self, connection: socket.socket, peer: str = "") -> None:
+        self.connection, self.peer = connection, peer
+        self.heard_at = time.monotonic()
+        self._rest = bytearray()
+        connection.settimeout(_SEND_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises OSError where the other end is gone."""
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """What has arrived; EOFError at the end, ValueError where it is not this protocol."""
+        try:
+            data = self.connection.recv(_CHUNK)
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        if not data:
+            raise EOFError("closed")
+        self.heard_at = time.monotonic()
+        self._rest += data
+        if len(self._rest) > _MOST_BYTES:
+            raise ValueError("a line without end")
+        *whole, rest = self._rest.split(b"\n")
+        self._rest = rest
+        messages = [json.loads(line) for line in whole]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("no object")
+        return messages
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Circle:
+    """A complete circle; `lines` are all other members on number 0, and number 0 on each of the others."""
+
+    def __init__(
+        self, rank: int, names: Sequence[str], lines: Mapping[int, Line], silence_s: float, noun: str
+    ) -> None:
+        self.rank, self.size, self.names = rank, len(names), list(names)
+        self.news: list[tuple[int, Any]] = []
+        self._lines = dict(lines)
+        self._silence_s, self._noun = silence_s, noun
+        self._parts: dict[int, Any] = {}
+        self._whole: list[Any] | None = None
+        self._beat_at = 0.0
+        self._selector = selectors.DefaultSelector()
+        for number, line in self._lines.items():
+            line.heard_at = time.monotonic()
+            self._selector.register(line.connection, selectors.EVENT_READ, number)
+
+    @property
+    def address(self) -> str:
+        """Where this end of the circle was reached, or reached number 0."""
+        line = next(iter(self._lines.values()))
+        name = line.connection.getpeername() if self.rank else line.connection.getsockname()
+        return str(name[0]).removeprefix("::ffff:")
+
+    @property
+    def own_address(self) -> str:
+        """The address of this machine that leads to number 0."""
+        return str(self._lines[0].connection.getsockname()[0]).removeprefix("::ffff:")
+
+    def gather(self, mine: Any, limit_s: float) -> list[Any]:
+        """Collective. What every member brought, by number; RankMissing where one is lost or too late."""
+        until = time.monotonic() + limit_s
+        if self.rank:
+            self._send(0, {"part": mine})
+        else:
+            self._parts[0] = mine
+        while self._whole is None:
+            if not self.rank and len(self._parts) == self.size:
+                self._whole = [self._parts[number] for number in range(self.size)]
+                self._parts = {}
+                self._send_all({"whole": self._whole})
+                break
+            if time.monotonic() > until:
+                missing = [number for number in range(self.size) if number not in self._parts]
+                who = name_members(missing, self.names, self._noun) if not self.rank else f"{self._noun} 0"
+                self._fail(f"{who} said nothing for {limit_s:g} s")
+            self.turn(_STEP_S)
+        whole, self._whole = self._whole, None
+        return whole
+
+    def tell(self, news: Any) -> None:
+        """Local. Everyone else finds this in `news` soon."""
+        self._send_all({"news": news, "of": self.rank})
+
+    def turn(self, wait_s: float = 0.0) -> None:
+        """Take in what has arrived, and give a sign of life; RankMissing where a member is lost."""
+        now = time.monotonic()
+        if now - self._beat_at > _BEAT_S:
+            self._beat_at = now
+            self._send_all({})
+        for key, _ in self._selector.select(wait_s):
+            try:
+                messages = self._lines[key.data].read()
+            except (EOFError, ValueError):
+                self._lose(key.data, "its process has ended or its network is cut")
+            for message in messages:
+                self.take(key.data, message)
+        now = time.monotonic()
+        for number, line in self._lines.items():
+            if now - line.heard_at > self._silence_s:
+                self._lose(number, f"nothing was heard of it for {self._silence_s:g} s")
+
+    def close(self) -> None:
+        """Leave; others that are still there see a lost member."""
+        self._selector.close()
+        for line in self._lines.values():
+            line.close()
+
+    def take(self, number: int, message: dict[str, Any]) -> None:
+        """Local. Note one message of a member; RankMissing where it says that the circle has failed."""
+        if "error" in message:
+            raise RankMissing(str(message["error"]))
+        if "part" in message:
+            self._parts[number] = message["part"]
+        if "whole" in message:
+            self._whole = message["whole"]
+        if "news" in message:
+            self.news.append((int(message["of"]), message["news"]))
+            for other in self._lines if not self.rank else ():
+                if other != number:
+                    self._send(other, message)
+
+    def _send_all(self, message: Mapping[str, Any]) -> None:
+        for number in self._lines:
+            self._send(number, message)
+
+    def _send(self, number: int, message: Mapping[str, Any]) -> None:
+        try:
+            self._lines[number].send(message)
+        except OSError:
+            # What it sent before it went may say why it did.
+            with suppress(EOFError, ValueError):
+                for last in self._lines[number].read():
+                    self.take(number, last)
+            self._lose(number, "its process has ended or its network is cut")
+
+    def _lose(self, number: int, why: str) -> None:
+        self._fail(f"{name_members([number], self.names, self._noun)} was lost: {why}")
+
+    def _fail(self, text: str) -> None:
+        for line in self._lines.values() if not self.rank else ():
+            with suppress(OSError):
+                line.send({"error": text})
+        raise RankMissing(text)
+
+
+def name_members(numbers: Iterable[int], names: Sequence[str], noun: str) -> str:
+    """rank 2 (node02); ranks 2, 3 (node02), 5 (node03)."""
+    ordered = sorted(numbers)
+    places: dict[str, list[str]] = {}
+    for number in ordered[:16]:
+        places.setdefault(names[number] if number < len(names) else "", []).append(str(number))
+    parts = [", ".join(some) + (f" ({place})" if place else "") for place, some in places.items()]
+    more = f" and {len(ordered) - 16} more" if len(ordered) > 16 else ""
+    return f"{noun}{'s' if len(ordered) > 1 else ''} {', '.join(parts)}{more}"

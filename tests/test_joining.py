@@ -1,0 +1,186 @@
+"""Real processes and sockets that come together, too late, twice, or from another run."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from samestep import board
+from samestep.circle import Circle
+from samestep.errors import PlacementError, RankMissing, RanksDiffer
+from samestep.joining import Member, host, join, listen
+
+
+def start(work: Callable[[], Circle]) -> Future[Circle]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
+
+
+def door() -> tuple[socket.socket, list[tuple[str, int]]]:
+    opened = listen([0])
+    return opened, [("127.0.0.1", opened.getsockname()[1])]
+
+
+def gathered(circle: Circle, word: str) -> list[str]:
+    return circle.gather(word, 20)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_hear_what_each_brings_by_number(size):
+    opened, where = door()
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, size))) for n in range(1, size)]
+    circles = [host(opened, Member("r", 0, size)), *(one.result(20) for one in coming)]
+    rest = [start(lambda c=c, n=n: gathered(c, f"word {n}")) for n, c in enumerate(circles) if n]
+    assert gathered(circles[0], "word 0") == [f"word {n}" for n in range(size)]
+    assert [one.result(20) for one in rest] == [[f"word {n}" for n in range(size)]] * (size - 1)
+    assert circles[0].names == [socket.gethostname()] * size
+    for circle in circles:
+        circle.close()
+
+
+def test_a_member_of_another_run_is_told_whom_it_found_and_keeps_nobody_from_coming():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("job 124.0", 0, 2)))
+    with pytest.raises(RankMissing) as raised:
+        join(lambda: where, Member("job 123.0", 1, 2, limit_s=0.3))
+    assert str(raised.value) == (
+        f"rank 1 of job 123.0 found no rank 0 within 0.3 s (127.0.0.1:{where[0][1]}: found job 124.0 there); "
+        f"is rank 0 started, and can {socket.gethostname()} reach it?"
+    )
+    join(lambda: where, Member("job 124.0", 1, 2)).close()
+    hosting.result(20).close()
+
+
+def test_something_else_at_the_port_is_passed_over():
+    opened, where = door()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        silent = [("127.0.0.1", other.getsockname()[1])]
+        hosting = start(lambda: host(opened, Member("r", 0, 2)))
+        began = time.monotonic()
+        join(lambda: silent + where, Member("r", 1, 2)).close()
+        assert time.monotonic() - began < 10
+        hosting.result(20).close()
+
+
+def test_a_taken_port_is_left_to_whoever_has_it():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with listen([taken, 0]) as opened:
+            assert opened.getsockname()[1] != taken
+
+
+def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatch):
+    monkeypatch.setattr("samestep.joining._SAY_S", 0.2)
+    opened, where = door()
+    present = start(lambda: join(lambda: where, Member("r", 1, 3, limit_s=5)))
+    with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$"):
+        host(opened, Member("r", 0, 3, limit_s=1, expected=["node01", "node01", "node02"]))
+    with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$"):
+        present.result(20)
+    assert "samestep: waiting for rank 2 (node02); " in capsys.readouterr().err
+
+
+def test_a_rank_that_comes_twice_is_named_with_both_its_places():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("r", 0, 3)))
+    first = start(lambda: join(lambda: where, Member("r", 1, 3)))
+    twin = (
+        f"from samestep.joining import Member, join\njoin(lambda: {where!r}, Member('r', 1, 3, limit_s=20))"
+    )
+    time.sleep(0.5)
+    done = subprocess.run([sys.executable, "-c", twin], capture_output=True, text=True, timeout=30)
+    for one in (hosting, first):
+        with pytest.raises((RanksDiffer, RankMissing), match="rank 1 came twice: process"):
+            one.result(20)
+    assert "rank 1 came twice: process" in done.stderr
+
+
+def test_ranks_that_count_differently_are_refused():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("r", 0, 3)))
+    with pytest.raises(RankMissing, match=r"counts 3 ranks and one on .* counts 4"):
+        join(lambda: where, Member("r", 1, 4, limit_s=5))
+    with pytest.raises(RanksDiffer):
+        hosting.result(20)
+
+
+def test_one_that_left_before_the_circle_was_complete_may_come_again():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("r", 0, 3, noun="node")))
+    early = "from samestep.joining import *\n"
+    early += f"join(lambda: {where!r}, Member('r', 1, 3, noun='node'))"
+    with subprocess.Popen([sys.executable, "-c", early]) as process:
+        time.sleep(1)
+        process.kill()
+    again = [start(lambda n=n: join(lambda: where, Member("r", n, 3, noun="node"))) for n in (1, 2)]
+    for one in (hosting, *again):
+        one.result(20).close()
+
+
+def test_a_member_without_a_number_gets_a_free_one():
+    opened, where = door()
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (-1, 2)]
+    circle = host(opened, Member("r", 0, 3))
+    assert [one.result(20).rank for one in coming] == [1, 2]
+    for one in (circle, *(one.result() for one in coming)):
+        one.close()
+
+
+def test_a_lost_member_is_named_to_all():
+    opened, where = door()
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
+    circle = host(opened, Member("r", 0, 3))
+    first, second = (one.result(20) for one in coming)
+    first.close()
+    told = start(lambda: gathered(second, "here"))
+    with pytest.raises(RankMissing, match=r"^rank 1 \(.*\) was lost: its process has ended or"):
+        gathered(circle, "here")
+    with pytest.raises(RankMissing, match=r"^rank 1 \(.*\) was lost: its process has ended or"):
+        told.result(20)
+    circle.close()
+    second.close()
+
+
+def test_news_of_one_reach_all_others():
+    opened, where = door()
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
+    circle = host(opened, Member("r", 0, 3))
+    first, second = (one.result(20) for one in coming)
+    first.tell({"failed": 1})
+    for one in (circle, second):
+        until = time.monotonic() + 10
+        while not one.news and time.monotonic() < until:
+            circle.turn(0.01)
+            second.turn(0.01)
+        assert one.news == [(1, {"failed": 1})]
+    assert first.news == []
+    for one in (first, circle, second):
+        one.close()
+
+
+def test_a_note_that_a_crash_left_is_replaced(tmp_path):
+    note = tmp_path / "note"
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        note.write_text(json.dumps({"addresses": ["127.0.0.1"], "port": gone.getsockname()[1]}))
+    coming = start(lambda: join(lambda: board.read(note), Member("r", 1, 2)))
+    time.sleep(0.3)
+    opened = listen([0])
+    with board.posted(note, opened.getsockname()[1]):
+        circle = host(opened, Member("r", 0, 2))
+    assert not note.exists()
+    for one in (circle, coming.result(20)):
+        one.close()
+
+
+def test_a_note_that_never_comes_ends_in_advice(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr("samestep.joining._UNTOLD_S", 0.3)
+    with pytest.raises(PlacementError, match="set MASTER_ADDR"):
+        join(lambda: board.read(tmp_path / "note"), Member("r", 1, 2, nowhere="set MASTER_ADDR"))

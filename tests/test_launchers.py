@@ -1,0 +1,50 @@
+import pytest
+
+from samestep.launchers import hosts_of_ranks, port_choices
+from samestep.placement import place
+
+STEP = {
+    "SLURM_JOB_ID": "123",
+    "SLURM_STEP_ID": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "h[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "run"),
+    [
+        ({}, "mpirun at login:41000"),
+        (STEP, "job 123.4"),
+        (STEP | {"SLURM_RESTART_COUNT": "2"}, "job 123.4 after 2 restarts"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "7"}, "run 7"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "1"}, "run 7 after 1 restart"),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "2058223617"}, "openmpi run 2058223617"),
+        (HYDRA, "mpirun at login:41000"),
+    ],
+)
+def test_every_run_has_a_name_that_only_its_own_processes_know(env, run):
+    assert place(env, run="mpirun at login:41000").run == run
+
+
+def test_where_the_ranks_of_a_step_are_to_run_is_known_for_blocks_and_cycles():
+    assert hosts_of_ranks(STEP, 3) == ["h1", "h1", "h2"]
+    assert hosts_of_ranks(STEP | {"SLURM_DISTRIBUTION": "cyclic:block"}, 3) == ["h1", "h2", "h1"]
+    assert hosts_of_ranks(STEP | {"SLURM_DISTRIBUTION": "plane=2"}, 3) == []
+    assert hosts_of_ranks(HYDRA, 2) == []
+
+
+def test_a_derived_port_has_others_beside_it_that_no_near_step_begins_with():
+    choices = port_choices(place(STEP).master_port)
+    assert len(set(choices)) == 8
+    assert all(10_000 <= port < 29_000 for port in choices)
+    near = {place(STEP | {"SLURM_STEP_ID": str(step)}).master_port for step in range(5, 40)}
+    assert not near & set(choices)
