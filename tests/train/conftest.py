@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, Listener
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -19,24 +20,21 @@ import pytest
 from samestep.launch.port import hold_port
 
 _PATIENCE_S = 50
+_RANK = str(Path(__file__).with_name("ranks.py"))
 
 
-def start(argv: Sequence[str], size: int, port: int, **options: Any) -> list["subprocess.Popen[str]"]:
-    """`size` Python processes that are ranks of one world, and of which nobody takes care."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+def start(argv: Sequence[str], size: int, port: int, rank: int, **options: Any) -> "subprocess.Popen[str]":
+    """A Python process that is a rank of a world, and of which nobody takes care."""
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
-            [sys.executable, *argv],
-            env=clean
-            | {name: str(fact) for name, fact in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            | {"OMP_NUM_THREADS": "1"},
-            text=True,
-            start_new_session=True,
-            **options,
-        )
-        for rank in range(size)
-    ]
+    here = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env=clean | {name: str(fact) for name, fact in (world | here).items()},
+        text=True,
+        start_new_session=True,
+        **options,
+    )
 
 
 def end(processes: Sequence["subprocess.Popen[str]"]) -> None:
@@ -56,17 +54,21 @@ class Pool:
 
     def call(self, function: Callable[..., None], arguments: dict[str, Any]) -> None:
         """Call a test on all ranks; fails where one of them fails."""
-        if not self._processes:
-            self._start()
         module = inspect.getmodule(function)
         cloudpickle.register_pickle_by_value(module)
         try:
             sent = cloudpickle.dumps((function, arguments))
         finally:
             cloudpickle.unregister_pickle_by_value(module)
-        for line in self._lines:
-            line.send_bytes(sent)
-        told = {rank: self._answer(rank) for rank in range(self.size)}
+        try:
+            if not self._lines:
+                self._start()
+            for line in self._lines:
+                line.send_bytes(sent)
+            told = {rank: self._answer(rank) for rank in range(self.size)}
+        except BaseException:
+            self.stop()
+            raise
         if any(told.values()):
             self.stop()
             pytest.fail(
@@ -85,13 +87,18 @@ class Pool:
         self._processes, self._lines = [], []
 
     def _start(self) -> None:
-        script = str(Path(__file__).with_name("ranks.py"))
         held, port = hold_port()
-        with held, Listener() as listener:
-            self._processes = start([script, str(listener.address)], self.size, port)
-            lines = [listener.accept() for _ in self._processes]
-            ranks = [cloudpickle.loads(line.recv_bytes()) for line in lines]
-        self._lines = [line for _, line in sorted(zip(ranks, lines, strict=True), key=lambda pair: pair[0])]
+        pipes = [Pipe() for _ in range(self.size)]
+        with held:
+            self._lines = [ours for ours, _ in pipes]
+            self._processes = [
+                start([_RANK, str(theirs.fileno())], self.size, port, rank, pass_fds=[theirs.fileno()])
+                for rank, (_, theirs) in enumerate(pipes)
+            ]
+            for _, theirs in pipes:
+                theirs.close()
+            if failures := [text for rank in range(self.size) if (text := self._answer(rank))]:
+                raise RuntimeError(f"the ranks did not start: {failures}")
 
     def _answer(self, rank: int) -> str | None:
         try:
@@ -153,7 +160,7 @@ class Script:
         held, port = hold_port()
         self._held.append(held)
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.home}
-        started = start([str(path), *arguments], size, port, **options)
+        started = [start([str(path), *arguments], size, port, rank, **options) for rank in range(size)]
         self._started += started
         return started
 

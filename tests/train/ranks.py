@@ -5,7 +5,7 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
 
 import cloudpickle
 
@@ -14,26 +14,25 @@ import samestep
 TIMEOUT = timedelta(seconds=20)
 
 
-def serve(address: str) -> None:
+def serve(line: Connection) -> None:
     """Call one function after another until the other side is gone."""
     warnings.simplefilter("error")
-    with Client(address) as line:
-        world = samestep.init(timeout=TIMEOUT)
-        line.send_bytes(cloudpickle.dumps(world.rank))
-        while True:
-            try:
-                function, arguments = cloudpickle.loads(line.recv_bytes())
-            except EOFError:
-                return
-            failure = None
-            try:
-                function(world=world, **arguments)
-            except BaseException:
-                failure = traceback.format_exc()
-            del function, arguments
-            gc.collect()
-            line.send_bytes(cloudpickle.dumps(failure))
+    world = samestep.init(timeout=TIMEOUT)
+    failure = None
+    while True:
+        line.send_bytes(cloudpickle.dumps(failure))
+        try:
+            function, arguments = cloudpickle.loads(line.recv_bytes())
+        except EOFError:
+            return
+        failure = None
+        try:
+            function(world=world, **arguments)
+        except BaseException:
+            failure = traceback.format_exc()
+        del function, arguments
+        gc.collect()
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(Connection(int(sys.argv[1])))

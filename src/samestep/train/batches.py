@@ -1,10 +1,10 @@
 """A share becomes a batch on this rank's device: gathered from memory or loaded by workers, copied ahead."""
 
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
@@ -34,20 +34,28 @@ class FromWorkers:
     """Any other data set, through torch's DataLoader; its workers live as long as the loader."""
 
     def __init__(self, dataset: Any, seed: int, options: dict[str, Any]) -> None:
-        self._plan: Iterator[list[tuple[int, int]]] = iter(())
+        self._plan = _Plan()
         self._dataset = _Seeded(dataset, seed)
-        self._loader: DataLoader[Any] = DataLoader(self._dataset, batch_sampler=self, **options)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """As a batch sampler: the plan of the pass that is being started."""
-        return self._plan
+        # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.
+        self._loader: DataLoader[Any] = DataLoader(
+            self._dataset, batch_sampler=self._plan, generator=torch.Generator(), **options
+        )
 
     def batches(self, plan: Iterator[Indices], epoch: int) -> Iterator[Any]:
-        self._plan = ([(epoch, index) for index in indices.tolist()] for indices in plan)
+        self._plan.keys = ([(epoch, index) for index in indices.tolist()] for indices in plan)
         return iter(self._loader)
 
     def sample(self, index: int) -> Any:
         return self._dataset.__getitems__([(0, index)])[0]
+
+
+class _Plan:
+    """As a batch sampler: the keys of the pass that is being started."""
+
+    keys: Iterator[list[tuple[int, int]]] = iter(())
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self.keys
 
 
 class _Seeded(Dataset[Any]):
@@ -60,22 +68,19 @@ class _Seeded(Dataset[Any]):
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         if get_worker_info() is not None:
             return [self._sample(*key) for key in keys]
-        numpy = sys.modules.get("numpy.random")
-        before = (torch.get_rng_state(), random.getstate(), numpy.get_state() if numpy else None)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()
         try:
             return [self._sample(*key) for key in keys]
         finally:
             torch.set_rng_state(before[0])
             random.setstate(before[1])
-            if numpy and before[2] is not None:
-                numpy.set_state(before[2])
+            np.random.set_state(before[2])
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed = seed_of(self.seed, epoch, index)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
-        if numpy := sys.modules.get("numpy.random"):
-            numpy.seed(seed & 0xFFFFFFFF)
+        np.random.seed(seed & 0xFFFFFFFF)
         return self.dataset[index]
 
 
@@ -119,7 +124,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
     def move(one: Any) -> Any:
         return one.to(device, non_blocking=True) if isinstance(one, torch.Tensor) else one.to(device)
 
-    return map_tensors(move, batch)
+    return map_tensors(move, batch, movable=True)
 
 
 def _arrived(batch: Any, arrived: torch.cuda.Event) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from samestep.errors import RanksDiffer, UsageError
-from samestep.train import replicate, share
+from samestep.train import replicate, share, streams
 from samestep.train.agree import compare_replicas
 from samestep.train.batches import FromMemory, FromWorkers, content, on_device
 from samestep.train.meet import meet
@@ -192,12 +192,14 @@ class Loader:
     def _order(self, epoch: int) -> torch.Tensor:
         if self._sampler is None:
             return share.order(self._length, self._seed, epoch, self._shuffle)
-        with torch.random.fork_rng(devices=[]):
-            seed = share.seed_of("sampler", self._seed, epoch)
-            torch.default_generator.manual_seed(seed)
+        before = streams.capture()
+        try:
+            streams.draw_as("sampler", self._seed, epoch)
             if isinstance(own := getattr(self._sampler, "generator", None), torch.Generator):
-                own.manual_seed(seed)
+                own.manual_seed(share.seed_of("sampler", self._seed, epoch))
             return torch.tensor(list(self._sampler), dtype=torch.int64)
+        finally:
+            streams.restore(before)
 
 
 def _check_dataset(dataset: Any) -> None:

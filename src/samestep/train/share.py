@@ -113,20 +113,20 @@ class Pass:
 
 
 _open: list[Pass] = []
-_last: Pass | None = None
+_counted: int | None = None
 
 
 @contextmanager
 def open_pass(of: object, order: torch.Tensor) -> Iterator[Pass]:
     """While this is open its share is the current one; an inner pass (evaluation) comes before an outer."""
-    global _last
+    global _counted
     one = Pass(of, order)
     _open.append(one)
     try:
         yield one
     finally:
         _open.remove(one)
-        _last = one
+        _counted = one.mine_so_far
 
 
 def current() -> Pass | None:
@@ -145,4 +145,4 @@ def counted() -> int | None:
     """The samples this rank was given: of the batch at hand, or after a loop of the whole pass."""
     if _open:
         return _open[-1].mine
-    return _last.mine_so_far if _last else None
+    return _counted
