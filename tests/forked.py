@@ -11,6 +11,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -51,6 +52,7 @@ class Nest:
         self.home = home
         self.living: dict[int, Rank] = {}
         self._count = 0
+        self._held = socket.socket()
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
         self._process = subprocess.Popen(
             [sys.executable, __file__],
@@ -68,6 +70,7 @@ class Nest:
     def __exit__(self, *_: object) -> None:
         for rank in list(self.living.values()):
             end_group(rank)
+        self._held.close()
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
@@ -76,7 +79,8 @@ class Nest:
         self, script: Path, size: int, *argv: object, env: Mapping[str, str] | None = None
     ) -> list[Rank]:
         """The script on ranks 0 to size - 1."""
-        held, port = hold_port()
+        self._held.close()
+        self._held, port = hold_port()
         world = {
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
@@ -97,7 +101,6 @@ class Nest:
             self._process.stdin.flush()
             ranks.append(Rank(rank, self._forked(), log))
             self.living[ranks[-1].pid] = ranks[-1]
-        held.close() if size == 1 else self._hold(held)
         return ranks
 
     def wait(self, ranks: Sequence[Rank], seconds: float = 50) -> list[int | None]:
@@ -110,9 +113,6 @@ class Nest:
     def look(self, seconds: float = 0.0) -> None:
         """Hear who has ended."""
         self._read(seconds)
-
-    def _hold(self, held: Any) -> None:
-        self._held = held
 
     def _forked(self) -> int:
         while True:

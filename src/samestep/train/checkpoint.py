@@ -8,12 +8,14 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Collection, Mapping
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,7 +84,7 @@ class Checkpoint:
         self._writer: threading.Thread | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._failure = ""
-        self._committed = 0
+        self._committed: list[Any] = [0]
         self._commit_seconds = 1.0
         self._timed_at = self._talked_at = time.monotonic()
         self._talked_step = self._talk_step = 0
@@ -99,11 +101,12 @@ class Checkpoint:
                     self._check_facts(found.value[0])
             except SamestepError as error:
                 failure = str(error)
-        path = str(found.path) if found else ""
-        said = json.loads(meet("samestep.Checkpoint.resume", json.dumps([failure, path]).encode())[0])
-        if said[0]:
-            raise CheckpointError(said[0])
-        if not said[1]:
+        path, size = (str(found.path), found.path.stat().st_size) if found else ("", 0)
+        mine = json.dumps([failure, path, size]).encode()
+        failure, path, size = json.loads(meet("samestep.Checkpoint.resume", mine)[0])
+        if failure:
+            raise CheckpointError(failure)
+        if not path:
             return 0
         if found is not None:
             for reason in found.refused:
@@ -111,7 +114,7 @@ class Checkpoint:
             state: Any = found.value[0]
             hand_out(found.path)
         else:
-            state = _received()
+            state = _received(size * self._world.local_size)
         self._go_on_from(state)
         if self._world.rank == 0:
             print(f"samestep: going on after step {self.steps} from {path}", file=sys.stderr)
@@ -142,15 +145,21 @@ class Checkpoint:
         return self._outcome() if wait else ""
 
     def finish(self) -> None:
-        """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch."""
+        """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch.
+
+        What follows the last step, an epoch's own scheduler say, is part of it.
+        """
         self._outcome()
-        if int(meet("samestep.Checkpoint.finish", str(self._committed).encode())[0]) != self.steps:
+        is_newest = self._committed == self._place()
+        if not int(meet("samestep.Checkpoint.finish", b"%d" % is_newest)[0]):
             self.commit(wait=True)
 
     def leave(self) -> None:
         self._await_writer()
         if self._failure:
-            raise CheckpointError(f"{self._failure}; the steps since {self._committed} are in no checkpoint")
+            raise CheckpointError(
+                f"{self._failure}; the steps since {self._committed[0]} are in no checkpoint"
+            )
 
     def _talk(self) -> tuple[str, bool]:
         """What all ranks do next: whether to stop, and whether it is time to commit; often enough, not more."""
@@ -185,7 +194,7 @@ class Checkpoint:
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
             "streams": kept,
             "step": self.steps,
-            "facts": self._facts(),
+            "facts": self._facts,
             "arithmetic": arithmetic() if self._is_exact() else None,
         }
         meta = {**_origin(), "step": self.steps, "time": time.time(), "size": self._world.size}
@@ -197,19 +206,22 @@ class Checkpoint:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize()
         self._timed_at = time.monotonic()
-        self._writer = threading.Thread(target=self._write, args=(packed, self.steps), name="samestep-commit")
+        self._writer = threading.Thread(
+            target=self._write, args=(packed, self._place()), name="samestep-commit"
+        )
         self._writer.start()
 
-    def _write(self, packed: Any, step: int) -> None:
+    def _write(self, packed: Any, place: list[Any]) -> None:
         begun = time.monotonic()
         try:
-            self._vault.commit(packed, step)
-        except CheckpointError as error:
+            self._vault.commit(packed, place[0])
+        except Exception as error:
+            # also what no one foresaw: a writer that dies must not pass for one that committed
             if not self._failure:
                 print(f"samestep: {error}; training goes on and tries again", file=sys.stderr)
-            self._failure = str(error)
+            self._failure = str(error) or type(error).__name__
         else:
-            self._failure, self._committed = "", step
+            self._failure, self._committed = "", place
             self._commit_seconds = time.monotonic() - begun
 
     def _outcome(self) -> str:
@@ -227,7 +239,8 @@ class Checkpoint:
             )
         for name, part in self._parts.items():
             part.load_state_dict(self._adjusted(name, state["parts"][name]))
-        self.steps = self._committed = int(state["step"])
+        self.steps = int(state["step"])
+        self._committed = self._place()
         self._talked_step = self._talk_step = self.steps
         kept, rank = state["streams"], self._world.rank
         if self._is_exact():
@@ -238,13 +251,17 @@ class Checkpoint:
             streams.draw_as("rank", rank, seed_of(kept[0].hex()))
 
     def _adjusted(self, name: str, state: Any) -> Any:
-        """A loader's state, whose changed facts are meant; other data are begun anew."""
+        """A loader's state, whose changed facts are meant; an epoch in another order is begun anew."""
         if name not in self._loaders:
             return state
         now = self._loaders[name].facts()
-        moved = state["length"] != now["length"]
+        moved = any(state[fact] != now[fact] for fact in ("length", "seed", "shuffle"))
         return {**state, **now, "position": 0 if moved else state["position"]}
 
+    def _place(self) -> list[Any]:
+        return [self.steps, *(one.state_dict() for one in self._loaders.values())]
+
+    @cached_property
     def _facts(self) -> dict[str, Any]:
         return {
             name: {**one.facts(), "fingerprint": one.fingerprint()} for name, one in self._loaders.items()
@@ -252,7 +269,7 @@ class Checkpoint:
 
     def _check_facts(self, state: Mapping[str, Any]) -> None:
         for name, then in state["facts"].items():
-            for fact, now in self._facts().get(name, {}).items():
+            for fact, now in self._facts.get(name, {}).items():
                 if then.get(fact) != now and _MEANT[fact] not in self._accept:
                     what = "another dataset" if fact == "fingerprint" else f"{fact} {then.get(fact)}"
                     here = "this run's" if fact == "fingerprint" else f"{now}"
@@ -296,9 +313,11 @@ def _checked_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
     return dict(parts)
 
 
-def _received() -> Any:
-    room = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=room) as directory:
+def _received(size: int) -> Any:
+    # containers often have 64 MB of it, for all ranks of a node together
+    memory = "/dev/shm"
+    fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > size
+    with tempfile.TemporaryDirectory(dir=memory if fits else None) as directory:
         path = Path(directory, "state")
         hand_out(path)
         return carry.read(path)[0]
