@@ -107,16 +107,17 @@ class Step:
             (piece.start + index * of.microbatch, min(piece.start + (index + 1) * of.microbatch, piece.stop))
             for index in self._indices
         ] or [(piece.start, min(piece.start + of.microbatch, piece.stop))] * self._lent
-        self._left = len(self.parts)
+        self._left, self._taken = len(self.parts), False
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._left != len(self.parts):
+        if self._taken:
             raise UsageError(
                 "this step was iterated already; iterate each step once, its microbatches are gone"
             )
+        self._taken = True
         exact = self._training and any(isinstance(one, ExactReplica) for one in replicas())
         for replica in replicas() if self._training else ():
             replica.begin_step()
@@ -130,7 +131,7 @@ class Step:
 
     def _microbatches(self, exact: bool) -> Iterator[Any]:
         this = self._this
-        for index, (start, stop) in zip(self._indices or [0], self.parts, strict=True):
+        for index, (start, stop) in zip(self._indices or range(self._lent), self.parts, strict=True):
             self._left -= 1
             batch = next(self.batches)
             this.index, this.count, this.last = index, self.count, not self._left
