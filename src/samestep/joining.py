@@ -49,10 +49,8 @@ def listen(ports: Sequence[int], why: str = "") -> socket.socket:
     until = time.monotonic() + _TAKEN_S
     while True:
         for port in ports:
-            for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
-                door = _door(family, address, port)
-                if door is not None:
-                    return door
+            if (door := free_door(port)) is not None:
+                return door
         if time.monotonic() > until:
             listed = ", ".join(map(str, ports))
             raise PlacementError(
@@ -60,6 +58,14 @@ def listen(ports: Sequence[int], why: str = "") -> socket.socket:
                 f"{'unset MASTER_PORT or ' if why.startswith('MASTER_PORT') else ''}choose another"
             )
         time.sleep(_STEP_S)
+
+
+def free_door(port: int) -> socket.socket | None:
+    """A socket that listens at this port, or None where it is taken."""
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        if (door := _door(family, address, port)) is not None:
+            return door
+    return None
 
 
 def host(door: socket.socket, me: Member) -> Circle:

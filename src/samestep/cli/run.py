@@ -1,20 +1,25 @@
-"""`samestep run`: a script on N processes of this machine; torchrun's spellings are understood."""
+"""`samestep run`: a script on N processes of this machine, or of several; torchrun's spellings are understood."""
 
 import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from samestep.errors import UsageError
+from samestep.errors import RankMissing, UsageError
+from samestep.launch.allocation import explanation, whole_allocation
 from samestep.launch.devices import masked, visible_devices
+from samestep.launch.nodes import Where, by_hand, by_step
 from samestep.launch.script import Script, run_script
 from samestep.launch.signals import PASSED_ON
-from samestep.placement import cores
+from samestep.placement import cores, place
+
+_MANY = 1 << 20
+_OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 _EPILOG = """\b
 Examples:
@@ -22,6 +27,7 @@ Examples:
   samestep run --devices 0,2 train.py
   samestep run -n 4 --tee all -m package.train
   samestep run -n 2 --restart-on 75 --max-restarts 10 train.py
+  samestep run -n 4 --nodes 2 --node-rank 1 --rendezvous tcp://node01:29500 train.py
 
 \b
 Everything after SCRIPT belongs to it. The exit code is the first failing worker's own;
@@ -37,7 +43,13 @@ Everything after SCRIPT belongs to it. The exit code is the first failing worker
         "help_option_names": ["-h", "--help"],
     },
 )
-@click.option("-n", "--nproc-per-node", "count", metavar="N", help="Processes  [one for each visible device]")
+@click.option(
+    "-n",
+    "--nproc-per-node",
+    "count",
+    metavar="N",
+    help="Processes on each node, or 4,2 by node  [one for each visible device]",
+)
 @click.option("--devices", metavar="0,2", help="One process on each of these devices; no other is visible.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program, not a Python file.")
@@ -55,13 +67,25 @@ Everything after SCRIPT belongs to it. The exit code is the first failing worker
     help="Seconds workers have to end in  [1 after a failure, 30 after Ctrl-C]",
 )
 @click.option("--signals-to-handle", metavar="NAMES", help="Further signals to pass on to the workers.")
+@click.option("--nodes", "--nnodes", metavar="N", help="Machines that run this command together  [1]")
+@click.option("--node-rank", type=click.IntRange(0), metavar="K", help="Which of them this is, from 0.")
+@click.option(
+    "--rendezvous",
+    "--rdzv-endpoint",
+    metavar="URL",
+    help="Where they meet: tcp://HOST:PORT of the first, or file:///PATH that all share.",
+)
+@click.option(
+    "--wait",
+    metavar="S",
+    type=click.FloatRange(0),
+    default=1800.0,
+    help="Seconds to wait for the others  [1800]",
+)
 @click.option("--standalone", is_flag=True, hidden=True)
-@click.option("--nnodes", hidden=True)
-@click.option("--node-rank", hidden=True)
 @click.option("--master-addr", hidden=True)
 @click.option("--master-port", type=click.IntRange(1, 65535), hidden=True)
 @click.option("--rdzv-backend", hidden=True)
-@click.option("--rdzv-endpoint", hidden=True)
 @click.option("--rdzv-id", hidden=True)
 @click.option("-r", "--redirects", hidden=True)
 @click.option("--local-ranks-filter", hidden=True)
@@ -69,16 +93,17 @@ Everything after SCRIPT belongs to it. The exit code is the first failing worker
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], **options: Any) -> None:
-    """Run SCRIPT on N processes of this machine."""
+    """Run SCRIPT on N processes of this machine, or of several that run this command together."""
     try:
-        _refuse_several_nodes(options)
-        env, size = _size(options)
+        where = _where(options)
+        env, size = _size(options, where.number if where else 0)
         code = run_script(
             Script(
                 name=script,
                 command=_argv(script, args, options),
                 size=size,
-                shown=_shown(options, size),
+                shown=_shown(options, None if where else size),
+                where=where,
                 run_dir=options["run_dir"],
                 env={**env, **({"TORCHELASTIC_RUN_ID": options["rdzv_id"]} if options["rdzv_id"] else {})},
                 address=options["master_addr"] or "127.0.0.1",
@@ -92,6 +117,11 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     except UsageError as error:
         click.echo(f"samestep: {error}", err=True)
         code = 2
+    except RankMissing as error:
+        click.echo(f"samestep: {error}", err=True)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
     except OSError as error:
         click.echo(
             f"samestep: {script} cannot be executed ({(error.strerror or str(error)).lower()})", err=True
@@ -112,9 +142,30 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
     return [sys.executable, script, *args]
 
 
-def _size(options: Mapping[str, Any]) -> tuple[dict[str, str], int]:
+def _where(options: Mapping[str, Any]) -> Where | None:
+    """Where the launchers of several nodes meet; in an allocation's own shell they are started first."""
+    if options["numa_binding"]:
+        raise UsageError("--numa-binding is not offered: every process has cores of its own; leave it out")
+    if options["nodes"] or options["standalone"]:
+        return None if options["standalone"] else by_hand(options)
+    # A rank's variables that are left in the environment say nothing of the processes to be started.
+    here = place({name: value for name, value in os.environ.items() if name not in _OF_A_RANK})
+    if here.launcher == "alone":
+        step = whole_allocation(os.environ, sys.argv[2:], bool(options["count"] or options["devices"]))
+        if step:
+            click.echo(f"samestep: {explanation(os.environ)}", err=True)
+            os.execv(step[0], step)
+    return by_step(here, options["wait"])
+
+
+def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
     """The number of processes, and the variable that masks their devices."""
     count, devices = options["count"], options["devices"]
+    if count and re.fullmatch("[0-9]{1,4}(,[0-9]{1,4})+", count):
+        counts = count.split(",")
+        if not 0 <= node < len(counts):
+            raise UsageError(f"-n {count} has {len(counts)} numbers, none of them for node {node}; add one")
+        count = counts[node]
     if devices:
         env, size = masked(os.environ, devices)
         if count and count != str(size):
@@ -137,7 +188,8 @@ def _size(options: Mapping[str, Any]) -> tuple[dict[str, str], int]:
     return {}, int(count)
 
 
-def _shown(options: Mapping[str, Any], size: int) -> frozenset[int]:
+def _shown(options: Mapping[str, Any], known: int | None) -> Container[int]:
+    size = _MANY if known is None else known
     tee, only, redirects = options["tee"], options["local_ranks_filter"], options["redirects"]
     if redirects not in (None, "0", "3"):
         raise UsageError(f"-r {redirects} redirects a part; output is always kept in files, so leave -r out")
@@ -148,7 +200,10 @@ def _shown(options: Mapping[str, Any], size: int) -> frozenset[int]:
     if redirects == "3" and not tee:
         return frozenset()
     # torchrun's 3 is stdout and stderr of all ranks.
-    ranks = range(size) if options["all_ranks"] or tee in ("all", "3") else _ranks("--tee", tee, size)
+    are_all = options["all_ranks"] or tee in ("all", "3")
+    if are_all and not only:
+        return range(size)
+    ranks = range(size) if are_all else _ranks("--tee", tee, size)
     return frozenset(ranks) & frozenset(_ranks("--local-ranks-filter", only, size) if only else range(size))
 
 
@@ -193,18 +248,3 @@ def _signals(names: str | None) -> tuple[signal.Signals, ...]:
         if number not in numbers:
             numbers.append(number)
     return tuple(numbers)
-
-
-def _refuse_several_nodes(options: Mapping[str, Any]) -> None:
-    several = {
-        "--nnodes": options["nnodes"] not in (None, "1", "1:1"),
-        "--node-rank": options["node_rank"] not in (None, "0"),
-    }
-    for name, is_several in several.items():
-        if is_several:
-            raise UsageError(
-                f"{name} {options[name[2:].replace('-', '_')]} means several nodes, and samestep run starts "
-                "processes on one; start the script itself with srun, mpirun or torchrun"
-            )
-    if options["numa_binding"]:
-        raise UsageError("--numa-binding is not offered: every process has cores of its own; leave it out")

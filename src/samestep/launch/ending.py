@@ -20,9 +20,10 @@ def ending(
     shown: Container[int],
     seconds: float,
     kills: Kills,
+    size: int,
 ) -> str | None:
     """The lines a run ends with, or None where it simply finished."""
-    logs = f"Logs: {_typed(run)}/logs/rank-{_numbers(len(workers))}.log"
+    logs = f"Logs: {_typed(run)}/logs/rank-{_numbers(workers)}.log"
     if outcome.cause is None:
         how = None
         if outcome.status == CHECKPOINTED:
@@ -33,7 +34,7 @@ def ending(
             how = f"was stopped by {signal.Signals(outcome.asked).name} after {duration(seconds)}."
         return f"{name} {how} {logs}" if how else None
     cause = outcome.cause
-    head = f"{name} failed on rank {cause.rank} of {len(workers)} {_where_and_when(run, cause.rank, seconds)}"
+    head = f"{name} failed on rank {cause.rank} of {size} {_where_and_when(run, cause.rank, seconds)}"
     lines = [
         head,
         "",
@@ -130,8 +131,9 @@ def _others(cause: Worker, workers: Sequence[Worker]) -> str:
     return ", ".join(parts) + ". " if parts else ""
 
 
-def _numbers(size: int) -> str:
-    return "0" if size == 1 else f"{{0..{size - 1}}}"
+def _numbers(workers: Sequence[Worker]) -> str:
+    first, last = workers[0].rank, workers[-1].rank
+    return str(first) if first == last else f"{{{first}..{last}}}"
 
 
 def _typed(path: Path) -> str:

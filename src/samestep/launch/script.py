@@ -4,8 +4,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from samestep.launch.devices import share_cores
 from samestep.launch.ending import ending, pulse_step, restarting
 from samestep.launch.failure import exit_code
 from samestep.launch.memory import watch_kills
+from samestep.launch.nodes import Crew, Share, Verdict, Where
 from samestep.launch.output import Log, Terminal
 from samestep.launch.port import hold_port
 from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Gang, Outcome
-from samestep.launch.worker import Guardian, Order, fill_standard_descriptors
+from samestep.launch.worker import Guardian, Order
 from samestep.placement import Placement, exports
 from samestep.rundir import create_run, log_path, pulse_path, write_record
 
@@ -31,7 +32,8 @@ class Script:
     name: str
     command: Sequence[str]
     size: int
-    shown: frozenset[int] = frozenset({0})
+    shown: Container[int] = frozenset({0})
+    where: Where | None = None
     run_dir: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     address: str = "127.0.0.1"
@@ -45,36 +47,41 @@ class Script:
 def run_script(script: Script) -> int:
     """Run it, say how it ended, and give the exit code; OSError where it cannot be executed."""
     began = time.time()
-    fill_standard_descriptors()
-    run = create_run(script.run_dir, os.environ, _started(script, began))
-    terminal, kills = Terminal(), watch_kills()
-    restarts = 0
-    previous: object = None
-    with Signals(script.signals) as signals, Guardian() as guardian:
+    with ExitStack() as stack:
+        crew = stack.enter_context(closing(Crew(script.where))) if script.where else None
+        run = _directory(script, crew, began)
+        terminal, kills = Terminal(), watch_kills()
+        signals, guardian = stack.enter_context(Signals(script.signals)), stack.enter_context(Guardian())
+        restarts = 0
+        previous: str | None = None
         while True:
-            started = time.monotonic()
-            outcome, gang = _attempt(script, run, restarts, guardian, terminal, signals)
-            place = _place(run, outcome, time.monotonic() - started)
-            if restarts == script.max_restarts or not _wants_restart(script, outcome):
+            outcome, gang, share = _attempt(script, run, restarts, guardian, terminal, signals, crew)
+            seconds = time.time() - began
+            text = ending(script.name, run, outcome, gang.workers, script.shown, seconds, kills, share.total)
+            verdict = _verdict(script, run, outcome, gang, text, crew)
+            if restarts == script.max_restarts or not _wants_restart(script, verdict):
                 break
-            if place is not None and place == previous:
+            if verdict.place is not None and verdict.place == previous:
                 terminal.say("the same failure in the same place twice: not restarted again")
                 break
-            restarts, previous = restarts + 1, place
+            restarts, previous = restarts + 1, verdict.place
             step = pulse_step(run, outcome.cause.rank) if outcome.cause else None
             terminal.say(restarting(outcome, restarts, script.max_restarts, step))
-    seconds = time.time() - began
-    text = ending(script.name, run, outcome, gang.workers, script.shown, seconds, kills)
-    code = 128 + signal.SIGINT if outcome.asked == signal.SIGINT else exit_code(outcome.status)
+    text = verdict.text
+    if verdict.node != share.node and text:
+        text = (
+            f"{script.name} was stopped on node {share.node} ({os.uname().nodename}): {text.splitlines()[0]}"
+        )
+    code = 128 + signal.SIGINT if verdict.asked == signal.SIGINT else verdict.code
     record: dict[str, object] = {
         "exit_code": code,
         "seconds": round(seconds, 3),
         "restarts": restarts,
-        "failure": text,
+        "failure": verdict.text,
     }
     record["statuses"] = [worker.status for worker in gang.workers]
     try:
-        write_record(run / "result.json", record)
+        write_record(run / ("result.json" if share.node == 0 else f"result-node-{share.node}.json"), record)
     except OSError as error:
         terminal.say(f"result.json in {run} cannot be written ({(error.strerror or '').lower()})")
     if text:
@@ -97,13 +104,30 @@ def local_placement(rank: int, size: int, address: str, port: int) -> Placement:
     return Placement(rank, size, rank, size, 0, 1, "samestep", address, port)
 
 
+def _directory(script: Script, crew: Crew | None, began: float) -> Path:
+    """Node 0 makes the run's directory; another node makes one of its own only where it does not see that."""
+    started = _started(script, began)
+    if crew is None:
+        return create_run(script.run_dir, os.environ, started)
+    started["nodes"] = crew.nodes
+    own = create_run(script.run_dir, os.environ, started) if crew.node == 0 else None
+    return crew.agree_on_run(own) or create_run(script.run_dir, os.environ, started)
+
+
 def _attempt(
-    script: Script, run: Path, restarts: int, guardian: Guardian, terminal: Terminal, signals: Signals
-) -> tuple[Outcome, Gang]:
+    script: Script,
+    run: Path,
+    restarts: int,
+    guardian: Guardian,
+    terminal: Terminal,
+    signals: Signals,
+    crew: Crew | None,
+) -> tuple[Outcome, Gang, Share]:
     held, port = (nullcontext(), script.port) if script.port else hold_port()
+    share = crew.begin(script.size, port) if crew else Share(0, script.size, 0, 1, script.address, port)
     shares, threads = share_cores(script.size)
     told = {
-        "TORCHELASTIC_RUN_ID": run.name,
+        "TORCHELASTIC_RUN_ID": crew.run_name if crew else run.name,
         **script.env,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(script.max_restarts),
@@ -115,14 +139,16 @@ def _attempt(
 
     marked = script.shown != {0}
     orders = []
-    for rank in range(script.size):
+    for local_rank in range(script.size):
+        place = _place(share, local_rank, script.size)
+        rank = place.rank
         pulse_path(run, rank).unlink(missing_ok=True)
         orders.append(
             Order(
                 rank,
                 script.command,
-                worker_env(local_placement(rank, script.size, script.address, port), threads, told),
-                shares[rank],
+                worker_env(place, threads, told),
+                shares[local_rank],
                 0 if rank == 0 else None,
                 Log(log_path(run, rank), lost),
                 terminal if rank in script.shown else None,
@@ -132,24 +158,49 @@ def _attempt(
     try:
         with held:
             gang = Gang(orders, guardian, terminal, script.patience_s)
-            return gang.watch(signals.fd), gang
+            return gang.watch(signals.fd, crew.should_stop if crew else None), gang, share
     finally:
         for order in orders:
             order.log.close()
 
 
-def _wants_restart(script: Script, outcome: Outcome) -> bool:
-    if outcome.asked is not None or outcome.status == 0:
+def _place(share: Share, local_rank: int, local_size: int) -> Placement:
+    rank = share.first + local_rank
+    at = (share.node, share.nodes, "samestep", share.address, share.port)
+    return Placement(rank, share.total, local_rank, local_size, *at)
+
+
+def _verdict(
+    script: Script, run: Path, outcome: Outcome, gang: Gang, text: str | None, crew: Crew | None
+) -> Verdict:
+    code, spot = exit_code(outcome.status), _spot(run, outcome, gang)
+    if crew is None:
+        return Verdict(0, code, text, spot, outcome.asked)
+    ends = [worker.ended_at for worker in gang.workers if worker.status and not worker.was_stopped]
+    return crew.end(
+        code,
+        text,
+        echo=bool(outcome.traceback and outcome.traceback.is_echo),
+        own=outcome.cause is not None or outcome.asked is not None or bool(ends),
+        asked=outcome.asked,
+        at=min(ends, default=time.monotonic()),
+        place=spot,
+    )
+
+
+def _wants_restart(script: Script, verdict: Verdict) -> bool:
+    if verdict.asked is not None or verdict.code == 0 or verdict.node < 0:
         return False
-    return not script.restart_on or exit_code(outcome.status) in script.restart_on
+    return not script.restart_on or verdict.code in script.restart_on
 
 
-def _place(run: Path, outcome: Outcome, seconds: float) -> object:
+def _spot(run: Path, outcome: Outcome, gang: Gang) -> str | None:
     """What says that two failures are one: the traceback and the step, or where none was told, about when."""
     if outcome.cause is None or outcome.traceback is None:
         return None
     step = pulse_step(run, outcome.cause.rank)
-    return outcome.traceback, step, None if step is not None else int(seconds) // _SAME_PLACE_S
+    seconds = time.monotonic() - gang.began
+    return repr((outcome.traceback, step, None if step is not None else int(seconds) // _SAME_PLACE_S))
 
 
 def _started(script: Script, began: float) -> dict[str, object]:

@@ -17,6 +17,7 @@ _HANG_S = 5.0
 _GRACE_S = 1.0
 _PATIENCE_S = 30.0
 _POLL_S = 0.05
+_ELSEWHERE_S = 0.25
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
 
 
@@ -40,6 +41,7 @@ class Gang:
         patience_s: float | None = None,
     ) -> None:
         """Raises OSError where a worker cannot be started; then none is left."""
+        self.began = time.monotonic()
         self.workers: list[Worker] = []
         self._terminal = terminal
         self._grace_s = _GRACE_S if patience_s is None else patience_s
@@ -47,6 +49,7 @@ class Gang:
         self._asked: int | None = None
         self._stop_at = self._kill_at = float("inf")
         self._stopping = False
+        self._is_over_elsewhere: Callable[[], bool] | None = None
         try:
             for order in orders:
                 self.workers.append(Worker(order, guardian))
@@ -54,8 +57,11 @@ class Gang:
             self.kill()
             raise
 
-    def watch(self, signals: int | None = None) -> Outcome:
+    def watch(
+        self, signals: int | None = None, is_over_elsewhere: Callable[[], bool] | None = None
+    ) -> Outcome:
         """Wait for the last worker; `signals` is where the numbers of arriving signals are read."""
+        self._is_over_elsewhere = is_over_elsewhere
         try:
             while self._alive():
                 self._turn(signals)
@@ -104,9 +110,13 @@ class Gang:
         for stream in streams:
             stream.tick(now)
         self._settle(alive, now)
+        if self._is_over_elsewhere and self._is_over_elsewhere() and not self._stopping:
+            self._stop(now)
 
     def _timeout_ms(self, alive: Sequence[Worker], streams: Sequence[Stream]) -> float | None:
         until = min(self._stop_at, self._kill_at) - time.monotonic()
+        if self._is_over_elsewhere:
+            until = min(until, _ELSEWHERE_S)
         if any(stream.waits for stream in streams) or any(worker.pidfd is None for worker in alive):
             until = min(until, _POLL_S)
         return None if until == float("inf") else max(0.0, until * 1000)
