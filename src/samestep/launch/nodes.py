@@ -74,7 +74,7 @@ def by_hand(options: Mapping[str, Any]) -> Where | None:
         raise UsageError(f"--node-rank {number} does not fit --nodes {count}; count from 0 to {count - 1}")
     if count == 1:
         return None
-    at = options["rendezvous"] or _master(options)
+    at = options["rendezvous"] or _first_node(options)
     if at is None:
         raise UsageError(
             f"--nodes {count} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node 0, or "
@@ -140,6 +140,8 @@ class Crew:
 
     def should_stop(self) -> bool:
         """Whether another node's end is a reason to stop this one's workers; to be asked often."""
+        if self.lost is not None:
+            return True
         try:
             self._circle.turn()
         except RankMissing as error:
@@ -248,6 +250,6 @@ def _nowhere(file: Path | None) -> str:
     return f"node 0 has left no note at {file}; is it started, and is that directory shared?" if file else ""
 
 
-def _master(options: Mapping[str, Any]) -> str | None:
+def _first_node(options: Mapping[str, Any]) -> str | None:
     address, port = options["master_addr"], options["master_port"]
     return f"tcp://{address}:{port or 29_500}" if address else None

@@ -1,0 +1,80 @@
+"""`samestep logs`: a run's output by rank, from its files; -f goes on until the run is over."""
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from samestep.errors import UsageError
+from samestep.measure.runs import Run, find_run, log_of, read_run
+
+_LOOK_S = 0.2
+_CHUNK = 1 << 16
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run", required=False)
+@click.option("--rank", "ranks", metavar="0,2|all", default="0", show_default=True, help="Whose output.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run is over.")
+def command(run: str | None, ranks: str, follow: bool) -> None:
+    """Show the output of RUN (a directory, or a name that `samestep runs` lists); the newest by default."""
+    try:
+        found = find_run(run)
+        paths = {rank: log_of(found, rank) for rank in _chosen(found, ranks)}
+    except UsageError as error:
+        click.echo(f"samestep logs: {error}", err=True)
+        raise SystemExit(2) from None
+    marks = [f"[rank {rank}] ".encode() if len(paths) > 1 else b"" for rank in paths]
+    tails = [Tail(path, mark) for path, mark in zip(paths.values(), marks, strict=True)]
+    try:
+        _show(found, tails, follow)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+class Tail:
+    """What of a file was not shown yet."""
+
+    def __init__(self, path: Path, prefix: bytes) -> None:
+        self._path, self._prefix = path, prefix
+        self._shown, self._rest = 0, b""
+
+    def more(self, is_last: bool) -> bool:
+        """Show what is new, by whole lines where it is marked; False where nothing was."""
+        with self._path.open("rb") as file:
+            file.seek(self._shown)
+            data = file.read(_CHUNK)
+        self._shown += len(data)
+        lines = (self._rest + data).splitlines(keepends=True)
+        self._rest = b""
+        if lines and self._prefix and not lines[-1].endswith(b"\n") and not (is_last and not data):
+            self._rest = lines.pop()
+        out = sys.stdout.buffer
+        out.write(b"".join(self._prefix + line for line in lines))
+        out.flush()
+        return bool(data)
+
+
+def _show(run: Run, tails: list[Tail], follow: bool) -> None:
+    while True:
+        # Whether it is over is asked first: what was written before its end is then read after.
+        is_last = not follow or (read_run(run.path) or run).is_over
+        more = True
+        while more:
+            more = sum(tail.more(is_last) for tail in tails) > 0
+        if is_last:
+            return
+        time.sleep(_LOOK_S)
+
+
+def _chosen(run: Run, text: str) -> list[int]:
+    if text == "all":
+        return list(run.logs)
+    if not re.fullmatch(r"[0-9]{1,7}(,[0-9]{1,7})*", text):
+        raise UsageError(f"--rank {text} is no list of ranks; write all, or ranks such as 0,2")
+    return [int(part) for part in text.split(",")]

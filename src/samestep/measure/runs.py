@@ -1,0 +1,154 @@
+"""What ran in a directory, in which state it is, and what each rank does, from files alone."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.rundir import PulseReading, log_path, pulse_path, read_pulse, read_record
+
+_SILENT_S = 600.0
+_ENDS = {0: "done", 75: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's directory, read once."""
+
+    path: Path
+    record: dict[str, Any]
+    result: dict[str, Any] | None
+    pulses: dict[int, PulseReading]
+    logs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def command(self) -> str:
+        """What was run, without the interpreter."""
+        argv = [str(word) for word in self.record.get("argv", [])]
+        is_python = len(argv) > 1 and Path(argv[0]).name.startswith("python")
+        return " ".join(argv[1:] if is_python else argv)
+
+    @property
+    def state(self) -> str:
+        if self.result:
+            code = self.result.get("exit_code", 1)
+            return _ENDS.get(code, f"failed ({code})")
+        if self.record.get("host") == os.uname().nodename:
+            return "running" if _lives(self.record.get("pid")) else "ended without a word"
+        silent = time.time() - max([self.started, *(pulse.unix for pulse in self.pulses.values())])
+        return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
+
+    @property
+    def is_over(self) -> bool:
+        return self.state != "running"
+
+    @property
+    def started(self) -> float:
+        return float(self.record.get("started", 0.0))
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran, or has been running."""
+        if self.result and "seconds" in self.result:
+            return float(self.result["seconds"])
+        last = max([self.started, *(pulse.unix for pulse in self.pulses.values())])
+        return (last if self.is_over else time.time()) - self.started
+
+    @property
+    def step(self) -> int | None:
+        """The step that every rank has reached."""
+        return min((pulse.step for pulse in self.pulses.values() if pulse.step >= 0), default=None)
+
+    @property
+    def speed(self) -> float | None:
+        """Steps a second since the start."""
+        beats = [pulse for pulse in self.pulses.values() if pulse.step > 0]
+        if not beats:
+            return None
+        last = min(beats, key=lambda pulse: pulse.step)
+        return last.step / max(last.unix - self.started, 1e-3)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "run": str(self.path),
+            "state": self.state,
+            "command": self.command,
+            "ranks": len(self.logs),
+            "host": self.record.get("host"),
+            "started": self.started,
+            "seconds": round(self.seconds, 3),
+            "step": self.step,
+            "steps_per_second": self.speed and round(self.speed, 3),
+            "exit_code": self.result and self.result.get("exit_code"),
+            "failure": self.result and self.result.get("failure"),
+        }
+
+
+def root_of(directory: str | None) -> Path:
+    """Where runs are kept."""
+    return Path(directory or os.environ.get("SAMESTEP_RUN_DIR") or "runs")
+
+
+def read_run(path: Path) -> Run | None:
+    """What lies in a run's directory; None where it is none."""
+    record = read_record(path / "run.json")
+    if record is None:
+        return None
+    logs = tuple(sorted(_numbers(path / "logs", "rank-", ".log")))
+    pulses = {rank: read_pulse(pulse_path(path, rank)) for rank in _numbers(path / "pulse", "rank-", "")}
+    read = {rank: pulse for rank, pulse in sorted(pulses.items()) if pulse}
+    return Run(path, record, read_record(path / "result.json"), read, logs)
+
+
+def list_runs(root: Path) -> list[Run]:
+    """All runs there, the newest first."""
+    paths = list(root.iterdir()) if root.is_dir() else []
+    found = [run for path in paths if path.is_dir() and (run := read_run(path))]
+    return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
+
+
+def find_run(name: str | None) -> Run:
+    """A run by its directory or by its name below ./runs; the newest where none is named."""
+    root = root_of(None)
+    if name is None:
+        if newest := list_runs(root)[:1]:
+            return newest[0]
+        raise UsageError(f"there is no run in {root}; name its directory, or set SAMESTEP_RUN_DIR")
+    for path in (Path(name), root / name):
+        if run := read_run(path):
+            return run
+    raise UsageError(
+        f"{name} is no run's directory, nor is {root / name}; `samestep runs` lists those in {root}"
+    )
+
+
+def log_of(run: Run, rank: int) -> Path:
+    """Where a rank's output lies."""
+    if rank not in run.logs:
+    X
+    return log_path(run.path, rank)
+
+
+def _numbers(folder: Path, before: str, after: str) -> list[int]:
+    names = os.listdir(folder) if folder.is_dir() else []
+    middles = [name.removeprefix(before).removesuffix(after) for name in names if name.startswith(before)]
+    return [int(middle) for middle in middles if middle.isdigit()]
+
+
+def _lives(pid: object) -> bool:
+    if not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,118 @@
+"""The verbs that look at runs, on directories that real runs have left or are writing."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+from samestep.rundir import Pulse, pulse_of
+rank = int(os.environ["RANK"])
+pulse = Pulse(pulse_of(os.environ, rank))
+for step in range(int(sys.argv[1])):
+    pulse.beat(step, 1)
+    print("step", step, "on", rank, flush=True)
+    time.sleep(0.05)
+    if Path(os.environ["SAMESTEP_RUN"], "stop").exists():
+        sys.exit(75)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def samestep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+    return subprocess.run(
+        [sys.executable, "-m", "samestep", *words],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "train.py").write_text(TRAIN)
+    samestep(folder, "run", "-n", "2", "train.py", "3", "0")
+    samestep(folder, "run", "-n", "1", "train.py", "1", "7")
+    return folder
+
+
+def test_runs_lists_what_was_run_the_newest_first(home):
+    listed = json.loads(samestep(home, "runs", "--json").stdout)
+    assert listed["schema_version"] == 1
+    failed, done = listed["runs"][:2]
+    assert (done["state"], done["ranks"], done["step"], done["exit_code"]) == ("done", 2, 2, 0)
+    assert (failed["state"], failed["ranks"], failed["step"]) == ("failed (7)", 1, 0)
+    assert done["command"] == "train.py 3 0"
+    assert 0 < done["steps_per_second"] < 20
+    lines = samestep(home, "runs").stdout.splitlines()
+    assert lines[0].split() == ["run", "state", "ranks", "step", "steps/s", "started", "took", "command"]
+    assert lines[2].endswith("train.py 3 0")
+
+
+def test_no_runs_are_no_error(tmp_path):
+    assert samestep(tmp_path, "runs").stdout == "no runs in runs\n"
+
+
+def test_logs_shows_one_rank_or_all(home):
+    run = json.loads(samestep(home, "runs", "--json").stdout)["runs"][1]["run"]
+    assert samestep(home, "logs", run).stdout == "step 0 on 0\nstep 1 on 0\nstep 2 on 0\n"
+    assert samestep(home, "logs", "--rank", "1", run).stdout == "step 0 on 1\nstep 1 on 1\nstep 2 on 1\n"
+    both = samestep(home, "logs", "--rank", "all", Path(run).name).stdout.splitlines()
+    assert sorted(both) == [f"[rank {rank}] step {step} on {rank}" for rank in (0, 1) for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["logs", "--rank", "5"], "rank 5 has no log in runs/"),
+        (
+            ["logs", "nowhere"],
+            "nowhere is no run's directory, nor is runs/nowhere; `samestep runs` lists those",
+        ),
+        (["status", "nowhere"], "nowhere is no run's directory"),
+        (["stop"], "is failed (7), so there is nothing to stop"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(home, words, said):
+    done = samestep(home, *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_run_is_followed_watched_and_stopped_by_files_alone(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = [sys.executable, "-m", "samestep", "run", "-n", "2", "train.py", "1000", "0"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
+        until = time.monotonic() + 20
+        while "step 1 " not in samestep(tmp_path, "logs").stdout and time.monotonic() < until:
+            time.sleep(0.1)
+        follow = [sys.executable, "-m", "samestep", "logs", "-f"]
+        with subprocess.Popen(follow, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as following:
+            status = json.loads(samestep(tmp_path, "status", "--json").stdout)
+            assert (status["state"], len(status["by_rank"])) == ("running", 2)
+            assert 2 < status["steps_per_second"] < 21
+            assert samestep(tmp_path, "stop").returncode == 0
+            shown = following.communicate(timeout=30)[0].splitlines()
+        assert running.wait(timeout=30) == 75
+    assert shown == [f"step {step} on 0" for step in range(len(shown))]
+    assert "stopped at a checkpoint" in samestep(tmp_path, "status").stdout
+
+
+def test_a_run_whose_launcher_was_killed_is_not_taken_for_running(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = [sys.executable, "-m", "samestep", "run", "-n", "1", "train.py", "1000", "0"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        running.kill()
+    assert "ended without a word" in samestep(tmp_path, "runs").stdout
