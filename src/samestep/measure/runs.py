@@ -132,7 +132,8 @@ def find_run(name: str | None) -> Run:
 def log_of(run: Run, rank: int) -> Path:
     """Where a rank's output lies."""
     if rank not in run.logs:
-    X
+        there = f"there are ranks {min(run.logs)} to {max(run.logs)}" if run.logs else "there are none yet"
+        raise UsageError(f"rank {rank} has no log in {run.path}; {there}")
     return log_path(run.path, rank)
 
 
