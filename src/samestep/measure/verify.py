@@ -89,7 +89,19 @@ def verify(
 ) -> Report:
     """Run `script` (a file, or `-m` and a module, and its arguments) at each size; the first is compared with."""
     directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
-    outcomes: list[Outcome] = []
+    report: Report | None = None
+    try:
+        report = Report(tuple(_outcomes(script, sizes, steps, directory)), exact)
+    finally:
+        # Of a script that failed the logs are kept: what was printed about its end says where they lie.
+        if report is None or report.verdict != "failed":
+            shutil.rmtree(directory)
+    return report
+
+
+def _outcomes(
+    script: Sequence[str], sizes: Sequence[int], steps: int | None, directory: Path
+) -> Iterator[Outcome]:
     first: Run | None = None
 
     @cache
@@ -99,13 +111,12 @@ def verify(
     for size in sizes:
         run = _run(script, size, directory / str(size), steps)
         if run.code:
-            return Report((*outcomes, _failed(run)), exact)
+            yield Outcome(size, run.length, 0, None, "failed")
+            return
         if first is None:
             _check_is_parallel(run, script)
             first = run
-        outcomes.append(_outcome(first, run, again))
-    shutil.rmtree(directory)
-    return Report(tuple(outcomes), exact)
+        yield _outcome(first, run, again)
 
 
 def _run(script: Sequence[str], size: int, directory: Path, steps: int | None) -> Run:
@@ -134,10 +145,6 @@ def _check_is_parallel(run: Run, script: Sequence[str]) -> None:
         raise SerialScript(f"{name} is serial; change these lines, then verify it again")
     if not run.length:
         raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
-
-
-def _failed(run: Run) -> Outcome:
-    return Outcome(run.size, run.length, 0, None, "failed")
 
 
 def _outcome(first: Run, run: Run, again: Callable[[], Run]) -> Outcome:

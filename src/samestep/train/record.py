@@ -31,6 +31,7 @@ from samestep.train.exact import ExactReplica
 from samestep.train.loader import Loader
 from samestep.train.replica import replica_of
 from samestep.train.syncnorm import Synced
+from samestep.train.vault import Vault
 
 _NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), contextlib.__file__)
 _MOST_ROWS = 4096
@@ -64,6 +65,7 @@ class Recorder:
         register_optimizer_step_post_hook(self._after_step)
         torch.Tensor.backward = self._backward(torch.Tensor.backward)  # type: ignore[method-assign]
         DataLoader.__iter__ = self._iterated(DataLoader.__iter__)  # type: ignore[assignment,method-assign]
+        Vault.__init__ = self._elsewhere(Vault.__init__)  # type: ignore[method-assign]
 
     def finish(self) -> None:
         """Write the state at the end, rank 0 as it is and the others its digest."""
@@ -143,6 +145,14 @@ class Recorder:
             return original(loader)
 
         return iterate
+
+    def _elsewhere(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Runs that are compared all begin at the beginning, and leave the script's own commits alone."""
+
+        def begin(vault: Vault, directory: str | os.PathLike[str], *args: Any) -> None:
+            original(vault, self._directory / "checkpoints" / Path(directory).name, *args)
+
+        return begin
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._optimizers:

@@ -1,0 +1,155 @@
+"""`samestep verify` finds each of ten planted mistakes, names its cause, and finds none where there is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from samestep.cli.verify import command
+from samestep.measure.convert import SEVEN_LINES, conversion, converted
+from samestep.measure.printed import is_steady, printed_otherwise
+from samestep.measure.recorded import Run
+from samestep.train.digest import digests
+
+MISTAKES = Path(__file__).parent / "mistakes"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _verify(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "where", "cause"),
+    [
+        ("batchnorm", "step 1, 1.running_mean", "BatchNorm statistics are per rank"),
+        ("dropout", "step 1, loss", "dropout masks are per rank"),
+        ("own_sampler", "step 1, samples", "a sampler of the script's own (DistributedSampler)"),
+        ("plain_loader", "step 1, samples of the batch", "a plain DataLoader (plain_loader.py:"),
+        ("unseeded", "before step 1, 0.weight", "no seed is set"),
+        ("one_rank_metric", "rank 0, `accuracy 1", "a metric of one rank alone"),
+        ("share_length", "step 2, lr", "made from a length or count that depends on the number of processes"),
+        ("scaled_batch", "step 1, samples of the batch", "a step has 8 samples at 1 process and 16 at 2"),
+        ("summed_loss", "step 1, loss", "the loss is a sum over each rank's samples"),
+        ("not_replicated", "step 1, gradient of 0.weight", "Sequential is not replicated"),
+    ],
+)
+def test_a_planted_mistake_is_found_and_its_cause_named(mistake: str, where: str, cause: str) -> None:
+    result = _verify("-n", "1,2", str(MISTAKES / f"{mistake}.py"))
+    assert result.exit_code == 1, result.output
+    verdict = result.stdout.splitlines()[-1]
+    assert verdict.startswith(f"different: {where}"), result.output
+    assert cause in verdict
+
+
+def test_a_sound_script_is_the_same_to_rounding_and_no_cause_is_named() -> None:
+    result = _verify("-n", "1,3", "--json", "--steps", "12", str(EXAMPLES / "digits.py"))
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0, result.output
+    assert (report["schema_version"], report["verdict"], report["cause"]) == (1, "rounding", None)
+    assert [(one["size"], one["steps"], one["samples"]) for one in report["sizes"]] == [
+        (size, 12, 12 * 32) for size in (1, 3)
+    ]
+
+
+def test_exact_steps_with_batchnorm_and_dropout_are_the_same_to_the_bit_and_checkpoints_are_left_alone() -> (
+    None
+):
+    result = _verify("-n", "1,2", "--exact", str(MISTAKES.parent / "exact_script.py"))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "same to the bit"
+    assert [*Path().iterdir()] == []
+
+
+def test_a_serial_script_is_shown_its_own_lines_to_change() -> None:
+    script = EXAMPLES / "digits_serial.py"
+    result = _verify("-n", "1,2", str(script))
+    assert result.exit_code == 2
+    assert "is serial" in result.stderr
+    assert "-train = DataLoader(digits(train=True), args.batch_size, shuffle=True)" in result.stdout
+    parallel = (EXAMPLES / "digits.py").read_text().replace(", seed=args.seed)", ")")
+    assert sorted(converted(script.read_text()).splitlines()) == sorted(parallel.splitlines())
+
+
+def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
+    Path("none.py").write_text("print(1)")
+    for arguments, sentence in (
+        (["-n", "1,2", "none.py"], "none.py took no optimizer step"),
+        (["nowhere.py"], "nowhere.py is no file"),
+        (["-n", "1", "none.py"], "-n 1 is one number of processes"),
+        (["-n", "one", "none.py"], "-n one is no list of numbers"),
+    ):
+        result = _verify(*arguments)
+        assert result.exit_code == 2, result.output
+        assert sentence in result.stderr
+
+
+def test_where_no_line_is_recognised_the_seven_lines_are_shown() -> None:
+    assert conversion("print(1)\n") == SEVEN_LINES
+    assert conversion("def broken(:\n") == SEVEN_LINES
+
+
+def test_a_script_without_a_device_gets_one_and_keeps_what_it_says_otherwise() -> None:
+    source = (
+        "import torch\nfrom torch.utils.data import DataLoader, Dataset\n\n\ndef main():\n"
+        "    train = DataLoader(data, batch_size=8)\n    net = Net().cuda()\n"
+        "    torch.optim.SGD(net.parameters(), 0.1)\n    torch.save(net.state_dict(), f'{name}.pt')\n"
+    )
+    assert converted(source) == (
+        "import samestep\nimport torch\nfrom torch.utils.data import DataLoader, Dataset\n\n\ndef main():\n"
+        "    device = samestep.init().device\n    train = samestep.loader(data, batch_size=8)\n"
+        "    net = samestep.replicate(Net().cuda())\n    torch.optim.SGD(net.parameters(), 0.1)\n"
+        "    samestep.save(f'{name}.pt', net.state_dict())\n"
+    )
+
+
+def _printed(size: int, *ranks: list[str]) -> Run:
+    return Run(size, 0, [[] for _ in ranks], [{} for _ in ranks], Path(), [*ranks])
+
+
+@pytest.mark.parametrize(
+    ("one", "three", "differs"),
+    [
+        ("accuracy 97.22%", "accuracy 32.50%", True),
+        ("accuracy 97.22%", "accuracy 97.50%", False),  # one sample of 360, where the bits differ
+        ("epoch 3, loss 0.1234", "epoch 3, loss 0.1235", False),
+        ("loss 1.2e-3", "loss 4.1e-4", True),
+        ("took 12.31 s, 4000 images/s", "took 7.22 s, 9000 images/s", False),
+        ("1 processes, 1200 samples each", "3 processes, 400 samples each", False),
+        ("correct 350", "correct 0", True),
+        ("samestep: 1 device", "samestep: 9 devices", False),
+    ],
+)
+def test_a_printed_number_counts_where_the_number_of_processes_does_not_explain_it(
+    one: str, three: str, differs: bool
+) -> None:
+    found = printed_otherwise(_printed(1, [one]), _printed(3, [three]), same_bits=False)
+    assert bool(found) == differs
+
+
+def test_a_number_on_which_the_ranks_do_not_agree_is_not_everyones() -> None:
+    first, other = _printed(1, ["loss 0.500"]), _printed(2, ["loss 0.503"], ["loss 0.497"])
+    ((_, kind),) = printed_otherwise(first, other, same_bits=False)
+    assert is_steady(kind, first, _printed(1, ["loss 0.500"]))
+    assert not is_steady(kind, first, _printed(1, ["loss 0.700"]))
+    assert not printed_otherwise(first, _printed(2, ["loss 0.503"], ["loss 0.503"]), same_bits=False)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64]
+)
+def test_a_digest_tells_one_changed_bit_and_how_far_two_tensors_are_apart(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 50).to(dtype)
+    raw = tensor.clone().view(torch.uint8)
+    raw[8] ^= 1
+    (a, b), (empty,) = digests([tensor, raw.view(dtype)]), digests([tensor[:0]])
+    assert a[2] != b[2]
+    assert abs(a[0] - b[0]) <= float((tensor - raw.view(dtype)).abs().double().norm()) + 1e-12
+    assert empty == [0.0, 0.0, 0]
