@@ -48,3 +48,12 @@ def test_a_derived_port_has_others_beside_it_that_no_near_step_begins_with():
     assert all(10_000 <= port < 29_000 for port in choices)
     near = {place(STEP | {"SLURM_STEP_ID": str(step)}).master_port for step in range(5, 40)}
     assert not near & set(choices)
+
+
+def test_a_process_bound_to_one_core_is_noted_with_what_to_write():
+    (note,) = place(STEP, bound_of=16).notes
+    assert note == "slurm has bound this process to 1 of 16 cores; write `srun --cpus-per-task=8`"
+    assert place(STEP, bound_of=3).notes == place(STEP).notes == ()
+    (note,) = place(STEP | {"SLURM_CPUS_PER_TASK": "8"}, cores=1, bound_of=16).notes
+    assert note.startswith("SLURM_CPUS_PER_TASK is 8 but this task may use 1")
+    assert place(TORCHRUN, bound_of=16).notes == place(TORCHRUN).notes

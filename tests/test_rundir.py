@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UsageError
-from samestep.rundir import Pulse, create_run, log_path, pulse_of, pulse_path, read_pulse, read_record
+from samestep.rundir import (
+    Pulse,
+    better_place,
+    create_run,
+    log_path,
+    pulse_of,
+    pulse_path,
+    read_pulse,
+    read_record,
+)
 
 
 def test_a_run_keeps_everything_to_its_user(tmp_path):
@@ -89,3 +98,14 @@ def test_a_worker_finds_its_pulse_only_inside_a_run(tmp_path):
 def test_a_record_that_was_torn_is_none(tmp_path: Path):
     (tmp_path / "run.json").write_text('{"size": ')
     assert read_record(tmp_path / "run.json") is None
+
+
+def test_a_run_in_the_home_directory_is_remarked_where_there_is_scratch(tmp_path):
+    home, scratch = tmp_path / "home", tmp_path / "scratch"
+    scratch.mkdir()
+    env = {"HOME": str(home), "SCRATCH": str(scratch)}
+    assert better_place(home / "runs" / "1120-2023", env) == (
+        f"the run's files go to {home}/runs in the home directory; SAMESTEP_RUN_DIR={scratch} is made for them"
+    )
+    assert better_place(scratch / "runs" / "1120-2023", env) is None
+    assert better_place(home / "runs" / "1120-2023", {"HOME": str(home)}) is None

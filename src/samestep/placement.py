@@ -59,8 +59,12 @@ def place(
     master_port: int | None = None,
     run: str | None = None,
     cores: int | None = None,
+    bound_of: int | None = None,
 ) -> Placement:
-    """Arguments win; `run` is what only this run's processes share, for launchers that name no run."""
+    """Arguments win; `run` is what only this run's processes share, for launchers that name no run.
+
+    `cores` are what this process may use; where it is bound to one, `bound_of` is how many its machine has.
+    """
     flags = dict(zip(FIELDS, (rank, size, local_rank, local_size, node, nodes), strict=True))
     given = {name: (value, f"{name}={value}") for name, value in flags.items() if value is not None}
     if given and (rank is None or size is None):
@@ -83,14 +87,18 @@ def place(
         master_addr=address[0] if address else None,
         master_port=port[0] if port else None,
         origin=origin,
-        notes=found.notes + _lost_cores(env, found, cores),
+        notes=found.notes + (_lost_cores(env, found, cores) or _one_core(found, bound_of)),
         run=run_name(env, found.launcher, run),
     )
 
 
 def this_process() -> Placement:
     """The placement of the process that asks."""
-    return place(os.environ, run=_mpi_daemon(), cores=len(cores()))
+    usable = cores()
+    is_bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
+    return place(
+        os.environ, run=_mpi_daemon(), cores=len(usable), bound_of=os.cpu_count() if is_bound else None
+    )
 
 
 def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -216,6 +224,16 @@ def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tup
         f"SLURM_CPUS_PER_TASK is {asked} but this task may use {usable}, and srun does not ask sbatch; "
         f"write `srun --cpus-per-task={asked}`",
     )
+
+
+def _one_core(found: Found, bound_of: int | None) -> tuple[str, ...]:
+    """A launcher's default that makes loading and the host's part of every step slow, and shows nowhere."""
+    here = found.facts["local_size"][0]
+    if bound_of is None or found.launcher in ("alone", "samestep", "torchrun") or bound_of < 2 * here:
+        return ()
+    how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(found.launcher)
+    write = f"write `{how}={bound_of // here}`" if how else f"bind each to {bound_of // here}"
+    return (f"{found.launcher} has bound this process to 1 of {bound_of} cores; {write}",)
 
 
 def _mpi_daemon() -> str | None:

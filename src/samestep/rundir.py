@@ -96,6 +96,17 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
     return run
 
 
+def better_place(run: Path, env: Mapping[str, str]) -> str | None:
+    """What to say where a site's scratch space is there and the run's files go to the home directory."""
+    home, scratch = env.get("HOME"), env.get("SCRATCH")
+    if not home or not scratch or not os.path.isdir(scratch):
+        return None
+    in_home, in_scratch = (Path(run).is_relative_to(os.path.realpath(place)) for place in (home, scratch))
+    if not in_home or in_scratch:
+        return None
+    return f"the run's files go to {run.parent} in the home directory; SAMESTEP_RUN_DIR={scratch} is made for them"
+
+
 def _new_directory(parent: Path) -> Path:
     now = time.localtime()
     names = [time.strftime("%m%d-%H%M", now), time.strftime("%m%d-%H%M%S", now)]

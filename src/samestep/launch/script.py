@@ -20,7 +20,7 @@ from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Gang, Outcome
 from samestep.launch.worker import Guardian, Order
 from samestep.placement import Placement, exports
-from samestep.rundir import create_run, log_path, pulse_path, write_record
+from samestep.rundir import better_place, create_run, log_path, pulse_path, write_record
 
 _SAME_PLACE_S = 10
 
@@ -51,6 +51,8 @@ def run_script(script: Script) -> int:
         crew = stack.enter_context(closing(Crew(script.where))) if script.where else None
         run = _directory(script, crew, began)
         terminal, kills = Terminal(), watch_kills()
+        if advice := better_place(run, os.environ):
+            terminal.say(f"samestep: {advice}")
         signals, guardian = stack.enter_context(Signals(script.signals)), stack.enter_context(Guardian())
         restarts = 0
         previous: str | None = None
