@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from samestep.errors import UsageError
 from samestep.train import share
-from samestep.train.replica import Replica, weighed
+from samestep.train.replica import Replica, weighed_call
 from samestep.train.treesum import Blocks, Courier, Vectors, add_up, layout
 from samestep.train.world import World
 
@@ -25,7 +25,7 @@ class ExactReplica(Replica):
     def __init__(self, model: torch.nn.Module, options: dict[str, Any], world: World) -> None:
         fix_arithmetic()
         super().__init__(model, {**options, "gradient_as_bucket_view": False}, world)
-        self.late_statistics = False
+        self.moves_buffers = False
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._index = {id(one): at for at, one in enumerate(self._parameters)}
         self._floating = [one for one in model.buffers() if one.is_floating_point()]
@@ -48,9 +48,7 @@ class ExactReplica(Replica):
                 "take the training batches from samestep.steps"
             )
         forward = self.ddp if self.ddp is not None and at_hand.last else self.own_forward
-        weight = at_hand.mine / at_hand.all
-        output = forward(*args, **kwargs)
-        return output if weight == 1.0 else weighed(output, weight)
+        return weighed_call(forward, at_hand.mine / at_hand.all, args, kwargs)
 
     def begin_step(self) -> None:
         self._gradients, self._changes = Blocks(), Blocks()

@@ -1,8 +1,10 @@
 """A model on this rank whose forward goes through torch's DistributedDataParallel, weighed by its share."""
 
+import copy
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from samestep.train.nested import map_tensors
 from samestep.train.syncnorm import BATCH_NORMS
 from samestep.train.world import World, at_leaving
 
-_PATCHED = ("forward", "__reduce_ex__")
+_PATCHED = ("forward", "__getstate__")
 _all: "weakref.WeakSet[Replica]" = weakref.WeakSet()
 
 
@@ -25,51 +27,59 @@ class Replica:
     _made = 0
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any], world: World) -> None:
-        self._number = Replica._made
+        self.number = Replica._made
         Replica._made += 1
         self.model = model
         self.world = world
         self.own_forward = model.forward
-        self.late_statistics = (
-            world.size > 1 and _only_batchnorm_buffers(model) and not _names_buffers(options)
+        self.patched_over = {name: model.__dict__[name] for name in _PATCHED if name in model.__dict__}
+        self.moves_buffers = (
+            world.size > 1 and next(model.buffers(), None) is not None and not _names_buffers(options)
         )
         self.dirty = False
         self.ddp: DistributedDataParallel | None = None
         if world.size > 1:
-            buffers = {_buffer_option(): False} if self.late_statistics else {}
+            late = self.moves_buffers and _only_batchnorm_buffers(model)
+            buffers = {_buffer_option(): False} if late else {}
             self.ddp = DistributedDataParallel(
                 _Body(model, self.own_forward), **{"gradient_as_bucket_view": True, **buffers, **options}
             )
         model.__dict__["forward"] = self
-        model.__dict__["__reduce_ex__"] = self._reduce
+        model.__dict__["__getstate__"] = partial(_plain_state, model)
         _all.add(self)
         at_leaving(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.dirty and not self.model.training:
+        at_hand = share.current()
+        if not self.model.training:
             self.settle()
+        elif torch.is_grad_enabled() or at_hand is not None:
+            self.dirty = self.moves_buffers
         if not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
-        self.dirty = self.late_statistics
-        at_hand = share.current()
-        if self.ddp is None:
-            output = self.own_forward(*args, **kwargs)
-        elif at_hand is None or at_hand.last:
-            output = self.ddp(*args, **kwargs)
-        else:
-            with self.ddp.no_sync():
-                output = self.ddp(*args, **kwargs)
         weight = share.weight(self.world.size)
-        return output if weight == 1.0 else weighed(output, weight)
+        if self.ddp is None:
+            return weighed_call(self.own_forward, weight, args, kwargs)
+        if at_hand is None or at_hand.last:
+            return weighed_call(self.ddp, weight, args, kwargs)
+        with self.ddp.no_sync():
+            return weighed_call(self.ddp, weight, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Where a class copies its attributes by itself, the copy's forward is its own as well."""
+        return copy.deepcopy(self.own_forward, memo)
 
     def settle(self) -> None:
-        """Collective. Make rank 0's BatchNorm statistics everyone's, where training has moved them apart."""
-        if not self.dirty:
-            return
-        meet("samestep.replicate's BatchNorm statistics")
+        """Collective. Make rank 0's buffers everyone's, where training has moved them apart."""
+        if self.dirty:
+            meet("samestep.replicate's BatchNorm statistics")
+            self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Collective. Rank 0's buffers, on every rank."""
         self.dirty = False
         for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
+            broadcast(buffer)
 
     def begin_step(self) -> None:
         """Called before the first microbatch of a step."""
@@ -83,15 +93,18 @@ class Replica:
     def leave(self) -> None:
         for name in _PATCHED:
             self.model.__dict__.pop(name, None)
+        self.model.__dict__.update(self.patched_over)
         self.ddp = None
 
-    def _reduce(self, protocol: int) -> tuple[Any, ...]:
-        """A copy, and what is pickled, is the plain model."""
-        reduced: Any = type(self.model).__reduce_ex__(self.model, max(2, protocol))
-        construct, args, state, *rest = reduced
-        if isinstance(state, dict):
-            state = {key: one for key, one in state.items() if key not in _PATCHED}
-        return (construct, args, state, *rest)
+
+def _plain_state(model: torch.nn.Module) -> Any:
+    """What is copied or pickled of a replicated model is the plain model."""
+    state: Any = type(model).__getstate__(model)  # type: ignore[no-untyped-call]
+    if not isinstance(state, dict):
+        return state
+    replica = replica_of(model)
+    plain = {key: one for key, one in state.items() if key not in _PATCHED}
+    return plain | (replica.patched_over if replica else {})
 
 
 class _Body(torch.nn.Module):
@@ -122,25 +135,46 @@ class _Weigh(torch.autograd.Function):
         return (None, *(None if one is None else one * ctx.weight for one in gradients))
 
 
-def weighed(output: Any, weight: float) -> Any:
-    """The same output, whose gradient is multiplied by weight."""
+def weighed_call(
+    forward: Callable[..., Any], weight: float, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The output of forward, with the gradients of its parameters, and not of its inputs, times weight.
+
+    So a model whose inputs are another's outputs does not weigh that one's gradients again.
+    """
+    if weight == 1.0:
+        return forward(*args, **kwargs)
+    if weight:
+        args, kwargs = _weighed((args, kwargs), 1 / weight)
+    return _weighed(forward(*args, **kwargs), weight)
+
+
+def _weighed(value: Any, weight: float) -> Any:
     found: dict[int, torch.Tensor] = {}
 
     def note(one: Any) -> Any:
-        if isinstance(one, torch.Tensor) and one.requires_grad:
+        if one.requires_grad:
             found[id(one)] = one
         return one
 
-    map_tensors(note, output)
+    map_tensors(note, value)
     if not found:
-        return output
+        return value
     changed = dict(zip(found, _Weigh.apply(weight, *found.values()), strict=True))  # type: ignore[no-untyped-call]
-    return map_tensors(lambda one: changed.get(id(one), one), output)
+    return map_tensors(lambda one: changed.get(id(one), one), value)
+
+
+def broadcast(tensor: torch.Tensor) -> None:
+    """Collective. Rank 0's values, in place, whatever the strides."""
+    sent = tensor.detach().contiguous()
+    dist.broadcast(sent, src=0)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(sent)
 
 
 def replicas() -> list[Replica]:
     """All replicas that live, in the order they were made, which is the same on every rank."""
-    return sorted(_all, key=lambda one: one._number)
+    return sorted(_all, key=lambda one: one.number)
 
 
 def replica_of(model: torch.nn.Module) -> Replica | None:

@@ -21,7 +21,7 @@ from samestep.errors import RanksDiffer, UsageError
 from samestep.train import share
 from samestep.train.exact import ExactReplica
 from samestep.train.meet import meet
-from samestep.train.replica import Replica, replica_of, replicas
+from samestep.train.replica import Replica, broadcast, replica_of, replicas
 from samestep.train.syncnorm import BATCH_NORMS, Synced, convert
 from samestep.train.world import World, init
 
@@ -37,10 +37,10 @@ def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
-    if replica_of(model) is not None or isinstance(model, DistributedDataParallel):
+    target = getattr(model, "_orig_mod", model)
+    if replica_of(model) is not None or target in _alone or isinstance(model, DistributedDataParallel):
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
     world = init()
-    target = getattr(model, "_orig_mod", model)
     if world.size == 1 and not exact:
         _alone.add(target)
         return model
@@ -60,7 +60,7 @@ def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False
     _draw_apart(world)
     if not any(one.requires_grad for one in target.parameters()):
         for tensor in (*target.parameters(), *target.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+            broadcast(tensor)
         return model
     if _own_statistics(target) and world.rank == 0:
         print(
@@ -91,9 +91,20 @@ def training() -> bool:
 
 
 def settle_all() -> None:
-    """Collective. Make rank 0's BatchNorm statistics everyone's, where training has moved them apart."""
-    for replica in replicas():
-        replica.settle()
+    """Collective. Make rank 0's buffers everyone's, where training has moved them apart.
+
+    A model that is gone may live on in one rank until its garbage is collected: it is no rank's business.
+    """
+    if init().size == 1:
+        return
+    mine = {one.number: one for one in replicas()}
+    message = json.dumps([(number, one.dirty) for number, one in mine.items()])
+    ranks = [
+        dict(json.loads(one)) for one in meet("samestep.replicate's BatchNorm statistics", message.encode())
+    ]
+    for number in sorted(set.intersection(*map(set, ranks))):
+        if any(one[number] for one in ranks):
+            mine[number].share_buffers()
 
 
 def weigh_alone() -> None:
