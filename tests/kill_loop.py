@@ -65,7 +65,7 @@ class Run(Trail):
 
     def start(self, size: int, workers: int) -> list[Rank]:
         self.attempts += 1
-        options = ["--log", self.log, "--attempt", self.attempts, "--epochs", EPOCHS, "--workers", workers]
+        options = ["--notes", self.log, "--attempt", self.attempts, "--epochs", EPOCHS, "--workers", workers]
         return self.nest.start(SCRIPT, size, self.directory, *options)
 
 

@@ -51,7 +51,7 @@ class Counter:
 def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
-    parser.add_argument("--log", default=os.devnull)
+    parser.add_argument("--notes", default=os.devnull)
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--every", type=float, default=3, help="steps, or below 1 seconds")
     parser.add_argument("--epochs", type=int, default=3)
@@ -63,7 +63,7 @@ def arguments():
     parser.add_argument("--bulk", type=int, default=0, help="further bytes of state")
     parser.add_argument("--accept", nargs="*", default=[])
     parser.add_argument("--loader", action="store_true", help="the default mode, not exact")
-    parser.add_argument("--signal", help="NAME@STEP or NAME@STEP/RANK, sent by the script to itself")
+    parser.add_argument("--hear", help="NAME@N or NAME@N/RANK, sent by ranks to themselves in each Nth step")
     parser.add_argument("--stop-at", type=int, default=0, help="leave by commit and exit")
     return parser.parse_args()
 
@@ -101,10 +101,10 @@ def main():
     )
     run.resume()
     log = os.open(
-        f"{asked.log}-{world.rank}" if asked.log != os.devnull else os.devnull,
+        f"{asked.notes}-{world.rank}" if asked.notes != os.devnull else os.devnull,
         os.O_WRONLY | os.O_CREAT | os.O_APPEND,
     )
-    name, _, place = (asked.signal or "").partition("@")
+    name, _, place = (asked.hear or "").partition("@")
     at, _, only = place.partition("/")
     for _ in train.epochs(asked.epochs):
         for step in train:
@@ -120,7 +120,7 @@ def main():
                 time.sleep(asked.pause)
             line = f"{asked.attempt} {run.steps + 1} {time.monotonic()} {' '.join(map(str, taken))}\n"
             os.write(log, line.encode())
-            if name and run.steps + 1 == int(at) and only in ("", str(world.rank)):
+            if name and (run.steps + 1) % int(at) == 0 and only in ("", str(world.rank)):
                 os.kill(os.getpid(), signal.Signals[name])
             run.step()
             if run.steps == asked.stop_at:

@@ -42,7 +42,7 @@ class Trail:
         """The newest commit; where all ranks draw alike, their number is no part of it."""
         newest = carry.listing(self.directory)[0]
         state = carry.read(self.directory / newest.name)[0]
-        state["streams"] = sorted(set(state["streams"]))
+        state["samestep"]["streams"] = sorted(set(state["samestep"]["streams"]))
         return dict(leaves(state))
 
 

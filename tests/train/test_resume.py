@@ -24,7 +24,7 @@ def nest(tmp_path_factory) -> Iterator[Nest]:
 
 def go(nest, trail, size, *options, attempt=1):
     """One attempt to its end."""
-    ranks = nest.start(SURVIVOR, size, trail.directory, "--log", trail.log, "--attempt", attempt, *options)
+    ranks = nest.start(SURVIVOR, size, trail.directory, "--notes", trail.log, "--attempt", attempt, *options)
     assert nest.wait(ranks) == [0] * size, "\n".join(one.said for one in ranks)
     return ranks
 
@@ -62,7 +62,7 @@ def test_in_default_mode_changing_sizes_lose_no_sample_and_take_none_twice(
 ):
     trail = Trail(tmp_path)
     left_after_every_step(nest, trail, sizes, "--loader")
-    ledger = ("parts", "train", "ledger")
+    ledger = ("train", "ledger")
     assert trail.against(undisturbed) == (0, 0)
     assert trail.state()[ledger] == undisturbed.state()[ledger]
 
@@ -79,14 +79,12 @@ def test_in_default_mode_the_same_size_draws_the_same_and_up_to_two_ranks_end_wi
     ours, theirs = cut.state(), whole.state()
     if size == 3:
         # where a gradient lies in DDP's buckets changes after the first step, and with it the order of a sum
-        weights = ("parts", "model", "0.weight")
+        weights = ("model", "0.weight")
         np.testing.assert_allclose(
             *(np.frombuffer(one.pop(weights), "<f4") for one in (ours, theirs)), atol=1e-5
         )
-        drawn = (("streams",), ("parts", "counter"), ("parts", "train"))
-        ours, theirs = (
-            {key: one[key] for key in one if key[:1] in drawn or key[:2] in drawn} for one in (ours, theirs)
-        )
+        drawn = (("samestep", "streams"), ("counter", "drawn"), ("train", "ledger"))
+        ours, theirs = ({key: one[key] for key in one if key[:2] in drawn} for one in (ours, theirs))
     assert differing_bits(ours, theirs) == 0
 
 
@@ -109,7 +107,7 @@ def test_a_finished_run_takes_no_further_step_and_further_epochs_go_on(nest, und
 
 def test_commits_are_made_by_time_too_and_make_no_difference(nest, undisturbed, tmp_path):
     trail = Trail(tmp_path)
-    ranks = nest.start(SURVIVOR, 2, trail.directory, "--log", trail.log, "--every", 0.3, "--pause", 0.1)
+    ranks = nest.start(SURVIVOR, 2, trail.directory, "--notes", trail.log, "--every", 0.3, "--pause", 0.1)
     while len(trail.taken()) < 9:
         nest.look(0.02)
     ranks[0].kill()

@@ -46,7 +46,8 @@ class FromWorkers:
         return iter(self._loader)
 
     def sample(self, index: int) -> Any:
-        return self._dataset.__getitems__([(0, index)])[0]
+        """One sample as it is under any seed, to know the data set by."""
+        return _Seeded(self._dataset.dataset, 0).__getitems__([(0, index)])[0]
 
 
 class _Plan:

@@ -34,6 +34,7 @@ from samestep.train.vault import Vault
 from samestep.train.world import at_leaving, init
 
 STOPPED = 75
+_OWN = "samestep"
 _TALK_SECONDS = 0.25
 _RETRY_SECONDS = 30.0
 _MEANT = {
@@ -98,7 +99,7 @@ class Checkpoint:
             try:
                 found = self._vault.newest(lambda name, dir_fd: carry.read(name, dir_fd=dir_fd))
                 if found is not None:
-                    self._check_facts(found.value[0])
+                    self._check_facts(found.value[0][_OWN])
             except SamestepError as error:
                 failure = str(error)
         path, size = (str(found.path), found.path.stat().st_size) if found else ("", 0)
@@ -190,13 +191,13 @@ class Checkpoint:
         raise SystemExit(STOPPED)
 
     def _start_writing(self, kept: list[bytes]) -> None:
-        state = {
-            "parts": {name: part.state_dict() for name, part in self._parts.items()},
-            "streams": kept,
+        own = {
             "step": self.steps,
+            "streams": kept,
             "facts": self._facts,
             "arithmetic": arithmetic() if self._is_exact() else None,
         }
+        state = {name: part.state_dict() for name, part in self._parts.items()} | {_OWN: own}
         meta = {**_origin(), "step": self.steps, "time": time.time(), "size": self._world.size}
         bulk = carry.pack(state, meta).bulk
         if len(self._buffer) < bulk:
@@ -233,16 +234,17 @@ class Checkpoint:
             self._writer.join()
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        if missing := self._parts.keys() ^ state["parts"].keys():
+        own = state[_OWN]
+        if missing := self._parts.keys() ^ state.keys() - {_OWN}:
             raise CheckpointError(
                 f"the checkpoint and this run differ in {', '.join(sorted(missing))}; give Checkpoint the same parts"
             )
         for name, part in self._parts.items():
-            part.load_state_dict(self._adjusted(name, state["parts"][name]))
-        self.steps = int(state["step"])
+            part.load_state_dict(self._adjusted(name, state[name]))
+        self.steps = int(own["step"])
         self._committed = self._place()
         self._talked_step = self._talk_step = self.steps
-        kept, rank = state["streams"], self._world.rank
+        kept, rank = own["streams"], self._world.rank
         if self._is_exact():
             streams.restore(kept[0])
         elif rank < len(kept):
@@ -267,8 +269,8 @@ class Checkpoint:
             name: {**one.facts(), "fingerprint": one.fingerprint()} for name, one in self._loaders.items()
         }
 
-    def _check_facts(self, state: Mapping[str, Any]) -> None:
-        for name, then in state["facts"].items():
+    def _check_facts(self, own: Mapping[str, Any]) -> None:
+        for name, then in own["facts"].items():
             for fact, now in self._facts.get(name, {}).items():
                 if then.get(fact) != now and _MEANT[fact] not in self._accept:
                     what = "another dataset" if fact == "fingerprint" else f"{fact} {then.get(fact)}"
@@ -277,9 +279,9 @@ class Checkpoint:
                         f"the checkpoint's {name} had {what}, not {here}; use the same, or "
                         f"Checkpoint(accept={_MEANT[fact]!r}) where the change is meant"
                     )
-        if state["arithmetic"] and self._is_exact():
+        if own["arithmetic"] and self._is_exact():
             for fact, here in arithmetic().items():
-                if (then := state["arithmetic"].get(fact)) != here:
+                if (then := own["arithmetic"].get(fact)) != here:
                     print(
                         f"samestep: {fact} was {then} and is {here}; bits may differ from here on",
                         file=sys.stderr,
@@ -304,6 +306,8 @@ def _checked_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
         raise UsageError(
             "Checkpoint got no parts to keep; pass model=model, optimizer=optimizer, train=train"
         )
+    if _OWN in parts:
+        raise UsageError(f"Checkpoint keeps its own state as {_OWN}; give your part another name")
     for name, part in parts.items():
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
             raise UsageError(
