@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -20,8 +21,10 @@ class Wishes:
         run = os.environ.get("SAMESTEP_RUN")
         self._file = Path(run, "stop") if run else None
         if threading.current_thread() is threading.main_thread():
+            # what is ignored from the start (SIGINT in a shell's background job) stays so
             for one in _SIGNALS:
-                signal.signal(one, self._hear)
+                if signal.getsignal(one) is not signal.SIG_IGN:
+                    signal.signal(one, self._hear)
 
     def asked(self, margin_seconds: float) -> str:
         """Why this process should stop now, or nothing; the job's time limit counts the margin before it."""
@@ -36,7 +39,8 @@ class Wishes:
     def fulfilled(self) -> None:
         """The state is safe: a launcher that now stops the others must not change this process's exit code."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._file.unlink()
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_IGN)
 
