@@ -17,6 +17,7 @@ from forked import Nest
 from trail import Trail, differing_bits
 
 from samestep import carry
+from samestep.train import carry as tensors
 
 SURVIVOR = Path(__file__).parents[1] / "survivor.py"
 SMALL = """
@@ -194,6 +195,19 @@ def test_schedulers_scalers_and_own_objects_come_back_as_they_were(run, tmp_path
     again = run(source)[1][0]
     assert again.splitlines()[-1] == said[0].splitlines()[-1]
     assert "going on after step 4" in again
+
+
+def test_the_room_a_state_takes_is_known_without_a_copy():
+    tied = torch.randn(7, 5)
+    state = {
+        "a": tied,
+        "b": tied,
+        "t": tied.t(),
+        "empty": torch.empty(0),
+        "half": tied.half(),
+        "raw": b"x" * 9,
+    }
+    assert tensors.bulk(state) == tensors.pack(state).bulk
 
 
 def test_a_directory_that_is_not_there_is_a_beginning_and_is_made_by_the_first_commit(nest, tmp_path):

@@ -199,7 +199,7 @@ class Checkpoint:
         }
         state = {name: part.state_dict() for name, part in self._parts.items()} | {_OWN: own}
         meta = {**_origin(), "step": self.steps, "time": time.time(), "size": self._world.size}
-        bulk = carry.pack(state, meta).bulk
+        bulk = carry.bulk(state)
         if len(self._buffer) < bulk:
             pinned = self._world.device.type == "cuda"
             self._buffer = torch.empty(bulk, dtype=torch.uint8, pin_memory=pinned)
