@@ -11,6 +11,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fournodes import Cluster, missing
 
+_TABLE: list[str] = []
+
+
+@pytest.fixture
+def table() -> list[str]:
+    return _TABLE
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _TABLE:
+        terminalreporter.section("the same training, every way in")
+        terminalreporter.line(f"{'way':<28}  ranks  {'node.local rank':<15}  {'adopted':<8}")
+        for row in _TABLE:
+            terminalreporter.line(row)
+
 
 @pytest.fixture(scope="session")
 def _up() -> Iterator[Cluster]:
