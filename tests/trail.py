@@ -39,11 +39,9 @@ class Trail:
         return lost, twice
 
     def state(self) -> State:
-        """The newest commit; where all ranks draw alike, their number is no part of it."""
+        """The newest commit."""
         newest = carry.listing(self.directory)[0]
-        state = carry.read(self.directory / newest.name)[0]
-        state["samestep"]["streams"] = sorted(set(state["samestep"]["streams"]))
-        return dict(leaves(state))
+        return dict(leaves(carry.read(self.directory / newest.name)[0]))
 
 
 def leaves(node: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], bytes]]:
