@@ -150,8 +150,8 @@ class Crew:
         now = time.monotonic()
         for _, ended in self._circle.news:
             if ended["code"]:
-                expected = ended["code"] == CHECKPOINTED or ended["asked"]
-                wait = _LONE_S if expected else _ECHO_S if ended["echo"] else 0.0
+                is_known = ended["echo"] or ended["asked"]
+                wait = _LONE_S if ended["code"] == CHECKPOINTED else _ECHO_S if is_known else 0.0
                 self._stop_at = min(self._stop_at or float("inf"), now + wait)
         self._circle.news.clear()
         return self._stop_at is not None and now >= self._stop_at

@@ -1,0 +1,142 @@
+"""Launchers of several nodes that meet, fail, restart and end as one; here all on one machine."""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+SHOW = """
+import os
+print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")))
+"""
+WAIT = """
+import os, sys, time
+with open(f"up{os.environ['RANK']}", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+while not os.path.exists("go"):
+    time.sleep(0.01)
+if os.environ["RANK"] == "2":
+    BAD
+time.sleep(60)
+"""
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def started(launcher, sizes, *options):
+    at = f"tcp://127.0.0.1:{free_port()}"
+    several = ["--nodes", str(len(sizes)), "--rendezvous", at]
+    return [
+        launcher.start("-n", str(size), *several, "--node-rank", str(node), *options)
+        for node, size in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2, 1)])
+def test_ranks_are_counted_over_all_nodes(launcher, sizes):
+    launcher.write(SHOW)
+    total = sum(sizes)
+    ends = [one.finish() for one in reversed(started(launcher, sizes, "--tee", "all", "train.py"))][::-1]
+    for node, (size, (code, out, err)) in enumerate(zip(sizes, ends, strict=True)):
+        assert (code, err) == (0, "")
+        first = sum(sizes[:node])
+        lines = sorted(re.sub(r"^\[rank \d+\] ", "", line) for line in out.splitlines())
+        assert lines == [f"{first + local} {total} {local} {size} {node}" for local in range(size)]
+
+
+def test_all_nodes_that_see_one_directory_write_one_run(launcher):
+    launcher.write(SHOW)
+    assert [one.finish()[0] for one in started(launcher, (1, 2), "train.py")] == [0, 0]
+    (run,) = (launcher.home / "runs").iterdir()
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(3)]
+    assert json.loads((run / "result.json").read_text())["exit_code"] == 0
+
+
+@pytest.mark.parametrize(("bad", "code"), [("raise ValueError('broke')", 1), ("sys.exit(7)", 7)])
+def test_a_failure_stops_the_other_nodes_at_once_and_gives_its_code(launcher, gone, bad, code):
+    launcher.write(WAIT.replace("BAD", bad))
+    nodes = started(launcher, (2, 2), "train.py")
+    pids = [int(nodes[0].wait_for_lines(f"up{rank}")[0]) for rank in range(4)]
+    (launcher.home / "go").touch()
+    began = time.monotonic()
+    ends = [one.finish() for one in nodes]
+    assert time.monotonic() - began < 10
+    gone(pids, 1)
+    assert [end[0] for end in ends] == [code, code]
+    head = rf"train\.py failed on rank 2 of 4 \({re.escape(os.uname().nodename)}\) after \d+\.\d s"
+    assert re.match(rf"{head}\n\n", ends[1][2])
+    assert re.fullmatch(rf"train\.py was stopped on node 0 \(.*\): {head}\n", ends[0][2])
+    (run,) = (launcher.home / "runs").iterdir()
+    assert re.match(head, json.loads((run / "result.json").read_text())["failure"])
+
+
+def test_a_launcher_that_is_killed_is_named_by_the_others(launcher):
+    launcher.write(WAIT)
+    nodes = started(launcher, (1, 1, 1), "train.py")
+    for rank in range(3):
+        nodes[0].wait_for_lines(f"up{rank}")
+    nodes[1].process.kill()
+    nodes[1].finish()
+    for node in (0, 2):
+        code, _, err = nodes[node].finish()
+        assert code == 1
+        assert re.search(r": node 1 \(.*\) was lost: its process has ended or its network is cut$", err, re.M)
+
+
+def test_all_nodes_start_again_together(launcher):
+    launcher.write(
+        """
+        import os, sys
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        with open("seen", "a") as file:
+            file.write(f"{again} {os.environ['RANK']}\\n")
+        if again == "0" and os.environ["RANK"] == "1":
+            raise ValueError("once")
+        """
+    )
+    nodes = started(launcher, (1, 1), "--max-restarts", "1", "train.py")
+    assert [one.finish()[0] for one in nodes] == [0, 0]
+    assert {"1 0", "1 1"} <= set((launcher.home / "seen").read_text().splitlines())
+
+
+def test_exit_code_75_of_all_is_the_exit_code_of_all(launcher):
+    launcher.write("import sys; sys.exit(75)")
+    assert [one.finish()[0] for one in started(launcher, (1, 2), "train.py")] == [75, 75]
+
+
+def test_an_interrupt_of_one_node_ends_all(launcher, gone):
+    launcher.write(WAIT)
+    nodes = started(launcher, (1, 1), "train.py")
+    pids = [int(nodes[0].wait_for_lines(f"up{rank}")[0]) for rank in range(2)]
+    began = time.monotonic()
+    nodes[1].process.send_signal(signal.SIGINT)
+    assert [one.finish()[0] for one in nodes] == [130, 130]
+    assert time.monotonic() - began < 10
+    gone(pids, 1)
+
+
+def test_a_gang_that_stays_incomplete_names_who_is_missing(launcher):
+    launcher.write(SHOW)
+    where = ["--nodes", "3", "--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--wait", "6"]
+    nodes = [launcher.start("-n", "1", *where, "--node-rank", str(node), "train.py") for node in (0, 2)]
+    for one in nodes:
+        code, _, err = one.finish()
+        assert code == 1
+        assert err.endswith("samestep: node 1 did not come within 6 s\n")
+
+
+def test_a_stale_rendezvous_file_is_replaced(launcher):
+    launcher.write(SHOW)
+    meet = launcher.home / "meet"
+    meet.write_text(json.dumps({"addresses": ["127.0.0.1"], "port": free_port()}))
+    where = ["--nodes", "2", "--rendezvous", f"file://{meet}"]
+    nodes = [launcher.start("-n", "1", *where, "--node-rank", str(node), "train.py") for node in (1, 0)]
+    assert [one.finish()[0] for one in nodes] == [0, 0]
+    assert not meet.exists()
