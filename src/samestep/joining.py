@@ -16,7 +16,7 @@ from samestep.errors import PlacementError, RankMissing, RanksDiffer
 _STEP_S = 0.25
 _CONNECT_S = 2.0
 _REPLY_S = 3.0
-_TAKEN_S = 10.0
+_TAKEN_S = 30.0
 _SAY_S = 5.0
 _UNTOLD_S = 120.0
 _SAY_LATER_S = 30.0

@@ -5,22 +5,20 @@ others show that they belong to the same run, and a store is made for them at a 
 """
 
 import os
-import zlib
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from samestep import addresses, board
+from samestep import addresses
 from samestep.circle import Circle
 from samestep.errors import PlacementError
-from samestep.joining import Member, host, join, listen, say
-from samestep.launchers import hosts_of_ranks, port_choices
+from samestep.joining import listen, say
 from samestep.placement import ASSUMED, Placement
+from samestep.ranks import circle_of
 
 _LOOP = "127.0.0.1"
 _MOST_TRIED = 64
@@ -32,51 +30,8 @@ def find(here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
         store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))  # type: ignore[attr-defined]
         _take_interface(_own_address(here, store))
         return here, store
-    with closing(_circle(here, timeout.total_seconds())) as circle:
+    with closing(circle_of(here, timeout.total_seconds())) as circle:
         return _meet(circle, here, timeout)
-
-
-def _circle(here: Placement, limit_s: float) -> Circle:
-    expected = hosts_of_ranks(os.environ, here.size)
-    me = Member(here.run or "", here.rank, here.size, limit_s=limit_s, expected=expected)
-    if here.master_addr is None or here.master_port is None:
-        return _by_note(here, me)
-    said = here.origin.get("master_port", "")
-    is_given = said.lower().startswith("master_port=")
-    ports = [here.master_port] if is_given else port_choices(here.master_port)
-    if here.rank == 0:
-        return host(listen(ports, said), me)
-    names = _names(here, here.master_addr)
-    return join(lambda: [(name, port) for port in ports for name in names], me)
-
-
-def _by_note(here: Placement, me: Member) -> Circle:
-    """mpirun says of no rank where it runs, so rank 0 leaves a note where the run's files go."""
-    if here.run is None or here.master_addr is not None:
-        names = ("MASTER_ADDR", "MASTER_PORT") if here.master_addr is None else ("MASTER_PORT",)
-        raise PlacementError(
-            f"{here.launcher} does not say where rank 0 listens; set {' and '.join(names)} for every rank"
-        )
-    folder = Path(os.environ.get("SAMESTEP_RUN_DIR") or "runs").absolute()
-    path = folder / f".meet-{zlib.crc32(here.run.encode(errors='replace')):08x}"
-    if here.rank == 0:
-        door = listen([0])
-        with board.posted(path, door.getsockname()[1]):
-            return host(door, me)
-    nowhere = (
-        f"{here.launcher} does not say where rank 0 listens, and there is no note of it at {path}; "
-        "set MASTER_ADDR to rank 0's host, or SAMESTEP_RUN_DIR to a directory that all nodes share"
-    )
-    return join(lambda: board.read(path), replace(me, nowhere=nowhere))
-
-
-def _names(here: Placement, master: str) -> Sequence[str]:
-    """Where rank 0's machine is for this process."""
-    is_told = "=" in here.origin.get("node", "")
-    if here.node == 0 and is_told:
-        return [_LOOP]
-    is_given = here.origin.get("master_addr", "").lower().startswith("master_addr=")
-    return addresses.resolve(master, "" if is_given else os.environ.get("SAMESTEP_ADDRESS_SUFFIX", ""))
 
 
 def _meet(circle: Circle, here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
