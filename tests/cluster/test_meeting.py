@@ -37,7 +37,7 @@ def srun(isolated: Cluster, tmp_path: Path) -> Callable[..., "subprocess.Popen[s
     (tmp_path / "rank.py").write_text(_RANK)
 
     def start(*words: str, **variables: str) -> "subprocess.Popen[str]":
-        command = isolated.command("srun", *words, cwd=tmp_path)
+        command = isolated.command("srun", "--quiet", *words, cwd=tmp_path)
         env = {**os.environ, **variables}
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
