@@ -158,7 +158,7 @@ def test_a_run_stops_in_time_before_its_job_ends(loop):
         return {"SLURM_JOB_END_TIME": int(time.time()) + seconds}
 
     assert loop("for _ in steps(): pass", 2, env=job(60))[0] == [0, 0]
-    codes, said, _ = loop("for _ in steps(6): time.sleep(0.05)", 2, env=job(13))
+    codes, said, _ = loop("for _ in steps(6): time.sleep(0.05)", 2, env=job(12))
     assert codes == [75, 75]
     assert "stopped by the job's time limit after step" in said[0]
 

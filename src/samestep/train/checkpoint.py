@@ -6,6 +6,7 @@ and what produced it all. Not covered: what the script keeps in variables of its
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -35,7 +36,7 @@ from samestep.train.world import at_leaving, init
 
 STOPPED = 75
 _OWN = "samestep"
-_TALK_SECONDS = 0.25
+_TALK_SECONDS = 0.5
 _RETRY_SECONDS = 30.0
 _MEANT = {
     "length": "dataset",
@@ -167,12 +168,14 @@ class Checkpoint:
         now = time.monotonic()
         pace = (now - self._talked_at) / max(1, self.steps - self._talked_step)
         self._talked_at, self._talked_step = now, self.steps
-        timed = isinstance(self._every, timedelta) and now - self._timed_at >= self._every.total_seconds()
+        every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
+        timed = now - self._timed_at >= every
+        quiet = min(_TALK_SECONDS, every if timed else every - (now - self._timed_at))
         retry = bool(self._failure) and now - self._timed_at >= _RETRY_SECONDS
         said = {
             "stop": self._wishes.asked(2 * self._commit_seconds + 2 * pace + 10),
             "commit": timed or retry,
-            "quiet": max(1, min(1000, int(_TALK_SECONDS / max(pace, 1e-9)))),
+            "quiet": max(1, min(1000, int(quiet / max(pace, 1e-9)))),
         }
         all_said = [json.loads(one) for one in meet("samestep.Checkpoint.step", json.dumps(said).encode())]
         self._talk_step = self.steps + all_said[0]["quiet"]
