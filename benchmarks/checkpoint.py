@@ -1,0 +1,203 @@
+"""What a commit costs the training loop: its stall beside torch.save and DCP's async save, and `run.step()` alone.
+
+The three take turns on one 500 MB state in one process, each on a quiet disk; a ratio is formed within each round,
+and the median of the rounds is given with the middle half of them. The stall is the time until the call returns
+on the slowest rank; what goes on in the background afterwards is `whole`, which for samestep alone holds digests
+and the wait for the disk. `run.step()` is tried while no commit is due: the time inside of it, which at two ranks
+holds the wait for the other one, over the loop's, and the loop with it beside the loop without it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
+TENSORS = 20
+STEPS = 500
+Save = Callable[[], Callable[[], object]]
+
+
+def state_of(megabytes: int) -> nn.Module:
+    model = nn.Module()
+    for number in range(TENSORS):
+        weight = torch.randn(megabytes * 250_000 // TENSORS)
+        model.register_parameter(f"weight{number}", nn.Parameter(weight))
+    return model
+
+
+def savers(model: nn.Module, home: Path, rank: int) -> dict[str, Save]:
+    """For each its call, which returns what waits for the rest."""
+    import torch.distributed.checkpoint as dcp
+
+    import samestep
+
+    run = samestep.Checkpoint(home / "samestep", every=10**9, model=model)
+
+    def ours() -> Callable[[], object]:
+        run.commit()
+        return lambda: run._await_writer()
+
+    def plain() -> Callable[[], object]:
+        if rank == 0:
+            torch.save({"model": model.state_dict()}, home / "plain.pt")
+        return lambda: None
+
+    def asynchronous() -> Callable[[], object]:
+        shutil.rmtree(home / f"dcp-{rank}", ignore_errors=True)
+        future: Any = dcp.async_save({"model": model.state_dict()}, checkpoint_id=home / "dcp")
+        return future.result
+
+    return {"samestep": ours, "torch.save": plain, "dcp.async_save": asynchronous}
+
+
+def stalls(size: int, megabytes: int, rounds: int, home: Path) -> list[dict[str, Any]]:
+    import samestep
+
+    world = samestep.init()
+    model = samestep.replicate(state_of(megabytes)) if size > 1 else state_of(megabytes)
+    made = savers(model, home, world.rank)
+    times: dict[str, list[tuple[float, float]]] = {one: [] for one in made}
+    order = list(made)
+    for _ in range(rounds + 1):
+        order = order[1:] + order[:1]
+        for one in order:
+            if world.rank == 0:
+                os.sync()
+            samestep.sum(0)
+            begun = time.perf_counter()
+            rest = made[one]()
+            stalled = time.perf_counter() - begun
+            rest()
+            whole = time.perf_counter() - begun
+            times[one].append((max(samestep.gather([stalled])), max(samestep.gather([whole]))))
+    rows = []
+    for one, measured in times.items():
+        first, *later = [stall for stall, _ in measured]
+        ratios = sorted(
+            stall / theirs[0]
+            for (stall, _), theirs in zip(measured[1:], times["torch.save"][1:], strict=True)
+        )
+        rows.append(
+            {
+                "kind": "stall", "size": size, "megabytes": megabytes, "system": one, "base": "torch.save",
+                "first_ms": round(first * 1e3, 1), "ms": round(statistics.median(later) * 1e3, 1),
+                "whole_ms": round(statistics.median(whole for _, whole in measured[1:]) * 1e3, 1),
+                **spread(ratios),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def spread(ratios: list[float]) -> dict[str, float]:
+    quarter = len(ratios) // 4
+    middle = statistics.median(ratios)
+    return {
+        "ratio": round(middle, 5),
+        "low": round(ratios[quarter], 5),
+        "high": round(ratios[-1 - quarter], 5),
+    }
+
+
+def step_share(size: int, rounds: int, home: Path) -> list[dict[str, Any]]:
+    import samestep
+
+    samestep.init()
+    model = samestep.replicate(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, targets = torch.randn(32, 64), torch.randint(0, 10, (32,))
+    run = samestep.Checkpoint(home / "share", every=10**9, model=model, optimizer=optimizer)
+    inside = 0.0
+
+    def block(with_it: bool) -> float:
+        """Seconds a step; so many steps on every rank."""
+        nonlocal inside
+        begun = time.perf_counter()
+        for _ in range(STEPS):
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if with_it:
+                before = time.perf_counter()
+                run.step()
+                inside += time.perf_counter() - before
+        return (time.perf_counter() - begun) / STEPS
+
+    block(True)
+    inside, ratios, times = 0.0, [], []
+    for number in range(3 * rounds):
+        pair = {with_it: block(with_it) for with_it in ((True, False), (False, True))[number % 2]}
+        ratios.append(pair[True] / pair[False])
+        times.append(pair[True])
+    call = inside / (3 * rounds * STEPS)
+    return [
+        {
+            "kind": "step", "size": size, "system": "samestep", "base": "the loop without it",
+            "call_us": round(call * 1e6, 2), "step_us": round(statistics.median(times) * 1e6, 1),
+            "share": round(call / statistics.mean(times), 5), **spread(sorted(ratios)),
+        }
+    ]  # fmt: skip
+
+
+def measured(size: int, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows that a world of this size measures, by its rank 0."""
+    words = ["--rounds", str(asked.rounds), "--megabytes", str(asked.megabytes)]
+    with tempfile.TemporaryDirectory(dir=asked.directory) as home:
+        command = [sys.executable, __file__, *words, "--worker", str(size), "--directory", home]
+        if size > 1:
+            samestep = str(Path(sys.executable).parent / "samestep")
+            command = [samestep, "run", "-n", str(size), "--run-dir", f"{home}/runs", *command[1:]]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3000)
+    if done.returncode:
+        sys.exit(f"the worker of size {size} failed:\n{done.stderr}")
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--directory", help="a place on the disk that is meant  [the temporary one]")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        home = Path(asked.directory)
+        rows = step_share(asked.worker, asked.rounds, home)
+        rows += stalls(asked.worker, asked.megabytes, asked.rounds, home)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(json.dumps(rows))
+        return
+    rows = measured(1, asked) + measured(2, asked)
+    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"machine": facts, "rounds": asked.rounds, "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        of = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f}) of {row['base']}"
+        if row["kind"] == "step":
+            call = f"{row['call_us']} us in a step of {row['step_us']} us, {row['share']:.2%}"
+            print(f"size {row['size']}: run.step() {call}; with it {of}")
+        else:
+            ms = f"{row['ms']:7.1f} ms (first {row['first_ms']:.0f}, whole {row['whole_ms']:.0f})"
+            print(f"size {row['size']}: {row['system']:14} stalls {ms}: {of}")
+
+
+if __name__ == "__main__":
+    main()
