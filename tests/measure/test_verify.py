@@ -1,6 +1,7 @@
 """`samestep verify` finds each of ten planted mistakes, names its cause, and finds none where there is none."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from click.testing import CliRunner, Result
 from samestep.cli.verify import command
 from samestep.measure.convert import SEVEN_LINES, conversion, converted
 from samestep.measure.printed import is_steady, printed_otherwise
-from samestep.measure.recorded import Run
+from samestep.measure.recorded import Run, Step
+from samestep.measure.trajectory import first_fact, follow
 from samestep.train.digest import digests
 
 MISTAKES = Path(__file__).parent / "mistakes"
@@ -140,6 +142,46 @@ def test_a_number_on_which_the_ranks_do_not_agree_is_not_everyones() -> None:
     assert is_steady(kind, first, _printed(1, ["loss 0.500"]))
     assert not is_steady(kind, first, _printed(1, ["loss 0.700"]))
     assert not printed_otherwise(first, _printed(2, ["loss 0.503"], ["loss 0.503"]), same_bits=False)
+
+
+def _trained(distances: list[float], rate: float = 0.1) -> Run:
+    steps = [
+        Step(
+            0,
+            [{"loss": 1.0 + apart, "mine": 4, "all": 4, "samples": [0, 1, 2, 3]}],
+            [{"lr": rate if at else 0.1}],
+            {"w": (1.0, 1.0 + apart, hash(apart))},
+            {"w": (1.0, 1.0, 0)},
+            {},
+        )
+        for at, apart in enumerate(distances)
+    ]
+    return Run(1, 0, [steps], [{"precision": "float32"}], Path(), [[]])
+
+
+@pytest.mark.parametrize(
+    ("distances", "where"),
+    [
+        ([0.0, 0.0, 0.0], None),
+        ([1e-7, 3e-7, 1e-6, 5e-6, 2e-5, 1e-4, 4e-4], None),
+        ([1e-7, 1e-7, 1e-7, 1e-3, 1e-3], "step 4, loss"),
+        ([0.0, 1e-2, 0.0], "step 2, loss"),
+        ([1e-7, 2e-7], "step 3, number of steps"),
+        ([0.0, math.nan, 0.0], "step 2, loss"),
+    ],
+)
+def test_a_jump_is_a_difference_and_what_grows_by_little_is_rounding(
+    distances: list[float], where: str | None
+) -> None:
+    path = follow(_trained([0.0] * max(3, len(distances))), _trained(distances))
+    assert (str(path.beyond) if path.beyond else None) == where
+    assert (path.bits is None) == (not any(distances))
+
+
+def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:
+    first, other = _trained([0.0] * 3), _trained([0.0, 0.5, 0.5], rate=0.2)
+    assert str(first_fact(first, other)) == "step 2, lr"
+    assert first_fact(first, _trained([0.0, 0.5, 0.5])) is None
 
 
 @pytest.mark.parametrize(

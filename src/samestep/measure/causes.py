@@ -4,26 +4,19 @@ import math
 from collections.abc import Callable, Iterator
 
 from samestep.measure.recorded import Digest, Run
-from samestep.measure.trajectory import Difference, Trajectory, total
+from samestep.measure.trajectory import Difference, total
 
 _SAME = 1e-4
 _APART = 1e-2
 _STANDARD_ORDERS = {"RandomSampler", "SequentialSampler"}
 
 
-def explain(first: Run, other: Run, found: Trajectory, again: Callable[[], Run]) -> str | None:
+def explain(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> str | None:
     """The cause of what is beyond rounding; `again` is the first run once more, where that decides."""
-    difference = found.beyond
-    assert difference is not None
     step = difference.step or 0
     match difference.kind:
         case "weights" if step == 0:
             return _first_weights(first, again)
-        case "weights" | "buffer" | "loss" | "grad" if not found.has_jumped:
-            return (
-                f"no single step does it: a last bit's difference of {found.largest:.0e} has grown from step to step; "
-                "use steps and replicate(exact=True) for the same bits"
-            )
         case "apart":
             return _ranks_apart(other, difference)
         case "batch":
@@ -156,9 +149,11 @@ def _arithmetic(first: Run, other: Run, difference: Difference, again: Callable[
     if unreplicated := _unreplicated(other):
         yield unreplicated
     yield from _scaled(first, other, step)
+    # What every step does shows in the first one.
+    is_new = not any(one.drew or one.training for one in other.steps[:step])
     exact = any(root["exact"] for root in other.roots)
-    drew = not exact and (first.steps[step].drew or other.steps[step].drew)
-    norms = [name for root in other.roots for name in root["batchnorm"] if not root["exact"]]
+    drew = is_new and not exact and (first.steps[step].drew or other.steps[step].drew)
+    norms = is_new and [name for root in other.roots for name in root["batchnorm"] if not root["exact"]]
     if norms and drew:
         yield (
             "BatchNorm statistics and random draws (dropout or the like) are per rank, use steps and "

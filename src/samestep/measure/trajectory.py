@@ -19,6 +19,7 @@ _EPSILON = {
 }
 _JUMP = 10.0
 _CHAOS = 1e-2
+_FACTS = {"steps", "apart", "batch", "samples", "mode", "hyper"}
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,6 @@ class Trajectory:
     beyond: Difference | None
     largest: float
 
-    @property
-    def has_jumped(self) -> bool:
-        return self.beyond is not None and self.beyond.distance > _JUMP * self.largest
-
 
 def follow(first: Run, other: Run) -> Trajectory:
     """The first difference in bits and the first beyond rounding, of one run from the first."""
@@ -72,6 +69,15 @@ def follow(first: Run, other: Run) -> Trajectory:
             worst = max(worst, one.distance)
         largest = max(largest, worst)
     return Trajectory(bits, None, largest)
+
+
+def first_fact(first: Run, other: Run) -> Difference | None:
+    """The first thing that rounding cannot touch: samples, a rate, the number of steps."""
+    for step in range(max(first.length, other.length)):
+        for one in _differences(first, other, step):
+            if one.kind in _FACTS:
+                return one
+    return None
 
 
 def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:

@@ -16,12 +16,13 @@ from samestep.measure.causes import explain, explain_printed
 from samestep.measure.compare import compare
 from samestep.measure.printed import is_steady, printed_otherwise
 from samestep.measure.recorded import Run, read_run
-from samestep.measure.trajectory import Difference, Trajectory, follow
+from samestep.measure.trajectory import Difference, Trajectory, first_fact, follow
 from samestep.measure.weights import read
 
 Verdict = Literal["bits", "rounding", "different", "failed"]
 _END = 1e-3
 _END_JUMP = 100.0
+_SOFT = {"weights", "buffer", "loss", "grad"}
 
 
 class SerialScript(UsageError):
@@ -40,6 +41,7 @@ class Outcome:
     difference: Difference | None = None
     distance: float = 0.0
     cause: str | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class Report:
             case "different":
                 return f"different: {one.difference}" + (f"; {one.cause}" if one.cause else "")
         rounding = f"same to rounding: {max(one.distance for one in self.outcomes):.1e}"
+        if notes := [one.note for one in self.outcomes if one.note]:
+            rounding += f"; {notes[0]}"
         if not self.wants_bits:
             return rounding
         return (
@@ -105,8 +109,8 @@ def _outcomes(
     first: Run | None = None
 
     @cache
-    def again() -> Run:
-        return _run(script, sizes[0], directory / "again", steps)
+    def again(nudge: bool = False) -> Run:
+        return _run(script, sizes[0], directory / ("nudged" if nudge else "again"), steps, nudge)
 
     for size in sizes:
         run = _run(script, size, directory / str(size), steps)
@@ -119,10 +123,14 @@ def _outcomes(
         yield _outcome(first, run, again)
 
 
-def _run(script: Sequence[str], size: int, directory: Path, steps: int | None) -> Run:
+def _run(script: Sequence[str], size: int, directory: Path, steps: int | None, nudge: bool = False) -> Run:
     record = directory / "record"
     record.mkdir(parents=True)
-    told = {"SAMESTEP_RECORD": str(record), "SAMESTEP_RECORD_STEPS": str(steps or "")}
+    told = {
+        "SAMESTEP_RECORD": str(record),
+        "SAMESTEP_RECORD_STEPS": str(steps or ""),
+        "SAMESTEP_RECORD_NUDGE": "1" if nudge else "",
+    }
     code = run_script(
         Script(
             name=script[1] if script[0] == "-m" else script[0],
@@ -147,26 +155,44 @@ def _check_is_parallel(run: Run, script: Sequence[str]) -> None:
         raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
 
 
-def _outcome(first: Run, run: Run, again: Callable[[], Run]) -> Outcome:
+def _outcome(first: Run, run: Run, again: Callable[..., Run]) -> Outcome:
     samples = sum(map(run.whole, range(run.length)))
     plain = Outcome(run.size, run.length, samples, run.losses[-1], "bits")
+
+    def different(found: Difference, cause: str | None) -> Outcome:
+        return replace(plain, verdict="different", difference=found, distance=found.distance, cause=cause)
+
     path = follow(first, run)
     if path.beyond is None:
         path = _with_the_end(first, run, path)
     if path.beyond is not None:
-        cause = explain(first, run, path, again)
-        return replace(
-            plain, verdict="different", difference=path.beyond, distance=path.beyond.distance, cause=cause
-        )
+        cause = explain(first, run, path.beyond, again)
+        if cause is not None or (note := _of_itself(first, path.beyond, again)) is None:
+            return different(path.beyond, cause)
+        if fact := first_fact(first, run):
+            return different(fact, explain(first, run, fact, again))
+        return replace(plain, verdict="rounding", difference=path.bits, distance=path.largest, note=note)
     if run is first:
         return plain
     for odd, kind in printed_otherwise(first, run, path.bits is None):
         if is_steady(kind, first, again()):
-            cause = explain_printed()
-            return replace(plain, verdict="different", difference=odd, distance=math.inf, cause=cause)
+            return different(odd, explain_printed())
     if path.bits is None:
         return plain
     return replace(plain, verdict="rounding", difference=path.bits, distance=path.largest)
+
+
+def _of_itself(first: Run, found: Difference, again: Callable[..., Run]) -> str | None:
+    """Whether the training lets rounding grow that far: one process with other last bits goes apart too."""
+    if found.kind not in _SOFT or not found.step:
+        return None
+    nudged = follow(first, again(nudge=True)).beyond
+    if nudged is None or nudged.kind not in _SOFT or not nudged.step:
+        return None
+    return (
+        f"from step {found.step + 1} on the training itself makes more of it, as it does from step "
+        f"{nudged.step + 1} on where {_processes(first.size)} start{'s' * (first.size == 1)} from other last bits"
+    )
 
 
 def _with_the_end(first: Run, run: Run, path: Trajectory) -> Trajectory:

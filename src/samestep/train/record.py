@@ -41,9 +41,11 @@ _PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "View", "Squeeze", "Clon
 class Recorder:
     """One rank's record, from its first forward pass to the end of its script."""
 
-    def __init__(self, directory: Path, most_steps: int | None) -> None:
+    def __init__(self, directory: Path, most_steps: int | None, nudge: bool) -> None:
+        """With `nudge` the first step starts from weights whose last bit is another."""
         self._directory = directory
         self._most_steps = most_steps
+        self._nudge = nudge
         self._rank, self._size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._file = (directory / f"rank-{self._rank}.jsonl").open("w", encoding="utf-8")
         self._roots: list[torch.nn.Module] = []
@@ -176,6 +178,11 @@ class Recorder:
             }
         )
         self._parts = []
+        if self._nudge and not self._taken[number]:
+            with torch.no_grad():
+                for one in owned:
+                    if one.is_floating_point():
+                        one.mul_(1 + torch.finfo(one.dtype).eps)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         number = self._optimizers.index(optimizer)

@@ -13,8 +13,8 @@ def main() -> None:
     is_module = sys.argv[1] == "-m"
     del sys.argv[: 2 if is_module else 1]
     script = sys.argv[0]
-    most = os.environ.get("SAMESTEP_RECORD_STEPS")
-    recorder = Recorder(Path(os.environ["SAMESTEP_RECORD"]), int(most) if most else None)
+    most, nudge = os.environ.get("SAMESTEP_RECORD_STEPS"), os.environ.get("SAMESTEP_RECORD_NUDGE")
+    recorder = Recorder(Path(os.environ["SAMESTEP_RECORD"]), int(most) if most else None, bool(nudge))
     recorder.begin()
     try:
         if is_module:
