@@ -26,7 +26,8 @@ _RANK = str(Path(__file__).with_name("ranks.py"))
 def start(argv: Sequence[str], size: int, port: int, rank: int, **options: Any) -> "subprocess.Popen[str]":
     """A Python process that is a rank of a world, and of which nobody takes care."""
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    here = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
+    # torch.compile looks a function's module up by its name
+    here = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1, "PYTHONPATH": Path(__file__).parents[2]}
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
     return subprocess.Popen(
         [sys.executable, *argv],
@@ -128,7 +129,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         mark = metafunc.definition.get_closest_marker("sizes")
         sizes = mark.args if mark else (1, 2, 3)
         metafunc.parametrize(
-            "_pool", sizes, indirect=True, scope="session", ids=[f"{one} ranks" for one in sizes]
+            "_pool", sizes, indirect=True, scope="session", ids=[f"{one}-ranks" for one in sizes]
         )
 
 

@@ -17,7 +17,7 @@ def map_tensors(change: Callable[[Any], Any], value: Any, *, movable: bool = Fal
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(change, one, movable=movable) for one in value)
     if isinstance(value, Mapping):
-        new: Any = copy.copy(value)
+        new: Any = {} if type(value) is dict else copy.copy(value)
         for key, one in value.items():
             new[key] = map_tensors(change, one, movable=movable)
         return new

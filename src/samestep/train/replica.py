@@ -1,6 +1,7 @@
 """A model on this rank whose forward goes through torch's DistributedDataParallel, weighed by its share."""
 
 import copy
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.errors import UsageError
 from samestep.train import share
 from samestep.train.meet import meet
 from samestep.train.nested import map_tensors
@@ -37,6 +39,7 @@ class Replica:
             world.size > 1 and next(model.buffers(), None) is not None and not _names_buffers(options)
         )
         self.dirty = False
+        self._looked_at = False
         self.ddp: DistributedDataParallel | None = None
         if world.size > 1:
             late = self.moves_buffers and _only_batchnorm_buffers(model)
@@ -57,6 +60,13 @@ class Replica:
             self.dirty = self.moves_buffers
         if not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
+        output = self._weighed_output(at_hand, args, kwargs)
+        if not self._looked_at and not isinstance(output, torch.Tensor):
+            self._looked_at = True
+            _refuse_opaque(output)
+        return output
+
+    def _weighed_output(self, at_hand: share.Pass | None, args: Any, kwargs: Any) -> Any:
         weight = share.weight(self.world.size)
         if self.ddp is None:
             return weighed_call(self.own_forward, weight, args, kwargs)
@@ -162,6 +172,17 @@ def _weighed(value: Any, weight: float) -> Any:
         return value
     changed = dict(zip(found, _Weigh.apply(weight, *found.values()), strict=True))  # type: ignore[no-untyped-call]
     return map_tensors(lambda one: changed.get(id(one), one), value)
+
+
+def _refuse_opaque(output: Any) -> None:
+    """Weighing would miss, in silence, the tensors of an object that only its class knows."""
+    inside = vars(output).values() if hasattr(output, "__dict__") else ()
+    hidden = any(isinstance(one, torch.Tensor) and one.requires_grad for one in inside)
+    if hidden and not isinstance(output, Mapping | tuple | list) and not dataclasses.is_dataclass(output):
+        raise UsageError(
+            f"forward returned a {type(output).__name__}, in which replicate cannot weigh the tensors; "
+            "return tensors, or a tuple, dict or dataclass of them"
+        )
 
 
 def broadcast(tensor: torch.Tensor) -> None:

@@ -174,10 +174,9 @@ def _fact(fact: Any) -> str:
 def _draw_apart(world: World) -> None:
     """Ranks seeded alike would drop out the same units; rank 0 keeps the serial script's stream."""
     global _apart
-    if world.rank and not _apart:
-        seed = share.seed_of("rank", torch.initial_seed(), world.rank)
-        torch.manual_seed(seed)
-    _apart = True
+    if world.rank and torch.initial_seed() != _apart:
+        _apart = share.seed_of("rank", torch.initial_seed(), world.rank)
+        torch.manual_seed(_apart)
 
 
-_apart = False
+_apart: int | None = None

@@ -30,6 +30,8 @@ class _Everyones(torch.autograd.Function):
 class Synced:
     """Mixed into a BatchNorm: statistics of all ranks, by torch's kernels where those can."""
 
+    plain: type[torch.nn.Module]
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, BATCH_NORMS)
         at_hand = share.current()
@@ -55,6 +57,11 @@ class Synced:
         if self.affine:
             scaled = scaled * self.weight.reshape(shape) + self.bias.reshape(shape)
         return scaled.to(input.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is the BatchNorm that this one was."""
+        state = {name: one for name, one in self.__dict__.items() if name != "plain"}
+        return object.__new__, (self.plain,), state
 
 
 class SyncedBatchNorm1d(Synced, torch.nn.BatchNorm1d):
@@ -87,9 +94,11 @@ def convert(model: torch.nn.Module) -> None:
         if type(module) not in _SYNCED:
             continue
         # torch's SyncBatchNorm has no CPU kernels, and DDP refuses one on CPU.
-        on_device = all(one.device.type == "cuda" for one in (*module.parameters(), *module.buffers()))
+        tensors = (*module.parameters(), *module.buffers(), *model.parameters())
+        on_device = bool(tensors) and tensors[0].device.type == "cuda"
         if on_device and not isinstance(module, torch.nn.SyncBatchNorm):
-            module.process_group = dist.group.WORLD  # type: ignore[assignment]
+            module.__dict__["process_group"] = None
+        module.__dict__["plain"] = type(module)
         module.__class__ = SyncedOnDevice if on_device else _SYNCED[type(module)]
 
 

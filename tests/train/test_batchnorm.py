@@ -1,0 +1,126 @@
+"""BatchNorm's statistics: rank 0's on every rank after a pass, or the whole batch's where asked."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep import UsageError
+
+
+def data(length=11):
+    draw = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.rand(length, 3, 4, generator=draw, dtype=torch.float64))
+
+
+def made(seed=0, **options):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.BatchNorm1d(3, **options), nn.Flatten(), nn.Linear(12, 2), nn.BatchNorm1d(2)
+    ).double()
+
+
+def train(model, loader):
+    for (x,) in loader:
+        model(x).square().mean().backward()
+
+
+def equal_on_all_ranks(model):
+    for buffer in model.buffers():
+        every = samestep.gather(buffer[None])
+        assert all(torch.equal(one, every[0]) for one in every)
+
+
+def own_statistics(model):
+    return [one.clone() for one in model.buffers()]
+
+
+@pytest.mark.parametrize("other_buffer", [False, True])
+def test_after_a_pass_the_statistics_are_rank_0s_on_every_rank(world, other_buffer):
+    model = made()
+    if other_buffer:
+        model.register_buffer("position", torch.ones(2, dtype=torch.bool))
+    samestep.replicate(model)
+    for (x,) in samestep.loader(data(16), 8):
+        model(x).square().mean().backward()
+        mine = own_statistics(model)
+    equal_on_all_ranks(model)
+    if world.rank == 0:
+        assert all(torch.equal(*pair) for pair in zip(mine, model.buffers(), strict=True))
+
+
+def test_after_a_loop_that_was_left_they_are_settled_by_the_first_evaluation(world):
+    model = samestep.replicate(made())
+    for (x,) in samestep.loader(data(16), 8):
+        model(x).square().mean().backward()
+        break
+    model.eval()
+    with torch.no_grad():
+        model(data().tensors[0])
+    equal_on_all_ranks(model)
+
+
+def test_who_keeps_buffers_apart_by_an_option_of_ddp_finds_them_apart(world):
+    if world.size == 1:
+        return
+    model = samestep.replicate(made(), forward_sync_buffers=False)
+    train(model, samestep.loader(data(16), 8))
+    every = samestep.gather(model[0].running_mean[None])
+    assert not torch.equal(every[0], every[1])
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("track", [True, False])
+def test_synced_statistics_and_gradients_are_those_of_the_whole_batch(world, momentum, affine, track):
+    options = {"momentum": momentum, "affine": affine, "track_running_stats": track}
+    model = samestep.replicate(made(**options), sync_batchnorm=True)
+    plain = made(**options)
+    loader = samestep.loader(data(), 3)
+    train(model, loader)
+    whole = data().tensors[0]
+    for at in range(0, 11, 3):
+        plain(whole[at : at + 3]).square().mean().backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-9, atol=1e-14), name
+    for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(one.double(), other.double(), rtol=1e-12), name
+
+
+def test_synced_layers_stay_batchnorms_and_their_copies_are_plain_ones(world):
+    model = samestep.replicate(made(), sync_batchnorm=True)
+    assert isinstance(model[0], nn.BatchNorm1d)
+    assert list(model.state_dict()) == list(made().state_dict())
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model[0])):
+        assert not any("samestep" in type(module).__module__ for module in one.modules())
+    if world.rank == 0:
+        copy.deepcopy(model)(data().tensors[0])
+    assert samestep.sum(1) == world.size
+
+
+def test_one_value_per_channel_in_the_whole_batch_is_an_error(world):
+    if world.size == 1:
+        return
+    model = samestep.replicate(nn.BatchNorm1d(3), sync_batchnorm=True)
+    loader = samestep.loader(TensorDataset(torch.rand(1, 3)), 4)
+    with pytest.raises(
+        UsageError, match="BatchNorm got 1 value per channel in the whole batch; train on at least 2"
+    ):
+        train(model, loader)
+
+
+def test_images_in_two_and_three_dimensions_and_half_precision(world):
+    for kind, shape in ((nn.BatchNorm2d, (7, 3, 2, 2)), (nn.BatchNorm3d, (7, 3, 2, 2, 2))):
+        draw = torch.Generator().manual_seed(0)
+        images = torch.rand(shape, generator=draw).bfloat16()
+        model = samestep.replicate(kind(3), sync_batchnorm=True)
+        plain = kind(3)
+        for (x,) in samestep.loader(TensorDataset(images), 7):
+            assert model(x).dtype == plain(x).dtype
+        plain = kind(3)
+        plain(images)
+        assert torch.allclose(model.running_var, plain.running_var, rtol=1e-2)

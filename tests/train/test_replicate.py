@@ -1,0 +1,413 @@
+"""A replicated model is the same object: its class, attributes, keys, copies and hooks are what they were."""
+
+import copy
+import io
+import pickle
+import sys
+import types
+import warnings
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep import RanksDiffer, UsageError
+
+Pair = namedtuple("Pair", "y extra")
+
+
+@dataclass
+class Output:
+    y: torch.Tensor
+    note: str = ""
+
+    def to(self, device):
+        return Output(self.y.to(device), self.note)
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.body = nn.Linear(3, width)
+        self.head = nn.Linear(width, 2)
+        self.label = "mine"
+
+    def forward(self, x, *, scale=1.0):
+        return self.head(torch.relu(self.body(x))) * scale
+
+    def describe(self):
+        return f"{self.label}: {self.head.out_features}"
+
+
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+def made(seed=0, kind=Net):
+    torch.manual_seed(seed)
+    return kind().double()
+
+
+def inputs(length=7):
+    return torch.rand(length, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def gradient(model, call=lambda model, x: model(x), length=7, loader=None):
+    """Of one step over `length` samples, of which two or three ranks have unequal shares."""
+    model.zero_grad()
+    steps = 0
+    for (x,) in loader or samestep.loader(TensorDataset(inputs(length)), length):
+        call(model, x).square().sum(1).mean().backward()
+        steps += 1
+    assert steps == 1
+    return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+
+
+def serial_gradient(call=lambda model, x: model(x), length=7, kind=Net):
+    plain = made(kind=kind)
+    call(plain, inputs(length)).square().sum(1).mean().backward()
+    return torch.cat([one.grad.flatten() for one in plain.parameters() if one.grad is not None])
+
+
+def is_plain(model):
+    return "forward" not in model.__dict__ and "__getstate__" not in model.__dict__
+
+
+def test_class_attributes_methods_and_keys_stay(world):
+    model = made()
+    plain = made()
+    replicated = samestep.replicate(model)
+    assert replicated is model
+    assert type(model) is Net
+    assert model.describe() == "mine: 2"
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert repr(model) == repr(plain)
+    model.label = "changed"
+    assert model.describe() == "changed: 2"
+    model.load_state_dict(plain.state_dict())
+    assert torch.allclose(gradient(model), serial_gradient(), rtol=1e-12)
+
+
+def test_parameters_that_differ_at_the_start_become_rank_0s(world):
+    for trainable in (True, False):
+        model = made(seed=world.rank).requires_grad_(trainable)
+        samestep.replicate(model)
+        for one, other in zip(model.parameters(), made().parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_model_without_anything_to_train_is_made_equal_whatever_its_strides(world):
+    torch.manual_seed(world.rank)
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).requires_grad_(False)
+    model.register_buffer("position", torch.arange(6.0).add(world.rank).reshape(2, 3).t())
+    samestep.replicate(model)
+    model(torch.rand(1, 3, 5, 5))
+    torch.manual_seed(0)
+    assert torch.equal(model.weight, nn.Conv2d(3, 4, 3).weight)
+    assert model.position[0, 0] == 0
+
+
+def test_copies_and_pickles_are_plain_models(world, tmp_path):
+    model = samestep.replicate(made())
+    expected = serial_gradient()
+    home = types.ModuleType("home_of_net")
+    home.Net, Net.__module__ = Net, "home_of_net"
+    sys.modules["home_of_net"] = home
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        copy.copy(model),
+        *(pickle.loads(pickle.dumps(model, protocol)) for protocol in range(6)),
+        torch.load(stream, weights_only=False),
+        copy.deepcopy({"model": model})["model"],
+    ]
+    for one in copies:
+        assert type(one) is Net
+        assert is_plain(one)
+        assert one.describe() == "mine: 2"
+        one.zero_grad()
+        one(inputs()).square().sum(1).mean().backward()
+        own = torch.cat([parameter.grad.flatten() for parameter in one.parameters()])
+        assert torch.allclose(own, expected, rtol=1e-12)
+    again = samestep.replicate(copies[0])
+    assert torch.allclose(gradient(again), expected, rtol=1e-12)
+    assert torch.allclose(gradient(model), expected, rtol=1e-12)
+
+
+class CopiesItself(Net):
+    def __deepcopy__(self, memo):
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = copy.deepcopy(value, memo)
+        return new
+
+    def __getstate__(self):
+        return {**self.__dict__, "label": "from its state"}
+
+
+def test_a_class_that_copies_itself_still_makes_independent_copies(world):
+    model = samestep.replicate(made(kind=CopiesItself))
+    one = copy.deepcopy(model)
+    with torch.no_grad():
+        one.head.weight.zero_()
+        one.head.bias.zero_()
+    assert one(inputs()).abs().sum() == 0
+    assert model(inputs()).abs().sum() > 0
+    assert copy.copy(model).describe() == "from its state: 2"
+    assert copy.copy(one).describe() == "from its state: 2"
+    assert is_plain(copy.copy(model))
+
+
+def test_a_forward_of_the_models_own_is_called_and_survives(world):
+    model = made()
+    model.forward = types.MethodType(lambda self, x: self.head(torch.tanh(self.body(x))), model)
+    plain = copy.deepcopy(model)
+    expected = plain(inputs()).detach()
+    samestep.replicate(model)
+    assert torch.equal(model(inputs()).detach(), expected)
+    assert torch.equal(copy.deepcopy(model)(inputs()).detach(), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_compiles_before_and_after_and_in_place(world, backend):
+    expected = serial_gradient()
+
+    def compiled(model):
+        return torch.compile(model, backend=backend)
+
+    def compiled_in_place(model):
+        model.compile(backend=backend)
+        return model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo hides its own, where they are no errors
+        for compile_it in (compiled, compiled_in_place):
+            assert torch.allclose(gradient(compile_it(samestep.replicate(made()))), expected, rtol=1e-9)
+            assert torch.allclose(gradient(samestep.replicate(compile_it(made()))), expected, rtol=1e-9)
+    torch._dynamo.reset()
+
+
+def test_hooks_run_once_for_each_call(world):
+    calls = []
+    model = made()
+    model.register_forward_pre_hook(lambda *_: calls.append("before"))
+    model.register_forward_hook(lambda *_: calls.append("after"))
+    samestep.replicate(model)
+    model.register_forward_hook(lambda *_: calls.append("later"))
+    gradient(model)
+    assert calls == ["before", "after", "later"]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda y: (y, 1), lambda out: out[0]),
+        (lambda y: [y.detach(), y], lambda out: out[1]),
+        (lambda y: {"y": y, "more": {"none": None}}, lambda out: out["y"]),
+        (lambda y: Pair(y, "text"), lambda out: out.y),
+        (lambda y: Output(y), lambda out: out.y),
+        (lambda y: nn.utils.rnn.pack_sequence([y]), lambda out: out.data),
+    ],
+    ids=["tuple", "list", "dict", "namedtuple", "dataclass", "packed"],
+)
+def test_outputs_of_any_structure_carry_the_right_gradient(world, wrap, unwrap):
+    class Wrapped(Net):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    def call(model, x):
+        out = model(x)
+        assert type(out) is type(wrap(x))
+        return unwrap(out)
+
+    expected = serial_gradient(call, kind=Wrapped)
+    assert torch.allclose(gradient(samestep.replicate(made(kind=Wrapped)), call), expected, rtol=1e-12)
+
+
+def test_an_output_in_which_no_tensor_is_found_is_an_error_and_no_wrong_gradient(world):
+    if world.size == 1:
+        return
+
+    class Choice(Net):
+        def forward(self, x):
+            return torch.distributions.Categorical(logits=super().forward(x))
+
+    model = samestep.replicate(made(kind=Choice))
+    with pytest.raises(UsageError, match=r"forward returned a Categorical.* return tensors"):
+        model(inputs())
+
+
+def test_keyword_arguments_and_changes_in_place_work(world):
+    def call(model, x):
+        out = model(x=x, scale=3.0)
+        out += 1.0
+        return out.mul_(2.0)
+
+    model = samestep.replicate(made())
+    assert torch.allclose(gradient(model, call), serial_gradient(call), rtol=1e-12)
+
+
+def test_the_gradient_of_the_inputs_is_that_of_this_ranks_own_loss(world):
+    model = samestep.replicate(made())
+    plain = made()
+    for (x,) in samestep.loader(TensorDataset(inputs()), 7):
+        x.requires_grad_()
+        twin = x.detach().clone().requires_grad_()
+        model(x).sum().backward()
+        plain(twin).sum().backward()
+        assert torch.allclose(x.grad, twin.grad, rtol=1e-12)
+
+
+def test_eval_and_back_to_train(world):
+    model = samestep.replicate(made())
+    before = model(inputs()).detach()
+    model.eval()
+    assert torch.equal(model(inputs()).detach(), before)
+    with torch.inference_mode():
+        assert torch.equal(model(inputs()), before)
+    model.train()
+    assert torch.allclose(gradient(model), serial_gradient(), rtol=1e-12)
+
+
+def test_one_rank_may_evaluate_alone(world):
+    model = made(kind=Normed)
+    model.register_buffer("other", torch.ones(3))
+    samestep.replicate(model)
+    loader = samestep.loader(TensorDataset(inputs(8)), 8)
+    for (x,) in loader:
+        model(x).sum().backward()
+    if world.rank == 0:
+        model.eval()
+        with torch.no_grad():
+            for _ in range(3):
+                model(inputs())
+        model.train()
+    assert samestep.sum(1) == world.size
+
+
+def test_calling_it_twice_is_an_error_at_any_size(world):
+    model = samestep.replicate(made())
+    with pytest.raises(UsageError, match="this model is replicated already; call replicate once"):
+        samestep.replicate(model)
+    with pytest.raises(UsageError, match="this model is replicated already"):
+        samestep.replicate(torch.compile(model, backend="eager"))
+    with pytest.raises(UsageError, match=r"replicate got a list; pass the torch.nn.Module itself"):
+        samestep.replicate(list(model.parameters()))
+
+
+def test_no_sync_wants_a_replicated_model(world):
+    if world.size == 1:
+        return
+    with (
+        pytest.raises(UsageError, match="no_sync got a model that is not replicated"),
+        samestep.no_sync(made()),
+    ):
+        pass
+
+
+def other_name(model):
+    model.tail = model.head
+    del model.head
+
+
+def one_more(model):
+    model.extra = nn.Linear(1, 1).double()
+
+
+def other_order(model):
+    model.body, model.head = model._modules.pop("body"), model._modules.pop("head")
+    model._modules["head"], model._modules["body"] = model._modules.pop("head"), model._modules.pop("body")
+
+
+def other_shape(model):
+    model.head.bias = nn.Parameter(torch.zeros(5).double())
+
+
+def other_type(model):
+    model.head.float()
+
+
+def frozen(model):
+    model.head.bias.requires_grad_(False)
+
+
+def one_more_buffer(model):
+    model.register_buffer("count", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            one_more,
+            "replicate found 4 parameters on rank 0 and 6 on rank 1 (first difference: extra.weight); ",
+        ),
+        (
+            other_name,
+            "replicate found head.weight float64[2, 4] on rank 0 and tail.weight float64[2, 4] on rank 1; ",
+        ),
+        (
+            other_order,
+            "replicate found body.weight float64[4, 3] on rank 0 and head.weight float64[2, 4] on rank 1; ",
+        ),
+        (other_shape, "replicate found head.bias float64[2] on rank 0 and head.bias float64[5] on rank 1; "),
+        (
+            other_type,
+            "replicate found head.weight float64[2, 4] on rank 0 and head.weight float32[2, 4] on rank 1; ",
+        ),
+        (
+            frozen,
+            "replicate found head.bias float64[2] on rank 0 and head.bias float64[2] (frozen) on rank 1; ",
+        ),
+        (one_more_buffer, "replicate found 0 buffers on rank 0 and 1 on rank 1 (first difference: count); "),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_ranks_whose_models_differ_say_where_on_all_ranks(world, change, message):
+    if world.size == 1:
+        return
+    model = made()
+    if world.rank == 1:
+        change(model)
+    with pytest.raises(RanksDiffer) as raised:
+        samestep.replicate(model)
+    assert str(raised.value) == message + "build the same model on every rank"
+    assert is_plain(model)
+
+
+def test_dropout_differs_between_ranks_and_rank_0_keeps_the_scripts_stream(world):
+    torch.manual_seed(3)
+    samestep.replicate(made())
+    torch.manual_seed(3) if world.rank == 0 else None
+    mask = nn.functional.dropout(torch.ones(64), 0.5)
+    masks = {tuple(one) for one in samestep.gather(mask[None]).tolist()}
+    assert len(masks) == world.size
+
+
+def test_models_that_are_gone_are_forgotten_and_cost_no_exchange(world):
+    import gc
+
+    for _ in range(3):
+        model = samestep.replicate(made(kind=Normed))
+        for (x,) in samestep.loader(TensorDataset(inputs(16)), 8):
+            model(x).sum().backward()
+            break
+        del model
+        if world.rank == 0:
+            gc.collect()
+        model = samestep.replicate(made())
+        gradient(model)
+    assert samestep.sum(1) == world.size
