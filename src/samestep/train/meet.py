@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from samestep.errors import RankMissing, RanksDiffer
 
-_PACKAGE = str(Path(__file__).parent.parent)
-_CONTEXTLIB = contextlib.__file__
+_NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), contextlib.__file__)
 _SLOT = 1024
 _PLACE = 160
 _PIECE = 1 << 26
@@ -61,11 +60,9 @@ def stand_up() -> None:
 
 
 def users_line() -> str:
-    """File and line of the nearest frame that is not ours, empty where the script has ended."""
+    """File and line of the nearest frame that is the user's own, empty where the script has ended."""
     frame: FrameType | None = sys._getframe(1)
-    while frame and (
-        frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_code.co_filename == _CONTEXTLIB
-    ):
+    while frame and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
 
