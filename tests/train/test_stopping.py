@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -92,6 +93,19 @@ def test_a_signal_that_one_rank_hears_stops_all_after_one_step_and_costs_no_bit(
     assert codes == [0] * (4 - size)
     assert trail.against(undisturbed) == (0, 0)
     assert differing_bits(trail.state(), undisturbed.state()) == 0
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_to_all_processes_of_a_job_spares_the_loader_workers_until_the_commit(nest, tmp_path, name):
+    trail = Trail(tmp_path)
+    options = ("--notes", trail.log, "--workers", 2, "--pause", 0.1, "--every", 1000)
+    ranks = nest.start(SURVIVOR, 2, trail.directory, *options)
+    while len(trail.taken()) < 3:
+        nest.look(0.02)
+    for one in ranks:
+        os.killpg(one.pid, signal.Signals[name])
+    assert nest.wait(ranks, 20) == [75, 75], "\n".join(one.said for one in ranks)
+    assert len(trail.taken()) == steps(trail.directory)[0]
 
 
 def test_the_first_step_can_be_the_last(loop):

@@ -1,7 +1,8 @@
 """A share becomes a batch on this rank's device: gathered from memory or loaded by workers, copied ahead."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from samestep.train.nested import map_tensors
 from samestep.train.share import seed_of
+from samestep.train.stopping import outlive_sigterm
 
 Indices = torch.Tensor
 
@@ -36,6 +38,7 @@ class FromWorkers:
     def __init__(self, dataset: Any, seed: int, options: dict[str, Any]) -> None:
         self._plan = _Plan()
         self._dataset = _Seeded(dataset, seed)
+        options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
         # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.
         self._loader: DataLoader[Any] = DataLoader(
             self._dataset, batch_sampler=self._plan, generator=torch.Generator(), **options
@@ -83,6 +86,12 @@ class _Seeded(Dataset[Any]):
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
         return self.dataset[index]
+
+
+def _begin_worker(users: Callable[[int], None] | None, number: int) -> None:
+    outlive_sigterm()
+    if users is not None:
+        users(number)
 
 
 def content(sample: Any) -> bytes:

@@ -11,6 +11,24 @@ from types import FrameType
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
+def outlive_sigterm() -> None:
+    """In a loader worker: where its rank hears SIGTERM, end only at the rank's, not at one to all processes of a job.
+
+    torch's own worker ends at any; the rank, which meant to commit, then fails for want of it.
+    """
+    if not callable(signal.getsignal(signal.SIGTERM)):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_at_the_ranks_sigterm, daemon=True).start()
+
+
+def _end_at_the_ranks_sigterm() -> None:
+    # only what is waited for tells who sent it
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
 class Wishes:
     """What this process has heard."""
 
