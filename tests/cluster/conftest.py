@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fournodes import Cluster, missing
 
 _TABLE: list[str] = []
+_LOSSES: list[str] = []
 
 
 @pytest.fixture
@@ -19,11 +20,20 @@ def table() -> list[str]:
     return _TABLE
 
 
+@pytest.fixture
+def losses() -> list[str]:
+    return _LOSSES
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if _TABLE:
         terminalreporter.section("the same training, every way in")
         terminalreporter.line(f"{'way':<28}  ranks  {'node.local rank':<15}  {'adopted':<8}")
         for row in _TABLE:
+            terminalreporter.line(row)
+    if _LOSSES:
+        terminalreporter.section("jobs that Slurm stopped in the middle")
+        for row in _LOSSES:
             terminalreporter.line(row)
 
 

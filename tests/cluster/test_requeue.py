@@ -1,0 +1,140 @@
+"""Jobs that Slurm stops in the middle, for real: each ends COMPLETED with the bits of the undisturbed run."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from fournodes import Cluster
+
+from samestep import carry
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
+
+from trail import Trail, differing_bits  # noqa: E402
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
+
+_EPOCHS, _STEPS_AN_EPOCH = 12, 4
+_TRAIN = f"""
+import os, runpy, sys
+sys.argv[1:] += ["--attempt", os.environ.get("SLURM_RESTART_COUNT", "0")]
+runpy.run_path({str(TESTS / "survivor.py")!r}, run_name="__main__")
+"""
+
+
+def _signal(cluster: Cluster, job: str) -> None:
+    cluster.run("scancel", "--signal=USR1", job)
+
+
+def _terminate(cluster: Cluster, job: str) -> None:
+    cluster.run("scancel", "--signal=TERM", job)
+
+
+def _requeue(cluster: Cluster, job: str) -> None:
+    cluster.run("scontrol", "requeue", job)
+
+
+def _preempt(cluster: Cluster, job: str) -> None:
+    words = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1", "--output=/dev/null")
+    cluster.wait_state(cluster.submit(*words), "COMPLETED")
+
+
+def _kill_node(cluster: Cluster, job: str) -> None:
+    nodes = cluster.run("scontrol", "show", "hostnames", cluster.field(job, "NodeList")).split()
+    cluster.kill_node(nodes[1])
+    cluster.wait_state(job, "PENDING", "RUNNING", timeout=30)
+    cluster.wait_nodes("down*", "down", nodes=[nodes[1]])
+    cluster.start_node(nodes[1])
+
+
+def _wait(cluster: Cluster, job: str) -> None:
+    """Its time limit of a minute is near: Slurm may send the signal up to a minute before the time told."""
+
+
+def _restart_controller(cluster: Cluster, job: str) -> None:
+    cluster.restart_controller()
+
+
+FAULTS: dict[str, tuple[Callable[[Cluster, str], None], int]] = {
+    "scancel --signal=USR1": (_signal, 1),
+    "a node is killed": (_kill_node, 1),
+    "scancel --signal=TERM": (_terminate, 1),
+    "scontrol requeue": (_requeue, 1),
+    "preempted": (_preempt, 1),
+    "slurmctld restarts": (_restart_controller, 0),
+    "time limit": (_wait, 1),
+}
+_LIMITS = (("--time", "10"), ("--time", "1", "--signal", "USR1@25"))
+_SHORT = 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trail:
+    trail = Trail(tmp_path_factory.mktemp("undisturbed"))
+    words = [str(trail.directory), "--notes", str(trail.log), "--epochs", str(_EPOCHS)]
+    subprocess.run([sys.executable, str(TESTS / "survivor.py"), *words], check=True, timeout=60)
+    return trail
+
+
+def _wait_for_step(trail: Trail, step: int) -> None:
+    until = time.monotonic() + 60
+    while max(trail.taken(), default=0) < step:
+        assert time.monotonic() < until, trail.log.parent.glob("*")
+        time.sleep(0.1)
+
+
+def _seconds_lost(trail: Trail) -> float:
+    """The longest silence between two steps, and the steps taken again, at the pace of the others."""
+    times = sorted(when for attempts in trail.taken().values() for when, _ in attempts.values())
+    gaps = sorted(after - before for before, after in pairwise(times))
+    redone = sum(len(attempts) - 1 for attempts in trail.taken().values())
+    return gaps[-1] + redone * gaps[len(gaps) // 2]
+
+
+@pytest.mark.parametrize("fault", list(FAULTS)[: None if os.environ.get("LONG") else _SHORT])
+def test_a_job_that_is_stopped_ends_with_the_bits_of_the_undisturbed_run(
+    fault: str, isolated: Cluster, undisturbed: Trail, tmp_path: Path, losses: list[str]
+) -> None:
+    """LONG=1 tries every fault."""
+    trail = Trail(tmp_path / "run")
+    (tmp_path / "train.py").write_text(_TRAIN)
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    words = [
+        "--profile",
+        "cpu-node",
+        "--nodes",
+        "2",
+        "--tasks-per-node",
+        "1",
+        *_LIMITS[fault == "time limit"],
+    ]
+    words += ["train.py", str(trail.directory), "--notes", str(trail.log), "--epochs", str(_EPOCHS)]
+    words += ["--every", "0.5", "--pause", "0.6" if fault == "time limit" else "0.1"]
+    job = isolated.run(samestep, "submit", *words, cwd=tmp_path).split("job ", 1)[1].split(";")[0]
+    _wait_for_step(trail, 10)
+    act, requeues = FAULTS[fault]
+    act(isolated, job)
+    try:
+        isolated.wait_state(job, "COMPLETED", timeout=200)
+    except RuntimeError as error:
+        raise AssertionError(f"{error}\n{(tmp_path / 'runs' / f'train_{job}.out').read_text()}") from None
+    lost, twice = trail.against(undisturbed)
+    bits = differing_bits(trail.state(), undisturbed.state())
+    redone = sum(len(attempts) - 1 for attempts in trail.taken().values())
+    restarts = int(isolated.field(job, "Restarts"))
+    losses.append(
+        f"{fault:<22}  requeued {restarts}  steps redone {redone:>2}  samples lost {lost} twice {twice}  "
+        f"bits differing {bits}  time lost {_seconds_lost(trail):5.1f} s"
+    )
+    assert (lost, twice, bits) == (0, 0, 0)
+    assert restarts == requeues or (fault == "time limit" and restarts > 0)
+    log = (tmp_path / "runs" / f"train_{job}.out").read_text()
+    assert len(re.findall("^samestep: going on after step", log, re.MULTILINE)) == restarts
+    assert len(carry.listing(trail.directory)) == 2
