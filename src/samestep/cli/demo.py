@@ -90,7 +90,7 @@ def _text(result: "Result") -> str:
     rows: dict[str, Callable[[Run], str]] = {
         "processes": lambda run: str(run.setup.processes),
         "cores": lambda run: str(run.setup.cores),
-        "samples/s": lambda run: f"{run.samples_per_second:.0f}",
+        "best samples/s": lambda run: f"{run.samples_per_second:.0f}",
         "speed-up": lambda run: f"{result.speedup(run):.2f}",
     }
     of_two: dict[str, Callable[[Run], str]] = {

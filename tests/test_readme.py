@@ -1,0 +1,163 @@
+"""What README and docs show is so: their blocks run, their diff, output, names, commands and links are real."""
+
+import difflib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import samestep
+from samestep import cli
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = PAGES[0].read_text()
+BLOCK = re.compile(r"(?P<before>^[^\n]*\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+RUN_ALL = """\
+import json, sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+import samestep
+
+with open(sys.argv[1]) as file:
+    blocks = json.load(file)
+samestep.init()
+for place, text in blocks:
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(41, 8), torch.randint(0, 3, (41,)))
+    net = nn.Sequential(nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    names = {"dataset": dataset, "net": net, "model": net, "optimizer": optimizer, "scheduler": scheduler}
+    names["evaluate"] = torch.nn.Module.eval
+    exec(compile(text, place, "exec"), {**globals(), **names})
+print("all of", len(blocks))
+"""
+
+TRAIN = """\
+import torch
+import samestep
+
+
+class Volumes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, i):
+        if i == 710:
+            raise FileNotFoundError(f"/data/volume-{i}.bin")
+        return torch.randn(8), torch.randn(1)
+
+
+world = samestep.init()
+train = samestep.loader(Volumes(), batch_size=16, num_workers=0)
+model = samestep.replicate(torch.nn.Linear(8, 1))
+for x, y in train:
+    (model(x) - y).square().mean().backward()
+"""
+
+WORKS = "import samestep\nassert samestep.sum(1) == samestep.init().size\n"
+
+
+def blocks(kind: str) -> list[tuple[str, str]]:
+    """Place and text of each block of a kind that is to be run; a script (#!) is only shown."""
+    found = []
+    for page in PAGES:
+        whole = page.read_text()
+        for block in BLOCK.finditer(whole):
+            shown = block["text"].startswith("#!") or "<!-- not run" in (block["before"] or "")
+            if block["kind"] == kind and not shown:
+                line = whole[: block.start("text")].count("\n")
+                found.append((f"{page.relative_to(ROOT)}:{line + 1}", block["text"]))
+    return found
+
+
+def run(directory: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(one) for one in command],
+        cwd=directory,
+        env={
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "CUDA_VISIBLE_DEVICES": "",
+            "SAMESTEP_RUN_DIR": "runs",
+        },
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_python_block_runs(tmp_path: Path, size: int) -> None:
+    found = blocks("python")
+    assert len(found) > 8
+    (tmp_path / "blocks.json").write_text(json.dumps(found))
+    (tmp_path / "run_all.py").write_text(RUN_ALL)
+    done = run(tmp_path, BIN / "samestep", "run", "-n", size, "run_all.py", "blocks.json")
+    assert done.returncode == 0, done.stderr
+    assert f"all of {len(found)}" in done.stdout
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block[0])
+def test_every_shell_block_runs(tmp_path: Path, block: tuple[str, str]) -> None:
+    (tmp_path / "train.py").write_text(WORKS)
+    done = run(tmp_path, "bash", "-ec", block[1])
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_shows_the_real_difference_of_the_two_scripts() -> None:
+    before, after = (
+        (ROOT / "examples" / name).read_text().splitlines() for name in ("digits_serial.py", "digits.py")
+    )
+    diff = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    shown = next(block["text"] for block in BLOCK.finditer(README) if block["kind"] == "diff")
+    assert shown.splitlines() == [line for line in diff if not line.startswith("@@")]
+
+
+def test_the_readme_shows_how_a_run_really_fails(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = run(tmp_path, BIN / "samestep", "run", "-n", 3, "train.py")
+    shown = README.split("$ samestep run -n 3 train.py\n", 1)[1].split("```", 1)[0]
+
+    def shape(text: str) -> list[str]:
+        text = re.sub(r"\((\S+), cpu\) after [\d.]+ s", "(HOST, cpu) after N s", text)
+        return re.sub(r"runs/[\d-]+", "runs/NAME", text).splitlines()
+
+    assert done.returncode == 1
+    assert shape(done.stderr) == shape(shown)
+
+
+def test_the_readme_has_plain_torch_for_every_public_function() -> None:
+    table = README.split("## In plain torch", 1)[1].split("## ", 1)[0]
+    said = set(re.findall(r"\w+", " ".join(line.split(" | ")[0] for line in table.splitlines())))
+    functions = {
+        name for name in samestep.__all__ if not name.endswith(("Error", "Differ", "Missing", "Failed"))
+    }
+    assert functions - said - {"World"} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_targets_and_links_exist(page: Path) -> None:
+    text = page.read_text()
+    verbs = {verb for group in cli._VERBS.values() for verb in group}
+    typed = re.findall(r"(?:^|`|\$ |srun |mpirun -n \d )samestep ([a-z]+)", text, re.MULTILINE)
+    # A sentence may begin with the name.
+    prose = {"makes", "compares", "cannot", "script"}
+    assert set(typed) - verbs - prose == set()
+    targets = re.findall(r"(?:^|`|\$ )make ([a-z-]+)", text, re.MULTILINE)
+    assert set(targets) <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in README] == []
