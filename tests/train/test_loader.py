@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 import samestep
 from samestep import RanksDiffer, UsageError
+from samestep.train import share
 from samestep.train.nested import map_tensors
 
 Point = namedtuple("Point", "x y")
@@ -78,7 +79,7 @@ def test_a_shuffled_epoch_has_the_same_batches_at_any_size_and_new_ones_each_epo
     loader = samestep.loader(TensorDataset(torch.arange(24)), 8, shuffle=True, seed=3)
     epochs = [together(x.tolist() for (x,) in loader) for _ in range(3)]
     for epoch, batches in enumerate(epochs):
-        order = samestep.train.share.order(24, 3, epoch, True).tolist()
+        order = share.order(24, 3, epoch, True).tolist()
         assert batches == serial(24, 8, order)
     assert epochs[0] != epochs[1] != epochs[2]
     assert loader.epoch == 2
@@ -226,7 +227,7 @@ def test_a_state_goes_on_at_any_position_and_at_another_size(world, tmp_path):
     data = TensorDataset(torch.arange(11))
     loader = samestep.loader(data, 4, shuffle=True, seed=2)
     torch.set_grad_enabled(True)
-    order = samestep.train.share.order(11, 2, 1, True).tolist()
+    order = share.order(11, 2, 1, True).tolist()
     for position, left in ((0, 3), (4, 2), (8, 1), (11, 0)):
         state = {
             "epoch": 1,
@@ -251,7 +252,7 @@ def test_a_break_leaves_the_position_behind_the_last_batch_handed_out(world):
         if step == 1:
             break
     assert loader.state_dict()["position"] == 8
-    assert samestep.train.share.current() is None
+    assert share.current() is None
     assert sorted(samestep.gather([int(one) for (x,) in loader for one in x])) == list(range(12))
     assert loader.epoch == 1
 
@@ -361,7 +362,7 @@ def test_an_exception_in_the_dataset_comes_out(world):
     for workers in (0, 1):
         with pytest.raises(ZeroDivisionError):
             list(samestep.loader(Broken(4), 4, num_workers=workers))
-        assert samestep.train.share.current() is None
+        assert share.current() is None
 
 
 def test_workers_live_from_pass_to_pass_and_end_with_their_loader(world):

@@ -138,8 +138,9 @@ def _wait(work: dist.Work, place: str, limit: timedelta) -> None:
                 _notice(place, waited, limit)
     try:
         work.wait()
-    except RuntimeError as error:
-        raise RankMissing(_ended(place)) from error
+    except RuntimeError as error:  # the group's own limit may pass between two slices
+        late = "timed out" in str(error).lower()
+        raise RankMissing(_not_reached(place, limit.total_seconds()) if late else _ended(place)) from error
 
 
 def _publish(place: str) -> None:

@@ -1,7 +1,6 @@
 """Who writes the file: one rank, whole or not at all, in a form the serial world reads."""
 
 import os
-import pickle
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +19,8 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     if init().rank == 0:
         try:
             _write(Path(path), state)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
             failure = f"{path} cannot be written ({reason}); what was there is intact"
     if failure := meet("samestep.save", failure.encode())[0].decode():
         raise CheckpointError(failure)
@@ -33,7 +32,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there; save it first, or name another file") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # a damaged pickle raises what its bytes happen to spell
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} is no file of plain weights ({reason}); save a state_dict instead"
