@@ -13,7 +13,8 @@ import torch
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.meet import meet, ranks_in_words
-from samestep.train.replica import Replica, replicas
+from samestep.train.replica import Replica, living
+from samestep.train.world import init
 
 _CALL = "samestep's comparison of replicas"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,8 +26,8 @@ def compare_replicas(step: int) -> None:
     every = _every()
     if not every or step % every:
         return
-    for replica in replicas():
-        if replica.world.size > 1:
+    if init().size > 1:
+        for replica in living():
             _compare(replica, step, every)
 
 

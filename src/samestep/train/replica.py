@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -196,6 +197,13 @@ def broadcast(tensor: torch.Tensor) -> None:
 def replicas() -> list[Replica]:
     """All replicas that live, in the order they were made, which is the same on every rank."""
     return sorted(_all, key=lambda one: one.number)
+
+
+def living() -> list[Replica]:
+    """Collective. The replicas that live on every rank; one that is gone may await its collection on some."""
+    mine = {one.number: one for one in replicas()}
+    ranks = meet("samestep's list of replicas", json.dumps(list(mine)).encode())
+    return [mine[number] for number in sorted(set.intersection(*(set(json.loads(one)) for one in ranks)))]
 
 
 def replica_of(model: torch.nn.Module) -> Replica | None:
