@@ -132,7 +132,8 @@ def test_mpirun_places_every_process_and_gives_them_one_port(mpirun, launcher, s
     assert {(p["size"], p["local_size"], p["node"], p["nodes"]) for p in placed} == {(size, size, 0, 1)}
     assert {(p["launcher"], p["master_addr"]) for p in placed} == {(launcher, "127.0.0.1")}
     assert len({p["master_port"] for p in placed}) == 1
-    assert [p["notes"] for p in placed] == [[]] * size
+    # Open MPI binds up to two processes to a core each; that is said where more cores lie idle
+    assert all("has bound this process to 1 of" in note for p in placed for note in p["notes"])
 
 
 @pytest.mark.mpi
