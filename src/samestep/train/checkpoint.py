@@ -90,6 +90,7 @@ class Checkpoint:
         self._commit_seconds = 1.0
         self._timed_at = self._talked_at = time.monotonic()
         self._talked_step = self._talk_step = 0
+        self._quiet_until = 0.0
         _living.append(self)
         at_leaving(self)
 
@@ -125,6 +126,8 @@ class Checkpoint:
     def step(self) -> None:
         """Collective. Say that a step was taken; commits when it is time, stops when that was asked for."""
         self.steps += 1
+        if self.steps < self._quiet_until and self._wishes.heard is None:
+            return
         due = isinstance(self._every, int) and self.steps % self._every == 0
         stop = ""
         if self.steps >= self._talk_step or (self._wishes.heard is not None and self._world.size == 1):
@@ -134,6 +137,10 @@ class Checkpoint:
             self._stop(stop)
         elif due:
             self.commit()
+        next_due = (
+            self.steps - self.steps % self._every + self._every if isinstance(self._every, int) else math.inf
+        )
+        self._quiet_until = min(self._talk_step, next_due)
 
     def commit(self, *, wait: bool = False) -> str:
         """Collective. Commit the state now, in the background unless it is waited for; why that failed, or nothing."""
@@ -248,6 +255,7 @@ class Checkpoint:
         self.steps = int(own["step"])
         self._committed = self._place()
         self._talked_step = self._talk_step = self.steps
+        self._quiet_until = 0.0
         kept, rank = own["streams"], self._world.rank
         if self._is_exact():
             streams.restore(kept[0])
