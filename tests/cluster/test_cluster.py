@@ -98,6 +98,10 @@ def test_a_job_on_a_killed_node_is_requeued_and_ends_elsewhere(cluster: Cluster,
         cwd=tmp_path,
     )
     cluster.wait_state(job, "RUNNING")
+    until = time.monotonic() + 10
+    while not (tmp_path / "out").exists() or not (tmp_path / "out").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
     cluster.kill_node("ssnode2")
     cluster.wait_state(job, "PENDING", timeout=30)
     cluster.start_node("ssnode2")
