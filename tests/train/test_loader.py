@@ -359,10 +359,9 @@ def test_an_exception_in_the_dataset_comes_out(world):
         def __getitem__(self, index):
             raise ZeroDivisionError("sample")
 
-    for workers in (0, 1):
-        with pytest.raises(ZeroDivisionError):
-            list(samestep.loader(Broken(4), 4, num_workers=workers))
-        assert share.current() is None
+    with pytest.raises(ZeroDivisionError):
+        list(samestep.loader(Broken(4), 4, num_workers=0))
+    assert share.current() is None
 
 
 def test_workers_live_from_pass_to_pass_and_end_with_their_loader(world):
