@@ -2,13 +2,14 @@
 
 import builtins
 import copy
+import json
 import math
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -167,13 +168,36 @@ def _rebuilt(value: Value, leaves: Iterator[Any]) -> Value:
     return cast(Value, new)
 
 
-class _Pickler(pickle.Pickler):
-    """Refuses tensors, whose devices and graphs are their rank's own."""
+def _written(value: Any) -> Any:
+    """As JSON: what it has no form for becomes a list that begins with its type."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if type(value) in (list, tuple, set):
+        return [type(value).__name__, *map(_written, value)]
+    if type(value) is dict:
+        return ["dict", *([_written(key), _written(one)] for key, one in value.items())]
+    if isinstance(value, torch.Tensor):
+        raise TypeError("a tensor in a list; use torch.stack or torch.cat")
+    raise TypeError(f"a {type(value).__name__}; use numbers, text and lists, tuples or dicts of them")
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            raise TypeError("a tensor in a list; use torch.stack or torch.cat")
-        return NotImplemented
+
+def _read(node: Any) -> Any:
+    if not isinstance(node, list):
+        return node
+    kind, *parts = node
+    if kind == "bytes":
+        return bytes.fromhex(parts[0])
+    if kind == "complex":
+        return complex(*parts)
+    if kind == "dict":
+        return {_read(key): _read(one) for key, one in parts}
+    return {"list": list, "tuple": tuple, "set": set}[kind](map(_read, parts))
 
 
 def _exchange(call: str, kinds: Sequence[str], leaves: Sequence[Any]) -> list[list[Any]]:
@@ -184,25 +208,29 @@ def _exchange(call: str, kinds: Sequence[str], leaves: Sequence[Any]) -> list[li
         if isinstance(leaf, torch.Tensor)
     ]
     plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    packed = BytesIO()
     try:
-        _Pickler(packed).dump((kinds, [one.shape for one in tensors], plain))
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        head = json.dumps(
+            [list(kinds), [list(one.shape) for one in tensors], [_written(one) for one in plain]]
+        )
+    except (TypeError, ValueError) as error:
         raise UsageError(f"{call} cannot send this to other ranks: {error}") from error
+    packed = BytesIO()
+    packed.write(head.encode() + b"\n")
     for one in tensors:
         packed.write(one.reshape(-1).view(torch.uint8).numpy().data)
     files = [BytesIO(message) for message in meet(call, packed.getvalue())]
-    heads = [pickle.load(file) for file in files]
+    heads = [json.loads(file.readline()) for file in files]
     for rank, (theirs, _, _) in enumerate(heads):
         if theirs != heads[0][0]:
             raise RanksDiffer(_difference(call, heads[0][0], rank, theirs))
     return [
-        list(_decoded(leaves, shapes, own, file)) for (_, shapes, own), file in zip(heads, files, strict=True)
+        list(_decoded(leaves, shapes, [_read(one) for one in own], file))
+        for (_, shapes, own), file in zip(heads, files, strict=True)
     ]
 
 
 def _decoded(
-    leaves: Sequence[Any], shapes: Sequence[torch.Size], plain: Sequence[Any], file: BytesIO
+    leaves: Sequence[Any], shapes: Sequence[Sequence[int]], plain: Sequence[Any], file: BytesIO
 ) -> Iterator[Any]:
     left = iter(shapes)
     for leaf, own in zip(leaves, plain, strict=True):
@@ -210,7 +238,7 @@ def _decoded(
             yield own
             continue
         shape = next(left)
-        flat = torch.empty(shape.numel() * leaf.element_size(), dtype=torch.uint8)
+        flat = torch.empty(math.prod(shape) * leaf.element_size(), dtype=torch.uint8)
         file.readinto(flat.numpy().data)
         yield flat.view(leaf.dtype).reshape(shape)
 
