@@ -25,10 +25,9 @@ import torch
 import samestep
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.train import carry, replicate, streams
-from samestep.train.exact import ExactReplica, arithmetic
+from samestep.train.exact import arithmetic, in_exact_run
 from samestep.train.loader import Loader
 from samestep.train.meet import hand_out, meet
-from samestep.train.replica import replicas
 from samestep.train.share import seed_of
 from samestep.train.stopping import Wishes
 from samestep.train.vault import Vault
@@ -204,9 +203,9 @@ class Checkpoint:
         own = {
             "step": self.steps,
             # exact ranks draw alike, and what they commit does not tell how many they were
-            "streams": kept[:1] if self._is_exact() else kept,
+            "streams": kept[:1] if in_exact_run() else kept,
             "facts": self._facts,
-            "arithmetic": arithmetic() if self._is_exact() else None,
+            "arithmetic": arithmetic() if in_exact_run() else None,
         }
         state = {name: part.state_dict() for name, part in self._parts.items()} | {_OWN: own}
         meta = {**_origin(), "step": self.steps, "time": time.time(), "size": self._world.size}
@@ -257,7 +256,7 @@ class Checkpoint:
         self._talked_step = self._talk_step = self.steps
         self._quiet_until = 0.0
         kept, rank = own["streams"], self._world.rank
-        if self._is_exact():
+        if in_exact_run():
             streams.restore(kept[0])
         elif rank < len(kept):
             streams.restore(kept[rank])
@@ -291,16 +290,13 @@ class Checkpoint:
                         f"the checkpoint's {name} had {what}, not {here}; use the same, or "
                         f"Checkpoint(accept={_MEANT[fact]!r}) where the change is meant"
                     )
-        if own["arithmetic"] and self._is_exact():
+        if own["arithmetic"] and in_exact_run():
             for fact, here in arithmetic().items():
                 if (then := own["arithmetic"].get(fact)) != here:
                     print(
                         f"samestep: {fact} was {then} and is {here}; bits may differ from here on",
                         file=sys.stderr,
                     )
-
-    def _is_exact(self) -> bool:
-        return any(isinstance(one, ExactReplica) for one in replicas())
 
 
 _living: list[Checkpoint] = []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from samestep.errors import UsageError
 from samestep.train import share
-from samestep.train.replica import Replica, weighed_call
+from samestep.train.replica import Replica, replicas, weighed_call
 from samestep.train.treesum import Blocks, Courier, Vectors, add_up, layout
 from samestep.train.world import World
 
@@ -148,6 +148,11 @@ class ExactReplica(Replica):
         total = courier.send(lambda: add_up(own, like, ranks, courier.group)).wait()
         parts = torch.split(total, [one.numel() for one in self._floating])
         return [part.view_as(one) for part, one in zip(parts, self._floating, strict=True)]
+
+
+def in_exact_run() -> bool:
+    """Local. Whether a model of this process was replicated with `exact`."""
+    return any(isinstance(one, ExactReplica) for one in replicas())
 
 
 def fix_arithmetic() -> None:

@@ -1,15 +1,15 @@
 """An optimizer step as named parts: each process iterates its own microbatches of a batch shared by all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from samestep.errors import UsageError
 from samestep.train import replicate, share
 from samestep.train.agree import compare_replicas
-from samestep.train.exact import ExactReplica
+from samestep.train.exact import in_exact_run
 from samestep.train.loader import Loader, agree
 from samestep.train.meter import count_step
-from samestep.train.replica import replicas
+from samestep.train.replica import Replica, replicas
 from samestep.train.streams import draw_as
 from samestep.train.world import World, init
 
@@ -118,18 +118,19 @@ class Step:
                 "this step was iterated already; iterate each step once, its microbatches are gone"
             )
         self._taken = True
-        exact = self._training and any(isinstance(one, ExactReplica) for one in replicas())
-        for replica in replicas() if self._training else ():
+        exact = self._training and in_exact_run()
+        held = replicas() if self._training else []
+        for replica in held:
             replica.begin_step()
-        yield from self._microbatches(exact)
+        yield from self._microbatches(exact, held)
         this = self._this
         this.mine = 0 if self._lent else sum(stop - start for start, stop in self.parts)
-        for replica in replicas() if self._training else ():
+        for replica in held:
             replica.end_step(this)
         if exact:
             draw_as(self._of._seed, self._epoch, self.piece.start, "after")
 
-    def _microbatches(self, exact: bool) -> Iterator[Any]:
+    def _microbatches(self, exact: bool, held: Sequence[Replica]) -> Iterator[Any]:
         this = self._this
         for index, (start, stop) in zip(self._indices or range(self._lent), self.parts, strict=True):
             self._left -= 1
@@ -139,7 +140,7 @@ class Step:
             if exact:
                 draw_as(self._of._seed, self._epoch, self.piece.start, index)
             yield batch
-            for replica in replicas() if self._training else ():
+            for replica in held:
                 replica.end_microbatch(this)
 
     def skip_rest(self) -> None:
