@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from samestep import carry
@@ -104,22 +105,28 @@ def main():
     if arguments.commit:
         commit(arguments.commit)
     calls, faults = (CHANGING, FAULTS[:3]) if arguments.quick else (CALLS, FAULTS)
-    with tempfile.TemporaryDirectory() as base:
-        old, directory, log = (Path(base, name) for name in ("old", "tried", "log"))
+    with tempfile.TemporaryDirectory() as base, ThreadPoolExecutor(os.cpu_count()) as at_once:
+        old = Path(base, "old")
         for step in (1, 2):
             Vault(old).commit(carry.pack(state(step)), step)
-        shutil.copytree(old, directory)
-        code, points = traced(directory, log, calls)
-        failures = [f"undisturbed: {problem}" for problem in [wrong(directory, code)] if problem]
+
+        def tried(number, *options):
+            """How a commit ended, its calls, and what is not as promised after it."""
+            directory = Path(base, f"tried-{number}")
+            shutil.copytree(old, directory)
+            code, found = traced(directory, Path(base, f"log-{number}"), calls, *options)
+            return code, found, wrong(directory, code)
+
+        _, points, problem = tried("undisturbed")
+        failures = [f"undisturbed: {problem}"] if problem else []
+        faulty = [(*point, fault) for point in points for fault in faults]
+        injected = [f"inject={name}:{fault}:when={number}" for name, number, _, fault in faulty]
         ends = {0: 0, SKIPPED: 0, -9: 0}
-        for name, number, line in points:
-            for fault in faults:
-                shutil.rmtree(directory)
-                shutil.copytree(old, directory)
-                code, _ = traced(directory, log, calls, "-e", f"inject={name}:{fault}:when={number}")
-                ends[code] = ends.get(code, 0) + 1
-                if problem := wrong(directory, code):
-                    failures.append(f"{fault} at {line[:100]}: {problem}")
+        outcomes = at_once.map(lambda pair: tried(pair[0], "-e", pair[1]), enumerate(injected))
+        for (_, _, line, fault), (code, _, problem) in zip(faulty, outcomes, strict=True):
+            ends[code] = ends.get(code, 0) + 1
+            if problem:
+                failures.append(f"{fault} at {line[:100]}: {problem}")
     print(
         f"crash points {len(points)} | faults {len(points) * len(faults)} | killed {ends[-9]} | skipped "
         f"{ends[SKIPPED]} | committed {ends[0]} | neither old nor new, or a mix: {len(failures)}"

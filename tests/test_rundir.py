@@ -109,3 +109,6 @@ def test_a_run_in_the_home_directory_is_remarked_where_there_is_scratch(tmp_path
     )
     assert better_place(scratch / "runs" / "1120-2023", env) is None
     assert better_place(home / "runs" / "1120-2023", {"HOME": str(home)}) is None
+    home.mkdir()
+    (tmp_path / "link").symlink_to(home)
+    assert better_place(tmp_path / "link" / "runs" / "1120-2023", env)

@@ -73,6 +73,11 @@ def pulse_path(run: Path, rank: int) -> Path:
     return run / "pulse" / f"rank-{rank}"
 
 
+def stop_path(run: Path) -> Path:
+    """Where a file asks a run to commit its state and end, and not to be started again."""
+    return run / "stop"
+
+
 def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
     """Where this worker's pulse lies, or None outside a run's directory."""
     run = env.get("SAMESTEP_RUN")
@@ -101,7 +106,8 @@ def better_place(run: Path, env: Mapping[str, str]) -> str | None:
     home, scratch = env.get("HOME"), env.get("SCRATCH")
     if not home or not scratch or not os.path.isdir(scratch):
         return None
-    in_home, in_scratch = (Path(run).is_relative_to(os.path.realpath(place)) for place in (home, scratch))
+    real = Path(os.path.realpath(run))
+    in_home, in_scratch = (real.is_relative_to(os.path.realpath(place)) for place in (home, scratch))
     if not in_home or in_scratch:
         return None
     return f"the run's files go to {run.parent} in the home directory; SAMESTEP_RUN_DIR={scratch} is made for them"

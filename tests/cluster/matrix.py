@@ -107,7 +107,7 @@ class Way(NamedTuple):
 
 def read_end(output: str) -> End:
     """Fails with the whole output where there is not exactly one such line."""
-    found = re.findall(r"^bits ([0-9a-f]{64}) (\w+) ([\d. ]+)$", output, re.MULTILINE)
+    found = re.findall(r"^bits ([0-9a-f]{64}) (\w+) ([\d. ]+)\r?$", output, re.MULTILINE)
     assert len(found) == 1, output
     return End(*found[0])
 
@@ -128,6 +128,14 @@ def _here(*words: str) -> Callable[[Cluster, Path], str]:
 
 def _from_login(*words: str) -> Callable[[Cluster, Path], str]:
     return lambda cluster, folder: _run(cluster.command(*words, cwd=folder), folder)
+
+
+def _at_a_terminal(*words: str) -> Callable[[Cluster, Path], str]:
+    def start(cluster: Cluster, folder: Path) -> str:
+        words_there = shlex.join(cluster.command(*words, cwd=folder))
+        return _run(["script", "--quiet", "--return", "--command", words_there, "/dev/null"], folder)
+
+    return start
 
 
 def _on_nodes(*each: Sequence[str]) -> Callable[[Cluster, Path], str]:
@@ -231,6 +239,14 @@ WAYS = {
         "slurm", "0.0 1.0 0.1", _from_login("srun", "--nodes=2", "--ntasks=3", "-mcyclic", PYTHON, "train.py")
     ),
     "srun, 4 nodes": Way("slurm", "0.0 1.0 2.0 3.0", _from_login("srun", "--nodes=4", PYTHON, "train.py")),
+    "srun --pty": Way(
+        "slurm", _TWO, _at_a_terminal("srun", "--pty", "--ntasks=2", "--nodes=1", PYTHON, "train.py")
+    ),
+    "srun --pty, samestep run": Way(
+        "samestep",
+        _TWO,
+        _at_a_terminal("srun", "--pty", "--ntasks=1", _SAMESTEP, "run", "-n", "2", "train.py"),
+    ),
     "srun torchrun": Way(
         "torchrun",
         "0.0 1.0",

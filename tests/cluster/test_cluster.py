@@ -87,28 +87,6 @@ def test_a_limited_link_is_as_slow_as_it_was_told(isolated: Cluster) -> None:
     assert seconds() < limited / 2
 
 
-def test_a_job_on_a_killed_node_is_requeued_and_ends_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
-    words = 'echo "$SLURMD_NODENAME $SLURM_RESTART_COUNT"; [ -n "$SLURM_RESTART_COUNT" ] || sleep 100'
-    job = cluster.submit(
-        f"--wrap={words}",
-        "--requeue",
-        "--open-mode=append",
-        "--output=out",
-        "--nodelist=ssnode2",
-        cwd=tmp_path,
-    )
-    cluster.wait_state(job, "RUNNING")
-    until = time.monotonic() + 10
-    while not (tmp_path / "out").exists() or not (tmp_path / "out").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    cluster.kill_node("ssnode2")
-    cluster.wait_state(job, "PENDING", timeout=30)
-    cluster.start_node("ssnode2")
-    cluster.wait_state(job, "COMPLETED", timeout=30)
-    assert (tmp_path / "out").read_text().splitlines() == ["ssnode2 ", "ssnode2 1"]
-
-
 def test_a_job_lives_through_a_restart_of_the_controller(cluster: Cluster, tmp_path: Path) -> None:
     until = tmp_path / "go"
     words = f"--wrap=while [ ! -e {until} ]; do sleep 0.1; done; echo done"

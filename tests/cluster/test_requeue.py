@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from fournodes import Cluster
@@ -62,16 +63,26 @@ def _restart_controller(cluster: Cluster, job: str) -> None:
     cluster.restart_controller()
 
 
-FAULTS: dict[str, tuple[Callable[[Cluster, str], None], int]] = {
-    "scancel --signal=USR1": (_signal, 1),
-    "a node is killed": (_kill_node, 1),
-    "scancel --signal=TERM": (_terminate, 1),
-    "scontrol requeue": (_requeue, 1),
-    "preempted": (_preempt, 1),
-    "slurmctld restarts": (_restart_controller, 0),
-    "time limit": (_wait, 1),
+class Fault(NamedTuple):
+    """What happens to a job, how often it is requeued for it at least, and how it was submitted."""
+
+    act: Callable[[Cluster, str], None]
+    requeues: int
+    words: tuple[str, ...] = ("--nodes=2", "--time=10")
+    pause: str = "0.1"
+
+
+FAULTS = {
+    "scancel --signal=USR1": Fault(_signal, 1),
+    "a node is killed": Fault(_kill_node, 1),
+    "scancel --signal=TERM": Fault(_terminate, 1),
+    "scontrol requeue": Fault(_requeue, 1),
+    "preempted": Fault(_preempt, 1),
+    "slurmctld restarts": Fault(_restart_controller, 0),
+    "time limit": Fault(_wait, 1, ("--nodes=2", "--time=1", "--signal=USR1@25"), pause="0.6"),
+    "USR1, array's element": Fault(_signal, 1, ("--array=3", "--time=10")),
+    "USR1, array gang": Fault(_signal, 1, ("--array-gang", "--nodes=2", "--time=10")),
 }
-_LIMITS = (("--time", "10"), ("--time", "1", "--signal", "USR1@25"))
 _SHORT = 2
 
 
@@ -106,35 +117,30 @@ def test_a_job_that_is_stopped_ends_with_the_bits_of_the_undisturbed_run(
     trail = Trail(tmp_path / "run")
     (tmp_path / "train.py").write_text(_TRAIN)
     samestep = str(Path(sys.executable).with_name("samestep"))
-    words = [
-        "--profile",
-        "cpu-node",
-        "--nodes",
-        "2",
-        "--tasks-per-node",
-        "1",
-        *_LIMITS[fault == "time limit"],
-    ]
-    words += ["train.py", str(trail.directory), "--notes", str(trail.log), "--epochs", str(_EPOCHS)]
-    words += ["--every", "0.5", "--pause", "0.6" if fault == "time limit" else "0.1"]
-    job = isolated.run(samestep, "submit", *words, cwd=tmp_path).split("job ", 1)[1].split(";")[0]
+    act, requeues, words, pause = FAULTS[fault]
+    asked = ["--profile=cpu-node", "--tasks-per-node=1", *words, "train.py", str(trail.directory)]
+    asked += ["--notes", str(trail.log), "--epochs", str(_EPOCHS), "--every", "0.5", "--pause", pause]
+    number = isolated.run(samestep, "submit", *asked, cwd=tmp_path).split("job ", 1)[1].split(";")[0]
+    elements = {"--array=3": ["_3"], "--array-gang": ["_0", "_1"]}.get(words[0], [""])
+    jobs = [number + element for element in elements]
     _wait_for_step(trail, 10)
-    act, requeues = FAULTS[fault]
-    act(isolated, job)
+    logs = [tmp_path / "runs" / f"train_{job}.out" for job in jobs]
+    act(isolated, jobs[-1])
     try:
-        isolated.wait_state(job, "COMPLETED", timeout=200)
+        for job in jobs:
+            isolated.wait_state(job, "COMPLETED", timeout=200)
     except RuntimeError as error:
-        raise AssertionError(f"{error}\n{(tmp_path / 'runs' / f'train_{job}.out').read_text()}") from None
+        raise AssertionError("\n".join([str(error), *(log.read_text() for log in logs)])) from None
     lost, twice = trail.against(undisturbed)
     bits = differing_bits(trail.state(), undisturbed.state())
     redone = sum(len(attempts) - 1 for attempts in trail.taken().values())
-    restarts = int(isolated.field(job, "Restarts"))
+    (restarts,) = {int(isolated.field(job, "Restarts")) for job in jobs}
     losses.append(
         f"{fault:<22}  requeued {restarts}  steps redone {redone:>2}  samples lost {lost} twice {twice}  "
         f"bits differing {bits}  time lost {_seconds_lost(trail):5.1f} s"
     )
     assert (lost, twice, bits) == (0, 0, 0)
     assert restarts == requeues or (fault == "time limit" and restarts > 0)
-    log = (tmp_path / "runs" / f"train_{job}.out").read_text()
+    log = "".join(log.read_text() for log in logs)
     assert len(re.findall("^samestep: going on after step", log, re.MULTILINE)) == restarts
     assert len(carry.listing(trail.directory)) == 2

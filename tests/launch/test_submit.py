@@ -69,6 +69,17 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+def test_a_home_directory_beside_scratch_is_remarked_before_the_job_waits(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    said = _samestep("submit", "train.py", cwd=tmp_path, PATH="", SCRATCH=str(scratch)).stderr
+    files = f"samestep submit: the run's files go to {tmp_path}/runs in the home directory; "
+    assert f"{files}SAMESTEP_RUN_DIR={scratch} is made for them" in said
+    better = {"PATH": "", "SCRATCH": str(scratch), "SAMESTEP_RUN_DIR": str(scratch)}
+    assert "home directory" not in _samestep("submit", "train.py", cwd=tmp_path, **better).stderr
+
+
 def test_without_sbatch_the_script_is_written_and_the_reason_said(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = _samestep("submit", "train.py", cwd=tmp_path, PATH="")

@@ -161,6 +161,13 @@ def test_restart_on_starts_all_ranks_again_and_counts(launcher):
     assert "2 1" in (launcher.home / "seen").read_text().splitlines()
 
 
+def test_a_run_that_was_asked_to_end_is_not_started_again(launcher):
+    launcher.write("import os; open(os.environ['SAMESTEP_RUN'] + '/stop', 'w').close(); raise SystemExit(75)")
+    code, _, err = launcher.run("-n", "2", "--restart-on", "75", "--max-restarts", "5", "train.py")
+    assert code == 75
+    assert "restart" not in err
+
+
 def test_restart_on_does_not_hide_another_code(launcher):
     launcher.write("raise SystemExit(3)")
     code, _, err = launcher.run("-n", "1", "--restart-on", "75", "--max-restarts", "5", "train.py")

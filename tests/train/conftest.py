@@ -16,6 +16,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from forked import Nest
 
 from samestep.launch.port import hold_port
 
@@ -109,6 +110,12 @@ class Pool:
             return text
         except EOFError:
             return "it ended"
+
+
+@pytest.fixture(scope="session")
+def nest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nest]:
+    with Nest(tmp_path_factory.mktemp("nest")) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import torch
-from forked import Nest
 from trail import Trail, differing_bits
 
 from samestep import carry
@@ -29,12 +27,6 @@ SMALL = """
     train = samestep.loader(data, 3, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """
-
-
-@pytest.fixture(scope="module")
-def nest(tmp_path_factory) -> Iterator[Nest]:
-    with Nest(tmp_path_factory.mktemp("nest")) as found:
-        yield found
 
 
 @pytest.fixture

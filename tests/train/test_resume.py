@@ -3,23 +3,15 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import Nest
 from trail import Trail, differing_bits
 
 TESTS = Path(__file__).parents[1]
 SURVIVOR = TESTS / "survivor.py"
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def nest(tmp_path_factory) -> Iterator[Nest]:
-    with Nest(tmp_path_factory.mktemp("nest")) as found:
-        yield found
 
 
 def go(nest, trail, size, *options, attempt=1):

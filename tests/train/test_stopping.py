@@ -6,12 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from forked import Nest
 from trail import Trail, differing_bits
 
 from samestep import carry
@@ -36,12 +34,6 @@ LOOP = """
         if world.rank == rank:
             os.kill(os.getpid(), signal.Signals[name])
 """
-
-
-@pytest.fixture(scope="module")
-def nest(tmp_path_factory) -> Iterator[Nest]:
-    with Nest(tmp_path_factory.mktemp("nest")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -167,21 +159,42 @@ def test_a_second_interrupt_does_not_wait(loop):
     assert said[0].endswith("KeyboardInterrupt\n")
 
 
-def test_a_run_stops_in_time_before_its_job_ends(loop):
+def test_a_run_stops_in_time_before_its_job_ends(loop, tmp_path):
     def job(seconds):
         return {"SLURM_JOB_END_TIME": int(time.time()) + seconds}
 
     assert loop("for _ in steps(): pass", 2, env=job(60))[0] == [0, 0]
-    codes, said, _ = loop("for _ in steps(6): time.sleep(0.05)", 2, env=job(12))
+    env = {**job(12), "SAMESTEP_RUN": tmp_path}
+    codes, said, _ = loop("for _ in steps(6): time.sleep(0.05)", 2, env=env)
     assert codes == [75, 75]
     assert "stopped by the job's time limit after step" in said[0]
+    assert (tmp_path / "stop").exists(), "a launcher would start it again"
 
 
-def test_a_file_in_the_runs_directory_stops_it_and_is_taken_away(loop, tmp_path):
-    ask = tmp_path / "stop"
-    ask.touch()
+def test_a_time_limit_too_short_for_a_measured_commit_is_warned_of_once(loop):
+    now = int(time.time())
+    env = {"SLURM_JOB_START_TIME": now - 8, "SLURM_JOB_END_TIME": now + 1}
+    codes, said, _ = loop("for _ in steps(): pass", 2, env=env)
+    assert codes == [75, 75]
+    warning = "samestep: a commit takes 0.0 s and this job's time limit is 9 s, so next to nothing is trained"
+    assert "".join(said).count(warning) == 1
+    enough = {"SLURM_JOB_START_TIME": now - 3600, "SLURM_JOB_END_TIME": now + 1}
+    assert "a commit takes" not in "".join(loop("for _ in steps(): pass", 2, env=enough)[1])
+
+
+def test_a_resumed_run_knows_how_long_its_commits_take(loop, tmp_path):
+    slow = "run._commit_seconds = 3600.0\nrun._note_commit = lambda seconds: None\nfor _ in steps(): hear()"
+    assert loop(slow)[0] == [75]
+    codes, said, _ = loop("for _ in steps(): pass", env={"SLURM_JOB_END_TIME": int(time.time()) + 1800})
+    assert codes == [75]
+    assert "a commit takes 3600.0 s" in said[0]
+    assert "stopped by the job's time limit after step 2" in said[0]
+
+
+def test_a_file_in_the_runs_directory_stops_it(loop, tmp_path):
+    (tmp_path / "stop").touch()
     codes, said, committed = loop("for _ in steps(): pass", 2, env={"SAMESTEP_RUN": tmp_path})
-    assert (codes, committed, ask.exists()) == ([75, 75], [1], False)
+    assert (codes, committed) == ([75, 75], [1])
     assert "stopped by samestep stop after step 1" in said[0]
 
 

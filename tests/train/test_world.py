@@ -177,7 +177,7 @@ def test_a_rank_that_works_longer_than_the_others_finishes_its_work(script):
             f"""
     samestep.sum(1)
     if world.rank == {slow}:
-        time.sleep(3)
+        time.sleep(1.5)
         print("done")
     """,
         )

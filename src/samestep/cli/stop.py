@@ -4,6 +4,7 @@ import click
 
 from samestep.errors import UsageError
 from samestep.measure.runs import find_run
+from samestep.rundir import stop_path
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -17,7 +18,7 @@ def command(run: str | None) -> None:
         found = find_run(run)
         if found.is_over:
             raise UsageError(f"{found.path} is {found.state}, so there is nothing to stop")
-        (found.path / "stop").touch()
+        stop_path(found.path).touch()
     except UsageError as error:
         click.echo(f"samestep stop: {error}", err=True)
         raise SystemExit(2) from None

@@ -12,6 +12,7 @@ import click
 from samestep.errors import UsageError
 from samestep.launch.profiles import MEANS, Profile, load_profile
 from samestep.launch.slurm import LAUNCHERS, Job, batch_script, output_of, submit, write_script
+from samestep.rundir import better_place
 
 _NUMBERS = ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task")
 _TEXTS = ("time", "account", "partition", "qos", "constraint", "hint", "signal", "python", "container")
@@ -69,6 +70,8 @@ def command(
             said.remove("--dry-run")  # ours is the first: options come before the script
             click.echo(batch_script(job, said, job.script_path), nl=False)
             return
+        if advice := better_place(job.folder.absolute() / job.title, os.environ):
+            click.echo(f"samestep submit: {advice}", err=True)
         path = write_script(job, said)
         click.echo(f"wrote {path}")
         number = submit(path)

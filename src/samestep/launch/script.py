@@ -20,7 +20,7 @@ from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Gang, Outcome
 from samestep.launch.worker import Guardian, Order
 from samestep.placement import Placement, exports
-from samestep.rundir import better_place, create_run, log_path, pulse_path, write_record
+from samestep.rundir import better_place, create_run, log_path, pulse_path, stop_path, write_record
 
 _SAME_PLACE_S = 10
 
@@ -176,15 +176,18 @@ def _verdict(
     script: Script, run: Path, outcome: Outcome, gang: Gang, text: str | None, crew: Crew | None
 ) -> Verdict:
     code, spot = exit_code(outcome.status), _spot(run, outcome, gang)
+    asked = outcome.asked
+    if asked is None and code == os.EX_TEMPFAIL and stop_path(run).exists():
+        asked = signal.SIGTERM
     if crew is None:
-        return Verdict(0, code, text, spot, outcome.asked)
+        return Verdict(0, code, text, spot, asked)
     ends = [worker.ended_at for worker in gang.workers if worker.status and not worker.was_stopped]
     return crew.end(
         code,
         text,
         echo=bool(outcome.traceback and outcome.traceback.is_echo),
         own=outcome.cause is not None or outcome.asked is not None or bool(ends),
-        asked=outcome.asked,
+        asked=asked,
         at=min(ends, default=time.monotonic()),
         place=spot,
     )

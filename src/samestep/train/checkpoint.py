@@ -37,6 +37,7 @@ STOPPED = 75
 _OWN = "samestep"
 _TALK_SECONDS = 0.5
 _RETRY_SECONDS = 30.0
+_LEAVE_SECONDS = 10.0
 _MEANT = {
     "length": "dataset",
     "fingerprint": "dataset",
@@ -87,6 +88,7 @@ class Checkpoint:
         self._failure = ""
         self._committed: list[Any] = [0]
         self._commit_seconds = 1.0
+        self._told_of_limit = False
         self._timed_at = self._talked_at = time.monotonic()
         self._talked_step = self._talk_step = 0
         self._quiet_until = 0.0
@@ -113,7 +115,8 @@ class Checkpoint:
         if found is not None:
             for reason in found.refused:
                 print(f"samestep: {reason}; an older checkpoint is used", file=sys.stderr)
-            state: Any = found.value[0]
+            state, meta = found.value
+            self._note_commit(meta.get("commit_seconds"))
             hand_out(found.path)
         else:
             state = _received(size * self._world.local_size)
@@ -179,7 +182,7 @@ class Checkpoint:
         quiet = min(_TALK_SECONDS, every if timed else every - (now - self._timed_at))
         retry = bool(self._failure) and now - self._timed_at >= _RETRY_SECONDS
         said = {
-            "stop": self._wishes.asked(2 * self._commit_seconds + 2 * pace + 10),
+            "stop": self._wishes.asked(2 * (self._commit_seconds + pace) + _LEAVE_SECONDS),
             "commit": timed or retry,
             "quiet": max(1, min(1000, int(quiet / max(pace, 1e-9)))),
         }
@@ -208,7 +211,13 @@ class Checkpoint:
             "arithmetic": arithmetic() if in_exact_run() else None,
         }
         state = {name: part.state_dict() for name, part in self._parts.items()} | {_OWN: own}
-        meta = {**_origin(), "step": self.steps, "time": time.time(), "size": self._world.size}
+        meta = {
+            **_origin(),
+            "step": self.steps,
+            "time": time.time(),
+            "size": self._world.size,
+            "commit_seconds": self._commit_seconds,
+        }
         bulk = carry.bulk(state)
         if len(self._buffer) < bulk:
             pinned = self._world.device.type == "cuda"
@@ -233,7 +242,21 @@ class Checkpoint:
             self._failure = str(error) or type(error).__name__
         else:
             self._failure, self._committed = "", place
-            self._commit_seconds = time.monotonic() - begun
+            self._note_commit(time.monotonic() - begun)
+
+    def _note_commit(self, seconds: Any) -> None:
+        """How long a commit takes, which a job has to keep free before its time limit."""
+        if not isinstance(seconds, float):
+            return
+        self._commit_seconds = seconds
+        if self._wishes.job_seconds < 2 * seconds + _LEAVE_SECONDS and not self._told_of_limit:
+            self._told_of_limit = True
+            print(
+                f"samestep: a commit takes {seconds:.1f} s and this job's time limit is "
+                f"{self._wishes.job_seconds:.0f} s, so next to nothing is trained between two stops; "
+                "ask for more --time",
+                file=sys.stderr,
+            )
 
     def _outcome(self) -> str:
         self._await_writer()

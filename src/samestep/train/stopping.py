@@ -1,5 +1,6 @@
 """How a run is asked to stop: a signal, a time limit or a file raises a flag; nothing is done in a handler."""
 
+import math
 import os
 import signal
 import threading
@@ -7,6 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+
+from samestep.rundir import stop_path
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -34,10 +37,11 @@ class Wishes:
 
     def __init__(self) -> None:
         self.heard: int | None = None
-        end = os.environ.get("SLURM_JOB_END_TIME", "")
-        self._end = float(end) if end.isdigit() else None
+        self._end = _moment("SLURM_JOB_END_TIME")
+        begun = _moment("SLURM_JOB_START_TIME") or time.time()
+        self.job_seconds = self._end - begun if self._end is not None else math.inf
         run = os.environ.get("SAMESTEP_RUN")
-        self._file = Path(run, "stop") if run else None
+        self._file = stop_path(Path(run)) if run else None
         if threading.current_thread() is threading.main_thread():
             # what is ignored from the start (SIGINT in a shell's background job) stays so
             for one in _SIGNALS:
@@ -49,6 +53,9 @@ class Wishes:
         if self.heard is not None:
             return signal.Signals(self.heard).name
         if self._end is not None and time.time() > self._end - margin_seconds:
+            if self._file is not None:
+                with suppress(OSError):
+                    self._file.touch()  # a launcher that started the run again would do it in vain
             return "the job's time limit"
         if self._file is not None and self._file.exists():
             return "samestep stop"
@@ -56,9 +63,6 @@ class Wishes:
 
     def fulfilled(self) -> None:
         """The state is safe: a launcher that now stops the others must not change this process's exit code."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.unlink()
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_IGN)
 
@@ -66,3 +70,8 @@ class Wishes:
         if self.heard == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.heard = number
+
+
+def _moment(name: str) -> float | None:
+    text = os.environ.get(name, "")
+    return float(text) if text.isdecimal() else None
