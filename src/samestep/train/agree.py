@@ -5,6 +5,7 @@ Not covered: optimizer state, until it shows in a parameter.
 """
 
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.meet import meet, ranks_in_words
-from samestep.train.replica import Replica, living
+from samestep.train.replica import Replica, replicas
 from samestep.train.world import init
 
 _CALL = "samestep's comparison of replicas"
@@ -27,8 +28,7 @@ def compare_replicas(step: int) -> None:
     if not every or step % every:
         return
     if init().size > 1:
-        for replica in living():
-            _compare(replica, step, every)
+        _compare(step, every)
 
 
 def _every() -> int:
@@ -38,13 +38,19 @@ def _every() -> int:
     return int(asked)
 
 
-def _compare(replica: Replica, step: int, every: int) -> None:
-    digests = _digests(replica.model)
-    if len(set(meet(_CALL, hashlib.sha256(digests).digest()))) == 1:
-        return
-    ranks = meet(_CALL, digests)
-    names = [name for name, _ in replica.model.named_parameters()]
-    for at, name in enumerate(names):
+def _compare(step: int, every: int) -> None:
+    """One that is gone on some ranks, and awaits its collection on others, is no one's business."""
+    mine = {one.number: one for one in replicas()}
+    sums = {number: _digests(one.model) for number, one in mine.items()}
+    said = json.dumps([(number, hashlib.sha256(one).hexdigest()) for number, one in sums.items()])
+    told = [dict(json.loads(one)) for one in meet(_CALL, said.encode())]
+    for number in sorted(set.intersection(*map(set, told))):
+        if len({one[number] for one in told}) > 1:
+            _name_the_difference(mine[number], meet(_CALL, sums[number]), step, every)
+
+
+def _name_the_difference(replica: Replica, ranks: Sequence[bytes], step: int, every: int) -> None:
+    for at, (name, _) in enumerate(replica.model.named_parameters()):
         column = [one[at * _WORD : (at + 1) * _WORD] for one in ranks]
         if len(set(column)) > 1:
             raise RanksDiffer(_difference(name, column, max(1, step - every), step))

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ class Replica:
     """Stands in the model's `forward`; everything else of the model is as it was."""
 
     _made = 0
+    any_moves_buffers = False
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any], world: World) -> None:
         self.number = Replica._made
@@ -39,6 +39,7 @@ class Replica:
         self.moves_buffers = (
             world.size > 1 and next(model.buffers(), None) is not None and not _names_buffers(options)
         )
+        Replica.any_moves_buffers |= self.moves_buffers
         self.dirty = False
         self._looked_at = False
         self.ddp: DistributedDataParallel | None = None
@@ -197,13 +198,6 @@ def broadcast(tensor: torch.Tensor) -> None:
 def replicas() -> list[Replica]:
     """All replicas that live, in the order they were made, which is the same on every rank."""
     return sorted(_all, key=lambda one: one.number)
-
-
-def living() -> list[Replica]:
-    """Collective. The replicas that live on every rank; one that is gone may await its collection on some."""
-    mine = {one.number: one for one in replicas()}
-    ranks = meet("samestep's list of replicas", json.dumps(list(mine)).encode())
-    return [mine[number] for number in sorted(set.intersection(*(set(json.loads(one)) for one in ranks)))]
 
 
 def replica_of(model: torch.nn.Module) -> Replica | None:

@@ -95,7 +95,7 @@ def settle_all() -> None:
 
     A model that is gone may live on in one rank until its garbage is collected: it is no rank's business.
     """
-    if init().size == 1:
+    if not Replica.any_moves_buffers:
         return
     mine = {one.number: one for one in replicas()}
     message = json.dumps([(number, one.dirty) for number, one in mine.items()])
