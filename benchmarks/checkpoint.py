@@ -8,13 +8,9 @@ holds the wait for the other one, over the loop's, and the loop with it beside t
 """
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -23,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import Rows, keep, on_ranks, spread, tell
 from torch import nn
 from torch.nn import functional as F
 
-RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 TENSORS = 20
 STEPS = 500
 Save = Callable[[], Callable[[], object]]
@@ -65,7 +61,7 @@ def savers(model: nn.Module, home: Path, rank: int) -> dict[str, Save]:
     return {"samestep": ours, "torch.save": plain, "dcp.async_save": asynchronous}
 
 
-def stalls(size: int, megabytes: int, rounds: int, home: Path) -> list[dict[str, Any]]:
+def stalls(size: int, megabytes: int, rounds: int, home: Path) -> Rows:
     import samestep
 
     world = samestep.init()
@@ -88,32 +84,19 @@ def stalls(size: int, megabytes: int, rounds: int, home: Path) -> list[dict[str,
     rows = []
     for one, measured in times.items():
         first, *later = [stall for stall, _ in measured]
-        ratios = sorted(
-            stall / theirs[0]
-            for (stall, _), theirs in zip(measured[1:], times["torch.save"][1:], strict=True)
-        )
+        base = times["torch.save"][1:]
         rows.append(
             {
                 "kind": "stall", "size": size, "megabytes": megabytes, "system": one, "base": "torch.save",
                 "first_ms": round(first * 1e3, 1), "ms": round(statistics.median(later) * 1e3, 1),
                 "whole_ms": round(statistics.median(whole for _, whole in measured[1:]) * 1e3, 1),
-                **spread(ratios),
+                **spread(mine[0] / theirs[0] for mine, theirs in zip(measured[1:], base, strict=True)),
             }
         )  # fmt: skip
     return rows
 
 
-def spread(ratios: list[float]) -> dict[str, float]:
-    quarter = len(ratios) // 4
-    middle = statistics.median(ratios)
-    return {
-        "ratio": round(middle, 5),
-        "low": round(ratios[quarter], 5),
-        "high": round(ratios[-1 - quarter], 5),
-    }
-
-
-def step_share(size: int, rounds: int, home: Path) -> list[dict[str, Any]]:
+def step_share(size: int, rounds: int, home: Path) -> Rows:
     import samestep
 
     samestep.init()
@@ -148,25 +131,9 @@ def step_share(size: int, rounds: int, home: Path) -> list[dict[str, Any]]:
         {
             "kind": "step", "size": size, "system": "samestep", "base": "the loop without it",
             "call_us": round(call * 1e6, 2), "step_us": round(statistics.median(times) * 1e6, 1),
-            "share": round(call / statistics.mean(times), 5), **spread(sorted(ratios)),
+            "share": round(call / statistics.mean(times), 5), **spread(ratios),
         }
     ]  # fmt: skip
-
-
-def measured(size: int, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows that a world of this size measures, by its rank 0."""
-    words = ["--rounds", str(asked.rounds), "--megabytes", str(asked.megabytes)]
-    with tempfile.TemporaryDirectory(dir=asked.directory) as home:
-        command = [sys.executable, __file__, *words, "--worker", str(size), "--directory", home]
-        if size > 1:
-            samestep = str(Path(sys.executable).parent / "samestep")
-            command = [samestep, "run", "-n", str(size), "--run-dir", f"{home}/runs", *command[1:]]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3000)
-    if done.returncode:
-        sys.exit(f"the worker of size {size} failed:\n{done.stderr}")
-    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
 
 
 def main() -> None:
@@ -179,16 +146,15 @@ def main() -> None:
     if asked.worker:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        home = Path(asked.directory)
-        rows = step_share(asked.worker, asked.rounds, home)
-        rows += stalls(asked.worker, asked.megabytes, asked.rounds, home)
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(json.dumps(rows))
+        rows = step_share(asked.worker, asked.rounds, Path(asked.directory))
+        tell(rows + stalls(asked.worker, asked.megabytes, asked.rounds, Path(asked.directory)))
         return
-    rows = measured(1, asked) + measured(2, asked)
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"machine": facts, "rounds": asked.rounds, "rows": rows}, indent=1) + "\n")
+    rows = []
+    for size in (1, 2):
+        with tempfile.TemporaryDirectory(dir=asked.directory) as home:
+            words = ("--rounds", asked.rounds, "--megabytes", asked.megabytes, "--directory", home)
+            rows += on_ranks(size, *words, SAMESTEP_RUN_DIR=f"{home}/runs")
+    keep(asked.rounds, rows)
     for row in rows:
         of = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f}) of {row['base']}"
         if row["kind"] == "step":

@@ -7,23 +7,19 @@ for each rank.
 """
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from report import Rows, keep, on_ranks, spread, tell
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-RESULTS = Path(__file__).parent / "results" / "exact.json"
 BATCH, MICROBATCH, STEPS = 64, 8, 6
 
 
@@ -65,7 +61,7 @@ def block(model: nn.Module, train: Any, optimizer: Any) -> tuple[float, float]:
     return (time.perf_counter() - begun) / taken, (sent_bytes() - bytes_before) / taken
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
+def measure(rounds: int) -> Rows:
     import samestep
 
     world = samestep.init()
@@ -89,15 +85,13 @@ def measure(rounds: int) -> list[dict[str, Any]]:
                 if number:
                     seen[kind].append(one)
         gradient = sum(one.numel() * 4 for one in made["exact"][0].parameters())
-        ratios = sorted(a[0] / b[0] for a, b in zip(seen["exact"], seen["default"], strict=True))
         ring = 2 * (world.size - 1) * gradient
         rows.append(
             {
                 "network": name, "ranks": world.size, "gradient_bytes": gradient,
                 "default_ms": round(statistics.median(one[0] for one in seen["default"]) * 1e3, 2),
                 "exact_ms": round(statistics.median(one[0] for one in seen["exact"]) * 1e3, 2),
-                "ratio": round(statistics.median(ratios), 3),
-                "low": round(ratios[len(ratios) // 4], 3), "high": round(ratios[-1 - len(ratios) // 4], 3),
+                **spread(a[0] / b[0] for a, b in zip(seen["exact"], seen["default"], strict=True)),
                 "default_bytes_of_ring": round(statistics.median(one[1] for one in seen["default"]) / ring, 3),
                 "exact_bytes_of_ring": round(statistics.median(one[1] for one in seen["exact"]) / ring, 3),
             }
@@ -105,33 +99,27 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def workers(size: int, rounds: int) -> list[dict[str, Any]]:
-    command = [str(Path(sys.executable).parent / "samestep"), "run", "-n", str(size)]
-    command += [__file__, "--worker", "--rounds", str(rounds)]
-    if os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip"):
-        command = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", *command]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SAMESTEP_EXACT_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    if done.returncode:
-        sys.exit(f"{size} ranks failed:\n{done.stderr}")
-    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
+def a_loopback_of_its_own() -> list[str]:
+    if os.geteuid() or not shutil.which("unshare") or not shutil.which("ip"):
+        return []
+    return ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        rows = measure(asked.rounds)
-        if os.environ["RANK"] == "0":
-            print(json.dumps(rows))
+        tell(measure(asked.rounds))
         return
-    rows = [row for size in (2, 3, 4) for row in workers(size, asked.rounds)]
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"machine": facts, "rounds": asked.rounds, "rows": rows}, indent=1) + "\n")
+    own = a_loopback_of_its_own()
+    rows = [
+        row
+        for size in (2, 3, 4)
+        for row in on_ranks(size, "--rounds", asked.rounds, around=own, SAMESTEP_EXACT_THREADS="1")
+    ]
+    keep(asked.rounds, rows)
     print(
         "ranks network   gradient    default      exact   ratio  middle half   bytes of a ring's: default, exact"
     )

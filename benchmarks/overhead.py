@@ -8,12 +8,8 @@ middle half of them. `alone` are steps on one batch in memory, `loop` the whole 
 import argparse
 import contextlib
 import io
-import json
-import os
-import platform
 import statistics
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -21,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import BIN, Rows, keep, on_ranks, spread, tell
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-RESULTS = Path(__file__).parent / "results" / "overhead.json"
 MODELS = {
     "tiny": (lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), 32, 200),
     "conv": (
@@ -135,7 +131,7 @@ def block(step: Callable[[Any], None], batches: Batches, alone: bool, count: int
     return (time.perf_counter() - begun) / taken
 
 
-def measure(size: int, rounds: int) -> list[dict[str, Any]]:
+def measure(size: int, rounds: int) -> Rows:
     rows = []
     for name, (_, batch, steps) in MODELS.items():
         made = variants(name, size)
@@ -152,26 +148,22 @@ def measure(size: int, rounds: int) -> list[dict[str, Any]]:
                     if number > 1:
                         times[one].append(seconds)
             for one, seconds in times.items():
-                ratios = sorted(mine / theirs for mine, theirs in zip(seconds, times[base], strict=True))
                 rows.append(
                     {
                         "size": size, "model": name, "batch": batch, "kind": kind, "system": one, "base": base,
                         "microseconds": round(statistics.median(seconds) * 1e6, 1),
-                        "ratio": round(statistics.median(ratios), 3),
-                        "low": round(ratios[len(ratios) // 4], 3),
-                        "high": round(ratios[-1 - len(ratios) // 4], 3),
+                        **spread(mine / theirs for mine, theirs in zip(seconds, times[base], strict=True)),
                     }
                 )  # fmt: skip
     return rows
 
 
-def start_up(rounds: int) -> list[dict[str, Any]]:
+def start_up(rounds: int) -> Rows:
     """Seconds from the shell to the end of the first step of a two-process script, in turns."""
     script = str(Path(__file__).parent / "scripts" / "first_step.py")
-    bin_ = Path(sys.executable).parent
     commands = {
-        "torchrun": [str(bin_ / "torchrun"), "--standalone", "--nproc-per-node=2", script, "ddp"],
-        "samestep": [str(bin_ / "samestep"), "run", "-n", "2", script, "samestep"],
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", script, "ddp"],
+        "samestep": [str(BIN / "samestep"), "run", "-n", "2", script, "samestep"],
     }
     times: dict[str, list[float]] = {one: [] for one in commands}
     for number in range(rounds + 1):
@@ -182,31 +174,14 @@ def start_up(rounds: int) -> list[dict[str, Any]]:
             reached = next(line for line in done.stdout.splitlines() if line.startswith("first step"))
             if number:
                 times[one].append(float(reached.split()[-1]) - begun)
-    ratios = sorted(a / b for a, b in zip(times["samestep"], times["torchrun"], strict=True))
     return [
         {
             "kind": "start", "size": 2, "system": one, "base": "torchrun",
             "seconds": round(statistics.median(times[one]), 2),
-            "ratio": round(statistics.median(ratios), 3) if one == "samestep" else 1.0,
-            "low": round(ratios[len(ratios) // 4], 3) if one == "samestep" else 1.0,
-            "high": round(ratios[-1 - len(ratios) // 4], 3) if one == "samestep" else 1.0,
+            **spread(mine / theirs for mine, theirs in zip(times[one], times["torchrun"], strict=True)),
         }
         for one in commands
     ]  # fmt: skip
-
-
-def workers(size: int, rounds: int) -> list[dict[str, Any]]:
-    """The rows that a world of this size measures, by its rank 0."""
-    command = [sys.executable, __file__, "--worker", str(size), "--rounds", str(rounds)]
-    if size > 1:
-        command = [str(Path(sys.executable).parent / "samestep"), "run", "-n", str(size), *command[1:]]
-    # one thread for each process in all variants: what is compared is the systems, not the cores
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3000)
-    if done.returncode:
-        sys.exit(f"the worker of size {size} failed:\n{done.stderr}")
-    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
 
 
 def main() -> None:
@@ -217,14 +192,11 @@ def main() -> None:
     if asked.worker:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        rows = measure(asked.worker, asked.rounds)
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(json.dumps(rows))
+        tell(measure(asked.worker, asked.rounds))
         return
-    rows = workers(1, asked.rounds) + workers(2, asked.rounds) + start_up(max(3, asked.rounds // 3))
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"machine": facts, "rounds": asked.rounds, "rows": rows}, indent=1) + "\n")
+    rows = [row for size in (1, 2) for row in on_ranks(size, "--rounds", asked.rounds)]
+    rows += start_up(max(3, asked.rounds // 3))
+    keep(asked.rounds, rows)
     print(f"{'size':>4} {'model':6} {'kind':6} {'system':11} {'time':>11}  {'ratio':>6} {'middle half':>14}")
     for row in rows:
         took = f"{row['microseconds']:9.0f}us" if "microseconds" in row else f"{row['seconds']:10.2f}s"
