@@ -1,9 +1,5 @@
 """`samestep export` writes the plain weights of a checkpoint, for a program that never heard of samestep."""
 
-import os
-import secrets
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,6 +7,7 @@ import click
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.tree import shown
+from samestep.whole import write_whole
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,7 +29,7 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
         found = weights.read(source)
         chosen = _without_prefix(_part(found.state, part))
         write = _write_safetensors if output.suffix == ".safetensors" else _write_pt
-        _replace(output, lambda file: write(file, chosen, part))
+        write_whole(output, lambda file: write(file, chosen, part))
     except (CheckpointError, UsageError) as error:
         raise click.ClickException(str(error)) from error
     except (OSError, RuntimeError) as error:
@@ -86,17 +83,3 @@ def _write_safetensors(file: BinaryIO, chosen: Any, part: str) -> None:
     except (KeyError, ValueError, RuntimeError) as error:
         raise UsageError(f"safetensors cannot hold {part} ({shown(error)}); write a .pt") from error
     file.write(data)
-
-
-def _replace(output: Path, write: Callable[[BinaryIO], None]) -> None:
-    new = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
-    try:
-        with new.open("xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(output)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink()
-        raise

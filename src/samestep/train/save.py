@@ -1,8 +1,6 @@
 """Who writes the file: one rank, whole or not at all, in a form the serial world reads."""
 
 import os
-import secrets
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from samestep.errors import CheckpointError
 from samestep.train.meet import meet
 from samestep.train.world import init
+from samestep.whole import write_whole
 
 
 def save(path: str | os.PathLike[str], state: Any) -> None:
@@ -18,7 +17,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     failure = ""
     if init().rank == 0:
         try:
-            _write(Path(path), state)
+            write_whole(Path(path), lambda file: torch.save(state, file))
         except Exception as error:  # whatever it is, the others wait to hear of it
             reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
             failure = f"{path} cannot be written ({reason}); what was there is intact"
@@ -44,22 +43,3 @@ def load(path: str | os.PathLike[str]) -> Any:
     ):
         return {key.removeprefix("module."): value for key, value in state.items()}
     return state
-
-
-def _write(path: Path, state: Any) -> None:
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink()
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

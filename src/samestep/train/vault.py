@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from samestep import carry
 from samestep.errors import CheckpointError, UsageError
+from samestep.whole import sync_directory
 
 T = TypeVar("T")
 _UNFINISHED = re.compile(r"\.writing-([0-9a-f]{16})-(\d{1,9})-[0-9a-f]{8}")
@@ -87,7 +88,7 @@ class Vault:
         if not self._made:
             if not self.directory.is_dir():
                 self.directory.mkdir(mode=0o700, parents=True)
-                _sync(self.directory.parent)
+                sync_directory(self.directory.parent)
             self._made = True
 
     @contextmanager
@@ -166,14 +167,6 @@ def _free(room: os.statvfs_result) -> float:
 def _part(some: float, whole: float) -> str:
     unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if whole >= u), (1e3, "kB"))
     return f"{some / unit:.1f} of {whole / unit:.1f} {name}"
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _identity(dir_fd: int, name: str) -> tuple[int, int, int]:

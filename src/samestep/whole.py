@@ -1,0 +1,33 @@
+"""A file is written whole or not at all: what was there stays until the new one is on the disk."""
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace a file by what `write` writes; after any error the old one is as it was."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with new.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory last."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
