@@ -16,7 +16,7 @@ _RANK = """
 import os, sys, time
 from samestep.errors import SamestepError
 from samestep.placement import this_process
-from samestep.ranks import circle_of
+from samestep.meeting.ranks import circle_of
 here = this_process()
 if os.environ.get("LATE") == str(here.rank):
     time.sleep(float(os.environ["LIMIT"]) + 3)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep import addresses, board
-from samestep.circle import Circle
 from samestep.errors import RankMissing, UsageError
-from samestep.joining import Member, free_door, host, join, listen
 from samestep.launch.worker import CHECKPOINTED
 from samestep.launchers import port_choices
+from samestep.meeting import addresses, board
+from samestep.meeting.circle import Circle
+from samestep.meeting.joining import Member, free_door, host, join, listen
 from samestep.placement import Placement
 from samestep.rundir import read_record
 

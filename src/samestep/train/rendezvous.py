@@ -13,12 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep import addresses
-from samestep.circle import Circle
 from samestep.errors import PlacementError
-from samestep.joining import listen, say
+from samestep.meeting import addresses
+from samestep.meeting.circle import Circle
+from samestep.meeting.joining import listen, say
+from samestep.meeting.ranks import circle_of
 from samestep.placement import ASSUMED, Placement
-from samestep.ranks import circle_of
 
 _LOOP = "127.0.0.1"
 _MOST_TRIED = 64

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from samestep import addresses, board
-from samestep.circle import Circle
 from samestep.errors import PlacementError
-from samestep.joining import Member, host, join, listen
 from samestep.launchers import hosts_of_ranks, port_choices
+from samestep.meeting import addresses, board
+from samestep.meeting.circle import Circle
+from samestep.meeting.joining import Member, host, join, listen
 from samestep.placement import Placement
 
 _LOOP = "127.0.0.1"

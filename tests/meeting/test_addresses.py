@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from samestep import addresses
 from samestep.errors import PlacementError
+from samestep.meeting import addresses
 
 
 @pytest.mark.root
@@ -14,7 +14,7 @@ from samestep.errors import PlacementError
 def test_a_name_that_leads_back_here_is_named_with_its_line(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node02 node02.site # as Debian writes it\n")
-    ask = "from samestep.addresses import resolve\nresolve('node02')"
+    ask = "from samestep.meeting.addresses import resolve\nresolve('node02')"
     inside = f'mount --bind {hosts} /etc/hosts && exec "$0" -c "$1"'
     words = ["unshare", "--mount", "sh", "-c", inside, sys.executable, ask]
     done = subprocess.run(words, capture_output=True, text=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from samestep import board
-from samestep.circle import Circle
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
-from samestep.joining import Member, host, join, listen
+from samestep.meeting import board
+from samestep.meeting.circle import Circle
+from samestep.meeting.joining import Member, host, join, listen
 
 
 def start(work: Callable[[], Circle]) -> Future[Circle]:
@@ -78,7 +78,7 @@ def test_a_taken_port_is_left_to_whoever_has_it():
 
 
 def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatch):
-    monkeypatch.setattr("samestep.joining._SAY_S", 0.2)
+    monkeypatch.setattr("samestep.meeting.joining._SAY_S", 0.2)
     opened, where = door()
     present = start(lambda: join(lambda: where, Member("r", 1, 3, limit_s=5)))
     with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$"):
@@ -92,9 +92,7 @@ def test_a_rank_that_comes_twice_is_named_with_both_its_places():
     opened, where = door()
     hosting = start(lambda: host(opened, Member("r", 0, 3)))
     first = start(lambda: join(lambda: where, Member("r", 1, 3)))
-    twin = (
-        f"from samestep.joining import Member, join\njoin(lambda: {where!r}, Member('r', 1, 3, limit_s=20))"
-    )
+    twin = f"from samestep.meeting.joining import Member, join\njoin(lambda: {where!r}, Member('r', 1, 3, limit_s=20))"
     time.sleep(0.5)
     done = subprocess.run([sys.executable, "-c", twin], capture_output=True, text=True, timeout=30)
     for one in (hosting, first):
@@ -115,7 +113,7 @@ def test_ranks_that_count_differently_are_refused():
 def test_one_that_left_before_the_circle_was_complete_may_come_again():
     opened, where = door()
     hosting = start(lambda: host(opened, Member("r", 0, 3, noun="node")))
-    early = "from samestep.joining import *\n"
+    early = "from samestep.meeting.joining import *\n"
     early += f"join(lambda: {where!r}, Member('r', 1, 3, noun='node'))"
     with subprocess.Popen([sys.executable, "-c", early]) as process:
         time.sleep(1)
@@ -181,6 +179,6 @@ def test_a_note_that_a_crash_left_is_replaced(tmp_path):
 
 
 def test_a_note_that_never_comes_ends_in_advice(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr("samestep.joining._UNTOLD_S", 0.3)
+    monkeypatch.setattr("samestep.meeting.joining._UNTOLD_S", 0.3)
     with pytest.raises(PlacementError, match="set MASTER_ADDR"):
         join(lambda: board.read(tmp_path / "note"), Member("r", 1, 2, nowhere="set MASTER_ADDR"))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from samestep.addresses import own_addresses
 from samestep.errors import PlacementError
+from samestep.meeting.addresses import own_addresses
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.circle import Circle, Line, name_members
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
+from samestep.meeting.circle import Circle, Line, name_members
 
 _STEP_S = 0.25
 _CONNECT_S = 2.0
