@@ -224,6 +224,14 @@ def test_epochs_go_on_in_the_one_that_was_left(world):
         assert rest == {1: whole[1][stop:], 2: whole[2]}
 
 
+def test_a_second_pass_within_an_epoch_takes_nothing_from_the_next(world):
+    loader = samestep.loader(TensorDataset(torch.arange(10)), 4, shuffle=True)
+    alone = [[x.tolist() for (x,) in loader] for _ in loader.epochs(3)]
+    loader = samestep.loader(TensorDataset(torch.arange(10)), 4, shuffle=True)
+    passes = [[[x.tolist() for (x,) in loader] for _ in range(2)] for _ in loader.epochs(3)]
+    assert [first for first, _ in passes] == alone
+
+
 def test_a_state_goes_on_at_any_position_and_at_another_size(world, tmp_path):
     """The state says samples, not ranks: what rank and size it was taken on leaves no trace in it."""
     data = TensorDataset(torch.arange(11))

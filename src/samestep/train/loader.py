@@ -96,8 +96,9 @@ class Loader:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs still to do of count in all; the one this loader is in the middle of comes first."""
-        for epoch in range(self.epoch + self._begun, count):
-            if epoch != self.epoch:
+        first = self.epoch + self._begun
+        for epoch in range(first, count):
+            if epoch > first or self._begun:
                 self.epoch, self._position = epoch, 0
             self._begun = False
             yield epoch
