@@ -160,6 +160,22 @@ def test_workers_meet_in_a_group():
     assert launch(total, 2) == [3.0, 3.0]
 
 
+def test_a_worker_that_fails_in_a_group_does_not_wait_for_the_others():
+    def fail() -> None:
+        import samestep
+
+        samestep.init()
+        samestep.sum(1)
+        if rank() == 1:
+            raise OwnError("mine")
+        time.sleep(40)
+
+    began = time.monotonic()
+    with pytest.raises(OwnError, match="mine"):
+        launch(fail, 2)
+    assert time.monotonic() - began < 30
+
+
 def test_an_interrupted_caller_leaves_no_worker(tmp_path, gone):
     (tmp_path / "script.py").write_text(
         dedent(

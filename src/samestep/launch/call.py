@@ -28,7 +28,8 @@ def main(call: Any) -> None:
         kind, answer = VALUE, _call(text)
     except Exception as error:
         _forget_own_frames(error)
-        traceback.print_exception(error)
+        # the hook prints it, and a rank whose failure it saw leaves without waiting for the others
+        sys.excepthook(type(error), error, error.__traceback__)
         kind, answer = ERROR, _dumped(error)
     call.seek(0)
     call.truncate()
