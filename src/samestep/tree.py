@@ -1,7 +1,8 @@
 """A state is a tree of plain values with its bulk in blobs; this makes JSON of it and back, types and all.
 
 Plain: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (schedulers hold some),
-each exactly, not a subclass: what cannot come back as it was is refused by its place. No torch, no files.
+each exactly, not a subclass: what cannot come back as it was is refused by its place. NumPy's scalars come back
+as Python's. No torch, no files.
 """
 
 import math
@@ -84,6 +85,8 @@ class Packer:
         return [key, self.node(value, (*where, key))]
 
     def foreign(self, value: object, where: Path) -> Any:
+        if type(plain := _number(value)) in _PLAIN:
+            return self.node(plain, where)
         found = self.leaf(value, place(where))
         if found is None:
             raise UsageError(
@@ -163,6 +166,12 @@ def shown(text: object) -> str:
     """Text from a file, safe to print: no control characters, and not endless."""
     plain = str(text).encode("unicode_escape").decode("ascii")
     return plain if len(plain) <= 200 else plain[:197] + "..."
+
+
+def _number(value: Any) -> object:
+    """The number that NumPy's scalar is (a scheduler's rate, say), without NumPy."""
+    kinds = {(one.__module__, one.__name__) for one in type(value).__mro__}
+    return value.item() if ("numpy", "generic") in kinds else value
 
 
 def _is_key(key: object) -> TypeGuard[str | int]:

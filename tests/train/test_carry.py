@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, namedtuple
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,6 +121,13 @@ def test_values_come_back_with_their_types(tmp_path):
     assert [type(value) for value in back.values()] == [type(value) for value in state.values()]
     assert type(back["true"]) is bool
     assert type(back["empty"][2]) is tuple
+
+
+def test_numpys_scalars_come_back_as_pythons(tmp_path):
+    state = {"rate": np.float64(0.1), "third": np.float32(1 / 3), "steps": np.int64(7), "on": np.bool_(True)}
+    back = there_and_back(tmp_path, state)
+    assert back == state
+    assert [type(value) for value in back.values()] == [float, float, int, bool]
 
 
 plain = st.recursive(

@@ -69,7 +69,7 @@ class Checkpoint:
         **parts: Part,
     ) -> None:
         """Collective. A state is committed every so many steps or so much time; parts are what it consists of."""
-        self.steps = 0
+        self.steps = self._asked_at = 0
         self._world = init()
         self._every = _checked_every(every)
         self._accept = {accept} if isinstance(accept, str) else set(accept)
@@ -97,14 +97,16 @@ class Checkpoint:
 
     def resume(self) -> int:
         """Collective. Go on from the newest good commit; the steps it had done, 0 where there is none."""
-        found, failure = None, ""
+        carry.bulk({name: part.state_dict() for name, part in self._parts.items()})
+        found, failure, begun = None, "", time.monotonic()
         if self._world.rank == 0:
             try:
-                found = self._vault.newest(lambda name, dir_fd: carry.read(name, dir_fd=dir_fd))
+                found = self._vault.newest(_read_run)
                 if found is not None:
                     self._check_facts(found.value[0][_OWN])
             except SamestepError as error:
                 failure = str(error)
+        read_seconds = time.monotonic() - begun
         path, size = (str(found.path), found.path.stat().st_size) if found else ("", 0)
         mine = json.dumps([failure, path, size]).encode()
         failure, path, size = json.loads(meet("samestep.Checkpoint.resume", mine)[0])
@@ -116,7 +118,9 @@ class Checkpoint:
             for reason in found.refused:
                 print(f"samestep: {reason}; an older checkpoint is used", file=sys.stderr)
             state, meta = found.value
-            self._note_commit(meta.get("commit_seconds"))
+            kept = meta.get("commit_seconds")
+            # the kept one is of the commit before; reading takes about as long as writing
+            self._note_commit(max(kept if isinstance(kept, float) else 0.0, read_seconds, 1.0))
             hand_out(found.path)
         else:
             state = _received(size * self._world.local_size)
@@ -146,6 +150,7 @@ class Checkpoint:
 
     def commit(self, *, wait: bool = False) -> str:
         """Collective. Commit the state now, in the background unless it is waited for; why that failed, or nothing."""
+        self._asked_at = self.steps
         replicate.settle_all()
         kept = meet("samestep.Checkpoint.commit", streams.capture())
         if self._world.rank == 0:
@@ -191,8 +196,12 @@ class Checkpoint:
         return next((one["stop"] for one in all_said if one["stop"]), ""), all_said[0]["commit"]
 
     def _stop(self, why: str) -> None:
-        if failure := self.commit(wait=True):
-            raise CheckpointError(failure)
+        # signals came to the newest alone
+        here = self._vault.directory
+        others = [one for one in _living if one.steps != one._asked_at and one._vault.directory != here]
+        for one in (*others, self):
+            if failure := one.commit(wait=True):
+                raise CheckpointError(failure)
         self._wishes.fulfilled()
         if self._world.rank == 0:
             print(
@@ -244,10 +253,8 @@ class Checkpoint:
             self._failure, self._committed = "", place
             self._note_commit(time.monotonic() - begun)
 
-    def _note_commit(self, seconds: Any) -> None:
+    def _note_commit(self, seconds: float) -> None:
         """How long a commit takes, which a job has to keep free before its time limit."""
-        if not isinstance(seconds, float):
-            return
         self._commit_seconds = seconds
         if self._wishes.job_seconds < 2 * seconds + _LEAVE_SECONDS and not self._told_of_limit:
             self._told_of_limit = True
@@ -274,7 +281,7 @@ class Checkpoint:
             )
         for name, part in self._parts.items():
             part.load_state_dict(self._adjusted(name, state[name]))
-        self.steps = int(own["step"])
+        self.steps = self._asked_at = int(own["step"])
         self._committed = self._place()
         self._talked_step = self._talk_step = self.steps
         self._quiet_until = 0.0
@@ -323,6 +330,14 @@ class Checkpoint:
 
 
 _living: list[Checkpoint] = []
+
+
+def _read_run(name: str, dir_fd: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    state, meta = carry.read(name, dir_fd=dir_fd)
+    own = state.get(_OWN) if isinstance(state, dict) else None
+    if not isinstance(own, dict) or not {"step", "streams", "facts", "arithmetic"} <= own.keys():
+        raise CheckpointError(f"{name} is whole, and no state of a run")
+    return state, meta
 
 
 def _checked_every(every: int | timedelta) -> int | timedelta:

@@ -11,11 +11,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from samestep.errors import RanksDiffer, UsageError
-from samestep.train import replicate, share, streams
+from samestep.train import replicate, share
 from samestep.train.agree import compare_replicas
 from samestep.train.batches import FromMemory, FromWorkers, content, on_device
 from samestep.train.meet import meet
 from samestep.train.meter import count_step
+from samestep.train.order import Order, Sampled
 from samestep.train.world import World, init, own_cores
 
 Kind = TypeVar("Kind", bound="Loader")
@@ -74,14 +75,16 @@ class Loader:
         self._position = 0
         self._begun = False
         self._ledger = b""
-        self._on_done: Callable[[], None] | None = None
+        self._on_done: list[Callable[[], None]] = []
         self._shuffle = shuffle
         self._seed = seed
         self._world = world
-        self._sampler = options.pop("sampler", None)
-        self._length = len(dataset if self._sampler is None else self._sampler)
-        if self._sampler is not None and shuffle:
+        self.sampler = options.pop("sampler", None)
+        if self.sampler is not None and shuffle:
             raise UsageError("loader got both a sampler and shuffle=True; a sampler is an order of its own")
+        own = self.sampler is not None
+        self._order = Sampled(self.sampler, seed) if own else Order(len(dataset), seed, shuffle)
+        self._length = self._order.length
         self._source = _source(dataset, seed, options, world)
 
     def __len__(self) -> int:
@@ -103,26 +106,29 @@ class Loader:
             self._begun = False
             yield epoch
         self.epoch, self._position, self._begun = max(count, self.epoch), 0, False
-        if self._on_done:
-            self._on_done()
+        for call in self._on_done:
+            call()
 
     def keep_ledger(self, on_done: Callable[[], None]) -> None:
         """From here on say in the state which samples were consumed; `on_done` is called after the last epoch."""
         self._ledger = self._ledger or bytes(32)
-        self._on_done = on_done
+        self._on_done.append(on_done)
 
     def fingerprint(self) -> str:
         """A digest of a few samples, which another dataset of the same length does not have."""
         some = sorted({0, self._length // 2, self._length - 1}) if self._length else []
         digest = hashlib.blake2b(digest_size=8)
         for index in some:
-            digest.update(content(self._source.sample(index)))
+            once, again = (content(self._source.sample(index)) for _ in range(2))
+            # what draws from a generator of its own is another sample each time
+            digest.update(once if once == again else b"varies")
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
         ledger = {"ledger": self._ledger} if self._ledger else {}
-        return {"epoch": self.epoch, "position": self._position, **ledger, **self.facts()}
+        place = {"epoch": self.epoch, "position": self._position}
+        return {**place, **(self._order.state() if self._position else {}), **ledger, **self.facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, at any number of processes."""
@@ -133,6 +139,7 @@ class Loader:
                 )
         self.epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
         self._ledger = state.get("ledger", self._ledger)
+        self._order.go_on(state)
 
     def facts(self) -> dict[str, Any]:
         """What the order of samples is a function of."""
@@ -163,7 +170,7 @@ class Loader:
             )
         )
         mine = [piece for piece in pieces if piece.mine or training]
-        order = self._order(epoch)
+        order = self._order.draw(epoch)
         plan = (
             order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.stop]
             for piece in mine
@@ -189,18 +196,6 @@ class Loader:
 
     def _on_device(self, plan: Iterator[torch.Tensor], epoch: int) -> Iterator[Any]:
         return on_device(self._source.batches(plan, epoch), self._world.device)
-
-    def _order(self, epoch: int) -> torch.Tensor:
-        if self._sampler is None:
-            return share.order(self._length, self._seed, epoch, self._shuffle)
-        before = streams.capture()
-        try:
-            streams.draw_as("sampler", self._seed, epoch)
-            if isinstance(own := getattr(self._sampler, "generator", None), torch.Generator):
-                own.manual_seed(share.seed_of("sampler", self._seed, epoch))
-            return torch.tensor(list(self._sampler), dtype=torch.int64)
-        finally:
-            streams.restore(before)
 
 
 def _check_dataset(dataset: Any) -> None:

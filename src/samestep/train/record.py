@@ -132,8 +132,8 @@ class Recorder:
             part |= {"mine": at_hand.mine, "all": at_hand.all, "samples": at_hand.samples.tolist()}
             if isinstance(at_hand.of, Loader):
                 part["epoch"] = at_hand.of.epoch
-                if at_hand.of._sampler is not None:
-                    self._facts["sampler"] = type(at_hand.of._sampler).__name__
+                if at_hand.of.sampler is not None:
+                    self._facts["sampler"] = type(at_hand.of.sampler).__name__
         elif self._foreign is not None and self._foreign not in self._facts["foreign"]:
             self._facts["foreign"].append(self._foreign)
         self._parts.append(part)

@@ -75,7 +75,7 @@ class Steps(Loader):
         pieces = list(
             share.pieces(self._length, self.batch_size, 1, 0, start=self._position, drop_last=self.drop_last)
         )
-        order = self._order(epoch)
+        order = self._order.draw(epoch)
         with share.open_pass(self, order) as this:
             made = [Step(self, piece, this, epoch, training) for piece in pieces]
             plan = (order[start:stop] for step in made for start, stop in step.parts)

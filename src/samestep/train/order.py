@@ -1,0 +1,87 @@
+"""In which order the samples of an epoch come, alike on every rank, and found again after a resume.
+
+Covered: a sampler that draws from torch's, Python's or NumPy's stream or a generator of its own, one that goes
+on from its last pass, one with `set_epoch`, one with a `state_dict`. Another order than before is an error.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+
+from samestep.errors import UsageError
+from samestep.train import share, streams
+
+
+class Order:
+    """The order of a function of (length, seed, epoch)."""
+
+    def __init__(self, length: int, seed: int, shuffle: bool) -> None:
+        self.length = length
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def draw(self, epoch: int) -> torch.Tensor:
+        """The samples of this epoch."""
+        return share.order(self.length, self._seed, epoch, self._shuffle)
+
+    def state(self) -> dict[str, Any]:
+        """What brings back the order drawn last."""
+        return {}
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Let the next order drawn be the one of this state."""
+
+
+class Sampled(Order):
+    """The order of a sampler of the user's own."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        super().__init__(len(sampler), seed, shuffle=False)
+        self._sampler = sampler
+        self._passes = 0
+        self._before: Any = None
+        self._digest = ""
+        self._expected: dict[str, Any] = {}
+
+    def draw(self, epoch: int) -> torch.Tensor:
+        expected, self._expected = self._expected, {}
+        if "before" in expected:
+            self._sampler.load_state_dict(expected["before"])
+        elif expected:
+            # one that goes on from its last pass is now where it was
+            while self._passes < epoch:
+                self._pass(self._passes)
+        drawn = self._pass(epoch)
+        if expected and self._digest != expected["digest"]:
+            raise UsageError(
+                f"the sampler gives epoch {epoch} another order than the one its first "
+                "samples were taken in; make it a function of its seed and epoch, or give it a state_dict"
+            )
+        return drawn
+
+    def state(self) -> dict[str, Any]:
+        if not self._digest:
+            return {}
+        before = {} if self._before is None else {"before": self._before}
+        return {"order": {"digest": self._digest, **before}}
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        self._expected = state.get("order", {})
+
+    def _pass(self, epoch: int) -> torch.Tensor:
+        streams_before = streams.capture()
+        try:
+            streams.draw_as("sampler", self._seed, epoch)
+            if isinstance(own := getattr(self._sampler, "generator", None), torch.Generator):
+                own.manual_seed(share.seed_of("sampler", self._seed, epoch))
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(epoch)
+            if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
+                self._before = self._sampler.state_dict()
+            drawn = torch.tensor(list(self._sampler), dtype=torch.int64)
+        finally:
+            streams.restore(streams_before)
+        self._passes += 1
+        self._digest = hashlib.blake2b(drawn.numpy().tobytes(), digest_size=8).hexdigest()
+        return drawn

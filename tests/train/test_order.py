@@ -1,0 +1,81 @@
+"""A sampler's order is found again in the middle of an epoch, whatever the sampler draws from."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep import UsageError
+
+DATA = TensorDataset(torch.arange(12))
+
+
+class Sampler:
+    """Shuffles with a generator of its own, and goes on from its last pass."""
+
+    def __init__(self):
+        self.own = random.Random(3)
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        order = list(range(12))
+        self.own.shuffle(order)
+        return iter(order)
+
+
+class Stateful(Sampler):
+    """Its passes are no function of how often it was walked through."""
+
+    def state_dict(self):
+        return {"own": [list(self.own.getstate()[1]), random.random()]}
+
+    def load_state_dict(self, state):
+        self.own.setstate((3, tuple(state["own"][0]), None))
+
+
+class ByEpoch(Sampler):
+    def set_epoch(self, epoch):
+        self.own = random.Random(epoch)
+
+
+def left(sampler, epoch=None):
+    """What three epochs take, or the state after two batches of one of them and what was still to take."""
+    loader = samestep.loader(DATA, 4, sampler=sampler)
+    taken, state = [], None
+    for now in loader.epochs(3):
+        for step, (x,) in enumerate(loader, 1):
+            taken.append(sorted(samestep.gather(x).tolist()))
+            if (now, step) == (epoch, 2):
+                state = loader.state_dict()
+                taken = []
+    return taken, state
+
+
+def resumed(sampler, state):
+    loader = samestep.loader(DATA, 4, sampler=sampler)
+    loader.load_state_dict(state)
+    return [sorted(samestep.gather(x).tolist()) for _ in loader.epochs(3) for (x,) in loader]
+
+
+@pytest.mark.parametrize("kind", [Sampler, Stateful, ByEpoch])
+def test_the_rest_of_an_epoch_and_those_after_it_are_the_undisturbed_ones(world, kind):
+    whole, _ = left(kind())
+    assert len({tuple(map(tuple, whole[at : at + 3])) for at in (0, 3, 6)}) == 3
+    for epoch in range(3):
+        rest, state = left(kind(), epoch)
+        assert rest == whole[3 * epoch + 2 :]
+        assert resumed(kind(), state) == rest
+
+
+def test_a_sampler_that_gives_another_order_than_before_is_an_error(world):
+    class Fresh(Sampler):
+        def __init__(self, seed):
+            self.own = random.Random(seed)
+
+    _, state = left(Fresh(1), 1)
+    with pytest.raises(UsageError, match="the sampler gives epoch 1 another order than the one its first"):
+        resumed(Fresh(2), state)
