@@ -185,6 +185,22 @@ def test_a_rank_that_works_longer_than_the_others_finishes_its_work(script):
         assert ranks[slow][1:] == ("done\n", "")
 
 
+def test_a_rank_that_leaves_the_loop_early_ends_those_that_go_on_in_it(script):
+    ranks = run(
+        script,
+        2,
+        """
+    model = samestep.replicate(torch.nn.Linear(4, 2))
+    for step in range(4):
+        if world.rank == 0 and step == 1:
+            break
+        model(torch.ones(3, 4)).sum().backward()
+    """,
+    )
+    assert codes(ranks) == [0, 1], ranks
+    assert "Connection closed by peer" in ranks[1][2]
+
+
 FORGETFUL = """
     from torch.utils.data import TensorDataset
     model = samestep.replicate(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))

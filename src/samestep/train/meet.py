@@ -5,6 +5,7 @@ exchange of gradients, and what each rank calls, and from which line, travels wi
 """
 
 import contextlib
+import ctypes
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class _Table:
     size: int
     timeout: timedelta
     turn: int = 0
+    pending: dist.Work | None = None
 
 
 _table: _Table | None = None
@@ -53,8 +55,16 @@ def sit_down(group: dist.ProcessGroup, store: Store | None, rank: int, size: int
 
 
 def stand_up() -> None:
+    """Leave the group, or where a rank stayed away, leave it to the end of the process.
+
+    Gloo does not let go of a group before what it waits for has come; the others, who may wait for this
+    process to end, never bring it.
+    """
     global _table
-    if _table:
+    if _table and _table.pending:
+        for one in (_table.group, _table.pending):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+    elif _table:
         dist.destroy_process_group(_table.group)
     _table = None
 
@@ -130,6 +140,7 @@ def _wait(work: dist.Work, place: str, limit: timedelta) -> None:
             if "timed out" not in str(error).lower():
                 raise RankMissing(_ended(place)) from error
             waited = time.monotonic() - since
+            _table.pending = work
             _publish(place)
             if waited >= limit.total_seconds():
                 raise RankMissing(_not_reached(place, limit.total_seconds())) from error
