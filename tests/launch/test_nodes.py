@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -22,6 +24,15 @@ while not os.path.exists("go"):
 if os.environ["RANK"] == "2":
     BAD
 time.sleep(60)
+"""
+# The clock of a launcher that waits jumps by 100 s each of the first three times that it looks and finds nothing.
+HASTY = """
+import time
+clock, sleep, slept = time.monotonic, time.sleep, []
+time.sleep = lambda s: (slept.append(s), sleep(s))
+time.monotonic = lambda: clock() + 100 * min(len(slept), 3)
+from samestep.cli import main
+main()
 """
 
 
@@ -140,3 +151,45 @@ def test_a_stale_rendezvous_file_is_replaced(launcher):
     nodes = [launcher.start("-n", "1", *where, "--node-rank", str(node), "train.py") for node in (1, 0)]
     assert [one.finish()[0] for one in nodes] == [0, 0]
     assert not meet.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_node_that_starts_minutes_before_the_first_waits_for_it(launcher, kind):
+    launcher.write(SHOW)
+    at = f"file://{launcher.home}/meet" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    where = ["-n", "1", "--nodes", "2", "--rendezvous", at, "--wait", "900", "--node-rank"]
+    command = [sys.executable, "-c", HASTY, "run", *where, "1", "train.py"]
+    with subprocess.Popen(
+        command, cwd=launcher.home, env=launcher.env, stderr=subprocess.PIPE, text=True
+    ) as early:
+        try:
+            said = [early.stderr.readline() for _ in range(3)]
+            assert re.search(
+                r"^samestep: node 1.* looks for node 0 \(.+\); 30\d s so far, 900 at most$", said[-1]
+            )
+            assert launcher.run(*where, "0", "train.py") == (0, "0 2 0 1 0\n", "")
+            assert (early.wait(30), early.stderr.read()) == (0, "")
+        finally:
+            early.kill()
+
+
+def test_a_first_node_that_leaves_no_note_is_waited_for_as_long_as_was_said(launcher):
+    launcher.write(SHOW)
+    where = [
+        "--nodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--rendezvous",
+        f"file://{launcher.home}/meet",
+        "--wait",
+        "1",
+    ]
+    here = re.escape(socket.gethostname())
+    code, out, err = launcher.run("-n", "1", *where, "train.py")
+    assert (code, out) == (1, "")
+    assert re.fullmatch(
+        r"samestep: node 1 of file://.*/meet found no node 0 within 1 s \(there is no note of it at .*/meet, which all "
+        rf"nodes have to see\); is node 0 started, and can {here} reach it\?\n",
+        err,
+    )

@@ -1,6 +1,7 @@
 """Real processes and sockets that come together, too late, twice, or from another run."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -178,7 +179,22 @@ def test_a_note_that_a_crash_left_is_replaced(tmp_path):
         one.close()
 
 
-def test_a_note_that_never_comes_ends_in_advice(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr("samestep.meeting.joining._UNTOLD_S", 0.3)
-    with pytest.raises(PlacementError, match="set MASTER_ADDR"):
-        join(lambda: board.read(tmp_path / "note"), Member("r", 1, 2, nowhere="set MASTER_ADDR"))
+def test_a_note_that_never_comes_ends_in_advice_where_all_were_started_together(tmp_path: Path):
+    told = Member("r", 1, 2, nowhere="set MASTER_ADDR", untold_s=0.3)
+    with pytest.raises(PlacementError, match=r"^set MASTER_ADDR$"):
+        join(lambda: board.read(tmp_path / "note"), told)
+
+
+def test_a_rank_of_mpirun_does_not_wait_for_a_note_longer_than_its_limit(tmp_path: Path):
+    rank = "import sys\nfrom samestep.meeting.ranks import circle_of\nfrom samestep.placement import this_process\n"
+    rank += "circle_of(this_process(), 0.5)"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "PMI"))}
+    env |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    env |= {
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "PMIX_NAMESPACE": "prterun-1",
+        "SAMESTEP_RUN_DIR": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", rank], env=env, capture_output=True, text=True, timeout=30)
+    assert "there is no note of it at" in done.stderr
+    assert done.stderr.endswith("or SAMESTEP_RUN_DIR to a directory that all nodes share\n")

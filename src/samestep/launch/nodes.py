@@ -217,7 +217,7 @@ def _circle(where: Where) -> Circle:
         where.limit_s,
         _SILENCE_S,
         expected,
-        _nowhere(where.file),
+        nowhere=f"there is no note of it at {where.file}, which all nodes have to see",
     )
     if where.file:
         if where.number:
@@ -244,10 +244,6 @@ def _is_here(name: str) -> bool:
     except OSError:
         return False
     return bool(found & {"127.0.0.1", "127.0.1.1", "::1", *addresses.own_addresses()})
-
-
-def _nowhere(file: Path | None) -> str:
-    return f"node 0 has left no note at {file}; is it started, and is that directory shared?" if file else ""
 
 
 def _first_node(options: Mapping[str, Any]) -> str | None:

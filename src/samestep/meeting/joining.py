@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
@@ -18,7 +19,6 @@ _CONNECT_S = 2.0
 _REPLY_S = 3.0
 _TAKEN_S = 30.0
 _SAY_S = 5.0
-_UNTOLD_S = 120.0
 _SAY_LATER_S = 30.0
 
 
@@ -28,7 +28,10 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Member:
-    """Who wants to be in which circle; number -1 takes any that is free."""
+    """Who wants to be in which circle; number -1 takes any that is free.
+
+    One that no place was named to for untold_s gives up with the advice in nowhere.
+    """
 
     run: str
     number: int
@@ -38,6 +41,7 @@ class Member:
     silence_s: float = 60.0
     expected: Sequence[str] = ()
     nowhere: str = "nothing says where it is"
+    untold_s: float = inf
 
     @property
     def title(self) -> str:
@@ -89,7 +93,7 @@ def join(where: Callable[[], Iterable[tuple[str, int]]], me: Member) -> Circle:
                 return found
             seen[target] = found
         waited = time.monotonic() - began
-        if not was_told and waited > min(me.limit_s, _UNTOLD_S):
+        if not was_told and waited > me.untold_s:
             raise PlacementError(me.nowhere)
         if waited > me.limit_s:
             raise RankMissing(

@@ -14,6 +14,7 @@ from samestep.meeting.joining import Member, host, join, listen
 from samestep.placement import Placement
 
 _LOOP = "127.0.0.1"
+_UNTOLD_S = 120.0
 
 
 def circle_of(here: Placement, limit_s: float) -> Circle:
@@ -48,7 +49,9 @@ def _by_note(here: Placement, me: Member) -> Circle:
         f"{here.launcher} does not say where rank 0 listens, and there is no note of it at {path}; "
         "set MASTER_ADDR to rank 0's host, or SAMESTEP_RUN_DIR to a directory that all nodes share"
     )
-    return join(lambda: board.read(path), replace(me, nowhere=nowhere))
+    # mpirun starts all ranks together: where no note comes soon, the directory is not shared.
+    untold_s = min(me.limit_s, _UNTOLD_S)
+    return join(lambda: board.read(path), replace(me, nowhere=nowhere, untold_s=untold_s))
 
 
 def _names(here: Placement, master: str) -> Sequence[str]:
