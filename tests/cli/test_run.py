@@ -36,6 +36,9 @@ def test_everything_after_the_script_belongs_to_it(home):
     [
         ["--nproc-per-node", "2"],
         ["--nproc_per_node=2", "--standalone"],
+        ["--nproc_per_node=2", "--standalone", "--nnodes=1", "--rdzv-endpoint=node01:29400"],
+        ["--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["--nproc_per_node=2", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=node01:29400"],
         ["--nproc-per-node=2", "--nnodes=1", "--node_rank=0"],
         [
             "--nproc-per-node=2",
@@ -45,6 +48,8 @@ def test_everything_after_the_script_belongs_to_it(home):
             "--rdzv-id=7",
         ],
         ["-n2", "--master-addr=localhost", "--master_port=29511"],
+        ["-n2", "--nnodes=1", "--node-rank=0", "--master-addr=localhost", "--master_port=29511"],
+        ["-n2", "--node-rank=0"],
         ["-n2", "--signals-to-handle=SIGTERM,SIGALRM", "--shutdown-timeout=3", "--max-restarts=0"],
         ["-n2", "-r", "0", "-t", "0"],
     ],
@@ -83,6 +88,22 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
             2,
             "--node-rank 2 does not fit --nodes 2; count from 0 to 1",
         ),
+        (
+            ["-n2", "--node-rank=1", "--rendezvous=tcp://127.0.0.1:29777", "show.py"],
+            2,
+            "--node-rank 1 is for one of several nodes, but without --nodes there is 1; add --nodes and their "
+            "number, or leave --node-rank out",
+        ),
+        (["-n2", "--node-rank=1", "--master-addr=node01", "show.py"], 2, "or leave --node-rank out"),
+        (
+            ["-n2", "--node-rank=0", "--rendezvous=tcp://127.0.0.1:29777", "show.py"],
+            2,
+            "--rendezvous tcp://127.0.0.1:29777 is for one of several nodes, but without --nodes there is 1",
+        ),
+        (["-n2", "--rendezvous=file:///x", "show.py"], 2, "or leave --rendezvous out"),
+        (["-n2", "--nodes=1", "--node-rank=1", "show.py"], 2, "--node-rank 1 does not fit --nodes 1"),
+        (["--standalone", "--nodes=2", "show.py"], 2, "--standalone is 1 node; leave it out, or --nodes"),
+        (["--standalone", "--node-rank=1", "show.py"], 2, "--standalone is 1 node; leave it out, or --nodes"),
         (["--nodes=2", "--rendezvous=file:///x", "show.py"], 2, "add --node-rank"),
         (["--nodes=2", "--rendezvous=ftp://x", "show.py"], 2, "--rendezvous ftp://x is no meeting point"),
         (["-n", "2,1", "--nodes=2", "--rdzv-endpoint=x:1", "show.py"], 2, "none of them for node -1"),

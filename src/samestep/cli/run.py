@@ -13,7 +13,7 @@ import click
 from samestep.errors import RankMissing, UsageError
 from samestep.launch.allocation import explanation, whole_allocation
 from samestep.launch.devices import masked, visible_devices
-from samestep.launch.nodes import Where, by_hand, by_step
+from samestep.launch.nodes import Where, by_hand, by_step, check_alone
 from samestep.launch.script import Script, run_script
 from samestep.launch.signals import PASSED_ON
 from samestep.placement import cores, place
@@ -146,8 +146,12 @@ def _where(options: Mapping[str, Any]) -> Where | None:
     """Where the launchers of several nodes meet; in an allocation's own shell they are started first."""
     if options["numa_binding"]:
         raise UsageError("--numa-binding is not offered: every process has cores of its own; leave it out")
-    if options["nodes"] or options["standalone"]:
-        return None if options["standalone"] else by_hand(options)
+    if options["standalone"]:
+        if options["node_rank"] or options["nodes"] not in (None, "1", "1:1"):
+            raise UsageError("--standalone is 1 node; leave it out, or --nodes and --node-rank")
+        return None
+    if options["nodes"]:
+        return by_hand(options)
     # A rank's variables that are left in the environment say nothing of the processes to be started.
     here = place({name: value for name, value in os.environ.items() if name not in _OF_A_RANK})
     if here.launcher == "alone":
@@ -155,7 +159,10 @@ def _where(options: Mapping[str, Any]) -> Where | None:
         if step:
             click.echo(f"samestep: {explanation(os.environ)}", err=True)
             os.execv(step[0], step)
-    return by_step(here, options["wait"])
+    where = by_step(here, options["wait"])
+    if where is None:
+        check_alone(options)
+    return where
 
 
 def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:

@@ -92,6 +92,18 @@ def by_hand(options: Mapping[str, Any]) -> Where | None:
     return replace(given, names=[name.strip("[]")], ports=[int(port)], run=options["rdzv_id"] or "")
 
 
+def check_alone(options: Mapping[str, Any]) -> None:
+    """Refuses what tells this node from others where it would train by itself, as each of them would."""
+    number, at = options["node_rank"], options["rendezvous"]
+    said = f"--node-rank {number}" if number else f"--rendezvous {at}"
+    # torchrun's localhost:0 is any free port, where no other node could find this one.
+    if number or (at is not None and not at.endswith(":0")):
+        raise UsageError(
+            f"{said} is for one of several nodes, but without --nodes there is 1; add --nodes and their number, "
+            f"or leave {said.partition(' ')[0]} out"
+        )
+
+
 def by_step(here: Placement, limit_s: float) -> Where | None:
     """One launcher on each node of a Slurm step; None where this is not one of several."""
     if here.size == 1 or here.launcher == "alone":
