@@ -143,6 +143,43 @@ def test_a_gang_that_stays_incomplete_names_who_is_missing(launcher):
         assert err.endswith("samestep: node 1 did not come within 6 s\n")
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (["new.py"], ["old.py"], ["'new.py'", "'old.py'"]),
+        (["-m", "new"], ["./new.py"], ["'-m new'", "'new.py'"]),
+    ],
+)
+def test_nodes_that_run_two_scripts_are_both_told_so_at_once(launcher, first, second, said):
+    for name in ("new.py", "old.py"):
+        launcher.write("open('ran', 'w')", name)
+    where = ["-n", "1", "--nodes", "2", "--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--node-rank"]
+    began = time.monotonic()
+    nodes = [launcher.start(*where, "1", *second), launcher.start(*where, "0", *first)]
+    here = socket.gethostname()
+    sentence = (
+        f"samestep: node 0 ({here}) runs {said[0]} and node 1 ({here}) runs {said[1]}; run one script on all nodes, "
+        "or let each run meet at a place of its own\n"
+    )
+    assert [one.finish() for one in nodes] == [(1, "", sentence)] * 2
+    assert time.monotonic() - began < 10
+    assert not (launcher.home / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["absolute", "argument", "program"])
+def test_what_may_differ_between_machines_does_not_keep_nodes_apart(launcher, kind):
+    launcher.write(SHOW)
+    (launcher.home / "py").symlink_to(sys.executable)
+    first, second = {
+        "absolute": (["train.py"], [f"{launcher.home}/train.py"]),
+        "argument": (["train.py", "--data", "/a"], ["train.py", "--data", "/b"]),
+        "program": (["--no-python", sys.executable, "train.py"], ["--no-python", "./py", "train.py"]),
+    }[kind]
+    where = ["-n", "1", "--nodes", "2", "--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--node-rank"]
+    nodes = [launcher.start(*where, "1", *second), launcher.start(*where, "0", *first)]
+    assert [one.finish()[0] for one in nodes] == [0, 0]
+
+
 def test_a_stale_rendezvous_file_is_replaced(launcher):
     launcher.write(SHOW)
     meet = launcher.home / "meet"

@@ -111,6 +111,23 @@ def test_ranks_that_count_differently_are_refused():
         hosting.result(20)
 
 
+def test_members_that_run_two_scripts_are_refused_whatever_their_numbers():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("r", 0, 3, "node", script="a.py")))
+    unsaid = start(lambda: join(lambda: where, Member("r", 2, 3, "node")))
+    time.sleep(0.5)
+    assert [hosting.done(), unsaid.done()] == [False, False]
+    says = (
+        r"^node 0 \(.*\) runs 'a\.py' and another node \(.*\) runs 'b\\n.*; run one script on all nodes, or"
+    )
+    with pytest.raises(RankMissing, match=says) as raised:
+        join(lambda: where, Member("r", -1, 3, "node", limit_s=5, script="b\n" + 1000 * "b"))
+    assert len(str(raised.value)) < 500
+    for one, kind in ((hosting, RanksDiffer), (unsaid, RankMissing)):
+        with pytest.raises(kind, match=says):
+            one.result(20)
+
+
 def test_one_that_left_before_the_circle_was_complete_may_come_again():
     opened, where = door()
     hosting = start(lambda: host(opened, Member("r", 0, 3, noun="node")))

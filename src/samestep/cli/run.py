@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from samestep.errors import RankMissing, UsageError
+from samestep.errors import RankMissing, RanksDiffer, UsageError
 from samestep.launch.allocation import explanation, whole_allocation
 from samestep.launch.devices import masked, visible_devices
 from samestep.launch.nodes import Where, by_hand, by_step, check_alone
@@ -95,7 +95,7 @@ Everything after SCRIPT belongs to it. The exit code is the first failing worker
 def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT on N processes of this machine, or of several that run this command together."""
     try:
-        where = _where(options)
+        where = _where(options, script)
         env, size = _size(options, where.number if where else 0)
         code = run_script(
             Script(
@@ -117,7 +117,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     except UsageError as error:
         click.echo(f"samestep: {error}", err=True)
         code = 2
-    except RankMissing as error:
+    except (RankMissing, RanksDiffer) as error:
         click.echo(f"samestep: {error}", err=True)
         code = 1
     except KeyboardInterrupt:
@@ -142,7 +142,7 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
     return [sys.executable, script, *args]
 
 
-def _where(options: Mapping[str, Any]) -> Where | None:
+def _where(options: Mapping[str, Any], script: str) -> Where | None:
     """Where the launchers of several nodes meet; in an allocation's own shell they are started first."""
     if options["numa_binding"]:
         raise UsageError("--numa-binding is not offered: every process has cores of its own; leave it out")
@@ -151,7 +151,7 @@ def _where(options: Mapping[str, Any]) -> Where | None:
             raise UsageError("--standalone is 1 node; leave it out, or --nodes and --node-rank")
         return None
     if options["nodes"]:
-        return by_hand(options)
+        return by_hand(options, _title(options, script))
     # A rank's variables that are left in the environment say nothing of the processes to be started.
     here = place({name: value for name, value in os.environ.items() if name not in _OF_A_RANK})
     if here.launcher == "alone":
@@ -163,6 +163,13 @@ def _where(options: Mapping[str, Any]) -> Where | None:
     if where is None:
         check_alone(options)
     return where
+
+
+def _title(options: Mapping[str, Any], script: str) -> str:
+    """What has to be the same on every node: paths, arguments and the name of a program may well differ."""
+    if options["no_python"]:
+        return ""
+    return f"-m {script}" if options["module"] else Path(script).name
 
 
 def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:

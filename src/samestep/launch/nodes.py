@@ -40,6 +40,7 @@ class Where:
     file: Path | None = None
     run: str = ""
     limit_s: float = 600.0
+    script: str = ""
 
 
 class Share(NamedTuple):
@@ -63,7 +64,7 @@ class Verdict(NamedTuple):
     asked: int | None
 
 
-def by_hand(options: Mapping[str, Any]) -> Where | None:
+def by_hand(options: Mapping[str, Any], script: str = "") -> Where | None:
     """What the command line says of several nodes; None where it is about one."""
     text = str(options["nodes"] or "1")
     number = options["node_rank"]
@@ -80,7 +81,7 @@ def by_hand(options: Mapping[str, Any]) -> Where | None:
             f"--nodes {count} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node 0, or "
             "file:///PATH in a directory that all share"
         )
-    given = Where(-1 if number is None else number, count, limit_s=options["wait"])
+    given = Where(-1 if number is None else number, count, limit_s=options["wait"], script=script)
     kind, _, rest = at.rpartition("://")
     if kind == "file":
         if number is None:
@@ -230,6 +231,7 @@ def _circle(where: Where) -> Circle:
         _SILENCE_S,
         expected,
         nowhere=f"there is no note of it at {where.file}, which all nodes have to see",
+        script=where.script,
     )
     if where.file:
         if where.number:

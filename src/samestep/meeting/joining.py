@@ -30,7 +30,8 @@ def say(text: str) -> None:
 class Member:
     """Who wants to be in which circle; number -1 takes any that is free.
 
-    One that no place was named to for untold_s gives up with the advice in nowhere.
+    One that no place was named to for untold_s gives up with the advice in nowhere. What script says has to be the
+    same for all that say it.
     """
 
     run: str
@@ -42,6 +43,7 @@ class Member:
     expected: Sequence[str] = ()
     nowhere: str = "nothing says where it is"
     untold_s: float = inf
+    script: str = ""
 
     @property
     def title(self) -> str:
@@ -172,6 +174,13 @@ class _Host:
             self._forget(line)
             return
         number, who = int(hello["number"]), (str(hello["host"]), int(hello["pid"]))
+        comer = f"{me.noun} {number}" if number >= 0 else f"another {me.noun}"
+        script = str(hello.get("script", ""))
+        if me.script and script and script != me.script:
+            raise RanksDiffer(
+                f"{me.noun} 0 ({self._hosts[0]}) runs {me.script!r:.200} and {comer} ({who[0]}) runs {script!r:.200}; "
+                f"run one script on all {me.noun}s, or let each run meet at a place of its own"
+            )
         if hello["size"] != me.size:
             raise RanksDiffer(
                 f"{me.noun} 0 ({self._hosts[0]}) counts {me.size} {me.noun}s and one on {who[0]} counts "
@@ -237,7 +246,7 @@ def _knock(target: tuple[str, int], me: Member, began: float) -> Circle | str:
     except OSError as error:
         return (error.strerror or str(error)).lower()
     line = Line(connection, target[0])
-    hello = {"run": me.run, "number": me.number, "size": me.size}
+    hello = {"run": me.run, "number": me.number, "size": me.size, "script": me.script}
     number: int | None = None
     circle: Circle | None = None
     try:
