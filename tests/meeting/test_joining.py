@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,32 @@ def test_a_member_without_a_number_gets_a_free_one():
     assert [one.result(20).rank for one in coming] == [1, 2]
     for one in (circle, *(one.result() for one in coming)):
         one.close()
+
+
+def test_one_too_many_without_a_number_is_refused_where_all_come_at_once():
+    hosting = "from samestep.meeting.joining import *\nopened = listen([0])\n"
+    hosting += "print(opened.getsockname()[1], flush=True)\nhost(opened, Member('r', 0, 2, 'node'))"
+    hello = {"run": "r", "number": -1, "size": 2, "host": "node02", "pid": 1, "script": ""}
+    with ExitStack() as stack:
+        words = [sys.executable, "-c", hosting]
+        process = stack.enter_context(subprocess.Popen(words, stdout=-1, stderr=-1, text=True))
+        stack.callback(process.kill)
+        where = ("127.0.0.1", int(process.stdout.readline()))
+        lines = [stack.enter_context(socket.create_connection(where)) for _ in range(3)]
+        # The last is answered, so the others are in; what they say while the host is stopped it hears in one turn.
+        lines[2].sendall(json.dumps(hello | {"run": "another"}).encode() + b"\n")
+        assert lines[2].recv(1 << 12) == b'{"stranger": "r"}\n'
+        process.send_signal(signal.SIGSTOP)
+        for line in lines[:2]:
+            line.sendall(json.dumps(hello).encode() + b"\n")
+        process.send_signal(signal.SIGCONT)
+        said = process.communicate(timeout=20)[1].splitlines()[-1]
+        told = [line.makefile().read() for line in lines[:2]]
+    assert said == (
+        "samestep.errors.RanksDiffer: another node (node02) came, which is one too many for 2; "
+        "start as many as are counted"
+    )
+    assert all("one too many for 2" in text for text in told)
 
 
 def test_a_lost_member_is_named_to_all():

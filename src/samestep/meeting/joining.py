@@ -187,7 +187,11 @@ class _Host:
                 f"{hello['size']}; start all of them with the same number"
             )
         if number < 0:
-            number = next(free for free in range(1, me.size) if free not in self._guests)
+            number = next((free for free in range(1, me.size) if free not in self._guests), number)
+        if number < 0:
+            raise RanksDiffer(
+                f"{comer} ({who[0]}) came, which is one too many for {me.size}; start as many as are counted"
+            )
         if not number < me.size:
             raise RanksDiffer(f"{me.noun} {number} came, but there are {me.size}; count from 0")
         if number in self._pids and self._pids[number] != who:
