@@ -105,6 +105,11 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["--standalone", "--nodes=2", "show.py"], 2, "--standalone is 1 node; leave it out, or --nodes"),
         (["--standalone", "--node-rank=1", "show.py"], 2, "--standalone is 1 node; leave it out, or --nodes"),
         (["--nodes=2", "--rendezvous=file:///x", "show.py"], 2, "add --node-rank"),
+        (
+            ["-n2", "--nodes=2", "--node-rank=1", "--rendezvous=tcp://no.such.invalid:1", "show.py"],
+            2,
+            "; write --nodes 2 --rendezvous tcp://HOST:1 with an address of no.such.invalid\n",
+        ),
         (["--nodes=2", "--rendezvous=ftp://x", "show.py"], 2, "--rendezvous ftp://x is no meeting point"),
         (["-n", "2,1", "--nodes=2", "--rdzv-endpoint=x:1", "show.py"], 2, "none of them for node -1"),
         (["-n2", "--tee", "5", "show.py"], 2, "--tee 5 names rank 5, but there are 2; count from 0"),

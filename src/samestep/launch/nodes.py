@@ -247,7 +247,9 @@ def _circle(where: Where) -> Circle:
         if own is not None:
             return host(own, replace(me, number=0))
     suffix = os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "") if len(where.ports) > 1 else ""
-    names = [address for name in where.names for address in addresses.resolve(name, suffix)]
+    # MASTER_ADDR, which a rank would be told, is not looked at here: it may be left from the launcher around.
+    instead = f"write --nodes {where.count} --rendezvous tcp://HOST:{where.ports[0]} with"
+    names = [address for name in where.names for address in addresses.resolve(name, suffix, instead)]
     return join(lambda: [(name, port) for port in where.ports for name in names], me)
 
 

@@ -15,8 +15,8 @@ _REACH_S = 2.0
 _HOSTS = Path("/etc/hosts")
 
 
-def resolve(name: str, suffix: str = "") -> list[str]:
-    """The addresses of another machine; PlacementError where they are none, or lead back to this one."""
+def resolve(name: str, suffix: str = "", instead: str = "set MASTER_ADDR to") -> list[str]:
+    """The addresses of another machine; PlacementError says what to do instead where they are none, or lead back."""
     if _is_literal(name) or name == "localhost":
         return [name]
     here, wanted = socket.gethostname(), name + suffix
@@ -26,14 +26,14 @@ def resolve(name: str, suffix: str = "") -> list[str]:
         why = f"; SAMESTEP_ADDRESS_SUFFIX is {suffix}" if suffix else ""
         raise PlacementError(
             f"{here} cannot resolve {wanted} ({str(getattr(error, 'strerror', error)).lower()}{why}); "
-            f"{'correct the suffix' if suffix else f'set MASTER_ADDR to an address of {name}'}"
+            f"{'correct the suffix' if suffix else f'{instead} an address of {name}'}"
         ) from None
     found = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
     outside = [address for address in found if not ipaddress.ip_address(address.split("%")[0]).is_loopback]
     if not outside:
         raise PlacementError(
             f"{here} resolves {wanted} to {found[0]}{_line_of(wanted)}, which is {here} itself; correct that, "
-            f"or set MASTER_ADDR to an address of {name}"
+            f"or {instead} an address of {name}"
         )
     return outside
 
