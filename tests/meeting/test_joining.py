@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -152,30 +152,59 @@ def test_a_member_without_a_number_gets_a_free_one():
         one.close()
 
 
-def test_one_too_many_without_a_number_is_refused_where_all_come_at_once():
-    hosting = "from samestep.meeting.joining import *\nopened = listen([0])\n"
-    hosting += "print(opened.getsockname()[1], flush=True)\nhost(opened, Member('r', 0, 2, 'node'))"
-    hello = {"run": "r", "number": -1, "size": 2, "host": "node02", "pid": 1, "script": ""}
+@pytest.fixture
+def hosting() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+    """A host of three nodes as a process, which can be stopped, and where it listens."""
+    work = "from samestep.meeting.joining import *\nopened = listen([0])\n"
+    work += "print(opened.getsockname()[1], flush=True)\nhost(opened, Member('r', 0, 3, 'node', limit_s=20))"
+    with subprocess.Popen([sys.executable, "-c", work], stdout=-1, stderr=-1, text=True) as process:
+        yield process, ("127.0.0.1", int(process.stdout.readline()))
+        process.kill()
+
+
+def hello(number: int, **other: object) -> bytes:
+    words = {"run": "r", "number": number, "size": 3, "host": "node02", "pid": 1, "script": ""}
+    return json.dumps(words | other).encode() + b"\n"
+
+
+def answer(line: socket.socket, said: bytes) -> bytes:
+    line.sendall(said)
+    return line.recv(1 << 12)
+
+
+def test_one_too_many_without_a_number_is_refused_where_all_come_at_once(hosting):
+    process, where = hosting
     with ExitStack() as stack:
-        words = [sys.executable, "-c", hosting]
-        process = stack.enter_context(subprocess.Popen(words, stdout=-1, stderr=-1, text=True))
-        stack.callback(process.kill)
-        where = ("127.0.0.1", int(process.stdout.readline()))
-        lines = [stack.enter_context(socket.create_connection(where)) for _ in range(3)]
+        lines = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
         # The last is answered, so the others are in; what they say while the host is stopped it hears in one turn.
-        lines[2].sendall(json.dumps(hello | {"run": "another"}).encode() + b"\n")
-        assert lines[2].recv(1 << 12) == b'{"stranger": "r"}\n'
+        assert answer(lines[3], hello(-1, run="another")) == b'{"stranger": "r"}\n'
         process.send_signal(signal.SIGSTOP)
-        for line in lines[:2]:
-            line.sendall(json.dumps(hello).encode() + b"\n")
+        for line in lines[:3]:
+            line.sendall(hello(-1))
         process.send_signal(signal.SIGCONT)
         said = process.communicate(timeout=20)[1].splitlines()[-1]
-        told = [line.makefile().read() for line in lines[:2]]
+        told = [line.makefile().read() for line in lines[:3]]
     assert said == (
-        "samestep.errors.RanksDiffer: another node (node02) came, which is one too many for 2; "
+        "samestep.errors.RanksDiffer: another node (node02) came, which is one too many for 3; "
         "start as many as are counted"
     )
-    assert all("one too many for 2" in text for text in told)
+    assert all("one too many for 3" in text for text in told)
+
+
+def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_in(hosting):
+    process, where = hosting
+    with ExitStack() as stack:
+        before, again, other = (stack.enter_context(socket.create_connection(where)) for _ in range(3))
+        assert answer(before, hello(1)) == b'{"welcome": 1}\n'
+        assert answer(other, hello(-1, run="another")) == b'{"stranger": "r"}\n'
+        process.send_signal(signal.SIGSTOP)
+        again.sendall(hello(1))
+        before.close()
+        process.send_signal(signal.SIGCONT)
+        assert again.recv(1 << 12) == b'{"welcome": 1}\n'
+        with socket.create_connection(where) as last:
+            assert answer(last, hello(2)).startswith(b'{"welcome": 2}\n')
+            assert (process.wait(20), process.stderr.read()) == (0, "")
 
 
 def test_a_lost_member_is_named_to_all():

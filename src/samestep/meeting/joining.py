@@ -210,7 +210,8 @@ class _Host:
         for number in [number for number, one in self._guests.items() if one is line]:
             del self._guests[number], self._pids[number], self._hosts[number]
         self._strangers.discard(line)
-        with suppress(KeyError):
+        # ValueError: it was closed within this turn, when the same member came again.
+        with suppress(KeyError, ValueError):
             self._selector.unregister(line.connection)
         line.close()
 
