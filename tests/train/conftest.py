@@ -118,6 +118,30 @@ def nest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nest]:
         yield found
 
 
+SMALL = """
+    import os, sys, time
+    import torch, samestep
+    world = samestep.init()
+    model = samestep.replicate(torch.nn.Linear(4, 3))
+    data = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(12, 4))
+    train = samestep.loader(data, 3, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+
+@pytest.fixture
+def run(nest, tmp_path):
+    """Runs what is added to the small script: exit codes, and what each rank said."""
+
+    def started(source, size=1, *argv, env=None):
+        script = tmp_path / "train.py"
+        script.write_text(dedent(SMALL) + dedent(source))
+        ranks = nest.start(script, size, *argv, env=env)
+        return nest.wait(ranks), [one.said for one in ranks]
+
+    return started
+
+
 @pytest.fixture(scope="session")
 def _pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     pool = Pool(int(request.param))
