@@ -4,7 +4,9 @@ import hashlib
 import inspect
 import json
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from samestep.train.order import Order, Sampled
 from samestep.train.world import World, init, own_cores
 
 Kind = TypeVar("Kind", bound="Loader")
+_OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
 _OURS = {"batch_sampler", "shuffle", "batch_size", "drop_last", "generator", "dataset"}
 
 
@@ -66,14 +69,17 @@ class Loader:
         options: dict[str, Any],
         world: World,
     ) -> None:
+        batch_size = _as_int(batch_size)
         share.check_batch_size(batch_size, world.size)
+        if type(seed := _as_int(seed)) is not int:
+            raise UsageError(f"seed {seed!r} is no whole number; use one, such as seed=0")
         _check_dataset(dataset)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.epoch = 0
         self._position = 0
-        self._begun = False
+        self._begun = self._remarked = False
         self._ledger = b""
         self._on_done: list[Callable[[], None]] = []
         self._shuffle = shuffle
@@ -95,7 +101,7 @@ class Loader:
         if self._begun:
             self.epoch, self._position = self.epoch + 1, 0
         self._begun = True
-        return self._pass(replicate.training())
+        return self._pass(replicate.training(self._shuffle))
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs still to do of count in all; the one this loader is in the middle of comes first."""
@@ -132,7 +138,16 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, at any number of processes."""
-        for name, value in self.facts().items():
+        facts = self.facts()
+        if missing := sorted({"epoch", "position", *facts} - state.keys()):
+            raise UsageError(
+                f"this state has no {', '.join(missing)}; give what a loader's state_dict returned"
+            )
+        if not 0 <= int(state["position"]) <= state["length"]:
+            raise UsageError(
+                f"this state's position {state['position']} is none in {state['length']} samples"
+            )
+        for name, value in facts.items():
             if state[name] != value:
                 raise UsageError(
                     f"this loader's {name} is {value} and the state's is {state[name]}; use the same"
@@ -169,6 +184,8 @@ class Loader:
                 even=not training,
             )
         )
+        if training and not self._shuffle and pieces and pieces[-1].all < world.size:
+            self._remark_lending(pieces[-1].all)
         mine = [piece for piece in pieces if piece.mine or training]
         order = self._order.draw(epoch)
         plan = (
@@ -188,6 +205,17 @@ class Loader:
         if training:
             replicate.settle_all()
 
+    def _remark_lending(self, count: int) -> None:
+        """It may be an evaluation, in which neither the model nor autograd says so."""
+        if self._world.rank == 0 and not self._remarked:
+            self._remarked = True
+            print(
+                f"samestep: the last batch has {count} of {self._world.size} ranks' samples and is lent to the "
+                "others, as in training; where this is an evaluation, write torch.no_grad() or model.eval(), "
+                "and each sample counts once",
+                file=sys.stderr,
+            )
+
     def _hand_out(self, order: torch.Tensor, piece: share.Piece) -> None:
         self._position = piece.stop
         if self._ledger:
@@ -196,6 +224,11 @@ class Loader:
 
     def _on_device(self, plan: Iterator[torch.Tensor], epoch: int) -> Iterator[Any]:
         return on_device(self._source.batches(plan, epoch), self._world.device)
+
+
+def _as_int(value: Any) -> Any:
+    """NumPy's whole numbers are whole numbers too."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check_dataset(dataset: Any) -> None:
@@ -215,12 +248,16 @@ def _source(dataset: Any, seed: int, options: dict[str, Any], world: World) -> F
         raise UsageError(
             f"loader knows no option {', '.join(sorted(unknown))}; it takes those of torch's DataLoader"
         )
-    pin = bool(options.setdefault("pin_memory", world.device.type == "cuda"))
+    # elsewhere there is nothing to pin for, and torch may fail at it
+    pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and world.device.type == "cuda"
     if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
         return FromMemory(dataset, pin)
     if "num_workers" not in options:
         forks = multiprocessing.get_start_method() == "fork"
         options["num_workers"] = own_cores() - (world.device.type == "cpu") if forks else 0
+        if not options["num_workers"]:
+            # said of workers, of which a rank with one core has none
+            options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
     if options["num_workers"]:
         options.setdefault("persistent_workers", True)
     return FromWorkers(dataset, seed, options)

@@ -26,6 +26,7 @@ _PLACE = 160
 _PIECE = 1 << 26
 _SLICE = timedelta(seconds=1)
 _NOTICE_SECONDS = 10.0
+_LINGER = timedelta(seconds=8)
 
 
 class Store(Protocol):
@@ -55,12 +56,16 @@ def sit_down(group: dist.ProcessGroup, store: Store | None, rank: int, size: int
 
 
 def stand_up() -> None:
-    """Leave the group, or where a rank stayed away, leave it to the end of the process.
+    """Leave the group, or where a rank stays away, leave it to the end of the process.
 
-    Gloo does not let go of a group before what it waits for has come; the others, who may wait for this
-    process to end, never bring it.
+    Gloo does not let go of a group before what it waits for has come. A rank that still comes, with another call,
+    names the difference; one that waits for this process, in DDP say, never comes, and has to see it end.
     """
     global _table
+    if _table and _table.pending:
+        with contextlib.suppress(RuntimeError):
+            _table.pending.wait(_LINGER)
+            _table.pending = None
     if _table and _table.pending:
         for one in (_table.group, _table.pending):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))

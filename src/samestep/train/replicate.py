@@ -85,9 +85,12 @@ def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
         yield
 
 
-def training() -> bool:
-    """Whether what runs now is a training step, as far as its replicas and autograd tell."""
-    return torch.is_grad_enabled() and (init().size == 1 or any(one.model.training for one in replicas()))
+def training(shuffled: bool) -> bool:
+    """Whether what runs now is training, as far as autograd, the replicas and their samples' order tell."""
+    if not torch.is_grad_enabled() or init().size == 1:
+        return torch.is_grad_enabled()
+    held = replicas()
+    return any(one.model.training for one in held) or (shuffled and bool(held))
 
 
 def settle_all() -> None:

@@ -52,6 +52,10 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     global _world
     if _world is not None:
         return _world
+    if backend is not None:
+        _check_backend(backend)
+    if not isinstance(timeout, timedelta):
+        raise UsageError(f"timeout={timeout!r} is no timedelta; write timedelta(minutes=10)")
     atexit.register(_leave, os.getpid())
     here, store = this_process(), None
     if here.size > 1 and not dist.is_initialized():
@@ -60,8 +64,6 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     if here.size > 1:
         os.environ.update(exports(here, os.environ))
         _join(here, store, device, backend, timeout)
-    elif backend is not None:
-        _check_backend(backend)
     if here.rank == 0:
         for note in here.notes:
             print(f"samestep: {note}", file=sys.stderr)
