@@ -57,3 +57,26 @@ def test_a_process_bound_to_one_core_is_noted_with_what_to_write():
     (note,) = place(STEP | {"SLURM_CPUS_PER_TASK": "8"}, cores=1, bound_of=16).notes
     assert note.startswith("SLURM_CPUS_PER_TASK is 8 but this task may use 1")
     assert place(TORCHRUN, bound_of=16).notes == place(TORCHRUN).notes
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("", "`samestep run ...` starts one for each device"),  # salloc --gres=gpu:2, also --exclusive
+        ("SLURM_GPUS_PER_NODE=2", "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS_PER_NODE=a100:2", "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS=4", "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS=a100:4,v100:1", "`samestep run ...` starts one for each of its 5 devices"),
+        ("SLURM_GPUS=4 SLURM_GPUS_ON_NODE=3", "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS=4 SLURM_GPUS_ON_NODE=3 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1",
+         "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS_PER_NODE=many", "`samestep run ...` starts one for each device"),
+        ("SLURM_GPUS_PER_TASK=1 SLURM_NTASKS=4", "`srun --ntasks=4 python ...` starts one for each task"),
+        ("SLURM_NTASKS_PER_NODE=2 SLURM_CPUS_PER_TASK=10",
+         "`srun --ntasks=4 --cpus-per-task=10 python ...` starts one for each task"),
+    ],
+)  # fmt: skip
+def test_an_allocations_own_shell_is_told_what_starts_a_process_for_each_task_or_device(given, advice):
+    given = dict(one.split("=") for one in given.split())
+    (note,) = place({"SLURM_JOB_ID": "3", "SLURM_JOB_NUM_NODES": "2", **given}).notes
+    assert note == f"this is in no step of Slurm job 3, so it runs alone; {advice}"

@@ -242,7 +242,7 @@ def test_a_contradiction_is_named_in_one_sentence(env, message):
         (SALLOC_SHELL_ON_THE_NODE, "this is in no step of Slurm job 5, so it runs alone; "
          "`srun --ntasks=3 python ...` starts one for each task"),
         (SRUN_PTY, "this is an interactive step of Slurm job 4, so it runs alone; "
-         "`srun --overlap --ntasks=4 python ...` starts one for each task"),
+         "`samestep run ...` starts one for each of its 4 devices"),
         ({"RANK": "1", "WORLD_SIZE": "2"} | MEETING,
          "nothing says which process of its node this is, so all are taken to be on one node; "
          "set LOCAL_RANK and LOCAL_WORLD_SIZE where there are several"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from samestep.errors import PlacementError
-from samestep.nodelist import expand_nodes, shown, tasks_per_node
+from samestep.nodelist import device_count, expand_nodes, shown, tasks_per_node
 
 Env = Mapping[str, str]
 Fact = tuple[int, str]  # a number, and `VARIABLE=value` or the words that say where it comes from
@@ -252,13 +252,16 @@ def _first(env: Env, *names: str) -> tuple[str, str]:
 
 
 def _advice(env: Env, where: str, srun: str) -> str:
-    """The line that starts as many processes as the allocation has tasks or devices."""
+    """The line that starts a process for each task of the allocation, or for each device where it counts nodes."""
     nodes = count(env, "SLURM_JOB_NUM_NODES") or count(env, "SLURM_NNODES") or 1
-    tasks = count(env, "SLURM_NTASKS")
-    wanted = max(1, tasks, nodes * max(count(env, "SLURM_NTASKS_PER_NODE"), count(env, "SLURM_GPUS_ON_NODE")))
-    cpus = count(env, "SLURM_CPUS_PER_TASK") if wanted == tasks else 0
-    options = f"--ntasks={wanted}" + (f" --cpus-per-task={cpus}" if cpus else "")
-    job = shown(env.get("SLURM_JOB_ID", ""))
-    return (
-        f"{where} Slurm job {job}, so it runs alone; `{srun} {options} python ...` starts one for each task"
-    )
+    tasks = max(count(env, "SLURM_NTASKS"), nodes * count(env, "SLURM_NTASKS_PER_NODE"))
+    cpus = count(env, "SLURM_CPUS_PER_TASK")
+    alone = f"{where} Slurm job {shown(env.get('SLURM_JOB_ID', ''))}, so it runs alone"
+    if tasks > nodes:
+        options = f"--ntasks={tasks}" + (f" --cpus-per-task={cpus}" if cpus else "")
+        return f"{alone}; `{srun} {options} python ...` starts one for each task"
+    # srun would refuse more tasks than the allocation has, and a login machine does not see --gres.
+    per_node = device_count(env.get("SLURM_GPUS_PER_NODE", "")) or count(env, "SLURM_GPUS_ON_NODE")
+    devices = device_count(env.get("SLURM_GPUS", "")) or nodes * per_node
+    each = f"each of its {devices} devices" if devices > 1 else "each device"
+    return f"{alone}; `samestep run ...` starts one for {each}"

@@ -52,6 +52,12 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
+def device_count(text: str) -> int:
+    """`a100:2,v100:1`, or just `3`, as 3; 0 where it says no number."""
+    numbers = [item.rpartition(":")[2] for item in text.split(",")]
+    return sum(int(number) for number in numbers if re.fullmatch("[0-9]{1,6}", number))
+
+
 def shown(text: str) -> str:
     """A value as a message may show it: on one line, and not long."""
     escaped = ascii(text[:80])[1:-1]
