@@ -142,6 +142,11 @@ def hosts_of_ranks(env: Env, size: int) -> list[str]:
     return [name for turn in rounds for name, count in zip(names, counts, strict=True) if turn < count]
 
 
+def in_step(env: Env) -> bool:
+    """Whether this is in a step that srun started, and not one of Slurm's own."""
+    return bool(re.fullmatch("[0-9]{1,8}", env.get("SLURM_STEP_ID", "")) and text(env, "SLURM_PROCID"))
+
+
 def number(env: Env, *names: str) -> Fact | None:
     """The first of these that is set, as a number."""
     for name in names:
