@@ -59,6 +59,21 @@ def test_a_process_bound_to_one_core_is_noted_with_what_to_write():
     assert place(TORCHRUN, bound_of=16).notes == place(TORCHRUN).notes
 
 
+@pytest.mark.parametrize("below", [{"TORCHELASTIC_RUN_ID": "7"}, {"SAMESTEP_RUN": "/runs/1"}])
+def test_cores_lost_around_a_launcher_below_a_step_are_noted_too(below):
+    env = STEP | TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"} | below
+    assert place(env, cores=8).notes == ()
+    (note,) = place(env, cores=1, bound_of=16).notes
+    assert note == "slurm has bound this process to 1 of 16 cores; write `srun --cpus-per-task=16`"
+    (note,) = place(env | {"SLURM_CPUS_PER_TASK": "16"}, cores=1, bound_of=16).notes
+    assert note == (
+        "SLURM_CPUS_PER_TASK is 16 but this task may use 1, and srun does not ask sbatch; "
+        "write `srun --cpus-per-task=16`"
+    )
+    shell = env | {"SLURM_STEP_ID": "4294967290", "SLURM_CPUS_PER_TASK": "16"}
+    assert place(shell, cores=1, bound_of=16).notes == ()
+
+
 @pytest.mark.parametrize(
     ("given", "advice"),
     [

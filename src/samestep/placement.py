@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from samestep.launchers import (
     Facts,
     Found,
     count,
+    in_step,
     meeting,
     number,
     recognise,
@@ -24,6 +25,7 @@ from samestep.launchers import (
 from samestep.nodelist import shown
 
 ASSUMED = "one node, assumed"
+_BELOW_TASKS = ("torchrun", "samestep")
 _MOST_PROCESSES = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 
@@ -63,7 +65,8 @@ def place(
 ) -> Placement:
     """Arguments win; `run` is what only this run's processes share, for launchers that name no run.
 
-    `cores` are what this process may use; where it is bound to one, `bound_of` is how many its machine has.
+    `cores` are what this process, or the Slurm task that it is below, may use; where that is bound to one,
+    `bound_of` is how many its machine has.
     """
     flags = dict(zip(FIELDS, (rank, size, local_rank, local_size, node, nodes), strict=True))
     given = {name: (value, f"{name}={value}") for name, value in flags.items() if value is not None}
@@ -87,17 +90,19 @@ def place(
         master_addr=address[0] if address else None,
         master_port=port[0] if port else None,
         origin=origin,
-        notes=found.notes + (_lost_cores(env, found, cores) or _one_core(found, bound_of)),
+        notes=found.notes + (_lost_cores(env, found, cores) or _one_core(env, found, bound_of)),
         run=run_name(env, found.launcher, run),
     )
 
 
 def this_process() -> Placement:
     """The placement of the process that asks."""
-    usable = cores()
-    is_bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
+    # What a launcher below a task shares out says nothing of what srun gave it.
+    is_below = recognise(os.environ).launcher in _BELOW_TASKS and in_step(os.environ)
+    pid = _slurm_task() if is_below else 0
+    is_bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(pid)) == 1
     return place(
-        os.environ, run=_mpi_daemon(), cores=len(usable), bound_of=os.cpu_count() if is_bound else None
+        os.environ, run=_mpi_daemon(), cores=len(cores(pid)), bound_of=os.cpu_count() if is_bound else None
     )
 
 
@@ -139,11 +144,11 @@ def device_index(p: Placement, visible: int) -> int | None:
     return p.local_rank
 
 
-def cores() -> list[int]:
-    """The CPUs this process may use: its affinity, cut to the CPU quota of its control group."""
+def cores(pid: int = 0) -> list[int]:
+    """The CPUs this process (or another) may use: its affinity, cut to the CPU quota of our control group."""
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))
-    allowed = sorted(os.sched_getaffinity(0))
+    allowed = sorted(os.sched_getaffinity(pid))
     return allowed[: max(1, min(_quotas(), default=len(allowed)))]
 
 
@@ -218,7 +223,7 @@ def _meeting(
 
 def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tuple[str, ...]:
     asked = count(env, "SLURM_CPUS_PER_TASK")
-    if found.launcher != "slurm" or usable is None or usable >= asked:
+    if not _is_of_a_step(env, found) or usable is None or usable >= asked:
         return ()
     return (
         f"SLURM_CPUS_PER_TASK is {asked} but this task may use {usable}, and srun does not ask sbatch; "
@@ -226,28 +231,51 @@ def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tup
     )
 
 
-def _one_core(found: Found, bound_of: int | None) -> tuple[str, ...]:
+def _one_core(env: Mapping[str, str], found: Found, bound_of: int | None) -> tuple[str, ...]:
     """A launcher's default that makes loading and the host's part of every step slow, and shows nowhere."""
-    here = found.facts["local_size"][0]
-    if bound_of is None or found.launcher in ("alone", "samestep", "torchrun") or bound_of < 2 * here:
+    # Of torchrun and `samestep run` a node has one, whose processes share the cores of its task.
+    binder, here = found.launcher, found.facts["local_size"][0]
+    if _is_of_a_step(env, found):
+        binder, here = "slurm", here if binder == "slurm" else 1
+    if bound_of is None or binder in ("alone", *_BELOW_TASKS) or bound_of < 2 * here:
         return ()
-    how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(found.launcher)
+    how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(binder)
     write = f"write `{how}={bound_of // here}`" if how else f"bind each to {bound_of // here}"
-    return (f"{found.launcher} has bound this process to 1 of {bound_of} cores; {write}",)
+    return (f"{binder} has bound this process to 1 of {bound_of} cores; {write}",)
+
+
+def _is_of_a_step(env: Mapping[str, str], found: Found) -> bool:
+    return found.launcher == "slurm" or (found.launcher in _BELOW_TASKS and in_step(env))
+
+
+def _slurm_task() -> int:
+    """The outermost of the processes around this one that srun's variables were given to."""
+    task = os.getpid()
+    for pid, _ in _ancestors():
+        if not re.search(r"(^|\0)SLURM_PROCID=", _read(f"/proc/{pid}/environ")):
+            break
+        task = pid
+    return task
 
 
 def _mpi_daemon() -> str | None:
     """MPICH names no run in its processes' variables, but their ancestor knows where mpirun listens."""
+    for pid, name in _ancestors():
+        if name.startswith(("hydra_", "mpispawn")):
+            found = re.search(r"--control-port\0([^\0]+)", _read(f"/proc/{pid}/cmdline"))
+            return f"mpirun at {found[1]}" if found else f"the mpirun daemon, process {pid}"
+    return None
+
+
+def _ancestors() -> Iterator[tuple[int, str]]:
+    """This process, what started it, and so on, with their names."""
     pid = os.getpid()
     while pid > 1:
         name, _, status = _read(f"/proc/{pid}/stat").rpartition(")")
         if not status:
-            return None
-        if name.partition("(")[2].startswith(("hydra_", "mpispawn")):
-            found = re.search(r"--control-port\0([^\0]+)", _read(f"/proc/{pid}/cmdline"))
-            return f"mpirun at {found[1]}" if found else f"the mpirun daemon, process {pid}"
+            return
+        yield pid, name.partition("(")[2]
         pid = int(status.split()[1])
-    return None
 
 
 def _read(path: str) -> str:
