@@ -42,6 +42,14 @@ def test_where_the_ranks_of_a_step_are_to_run_is_known_for_blocks_and_cycles():
     assert hosts_of_ranks(HYDRA, 2) == []
 
 
+def test_a_host_file_may_place_rank_0_anywhere_so_no_node_is_taken_for_its():
+    here = place(STEP | {"SLURM_DISTRIBUTION": "arbitrary"})
+    assert (here.master_addr, here.run) == (None, "job 123.4")
+    assert place(STEP | {"SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "h2"}).master_addr == "h2"
+    alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "h1", "SLURM_STEP_TASKS_PER_NODE": "3"}
+    assert place(STEP | alone | {"SLURM_DISTRIBUTION": "arbitrary"}).master_addr == "h1"
+
+
 def test_a_derived_port_has_others_beside_it_that_no_near_step_begins_with():
     choices = port_choices(place(STEP).master_port)
     assert len(set(choices)) == 8

@@ -99,7 +99,9 @@ def recognise(env: Env) -> Found:
 def meeting(env: Env, found: Found, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
     """Address and port that every rank derives alike, as far as the launcher's variables allow."""
     if found.launcher == "slurm":
-        return _first_node(env), _step_port(env)
+        # A host file may begin with any node, and the list is sorted: it does not say which.
+        is_sorted = text(env, "SLURM_DISTRIBUTION") == "arbitrary" and found.facts["nodes"][0] > 1
+        return None if is_sorted else _first_node(env), _step_port(env)
     if found.launcher not in _RUN_NAMES:
         return None, None
     address = ("127.0.0.1", "one node") if found.facts["nodes"][0] == 1 else None
