@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import PlacementError
 from samestep.launchers import FIELDS
-from samestep.placement import Placement, device_index, exports, place
+from samestep.placement import exports, place
 
 
 def recorded(text):
@@ -329,18 +329,6 @@ def test_exports_are_those_of_torchrun_without_its_store():
 def test_exports_keep_what_torchrun_says_of_its_restarts():
     restarted = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2", "ROLE_NAME": "trainer"}
     assert exports(place(restarted), restarted).items() <= restarted.items()
-
-
-@pytest.mark.parametrize(("local_rank", "visible", "index"), [(0, 0, None), (3, 1, 0), (0, 2, 0), (1, 2, 1)])
-def test_the_device_is_the_only_visible_one_or_that_of_the_local_rank(local_rank, visible, index):
-    assert device_index(Placement(local_rank, 4, local_rank, 4, 0, 1, "torchrun"), visible) == index
-
-
-def test_more_processes_than_devices_are_refused():
-    with pytest.raises(
-        PlacementError, match="local rank 2 has no device of its own among the 2 that are visible"
-    ):
-        device_index(Placement(2, 4, 2, 4, 0, 1, "torchrun"), 2)
 
 
 def test_placement_needs_no_torch():

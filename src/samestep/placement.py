@@ -144,6 +144,18 @@ def device_index(p: Placement, visible: int) -> int | None:
     return p.local_rank
 
 
+def idle_devices(p: Placement, visible: int, script: str) -> str | None:
+    """What rank 0 says, for all, of devices of its node that no process uses."""
+    size = p.local_size
+    if p.rank != 0 or visible <= size:
+        return None
+    use = "1 process of this node uses 1" if size == 1 else f"{size} processes of this node use {size}"
+    write = f"`samestep run {script}` uses all" if p.size == 1 else f"start {visible} processes on each node"
+    if p.launcher == "slurm":
+        write = f"write `srun --ntasks-per-node={visible}`"
+    return f"{visible} devices are visible and {use} of them; {write}"
+
+
 def cores(pid: int = 0) -> list[int]:
     """The CPUs this process (or another) may use: its affinity, cut to the CPU quota of our control group."""
     if not hasattr(os, "sched_getaffinity"):

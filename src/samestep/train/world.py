@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import RanksDiffer, SamestepError, UsageError
-from samestep.placement import Placement, cores, device_index, exports, this_process
+from samestep.placement import Placement, cores, device_index, exports, idle_devices, this_process
 from samestep.train import meet, rendezvous
 
 _LEAVE = timedelta(seconds=1)
@@ -101,12 +101,8 @@ def _take_device(here: Placement) -> torch.device:
         return torch.device("cpu")
     visible = torch.accelerator.device_count()
     index = device_index(here, visible)
-    if here.size == 1 and visible > 1:
-        print(
-            f"samestep: {visible} devices are visible and one process uses one of them; "
-            f"`samestep run {sys.argv[0]}` uses all",
-            file=sys.stderr,
-        )
+    if idle := idle_devices(here, visible, sys.argv[0]):
+        print(f"samestep: {idle}", file=sys.stderr)
     if index is None or kind.type == "mps":
         return torch.device(kind.type)
     torch.accelerator.set_device_index(index)
