@@ -4,8 +4,9 @@ import json
 import mmap
 import os
 import struct
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,10 +79,37 @@ def stop_path(run: Path) -> Path:
     return run / "stop"
 
 
+def time_up_path(run: Path) -> Path:
+    """Where a file says that a run ended because its job's time is up."""
+    return run / "time-is-up"
+
+
 def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
     """Where this worker's pulse lies, or None outside a run's directory."""
     run = env.get("SAMESTEP_RUN")
     return pulse_path(Path(run), rank) if run and Path(run, "pulse").is_dir() else None
+
+
+def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, object]:
+    """What run.json says of a start."""
+    return {
+        "argv": list(argv),
+        "size": size,
+        "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "started": began,
+        "cwd": os.getcwd(),
+        "versions": {"python": sys.version.split()[0]},
+    }
+
+
+def begin_run(run: Path, started: Mapping[str, Any]) -> None:
+    """Begin a run in the directory that its batch script named, or, after a requeue, go on there."""
+    for part in (run, run / "pulse"):
+        part.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for over in (run / "result.json", time_up_path(run)):
+        over.unlink(missing_ok=True)
+    write_record(run / "run.json", started)
 
 
 def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, Any]) -> Path:

@@ -1,5 +1,6 @@
 """Jobs that Slurm stops in the middle, for real: each ends COMPLETED with the bits of the undisturbed run."""
 
+import json
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from trail import Trail, differing_bits  # noqa: E402
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
 
+_SAMESTEP = str(Path(sys.executable).with_name("samestep"))
 _EPOCHS, _STEPS_AN_EPOCH = 12, 4
 _TRAIN = f"""
 import os, runpy, sys
@@ -109,6 +111,24 @@ def _seconds_lost(trail: Trail) -> float:
     return gaps[-1] + redone * gaps[len(gaps) // 2]
 
 
+def test_a_job_is_looked_at_and_stopped_from_outside(isolated: Cluster, tmp_path: Path) -> None:
+    trail = Trail(tmp_path / "run")
+    (tmp_path / "train.py").write_text(_TRAIN)
+    asked = ["--profile=cpu-node", "--nodes=2", "--tasks-per-node=1", "train.py", str(trail.directory)]
+    asked += ["--notes", str(trail.log), "--epochs", "500", "--pause", "0.1"]
+    job = isolated.run(_SAMESTEP, "submit", *asked, cwd=tmp_path).split("job ", 1)[1].split(";")[0]
+    _wait_for_step(trail, 3)
+    seen = json.loads(isolated.run(_SAMESTEP, "status", "--json", cwd=tmp_path))
+    assert (Path(seen["run"]).name, seen["state"], seen["ranks"]) == (f"train_{job}", "running", 2)
+    assert [one["step"] > 1 for one in seen["by_rank"]] == [True, True]
+    isolated.run(_SAMESTEP, "stop", cwd=tmp_path)
+    with pytest.raises(RuntimeError, match="is FAILED"):
+        isolated.wait_state(job, "COMPLETED", timeout=60)
+    assert (isolated.field(job, "ExitCode"), isolated.field(job, "Restarts")) == ("75:0", "0")
+    assert "stopped at a checkpoint" in isolated.run(_SAMESTEP, "runs", cwd=tmp_path)
+    assert "stopped by samestep stop after step" in isolated.run(_SAMESTEP, "logs", cwd=tmp_path)
+
+
 @pytest.mark.parametrize("fault", list(FAULTS)[: None if os.environ.get("LONG") else _SHORT])
 def test_a_job_that_is_stopped_ends_with_the_bits_of_the_undisturbed_run(
     fault: str, isolated: Cluster, undisturbed: Trail, tmp_path: Path, losses: list[str]
@@ -116,11 +136,10 @@ def test_a_job_that_is_stopped_ends_with_the_bits_of_the_undisturbed_run(
     """LONG=1 tries every fault."""
     trail = Trail(tmp_path / "run")
     (tmp_path / "train.py").write_text(_TRAIN)
-    samestep = str(Path(sys.executable).with_name("samestep"))
     act, requeues, words, pause = FAULTS[fault]
     asked = ["--profile=cpu-node", "--tasks-per-node=1", *words, "train.py", str(trail.directory)]
     asked += ["--notes", str(trail.log), "--epochs", str(_EPOCHS), "--every", "0.5", "--pause", pause]
-    number = isolated.run(samestep, "submit", *asked, cwd=tmp_path).split("job ", 1)[1].split(";")[0]
+    number = isolated.run(_SAMESTEP, "submit", *asked, cwd=tmp_path).split("job ", 1)[1].split(";")[0]
     elements = {"--array=3": ["_3"], "--array-gang": ["_0", "_1"]}.get(words[0], [""])
     jobs = [number + element for element in elements]
     _wait_for_step(trail, 10)

@@ -168,7 +168,7 @@ def test_a_run_stops_in_time_before_its_job_ends(loop, tmp_path):
     codes, said, _ = loop("for _ in steps(6): time.sleep(0.05)", 2, env=env)
     assert codes == [75, 75]
     assert "stopped by the job's time limit after step" in said[0]
-    assert (tmp_path / "stop").exists(), "a launcher would start it again"
+    assert (tmp_path / "time-is-up").exists(), "a launcher would start it again"
 
 
 def test_a_time_limit_too_short_for_a_measured_commit_is_warned_of_once(loop):

@@ -23,12 +23,13 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
     """Show the output of RUN (a directory, or a name that `samestep runs` lists); the newest by default."""
     try:
         found = find_run(run)
-        paths = {rank: log_of(found, rank) for rank in _chosen(found, ranks)}
+        # a batch job's ranks write to one file
+        paths = {path: rank for rank in _chosen(found, ranks) for path in [log_of(found, rank)]}
     except UsageError as error:
         click.echo(f"samestep logs: {error}", err=True)
         raise SystemExit(2) from None
-    marks = [f"[rank {rank}] ".encode() if len(paths) > 1 else b"" for rank in paths]
-    tails = [Tail(path, mark) for path, mark in zip(paths.values(), marks, strict=True)]
+    marks = [f"[rank {rank}] ".encode() if len(paths) > 1 else b"" for rank in paths.values()]
+    tails = [Tail(path, mark) for path, mark in zip(paths, marks, strict=True)]
     try:
         _show(found, tails, follow)
     except BrokenPipeError:
@@ -74,7 +75,7 @@ def _show(run: Run, tails: list[Tail], follow: bool) -> None:
 
 def _chosen(run: Run, text: str) -> list[int]:
     if text == "all":
-        return list(run.logs)
+        return list(run.logs) or [0]
     if not re.fullmatch(r"[0-9]{1,7}(,[0-9]{1,7})*", text):
         raise UsageError(f"--rank {text} is no list of ranks; write all, or ranks such as 0,2")
     return [int(part) for part in text.split(",")]

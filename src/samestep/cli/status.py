@@ -55,7 +55,7 @@ def _look_twice(run: Run) -> tuple[float | None, Run]:
 
 def _print(run: Run, facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     speed = f", {facts['steps_per_second']:.3g} steps/s" if facts["steps_per_second"] else ""
-    click.echo(f"{run.path}: {run.state}, {run.command} on {len(run.logs)} ranks{speed}")
+    click.echo(f"{run.path}: {run.state}, {run.command} on {run.size} ranks{speed}")
     for row in ranks:
         step = "no step yet" if row["step"] < 0 else f"epoch {row['epoch']}, step {row['step']}"
         age = "" if run.is_over else f", {row['age_s']:.0f} s ago"

@@ -1,6 +1,7 @@
 """`samestep submit`: a script as a Slurm job."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,7 +79,12 @@ def command(
     except UsageError as error:
         click.echo(f"samestep submit: {error}", err=True)
         raise SystemExit(2) from None
-    click.echo(f"job {number}; follow it with `tail -F {output_of(job, number)}`")
+    except OSError as error:
+        click.echo(
+            f"samestep submit: {job.folder} cannot be written ({(error.strerror or '').lower()})", err=True
+        )
+        raise SystemExit(1) from None
+    click.echo(f"job {number}; follow it with `tail -F {shlex.quote(output_of(job, number))}`")
 
 
 def _check_there(profile: Profile, script: str, module: bool) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -20,7 +19,16 @@ from samestep.launch.signals import PASSED_ON, Signals
 from samestep.launch.supervise import Gang, Outcome
 from samestep.launch.worker import Guardian, Order
 from samestep.placement import Placement, exports
-from samestep.rundir import better_place, create_run, log_path, pulse_path, stop_path, write_record
+from samestep.rundir import (
+    better_place,
+    create_run,
+    log_path,
+    pulse_path,
+    start_record,
+    stop_path,
+    time_up_path,
+    write_record,
+)
 
 _SAME_PLACE_S = 10
 
@@ -108,7 +116,7 @@ def local_placement(rank: int, size: int, address: str, port: int) -> Placement:
 
 def _directory(script: Script, crew: Crew | None, began: float) -> Path:
     """Node 0 makes the run's directory; another node makes one of its own only where it does not see that."""
-    started = _started(script, began)
+    started = start_record(script.command, script.size, began)
     if crew is None:
         return create_run(script.run_dir, os.environ, started)
     started["nodes"] = crew.nodes
@@ -177,7 +185,7 @@ def _verdict(
 ) -> Verdict:
     code, spot = exit_code(outcome.status), _spot(run, outcome, gang)
     asked = outcome.asked
-    if asked is None and code == os.EX_TEMPFAIL and stop_path(run).exists():
+    if asked is None and code == os.EX_TEMPFAIL and (stop_path(run).exists() or time_up_path(run).exists()):
         asked = signal.SIGTERM
     if crew is None:
         return Verdict(0, code, text, spot, asked)
@@ -206,15 +214,3 @@ def _spot(run: Path, outcome: Outcome, gang: Gang) -> str | None:
     step = pulse_step(run, outcome.cause.rank)
     seconds = time.monotonic() - gang.began
     return repr((outcome.traceback, step, None if step is not None else int(seconds) // _SAME_PLACE_S))
-
-
-def _started(script: Script, began: float) -> dict[str, object]:
-    return {
-        "argv": list(script.command),
-        "size": script.size,
-        "host": os.uname().nodename,
-        "pid": os.getpid(),
-        "started": began,
-        "cwd": os.getcwd(),
-        "versions": {"python": sys.version.split()[0]},
-    }

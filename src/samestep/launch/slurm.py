@@ -16,10 +16,13 @@ LAUNCHERS = ("srun", "torchrun")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./\[\]&|*=-]+")
 _FORMS = {
     "time": (
-        "[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}",
+        "[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}|UNLIMITED|INFINITE",
         "no time limit; write minutes, 02:00:00 or 1-12:00:00",
     ),
-    "signal": ("([BR]{1,2}:)?[A-Z0-9]+(@[0-9]+)?", "no signal; write one as USR1@120 or B:TERM@60"),
+    "signal": (
+        "(R:)?[A-Z0-9]+(@[0-9]+)?",
+        "no signal that reaches the processes; write one as USR1@120 (after B: only the batch shell would hear it)",
+    ),
     "array": ("[0-9,:-]+(%[0-9]+)?", "no list of array elements; write one as 0-7 or 1,3,5%2"),
 }
 
@@ -71,6 +74,11 @@ class Job:
         return max(1, share // self.tasks)
 
     @property
+    def keeps_run(self) -> bool:
+        """Whether its processes keep the run's directory themselves, beside its output."""
+        return self.profile.launcher == "srun" and not self.gang
+
+    @property
     def output(self) -> str:
         """Its output's file, with what sbatch fills in."""
         return f"{str(self.folder).replace('%', '%%')}/%x_{'%A_%a' if self.array or self.gang else '%j'}.out"
@@ -86,10 +94,13 @@ def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
     flags = [f"#SBATCH {_directive(option)}" for option in (keep, *job.profile.options)]
     lines = ["#!/bin/bash", *directives, *flags, f"# {shlex.join(said)}", "", *_surroundings(job)]
     lines += [_step(job), "code=$?"]
+    if job.keeps_run:
+        lines += ['[ ! -d "$SAMESTEP_RUN" ] || echo "{\\"exit_code\\": $code}" > "$SAMESTEP_RUN/result.json"']
     if job.profile.launcher == "srun":
         again = shlex.quote(f"stopped after a commit; go on with: sbatch {shlex.quote(str(written))}")
         requeue = 'scontrol requeue "$SLURM_JOB_ID" || ' if job.profile.requeue else ""
-        lines += [f'if [ "$code" -eq 75 ]; then\n    {requeue}echo {again}\nfi']
+        goes_on = ' && [ ! -e "$SAMESTEP_RUN/stop" ]' if job.keeps_run else ""
+        lines += [f'if [ "$code" -eq 75 ]{goes_on}; then\n    {requeue}echo {again}\nfi']
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
@@ -128,7 +139,10 @@ def _check(job: Job) -> None:
     single |= {"script": job.script, "name": job.title, "array": job.array or "0", "run-dir": str(job.folder)}
     for name, value in single.items():
         _check_value(name.replace("_", "-"), value)
-    words = {"module": have.modules, "setup": have.setup, "container-command": have.container_command}
+    for name, values in (("module", have.modules), ("container-command", have.container_command[:1])):
+        for value in values:
+            _check_value(name, value)
+    words = {"setup": have.setup, "container-command": have.container_command}
     for name, values in (words | {"argument": job.args}).items():
         for value in values:
             _check_text(name, value)
@@ -148,6 +162,10 @@ def _check(job: Job) -> None:
 
 def _check_sense(job: Job) -> None:
     have = job.profile
+    if "\\" in str(job.folder):
+        raise UsageError(
+            f"run-dir {str(job.folder)!r} has a backslash, which sbatch takes for its own; leave it out"
+        )
     if "/" in job.title:
         raise UsageError(f"name {job.title!r} would be read as a directory; leave the / out")
     if have.gpus and have.gpus_per_node > have.gpus:
@@ -209,6 +227,8 @@ def _early_signal(have: Profile) -> str | None:
 
 
 def _seconds(limit: str) -> int:
+    if not limit[0].isdigit():
+        return sys.maxsize
     days, _, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     # Slurm counts from the left after days, in minutes where there is but one number or a pair without days.
@@ -224,8 +244,12 @@ def _surroundings(job: Job) -> list[str]:
     ours = {**exports, "SAMESTEP_RUN_DIR": job.run_dir, "SAMESTEP_ADDRESS_SUFFIX": have.address_suffix}
     given = {name: str(value) for name, value in ours.items() if value} | dict(have.env or {})
     lines = [f"module load {shlex.join(have.modules)}"] if have.modules else []
-    lines += have.setup
+    lines = [f"{line} || exit" for line in (*lines, *have.setup)]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
+    if job.keeps_run:
+        number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if job.array else '"$SLURM_JOB_ID"'
+        run = shlex.quote(f"{job.folder.absolute()}/{job.title}_")
+        lines += [f"export SAMESTEP_RUN={run}{number}"]
     return [*lines, ""] if lines else []
 
 

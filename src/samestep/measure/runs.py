@@ -22,6 +22,7 @@ class Run:
     result: dict[str, Any] | None
     pulses: dict[int, PulseReading]
     logs: tuple[int, ...]
+    written: float
 
     @property
     def name(self) -> str:
@@ -41,12 +42,18 @@ class Run:
             return _ENDS.get(code, f"failed ({code})")
         if self.record.get("host") == os.uname().nodename:
             return "running" if _lives(self.record.get("pid")) else "ended without a word"
-        silent = time.time() - max([self.started, *(pulse.unix for pulse in self.pulses.values())])
+        silent = time.time() - max([self.started, self.written, *(one.unix for one in self.pulses.values())])
         return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
 
     @property
     def is_over(self) -> bool:
-        return self.state != "running"
+        """Known to be; one that is silent on another machine may yet be heard of."""
+        return self.state != "running" and not self.state.startswith("silent")
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.logs) or int(self.record.get("size", 0))
 
     @property
     def started(self) -> float:
@@ -80,7 +87,7 @@ class Run:
             "run": str(self.path),
             "state": self.state,
             "command": self.command,
-            "ranks": len(self.logs),
+            "ranks": self.size,
             "host": self.record.get("host"),
             "started": self.started,
             "seconds": round(self.seconds, 3),
@@ -104,7 +111,14 @@ def read_run(path: Path) -> Run | None:
     logs = tuple(sorted(_numbers(path / "logs", "rank-", ".log")))
     pulses = {rank: read_pulse(pulse_path(path, rank)) for rank in _numbers(path / "pulse", "rank-", "")}
     read = {rank: pulse for rank, pulse in sorted(pulses.items()) if pulse}
-    return Run(path, record, read_record(path / "result.json"), read, logs)
+    outputs = [log_path(path, rank) for rank in logs] or [job_output(path)]
+    written = max((one.stat().st_mtime for one in outputs if one.exists()), default=0.0)
+    return Run(path, record, read_record(path / "result.json"), read, logs, written)
+
+
+def job_output(run: Path) -> Path:
+    """Where the output of all ranks lies where Slurm keeps it."""
+    return run.with_name(f"{run.name}.out")
 
 
 def list_runs(root: Path) -> list[Run]:
@@ -131,6 +145,8 @@ def find_run(name: str | None) -> Run:
 
 def log_of(run: Run, rank: int) -> Path:
     """Where a rank's output lies."""
+    if not run.logs and job_output(run.path).exists():
+        return job_output(run.path)
     if rank not in run.logs:
         there = f"there are ranks {min(run.logs)} to {max(run.logs)}" if run.logs else "there are none yet"
         raise UsageError(f"rank {rank} has no log in {run.path}; {there}")

@@ -28,6 +28,7 @@ from samestep.train import carry, replicate, streams
 from samestep.train.exact import arithmetic, in_exact_run
 from samestep.train.loader import Loader
 from samestep.train.meet import hand_out, meet
+from samestep.train.meter import count_on_from
 from samestep.train.share import seed_of
 from samestep.train.stopping import Wishes
 from samestep.train.vault import Vault
@@ -283,6 +284,7 @@ class Checkpoint:
             part.load_state_dict(self._adjusted(name, state[name]))
         self.steps = self._asked_at = int(own["step"])
         self._committed = self._place()
+        count_on_from(self.steps)
         self._talked_step = self._talk_step = self.steps
         self._quiet_until = 0.0
         kept, rank = own["streams"], self._world.rank

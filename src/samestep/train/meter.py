@@ -6,7 +6,13 @@ from samestep.rundir import Pulse, pulse_of
 from samestep.train.world import init
 
 _pulse: Pulse | None = None
-_steps = 0
+_steps = _resumed = 0
+
+
+def count_on_from(steps: int) -> None:
+    """Count the steps of a resumed run on from those it had done."""
+    global _resumed
+    _resumed = steps - _steps
 
 
 def count_step(epoch: int) -> int:
@@ -18,5 +24,5 @@ def count_step(epoch: int) -> int:
         _pulse = Pulse(path, str(world.device)) if path else None
     _steps += 1
     if _pulse:
-        _pulse.beat(_steps, epoch)
+        _pulse.beat(_resumed + _steps, epoch)
     return _steps - 1

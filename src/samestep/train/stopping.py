@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from samestep.rundir import stop_path
+from samestep.rundir import stop_path, time_up_path
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -41,7 +41,7 @@ class Wishes:
         begun = _moment("SLURM_JOB_START_TIME") or time.time()
         self.job_seconds = self._end - begun if self._end is not None else math.inf
         run = os.environ.get("SAMESTEP_RUN")
-        self._file = stop_path(Path(run)) if run else None
+        self._run = Path(run) if run else None
         if threading.current_thread() is threading.main_thread():
             # what is ignored from the start (SIGINT in a shell's background job) stays so
             for one in _SIGNALS:
@@ -53,11 +53,13 @@ class Wishes:
         if self.heard is not None:
             return signal.Signals(self.heard).name
         if self._end is not None and time.time() > self._end - margin_seconds:
-            if self._file is not None:
+            if self._run is not None:
                 with suppress(OSError):
-                    self._file.touch()  # a launcher that started the run again would do it in vain
+                    time_up_path(
+                        self._run
+                    ).touch()  # a launcher that started the run again would do it in vain
             return "the job's time limit"
-        if self._file is not None and self._file.exists():
+        if self._run is not None and stop_path(self._run).exists():
             return "samestep stop"
         return ""
 

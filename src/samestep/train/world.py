@@ -8,11 +8,13 @@ import os
 import platform
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import samestep
 from samestep.errors import RanksDiffer, SamestepError, UsageError
 from samestep.placement import Placement, cores, device_index, exports, idle_devices, this_process
+from samestep.rundir import begin_run, start_record
 from samestep.train import meet, rendezvous
 
 _LEAVE = timedelta(seconds=1)
@@ -61,6 +64,8 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     if here.size > 1 and not dist.is_initialized():
         here, store = rendezvous.find(here, timeout)
     device = _take_device(here)
+    if here.rank == 0 and here.launcher == "slurm":
+        _begin_run(here)
     if here.size > 1:
         os.environ.update(exports(here, os.environ))
         _join(here, store, device, backend, timeout)
@@ -107,6 +112,17 @@ def _take_device(here: Placement) -> torch.device:
         return torch.device(kind.type)
     torch.accelerator.set_device_index(index)
     return torch.device(kind.type, index)
+
+
+def _begin_run(here: Placement) -> None:
+    """Where a batch script names a directory for its run, `samestep status` and the others find it there."""
+    if not (run := os.environ.get("SAMESTEP_RUN")):
+        return
+    try:
+        begin_run(Path(run), start_record([sys.executable, *sys.argv], here.size, time.time()))
+    except OSError as error:
+        reason = (error.strerror or "").lower()
+        print(f"samestep: {run} cannot be written ({reason}); the run goes on without it", file=sys.stderr)
 
 
 def _check_backend(backend: str) -> None:

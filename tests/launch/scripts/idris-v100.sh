@@ -13,13 +13,15 @@
 #SBATCH --requeue
 # samestep submit --profile idris-v100 --nodes 2 --account abc@v100 --module pytorch/2 train.py --epochs 3
 
-module load pytorch/2
+module load pytorch/2 || exit
 export SRUN_CPUS_PER_TASK=10
 export OMP_NUM_THREADS=10
+export SAMESTEP_RUN=/home/me/runs/train_"$SLURM_JOB_ID"
 
 srun --kill-on-bad-exit=1 python train.py --epochs 3
 code=$?
-if [ "$code" -eq 75 ]; then
+[ ! -d "$SAMESTEP_RUN" ] || echo "{\"exit_code\": $code}" > "$SAMESTEP_RUN/result.json"
+if [ "$code" -eq 75 ] && [ ! -e "$SAMESTEP_RUN/stop" ]; then
     scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
 fi
 exit "$code"

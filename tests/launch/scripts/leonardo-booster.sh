@@ -15,10 +15,12 @@
 
 export SRUN_CPUS_PER_TASK=8
 export OMP_NUM_THREADS=8
+export SAMESTEP_RUN=/home/me/runs/train_"$SLURM_JOB_ID"
 
 srun --kill-on-bad-exit=1 --cpu-bind=cores apptainer exec --nv a.sif python train.py
 code=$?
-if [ "$code" -eq 75 ]; then
+[ ! -d "$SAMESTEP_RUN" ] || echo "{\"exit_code\": $code}" > "$SAMESTEP_RUN/result.json"
+if [ "$code" -eq 75 ] && [ ! -e "$SAMESTEP_RUN/stop" ]; then
     scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
 fi
 exit "$code"
