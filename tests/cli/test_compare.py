@@ -145,6 +145,27 @@ def test_every_unreadable_file_is_named_in_text_and_json() -> None:
     assert json.loads(result.stdout) == {"schema_version": 1, "errors": sentences}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_no_file_system_and_no_arithmetic_knows_gets_a_sentence_too() -> None:
+    torch.save({"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "nested.pt")
+    for file, sentence in (
+        ("a" * 5000, "cannot be read (File name too long)"),
+        ("nested.pt", "nested.pt holds w as a nested tensor, which has no shape; save its parts"),
+    ):
+        result = _compare(A, file)
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        assert result.stderr.endswith(f"{sentence}\n")
+
+
+def test_what_only_its_keys_tell_apart_stands_in_the_table_by_them() -> None:
+    torch.save({"a.b": 1, "a": {"b": 2}}, "one.pt")
+    torch.save({"a.b": 1, "a": {"b": 3}}, "other.pt")
+    assert _compare("one.pt", "one.pt").stdout.splitlines()[-1].startswith("same to the bit (0 tensors")
+    result = _compare("one.pt", "other.pt")
+    assert result.exit_code == 1
+    assert any(line.split() == ["['a']['b']", "2", "and", "3"] for line in result.stdout.splitlines())
+
+
 def test_one_file_has_nothing_to_be_compared_with() -> None:
     result = _compare(A)
     assert result.exit_code == 2

@@ -186,8 +186,47 @@ def test_a_name_is_never_lost_under_another() -> None:
     b = {"module.w": torch.zeros(1), "w": torch.zeros(1)}
     assert compare(a, a).verdict == "same"
     assert [d.name for d in compare(a, b).differences] == ["module.w"]
-    with pytest.raises(ValueError, match=r"two values are named a\.b"):
-        compare({"a": {"b": 1}, "a.b": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "names"),
+    [
+        ({1: 0.0, "1": 1.0}, {"1": 1.0, 1: 5.0}, ["[1]"]),
+        ({"a.b": 1, "a": {"b": 2}}, {"a": {"b": 3}, "a.b": 1}, ["['a']['b']"]),
+        ({"": 1, "value": 2}, {"": 1, "value": 3}, ["['value']"]),
+        ({"m": {"module.x": 1, 2: 0, "2": 0}}, {"m": {"x": 1, 2: 0, "2": 4}}, ["['m']['2']"]),
+    ],
+)
+def test_names_that_dots_cannot_tell_apart_are_told_by_their_keys(
+    a: object, b: object, names: list[str]
+) -> None:
+    assert compare(a, a).verdict == "same"
+    found = compare(a, b)
+    assert [(d.name, d.layer) for d in found.differences] == [(name, "") for name in names]
+
+
+def test_values_that_nothing_tells_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"two values are named \[nan\]"):
+        compare({float("nan"): 1, math.nan: 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        ([math.nan, "a"], [float("nan"), "a"], "same"),
+        ((math.nan, None, 2**80), (float("nan"), None, 2**80), "same"),
+        ([math.nan, "a"], [1.0, "a"], "different"),
+        ([math.nan, "a"], ["a", math.nan], "different"),
+        ([1, "a"], [True, "a"], "different"),
+        ([1, "a"], [1, "a", "b"], "different"),
+        ([1, "a"], [1, 2], "different"),
+        ([0.0, "a"], [-0.0, "a"], "different"),
+    ],
+)
+def test_a_list_of_values_is_compared_value_by_value(a: object, b: object, verdict: str) -> None:
+    found = compare({"w": a}, {"w": b})
+    assert found.verdict == verdict
+    assert bool(found.notes) == (verdict == "same")
 
 
 def test_a_checkpoint_is_compared_with_the_bare_weights_in_it() -> None:

@@ -164,7 +164,7 @@ def _row(difference: "Difference", one: str, other: str) -> str:
     from samestep.measure.compare import amount
 
     d = difference
-    label = f"{'  ' if d.layer else ''}{d.name.rpartition('.')[2]}"
+    label = f"  {d.name.removeprefix(f'{d.layer}.')}" if d.layer else d.name
     apart = f"{amount(d.relative, d.nans)} relative"
     match d.kind:
         case "missing":

@@ -42,7 +42,7 @@ class Difference:
 
     @property
     def layer(self) -> str:
-        return self.name.rpartition(".")[0]
+        return "" if self.name.startswith("[") else self.name.rpartition(".")[0]
 
     @property
     def batchnorm(self) -> bool:
@@ -200,8 +200,12 @@ def _difference(name: str, left: object, right: object) -> tuple[Difference | No
     """How two values differ, if they do, and whether a NaN stands at the same place in both."""
     a, b = numbers(left), numbers(right)
     if a is None or b is None:
-        same = a is b and left == right
-        return (None if same else Difference(name, "value", _text(left), _text(right))), False
+        same, shared_nans = a is b and left == right, False
+        if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and len(left) == len(right):
+            each = [_difference(name, *pair) for pair in zip(left, right, strict=True)]
+            same = not any(difference for difference, _ in each)
+            shared_nans = any(nan for _, nan in each)
+        return (None if same else Difference(name, "value", _text(left), _text(right))), shared_nans
     if a.shape != b.shape:
         return Difference(name, "shape", str(list(a.shape)), str(list(b.shape)), a.numel(), 0), False
     gap = measure(a, b)

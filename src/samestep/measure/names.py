@@ -1,5 +1,6 @@
 """Gives every tensor and value of a state one plain dotted name, whatever wrapped the model that saved it."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -8,40 +9,58 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 def flatten(state: object) -> tuple[dict[str, object], set[str]]:
     """What a nested state holds by dotted name, and the wrappers' prefixes left out of the names."""
-    flat: dict[str, object] = {}
+    leaves: list[tuple[tuple[object, ...], object]] = []
     dropped: set[str] = set()
-    _walk("", state, flat, dropped)
+    _walk((), state, leaves, dropped)
+    names = [_dotted(keys) for keys, _ in leaves]
+    often = Counter(names)
+    flat: dict[str, object] = {}
+    for name, (keys, value) in zip(names, leaves, strict=True):
+        # `a.b` is not `b` in `a`, nor is 1 "1": where dots cannot tell them apart, all of them get brackets.
+        unique = name if often[name] == 1 else "".join(f"[{key!r}]" for key in keys)
+        if unique in flat:
+            raise ValueError(f"two values are named {unique}")
+        flat[unique] = value
     return flat, dropped
 
 
-def _walk(path: str, value: object, flat: dict[str, object], dropped: set[str]) -> None:
+def _walk(
+    keys: tuple[object, ...],
+    value: object,
+    leaves: list[tuple[tuple[object, ...], object]],
+    dropped: set[str],
+) -> None:
     if isinstance(value, Mapping):
         inner = _unwrapped(value, dropped)
     elif isinstance(value, (list, tuple)) and not all(isinstance(item, _PLAIN) for item in value):
-        inner = {str(index): item for index, item in enumerate(value)}
-    elif path in flat:
-        raise ValueError(f"two values are named {path}")
+        inner = list(enumerate(value))
     else:
-        flat[path or "value"] = value
+        leaves.append((keys, value))
         return
-    for key, item in inner.items():
-        key = key if key.isprintable() else repr(key)[1:-1]  # a name may be printed on a terminal
-        _walk(f"{path}.{key}" if path else key, item, flat, dropped)
+    for key, item in inner:
+        _walk((*keys, key), item, leaves, dropped)
 
 
-def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> dict[str, object]:
-    plain: dict[str, object] = {}
+def _dotted(keys: tuple[object, ...]) -> str:
+    # A name may be printed on a terminal.
+    texts = [text if text.isprintable() else repr(text)[1:-1] for text in map(str, keys)]
+    return ".".join(texts) or "value"
+
+
+def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> list[tuple[object, object]]:
+    plain: dict[object, object] = {}
     prefixes: set[str] = set()
     for key, value in state.items():
-        kept = [part for part in str(key).split(".") if part not in _WRAPPERS] or [str(key)]
+        parts = str(key).split(".")
+        kept = [part for part in parts if part not in _WRAPPERS] or [str(key)]
         while kept[0] == "module" and len(kept) > 1:
             kept = kept[1:]
-        plain[".".join(kept)] = value
-        prefixes |= set(str(key).split(".")) - set(kept)
+        plain[".".join(kept) if len(kept) < len(parts) else key] = value
+        prefixes |= set(parts) - set(kept)
     if len(plain) < len(state):  # without its prefix one value would hide another
-        return {str(key): value for key, value in state.items()}
+        return list(state.items())
     dropped |= {f"{prefix}." for prefix in prefixes}
-    return plain
+    return list(plain.items())
 
 
 def inner_level(flat: Mapping[str, object], other: Mapping[str, object]) -> str | None:

@@ -32,13 +32,13 @@ class Weights:
 def read(path: str | Path) -> Weights:
     """The state in a samestep checkpoint, a directory of them, or a file of `torch.save` or safetensors."""
     path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
-    if path.is_dir():
-        return _newest(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file; name a weights file")
     try:
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist")
+        if path.is_dir():
+            return _newest(path)
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not a file; name a weights file")
         state = _load(path)
         flat, _ = flatten(state)
     except CheckpointError:
@@ -95,6 +95,8 @@ def _load(path: Path) -> object:
 
 def _bounded(path: Path, name: str, tensor: Tensor) -> None:
     """A tensor must have its data, and no more of it than its file; an expanded one may claim any size."""
+    if tensor.is_nested:
+        raise CheckpointError(f"{path} holds {name} as a nested tensor, which has no shape; save its parts")
     claimed = tensor.numel() * tensor.element_size()
     if tensor.is_meta:
         raise CheckpointError(f"{path} holds {name} without its data; save it from a real device")
