@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from samestep.cli.verify import command
+from samestep.measure.causes import explain
 from samestep.measure.convert import SEVEN_LINES, conversion, converted
 from samestep.measure.printed import is_steady, printed_otherwise
 from samestep.measure.recorded import Run, Step
@@ -41,6 +43,7 @@ def _verify(*arguments: str) -> Result:
         ("scaled_batch", "step 1, samples of the batch", "a step has 8 samples at 1 process and 16 at 2"),
         ("summed_loss", "step 1, loss", "the loss is a sum over each rank's samples"),
         ("not_replicated", "step 1, gradient of 0.weight", "Sequential is not replicated"),
+        ("one_rank_trains", "rank 1 took 0 steps and rank 0 6", "run the training loop on all of them"),
     ],
 )
 def test_a_planted_mistake_is_found_and_its_cause_named(mistake: str, where: str, cause: str) -> None:
@@ -91,6 +94,14 @@ def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
         result = _verify(*arguments)
         assert result.exit_code == 2, result.output
         assert sentence in result.stderr
+
+
+def test_a_rank_that_leaves_without_its_facts_is_named() -> None:
+    source = (MISTAKES / "one_rank_trains.py").read_text().replace("if world.rank == 0", "if True")
+    Path("leaves.py").write_text(f"{source}import os\nif world.rank == world.size - 1:\n    os._exit(0)\n")
+    result = _verify("-n", "2,1", "leaves.py")
+    assert result.exit_code == 2, result.output
+    assert "leaves.py left on rank 1 of 2 before its end could be recorded" in result.stderr
 
 
 def test_where_no_line_is_recognised_the_seven_lines_are_shown() -> None:
@@ -176,6 +187,41 @@ def test_a_jump_is_a_difference_and_what_grows_by_little_is_rounding(
     path = follow(_trained([0.0] * max(3, len(distances))), _trained(distances))
     assert (str(path.beyond) if path.beyond else None) == where
     assert (path.bits is None) == (not any(distances))
+
+
+def _on_ranks(*ranks: Run) -> Run:
+    """The same run, of which each of these is a rank."""
+    return replace(ranks[0], size=len(ranks), ranks=[rank.steps for rank in ranks])
+
+
+@pytest.mark.parametrize(
+    ("counts", "said", "cause"),
+    [
+        ((8, 0), "rank 1 took 0 steps and rank 0 8", "run the training loop on all of them"),
+        (
+            (4, 8),
+            "rank 0 took 4 steps and rank 1 8",
+            "decide whether to step, and when to stop, from what is",
+        ),
+        ((8, 8, 9), "rank 0 took 8 steps and rank 2 9", "decide whether to step"),
+        ((9, 1, 8), "rank 1 took 1 step and rank 0 9", "decide whether to step"),
+    ],
+)
+def test_ranks_that_took_other_numbers_of_steps_are_named(
+    counts: tuple[int, ...], said: str, cause: str
+) -> None:
+    first = _on_ranks(*[_trained([0.0] * 8)] * len(counts))
+    other = _on_ranks(*(_trained([0.0] * count) for count in counts))
+    for one in (follow(first, other).beyond, first_fact(first, other), follow(other, other).beyond):
+        assert one is not None
+        assert str(one) == said
+        assert cause in str(explain(first, other, one, pytest.fail))
+
+
+def test_a_step_more_on_one_rank_is_named_before_the_weights_it_drives_apart() -> None:
+    first = _on_ranks(*[_trained([0.0] * 2)] * 2)
+    other = _on_ranks(_trained([0.0, 1e-9, 0.0]), _trained([0.0, 0.0]))
+    assert str(follow(first, other).beyond) == "rank 1 took 2 steps and rank 0 3"
 
 
 def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:

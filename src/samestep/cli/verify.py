@@ -54,7 +54,7 @@ def command(
     from samestep.measure.verify import SerialScript, verify
 
     try:
-        if not module and not Path(script).is_file():
+        if not module and not os.path.isfile(script):
             raise UsageError(f"{script} is no file in {Path.cwd()}; name the script to verify")
         report = verify([*(["-m"] * module), script, *args], _sizes(sizes), exact=exact, steps=steps)
     except UsageError as error:
@@ -111,7 +111,8 @@ def _table(report: "Report") -> Iterator[str]:
             continue
         what = str(one.difference or "").partition(" instead of ")[0]
         size = f"{one.distance:.1e}" if one.difference and math.isfinite(one.distance) else ""
-        row = f"{one.size:>9}  {one.steps:>5}  {one.samples:>7}  {one.loss:>9.5g}  {what:30}  {size:>7}"
+        loss = "" if one.loss is None else f"{one.loss:.5g}"
+        row = f"{one.size:>9}  {one.steps:>5}  {one.samples:>7}  {loss:>9}  {what:30}  {size:>7}"
         yield row.rstrip()
 
 

@@ -30,6 +30,13 @@ def explain(first: Run, other: Run, difference: Difference, again: Callable[[], 
             )
         case "hyper":
             return _hyper(first, other, difference)
+        case "uneven" if not other.length:
+            return "each rank trains with its own share of every batch; run the training loop on all of them"
+        case "uneven":
+            return (
+                "each rank has a share of every step; decide whether to step, and when to stop, from what is the "
+                "same on all of them, such as samestep.mean(loss)"
+            )
         case "steps":
             return (
                 f"{first.length} steps at {_processes(first)} and {other.length} at {other.size}: their number "

@@ -70,6 +70,11 @@ class Run:
         """The steps that all ranks took."""
         return min(map(len, self.ranks))
 
+    @property
+    def longest(self) -> int:
+        """The steps that any rank took."""
+        return max(map(len, self.ranks))
+
     def samples(self, step: int) -> list[int]:
         """The samples of a step in their order: ranks, or microbatches, follow each other."""
         return [one for rank in self.ranks for one in rank[step].samples]
@@ -85,13 +90,12 @@ class Run:
         return fsum(part["loss"] for part in self._at(step))
 
     def fact(self, name: str) -> Any:
-        return self.facts[0][name]
+        return self.facts[0].get(name)
 
     @property
     def roots(self) -> list[dict[str, Any]]:
         """The models that were trained."""
-        found: list[dict[str, Any]] = self.facts[0]["roots"]
-        return found
+        return list(self.fact("roots") or ())
 
     def _at(self, step: int) -> list[dict[str, Any]]:
         return [part for rank in self.ranks for part in rank[step].parts]

@@ -19,7 +19,7 @@ _EPSILON = {
 }
 _JUMP = 10.0
 _CHAOS = 1e-2
-_FACTS = {"steps", "apart", "batch", "samples", "mode", "hyper"}
+_FACTS = {"steps", "uneven", "apart", "batch", "samples", "mode", "hyper"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def follow(first: Run, other: Run) -> Trajectory:
     bound = max(_EPSILON.get(run.fact("precision"), _EPSILON["float32"]) for run in (first, other)) ** 0.75
     bits: Difference | None = None
     largest = 0.0
-    for step in range(max(first.length, other.length)):
+    for step in range(max(first.length, other.longest)):
         worst = 0.0
         for one in _differences(first, other, step):
             bits = bits or one
@@ -73,7 +73,7 @@ def follow(first: Run, other: Run) -> Trajectory:
 
 def first_fact(first: Run, other: Run) -> Difference | None:
     """The first thing that rounding cannot touch: samples, a rate, the number of steps."""
-    for step in range(max(first.length, other.length)):
+    for step in range(max(first.length, other.longest)):
         for one in _differences(first, other, step):
             if one.kind in _FACTS:
                 return one
@@ -82,6 +82,9 @@ def first_fact(first: Run, other: Run) -> Difference | None:
 
 def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
     """What differs in one step, in the order in which things come about."""
+    if other.length <= step < other.longest:
+        yield _uneven(other)
+        return
     if step >= first.length or step >= other.length:
         yield Difference("steps", step, None, "number of steps", math.inf)
         return
@@ -97,11 +100,21 @@ def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
     yield from _tensors("grad", step, one.grad, another.grad, 1.0, scale)
 
 
+def _uneven(run: Run) -> Difference:
+    """The rank that took the fewest steps, beside the one that took the most."""
+    took = [len(steps) for steps in run.ranks]
+    few, most = took.index(min(took)), took.index(max(took))
+    said = f"rank {few} took {_steps(took[few])} and rank {most} {took[most]}"
+    return Difference("uneven", None, None, said, math.inf)
+
+
 def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
     for rank, steps in enumerate(run.ranks):
         for name, digest in steps[step].param.items():
             if digest[2] != run.steps[step].param.get(name, digest)[2]:
-                yield Difference("apart", step, rank, name, math.inf)
+                # A step that not all ranks take leaves them with other weights too.
+                is_even = run.longest == run.length
+                yield Difference("apart", step, rank, name, math.inf) if is_even else _uneven(run)
 
 
 def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
@@ -152,6 +165,10 @@ def _apart(a: float, b: float, scale: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return abs(a - b) / scale if scale else math.inf
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _close(a: object, b: object) -> bool:

@@ -117,6 +117,7 @@ def _outcomes(
         if run.code:
             yield Outcome(size, run.length, 0, None, "failed")
             return
+        _check_is_whole(run, script)
         if first is None:
             _check_is_parallel(run, script)
             first = run
@@ -133,7 +134,7 @@ def _run(script: Sequence[str], size: int, directory: Path, steps: int | None, n
     }
     code = run_script(
         Script(
-            name=script[1] if script[0] == "-m" else script[0],
+            name=_name(script),
             command=[sys.executable, "-m", "samestep.train.watch", *script],
             size=size,
             shown=frozenset(),
@@ -145,19 +146,33 @@ def _run(script: Sequence[str], size: int, directory: Path, steps: int | None, n
     return read_run(record, run, size, code)
 
 
+def _name(script: Sequence[str]) -> str:
+    return script[1] if script[0] == "-m" else script[0]
+
+
+def _check_is_whole(run: Run, script: Sequence[str]) -> None:
+    """A process that leaves without Python's own end writes no facts, and maybe not all of its steps."""
+    for rank, facts in enumerate(run.facts):
+        if not facts:
+            raise UsageError(
+                f"{_name(script)} left on rank {rank} of {run.size} before its end could be recorded, as os._exit "
+                "and os.exec do; let it end by itself, or with sys.exit"
+            )
+
+
 def _check_is_parallel(run: Run, script: Sequence[str]) -> None:
-    name = script[1] if script[0] == "-m" else script[0]
+    name = _name(script)
     if run.fact("serial"):
         if not run.fact("optimizers"):
             raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
         raise SerialScript(f"{name} is serial; change these lines, then verify it again")
-    if not run.length:
+    if not run.longest:
         raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
 
 
 def _outcome(first: Run, run: Run, again: Callable[..., Run]) -> Outcome:
     samples = sum(map(run.whole, range(run.length)))
-    plain = Outcome(run.size, run.length, samples, run.losses[-1], "bits")
+    plain = Outcome(run.size, run.length, samples, run.losses[-1] if run.losses else None, "bits")
 
     def different(found: Difference, cause: str | None) -> Outcome:
         return replace(plain, verdict="different", difference=found, distance=found.distance, cause=cause)
@@ -208,7 +223,7 @@ def _with_the_end(first: Run, run: Run, path: Trajectory) -> Trajectory:
 def _at_the_end(first: Run, run: Run) -> Iterator[Difference]:
     for rank, facts in enumerate(run.facts):
         for name, digest in facts["end"].items():
-            if digest[2] != run.facts[0]["end"][name][2]:
+            if digest[2] != run.facts[0]["end"].get(name, digest)[2]:
                 yield Difference("apart", run.length, rank, name, math.inf)
     try:
         states = read(first.state).state, read(run.state).state
