@@ -1,21 +1,25 @@
-"""`samestep verify` finds each of ten planted mistakes, names its cause, and finds none where there is none."""
+"""`samestep verify` finds each of the planted mistakes, names its cause, and finds none where there is none."""
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from click.testing import CliRunner, Result
 
-from samestep.cli.verify import command
-from samestep.measure.causes import explain
+from samestep.cli.verify import _document, command
+from samestep.measure.causes import explain, explain_rounding
 from samestep.measure.convert import SEVEN_LINES, conversion, converted
 from samestep.measure.printed import is_steady, printed_otherwise
 from samestep.measure.recorded import Run, Step
-from samestep.measure.trajectory import first_fact, follow
+from samestep.measure.trajectory import Difference, first_fact, follow
+from samestep.measure.verify import Outcome, Report
 from samestep.train.digest import digests
+from samestep.train.record import _root
 
 MISTAKES = Path(__file__).parent / "mistakes"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,11 +47,26 @@ def _verify(*arguments: str) -> Result:
         ("scaled_batch", "step 1, samples of the batch", "a step has 8 samples at 1 process and 16 at 2"),
         ("summed_loss", "step 1, loss", "the loss is a sum over each rank's samples"),
         ("not_replicated", "step 1, gradient of 0.weight", "Sequential is not replicated"),
+        ("in_the_loop mean", "step 1, loss", "the loop changes the inputs by what else is in a rank's share"),
+        ("in_the_loop mixed", "step 1, loss", "by random numbers that each rank draws for its own share"),
+        ("in_the_loop largest", "step 1, loss", "the loss chooses terms by comparing those of one rank's"),
+        ("in_the_loop count", "step 1, loss", "the loss is divided by a count in each rank's share ("),
+        (
+            "in_the_loop noise",
+            "step 1, rank 1, 0.weight",
+            "between backward and the step are each rank's own",
+        ),
+        (
+            "in_the_loop schedule",
+            "step 3, rank 1, lr",
+            "lr is 0.05 on rank 0 and 0.1 on rank 1, from step 3 on",
+        ),
         ("one_rank_trains", "rank 1 took 0 steps and rank 0 6", "run the training loop on all of them"),
     ],
 )
 def test_a_planted_mistake_is_found_and_its_cause_named(mistake: str, where: str, cause: str) -> None:
-    result = _verify("-n", "1,2", str(MISTAKES / f"{mistake}.py"))
+    script, *argument = mistake.split()
+    result = _verify("-n", "1,2", str(MISTAKES / f"{script}.py"), *argument)
     assert result.exit_code == 1, result.output
     verdict = result.stdout.splitlines()[-1]
     assert verdict.startswith(f"different: {where}"), result.output
@@ -228,6 +247,59 @@ def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:
     first, other = _trained([0.0] * 3), _trained([0.0, 0.5, 0.5], rate=0.2)
     assert str(first_fact(first, other)) == "step 2, lr"
     assert first_fact(first, _trained([0.0, 0.5, 0.5])) is None
+
+
+def test_a_rate_that_one_rank_has_alone_is_compared_too() -> None:
+    first = _on_ranks(_trained([0.0] * 3), _trained([0.0] * 3))
+    other = _on_ranks(_trained([0.0] * 3), _trained([0.0] * 3, rate=0.2))
+    found = follow(first, other).beyond
+    assert found is not None
+    assert str(found) == "step 2, rank 1, lr"
+    assert "lr is 0.1 on rank 0 and 0.2 on rank 1" in str(explain(first, other, found, pytest.fail))
+
+
+@pytest.mark.parametrize(
+    ("loss", "count", "picked"),
+    [
+        (lambda x, y: F.cross_entropy(x, y), 8, False),
+        (lambda x, y: F.cross_entropy(x, y, ignore_index=0) * 2, 6, False),
+        (lambda x, y: F.cross_entropy(x, y, torch.tensor([1.0, 0.5, 2.0])), 9.5, False),
+        (lambda x, y: F.cross_entropy(x, y, reduction="none").topk(3)[0].mean() / 4, 3, True),
+        (lambda x, y: x[y > 0].sum() / (y > 0).sum(), 6, False),
+        (lambda x, y: x.pow(2).mean(), 24, False),
+        (lambda x, y: x.sum(), None, False),
+    ],
+)
+def test_what_a_loss_is_divided_by_is_read_from_how_it_was_made(
+    loss: Callable[..., torch.Tensor], count: float | None, picked: bool
+) -> None:
+    x, y = torch.randn(8, 3, requires_grad=True), torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
+    made = _root(loss(x, y))
+    assert (made["count"], made["picked"]) == (count, picked)
+
+
+def test_a_count_within_microbatches_that_are_the_same_is_no_cause() -> None:
+    runs = [_trained([apart]) for apart in (0.0, 0.1)]
+    for run, count in zip(runs, (4, 3), strict=True):
+        run.steps[0].parts[0].update(count=count, reduction="mean")
+    found = follow(*runs).beyond
+    assert found is not None
+    assert explain(*runs, found, pytest.fail) is None
+
+
+@pytest.mark.parametrize(("exact", "said"), [(True, "exact=True does not cover"), (False, "use steps and")])
+def test_what_exact_does_not_cover_is_said_where_it_is_used(exact: bool, said: str) -> None:
+    root = {"exact": exact}
+    cause = explain_rounding(replace(_trained([0.0]), facts=[{"roots": [root]}]))
+    found = Difference("loss", 0, None, "loss", 1e-7)
+    report = Report((Outcome(2, 1, 4, 1.0, "rounding", found, 1e-7, cause),), wants_bits=True)
+    assert str(report).startswith(f"same to rounding: 1.0e-07, not the same bits: step 1, loss; {said}")
+
+
+def test_json_has_null_for_a_loss_that_is_not_finite() -> None:
+    report = Report((Outcome(1, 3, 24, math.nan, "bits"), Outcome(2, 0, 0, None, "different")), False)
+    text = json.dumps(_document(report), allow_nan=False)
+    assert [one["loss"] for one in json.loads(text)["sizes"]] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def _document(report: "Report") -> dict[str, Any]:
 
 
 def _outcome(one: "Outcome") -> dict[str, Any]:
-    found = asdict(one) | {"distance": one.distance if math.isfinite(one.distance) else None}
+    found = asdict(one) | {"distance": _finite(one.distance), "loss": _finite(one.loss)}
     if one.difference is not None:
         step = None if one.difference.step is None else one.difference.step + 1
         found["difference"] = {
@@ -139,3 +139,8 @@ def _outcome(one: "Outcome") -> dict[str, Any]:
             "name": one.difference.name,
         }
     return found
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return number if number is not None and math.isfinite(number) else None

@@ -3,11 +3,16 @@
 import math
 from collections.abc import Callable, Iterator
 
-from samestep.measure.recorded import Digest, Run
+from samestep.measure.recorded import Digest, Run, Step
 from samestep.measure.trajectory import Difference, total
 
 _SAME = 1e-4
 _APART = 1e-2
+_MICROBATCHES = "use steps, whose microbatches are the same at any number of processes"
+_OWN_DRAWS = (
+    "random numbers between backward and the step are each rank's own; draw them from a torch.Generator that is "
+    "seeded alike on every rank"
+)
 _STANDARD_ORDERS = {"RandomSampler", "SequentialSampler"}
 
 
@@ -49,6 +54,17 @@ def explain_printed() -> str:
     return "a metric of one rank alone; use samestep.sum or samestep.mean, which count every rank's share"
 
 
+def explain_rounding(run: Run) -> str | None:
+    """What is left where the bits should have been the same."""
+    if not run.roots or not all(root["exact"] for root in run.roots):
+        return None
+    return (
+        "exact=True does not cover what the script computes from a rank's share or from samestep.sum or mean of "
+        "floats, what depends on the rank or the time, and a kernel that is not deterministic; add what you need in "
+        "the order of microbatches, from samestep.gather"
+    )
+
+
 def _first_weights(first: Run, again: Callable[[], Run]) -> str:
     if _same_weights(first, again()):
         return (
@@ -73,6 +89,9 @@ def _ranks_apart(run: Run, difference: Difference) -> str:
             f"{difference.name} belongs to no replicated model, so each rank trains its own; make it a parameter "
             "of the model"
         )
+    step = (difference.step or 0) - 1  # weights were looked at before the step
+    if step >= 0 and all(rank[step].drew_after for rank in run.ranks):
+        return _OWN_DRAWS
     return f"code that not every rank runs changes {difference.name}; do the same on every rank"
 
 
@@ -131,10 +150,15 @@ def _sampler(name: str) -> str:
 
 def _hyper(first: Run, other: Run, difference: Difference) -> str:
     assert difference.step is not None
-    name, step = difference.name, difference.step
-    pairs = zip(first.steps[step].hyper, other.steps[step].hyper, strict=False)
-    mine, theirs = next((a[name], b[name]) for a, b in pairs if a[name] != b[name])
+    name, step, rank = difference.name, difference.step, difference.rank
     since = "" if step == 0 else f", from step {step + 1} on"
+    if rank is not None:
+        mine, theirs = _two(name, other.steps[step], other.ranks[rank][step])
+        return (
+            f"{name} is {_short(mine)} on rank 0 and {_short(theirs)} on rank {rank}{since}; make the optimizer "
+            "and its schedule, and step it, alike on every rank"
+        )
+    mine, theirs = _two(name, first.steps[step], other.steps[step])
     why = (
         "it is that of the whole batch, so do not scale it by the number of processes"
         if step == 0
@@ -145,6 +169,11 @@ def _hyper(first: Run, other: Run, difference: Difference) -> str:
     )
 
 
+def _two(name: str, one: Step, other: Step) -> tuple[object, object]:
+    pairs = zip(one.hyper, other.hyper, strict=False)
+    return next((a[name], b[name]) for a, b in pairs if name in a and name in b and a[name] != b[name])
+
+
 def _arithmetic(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> Iterator[str]:
     """The same samples and weights gave another loss, gradient or buffer: the surest causes come first."""
     step = difference.step or 0
@@ -152,10 +181,13 @@ def _arithmetic(first: Run, other: Run, difference: Difference, again: Callable[
         yield from _careless(other)
         return
     if _inputs_differ(first, other, step):
-        yield _inputs(first, step, again)
+        yield _inputs(first, other, step, again)
     if unreplicated := _unreplicated(other):
         yield unreplicated
     yield from _scaled(first, other, step)
+    yield from _counted(first, other, step)
+    if difference.kind == "grad" and first.steps[step].drew_after:
+        yield _OWN_DRAWS
     # What every step does shows in the first one.
     is_new = not any(one.drew or one.training for one in other.steps[:step])
     exact = any(root["exact"] for root in other.roots)
@@ -191,12 +223,23 @@ def _inputs_differ(first: Run, other: Run, step: int) -> bool:
     return len(mine) == len(theirs) and mine != theirs
 
 
-def _inputs(first: Run, step: int, again: Callable[[], Run]) -> str:
-    other = again()
-    if other.length > step and _inputs_differ(first, other, step):
+def _inputs(first: Run, other: Run, step: int, again: Callable[[], Run]) -> str:
+    once_more = again()
+    if once_more.length > step and _inputs_differ(first, once_more, step):
         return (
             f"no seed is set, and two runs at {_processes(first)} get other inputs for the same samples; seed "
             "what the data are made with"
+        )
+    mine, theirs = ([row for rank in run.ranks for row in rank[step].given] for run in (first, other))
+    if mine and mine == theirs:
+        if any(part.get("loop_drew") for part in other.steps[step].parts):
+            return (
+                "the loop changes the inputs by random numbers that each rank draws for its own share; draw them "
+                f"in the dataset, for one sample, or {_MICROBATCHES}, with replicate(exact=True)"
+            )
+        return (
+            "the loop changes the inputs by what else is in a rank's share, such as its mean, or by the rank; use "
+            f"numbers of the whole data, or {_MICROBATCHES}"
         )
     return (
         "the same samples come with other inputs; make the data and their augmentation from the sample alone, "
@@ -232,6 +275,38 @@ def _scaled(first: Run, other: Run, step: int) -> Iterator[str]:
             f"the loss is {loss:.3g} times that at {_processes(first)}: a number that depends on the processes "
             "(world.size, the length of a share) is a factor of it; leave it out"
         )
+
+
+def _counted(first: Run, other: Run, step: int) -> Iterator[str]:
+    """A loss over some terms of a share, or by a count in it, is none over the batch's."""
+    mine, theirs = (
+        [
+            (rank, part)
+            for rank, steps in enumerate(run.ranks)
+            for part in steps[step].parts
+            if part.get("mine") and "samples" in part
+        ]
+        for run in (first, other)
+    )
+    if [part["samples"] for _, part in mine] == [part["samples"] for _, part in theirs]:
+        return  # the same microbatches
+    if all(part.get("picked") for _, part in mine + theirs):
+        yield (
+            "the loss chooses terms by comparing those of one rank's share, which are not the batch's; choose each "
+            f"term by itself, or {_MICROBATCHES}"
+        )
+    if not mine or not all(part.get("count") for _, part in mine + theirs):
+        return
+    one = mine[0][1]
+    for rank, part in theirs:
+        if not _near(part["count"] / part["mine"], one["count"] / one["mine"]):
+            yield (
+                f"the loss is divided by a count in each rank's share ({one['count']:g} for {one['mine']} samples "
+                f"at {_processes(first)}, {part['count']:g} for {part['mine']} on rank {rank} of {other.size}); "
+                "divide the sum of its terms by len(y) and by samestep.mean(count / len(y)), or "
+                f"{_MICROBATCHES}"
+            )
+            return
 
 
 def _common_factor(first: dict[str, Digest], other: dict[str, Digest]) -> float | None:

@@ -22,6 +22,7 @@ class Step:
     grad: dict[str, Digest]
     param: dict[str, Digest]
     buffer: dict[str, Digest]
+    drew_after: bool = False  # random numbers, between backward and the step
 
     @property
     def samples(self) -> list[int]:
@@ -30,6 +31,11 @@ class Step:
     @property
     def rows(self) -> list[str]:
         return [one for part in self.parts for one in part.get("rows", ())]
+
+    @property
+    def given(self) -> list[str]:
+        """The rows as samestep.loader gave them, before the loop did anything to them."""
+        return [one for part in self.parts for one in part.get("given", ())]
 
     @property
     def training(self) -> bool:

@@ -5,7 +5,7 @@ as more than rounding where it is above the dtype's own bound and ten times what
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from samestep.measure.recorded import Digest, Run
@@ -127,10 +127,11 @@ def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
     for rank, steps in enumerate(other.ranks):
         if steps[step].training != one.training and steps[step].parts:
             yield Difference("mode", step, rank, "training mode", math.inf)
-    for mine, theirs in zip(one.hyper, another.hyper, strict=False):
-        for name in mine:
-            if name in theirs and not _close(mine[name], theirs[name]):
-                yield Difference("hyper", step, None, name, math.inf)
+    for rank, steps in enumerate(other.ranks[1:], 1):
+        for name in _unlike(another.hyper, steps[step].hyper):
+            yield Difference("hyper", step, rank, name, math.inf)
+    for name in _unlike(one.hyper, another.hyper):
+        yield Difference("hyper", step, None, name, math.inf)
 
 
 def _tensors(
@@ -169,6 +170,11 @@ def _apart(a: float, b: float, scale: float) -> float:
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
+
+
+def _unlike(mine: Sequence[Mapping[str, object]], theirs: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    for a, b in zip(mine, theirs, strict=False):
+        yield from (name for name in a if name in b and not _close(a[name], b[name]))
 
 
 def _close(a: object, b: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.launch.script import Script, run_script
-from samestep.measure.causes import explain, explain_printed
+from samestep.measure.causes import explain, explain_printed, explain_rounding
 from samestep.measure.compare import compare
 from samestep.measure.printed import is_steady, printed_otherwise
 from samestep.measure.recorded import Run, read_run
@@ -82,10 +82,8 @@ class Report:
             rounding += f"; {notes[0]}"
         if not self.wants_bits:
             return rounding
-        return (
-            f"{rounding}, not the same bits: {one.difference}; use steps and replicate(exact=True) for the "
-            "same bits"
-        )
+        what = one.cause or "use steps and replicate(exact=True) for the same bits"
+        return f"{rounding}, not the same bits: {one.difference}; {what}"
 
 
 def verify(
@@ -177,6 +175,12 @@ def _outcome(first: Run, run: Run, again: Callable[..., Run]) -> Outcome:
     def different(found: Difference, cause: str | None) -> Outcome:
         return replace(plain, verdict="different", difference=found, distance=found.distance, cause=cause)
 
+    def rounding(path: Trajectory, note: str | None = None) -> Outcome:
+        cause = explain_rounding(run)
+        return replace(
+            plain, verdict="rounding", difference=path.bits, distance=path.largest, cause=cause, note=note
+        )
+
     path = follow(first, run)
     if path.beyond is None:
         path = _with_the_end(first, run, path)
@@ -186,15 +190,13 @@ def _outcome(first: Run, run: Run, again: Callable[..., Run]) -> Outcome:
             return different(path.beyond, cause)
         if fact := first_fact(first, run):
             return different(fact, explain(first, run, fact, again))
-        return replace(plain, verdict="rounding", difference=path.bits, distance=path.largest, note=note)
+        return rounding(path, note)
     if run is first:
         return plain
     for odd, kind in printed_otherwise(first, run, path.bits is None):
         if is_steady(kind, first, again()):
             return different(odd, explain_printed())
-    if path.bits is None:
-        return plain
-    return replace(plain, verdict="rounding", difference=path.bits, distance=path.largest)
+    return plain if path.bits is None else rounding(path)
 
 
 def _of_itself(first: Run, found: Difference, again: Callable[..., Run]) -> str | None:

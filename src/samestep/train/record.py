@@ -35,6 +35,7 @@ from samestep.train.vault import Vault
 
 _NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), contextlib.__file__)
 _MOST_ROWS = 4096
+_PICKING = {"Topk", "Sort", "Kthvalue"}
 _PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "View", "Squeeze", "Clone")
 
 
@@ -54,6 +55,8 @@ class Recorder:
         self._parts: list[dict[str, Any]] = []
         self._forward: dict[str, Any] = {}
         self._drawn = b""
+        self._given: list[str] = []
+        self._at_batch = self._at_backward = b""
         self._depth = 0
         self._in_backward = False
         self._foreign: dict[str, Any] | None = None
@@ -67,6 +70,7 @@ class Recorder:
         register_optimizer_step_post_hook(self._after_step)
         torch.Tensor.backward = self._backward(torch.Tensor.backward)  # type: ignore[method-assign]
         DataLoader.__iter__ = self._iterated(DataLoader.__iter__)  # type: ignore[assignment,method-assign]
+        Loader._pass = self._handed_out(Loader._pass)  # type: ignore[method-assign]
         Vault.__init__ = self._elsewhere(Vault.__init__)  # type: ignore[method-assign]
 
     def finish(self) -> None:
@@ -102,6 +106,8 @@ class Recorder:
             return
         self._forward = {"training": module.training, "rows": _rows(args)}
         self._drawn = _streams()
+        if self._given:
+            self._forward |= {"given": self._given, "loop_drew": self._drawn != self._at_batch}
         kind = next(module.parameters()).device.type
         if torch.is_autocast_enabled(kind):
             self._facts["precision"] = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -122,6 +128,7 @@ class Recorder:
                 original(loss, *args, **kwargs)
             finally:
                 self._in_backward = False
+                self._at_backward = _streams()
 
         return backward
 
@@ -147,6 +154,16 @@ class Recorder:
             return original(loader)
 
         return iterate
+
+    def _handed_out(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def hand_out(loader: Loader, training: bool) -> Iterator[Any]:
+            with contextlib.closing(original(loader, training)) as batches:  # type: ignore[type-var]
+                for batch in batches:
+                    self._given, self._at_batch = _rows(batch), _streams()
+                    yield batch
+            self._given = []
+
+        return hand_out
 
     def _elsewhere(self, original: Callable[..., None]) -> Callable[..., None]:
         """Runs that are compared all begin at the beginning, and leave the script's own commits alone."""
@@ -175,6 +192,7 @@ class Recorder:
                 "grad": _named_digests(moved),
                 "param": _named_digests(zip(called, owned, strict=True)),
                 "buffer": self._watched(torch.nn.Module.named_buffers),
+                "drew_after": bool(self._parts) and _streams() != self._at_backward,
             }
         )
         self._parts = []
@@ -242,19 +260,40 @@ def _hyper(group: Mapping[str, Any]) -> dict[str, float | list[float]]:
 
 
 def _root(loss: torch.Tensor) -> dict[str, Any]:
-    """How the loss was made of its samples, as far as the last few operations tell."""
+    """How the loss was made of its samples and by which count it is a mean, as the last few operations tell."""
     node: Any = loss.grad_fn
+    divisor: float | None = None
     while node is not None:
-        name = node.name()
-        reduction = getattr(
-            node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name.partition("Backward")[0])
-        )
+        name = node.name().partition("Backward")[0]
+        reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
         if reduction in (1, 2):
-            return {"reduction": ("mean", "sum")[reduction - 1]}
+            count = divisor if reduction == 2 else _count(node)
+            return {"reduction": ("mean", "sum")[reduction - 1], "count": count, "picked": _picked(node)}
         if not name.startswith(_PASSED) or not node.next_functions:
             break
+        divisor = _single(getattr(node, "_saved_other", None)) if name == "Div" else divisor
         node = node.next_functions[0][0]
     return {"reduction": None}
+
+
+def _count(node: Any) -> float | None:
+    """What a mean divides by: cross entropy by the weights of the targets that it does not ignore."""
+    return _single(getattr(node, "_saved_total_weight", getattr(node, "_saved_self_sym_numel", None)))
+
+
+def _single(value: Any) -> float | None:
+    is_single = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return float(value) if is_single else None
+
+
+def _picked(node: Any) -> bool:
+    """Whether only some terms, chosen by comparing them, were reduced."""
+    for _ in range(4):
+        if not node.next_functions or (node := node.next_functions[0][0]) is None:
+            return False
+        if node.name().partition("Backward")[0] in _PICKING:
+            return True
+    return False
 
 
 def _rows(value: Any) -> list[str]:
