@@ -57,7 +57,9 @@ def train_convolutional():
         for step in train:
             losses = []
             for x, y in step:
-                loss = F.cross_entropy(model(x), y)
+                loss = F.cross_entropy(model(x), y) + 1e-4 * sum(
+                    one.abs().sum() for one in model.parameters()
+                )
                 loss.backward()
                 losses.append(loss.item())
             metrics.append(

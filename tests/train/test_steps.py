@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import UsageError
+from samestep.train import share
 from samestep.train.share import order
 
 SAMPLES = 26
@@ -62,6 +63,73 @@ def test_a_step_has_the_gradient_of_its_whole_batch(world, microbatch, exact):
     torch.testing.assert_close(norms, expected, rtol=1e-9, atol=0)
     for mine, theirs in zip(parameters, model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-9, atol=1e-12)
+
+
+class Guess(nn.Linear):
+    def forward(self, x):
+        return torch.distributions.Categorical(logits=super().forward(x), validate_args=False)
+
+
+def two_networks():
+    torch.manual_seed(0)
+    return nn.Linear(5, 7).double(), Guess(7, 3).double()
+
+
+def loss_past_the_outputs(models, x, y):
+    encoder, guess = models
+    penalty = sum(one.abs().sum() for model in models for one in model.parameters())
+    return 0.1 * penalty - guess(encoder(x).tanh()).log_prob(y).mean()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("microbatch", [1, 2])
+def test_a_penalty_an_opaque_output_and_chained_models_have_the_serial_gradient(world, microbatch, exact):
+    models, plain = two_networks(), two_networks()
+    for model in models:
+        samestep.replicate(model, exact=exact)
+    train = samestep.steps(dataset(), 8, microbatch=microbatch, shuffle=True)
+    optimizers = [
+        torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+        for one, other in (models, plain)
+    ]
+    for step, rows in zip(train, order(SAMPLES, 0, 0, True).split(8), strict=True):
+        for x, y in step:
+            loss = loss_past_the_outputs(models, x, y)
+            (loss * float("nan") if share.current().lent else loss).backward()
+        x, y = dataset().tensors
+        loss_past_the_outputs(plain, x[rows], y[rows]).backward()
+        for model, other in zip(models, plain, strict=True):
+            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_penalty_after_the_microbatches_counts_as_it_is(world, exact):
+    model = samestep.replicate(network(), exact=exact)
+    found = []
+    for step in samestep.steps(dataset(), 8, microbatch=2):
+        for x, y in step:
+            F.cross_entropy(model(x), y).backward()
+        before = model[0].weight.grad.clone()
+        model[0].weight.sum().backward()
+        found.append(model[0].weight.grad - before)
+        model.zero_grad()
+    assert all(torch.allclose(one, torch.ones_like(one)) for one in found)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_backward_through_a_microbatch_that_was_left_is_a_sentence(world, exact):
+    model = samestep.replicate(network(), exact=exact)
+    for step in samestep.steps(dataset(), 8, microbatch=2, drop_last=True):
+        losses = []
+        for x, y in step:
+            losses.append(F.cross_entropy(model(x), y))
+            losses[-1].backward(retain_graph=True)
+        with pytest.raises(UsageError, match=r"came after it was left.*inside the loop over the step's"):
+            losses[-1].backward()
 
 
 def test_zeroed_gradients_are_as_good_as_none(world):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from samestep.errors import UsageError
 from samestep.train import share
-from samestep.train.replica import Replica, replicas, weighed_call
+from samestep.train.replica import Replica, only_in, replicas
 from samestep.train.treesum import Blocks, Courier, Vectors, add_up, layout
 from samestep.train.world import World
 
@@ -48,7 +48,7 @@ class ExactReplica(Replica):
                 "take the training batches from samestep.steps"
             )
         forward = self.ddp if self.ddp is not None and at_hand.last else self.own_forward
-        return weighed_call(forward, at_hand.mine / at_hand.all, args, kwargs)
+        return only_in(at_hand, forward(*args, **kwargs))
 
     def begin_step(self) -> None:
         self._gradients, self._changes = Blocks(), Blocks()
@@ -60,9 +60,9 @@ class ExactReplica(Replica):
 
     def end_microbatch(self, at_hand: share.Pass) -> None:
         assert at_hand.index is not None
+        weight = at_hand.mine / at_hand.all
         floating = self._before[: len(self._floating)]
         if not at_hand.lent:
-            weight = at_hand.mine / at_hand.all
             pairs = zip(self._floating, floating, strict=True)
             changes = [(now.double() - then.double()) * weight for now, then in pairs]
             self._changes.push(at_hand.index, 1, changes)
@@ -70,7 +70,7 @@ class ExactReplica(Replica):
             now.copy_(then)
         if at_hand.last and self.ddp is not None:
             return
-        self._gradients.push(at_hand.index, 1, self._take_gradients())
+        self._gradients.push(at_hand.index, 1, self._take_gradients(weight))
         if not at_hand.last:
             for now, then in zip(self._counting, self._before[len(self._floating) :], strict=True):
                 now.copy_(then)
@@ -92,10 +92,10 @@ class ExactReplica(Replica):
         if self._courier is not None:
             self._courier.stop()
 
-    def _take_gradients(self) -> Vectors:
+    def _take_gradients(self, weight: float) -> Vectors:
         taken = []
         for one in self._parameters:
-            taken.append(torch.zeros_like(one) if one.grad is None else one.grad)
+            taken.append(torch.zeros_like(one) if one.grad is None else one.grad.detach() * weight)
             one.grad = None
         return taken
 
@@ -110,6 +110,7 @@ class ExactReplica(Replica):
         assert at_hand.index is not None
         assert self._courier is not None
         index, count, lent = at_hand.index, at_hand.count, at_hand.lent
+        weight = at_hand.mine / at_hand.all
         buffer, views, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
         once = {id(one) for one in parameters}
         if once & self._sent:
@@ -131,7 +132,7 @@ class ExactReplica(Replica):
                     flat.as_strided(view.size(), view.stride(), offset).copy_(vectors[at])
                 blocks.push(start, size, [flat])
             if not lent:
-                blocks.push(index, 1, [buffer])
+                blocks.push(index, 1, [buffer.mul_(weight)])
             assert self._courier is not None
             own = [vectors[0] for vectors in blocks.sums]
             return add_up(own, buffer, layout(count, self.world.size), self._courier.group)

@@ -5,12 +5,14 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
 from samestep.train import share
@@ -42,6 +44,7 @@ class Replica:
         Replica.any_moves_buffers |= self.moves_buffers
         self.dirty = False
         self._looked_at = False
+        self._hooks: list[RemovableHandle] = []
         self.ddp: DistributedDataParallel | None = None
         if world.size > 1:
             late = self.moves_buffers and _only_batchnorm_buffers(model)
@@ -62,20 +65,24 @@ class Replica:
             self.dirty = self.moves_buffers
         if not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
-        output = self._weighed_output(at_hand, args, kwargs)
+        weight = share.weight(self.world.size)
+        if at_hand is not None and at_hand.index is not None:
+            return self._in_microbatch(at_hand, weight, args, kwargs)
+        output = _weighed_call(self.ddp or self.own_forward, weight, args, kwargs)
         if not self._looked_at and not isinstance(output, torch.Tensor):
             self._looked_at = True
             _refuse_opaque(output)
         return output
 
-    def _weighed_output(self, at_hand: share.Pass | None, args: Any, kwargs: Any) -> Any:
-        weight = share.weight(self.world.size)
-        if self.ddp is None:
-            return weighed_call(self.own_forward, weight, args, kwargs)
-        if at_hand is None or at_hand.last:
-            return weighed_call(self.ddp, weight, args, kwargs)
-        with self.ddp.no_sync():
-            return weighed_call(self.ddp, weight, args, kwargs)
+    def _in_microbatch(self, at_hand: share.Pass, weight: float, args: Any, kwargs: Any) -> Any:
+        """Weighed where gradients reach the parameters: whatever the loss is, it is a mean over the microbatch."""
+        if weight != 1.0 and not self._hooks:
+            weigh = partial(_weigh_gradient, self.world.size)
+            trained = [one for one in self.model.parameters() if one.requires_grad]
+            self._hooks = [one.register_hook(weigh) for one in trained]  # type: ignore[no-untyped-call]
+        with nullcontext() if self.ddp is None or at_hand.last else self.ddp.no_sync():
+            output = (self.ddp or self.own_forward)(*args, **kwargs)
+        return only_in(at_hand, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Where a class copies its attributes by itself, the copy's forward is its own as well."""
@@ -106,6 +113,8 @@ class Replica:
         for name in _PATCHED:
             self.model.__dict__.pop(name, None)
         self.model.__dict__.update(self.patched_over)
+        for hook in self._hooks:
+            hook.remove()
         self.ddp = None
 
 
@@ -142,12 +151,44 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.weight:
-            return (None, *(None if one is None else torch.zeros_like(one) for one in gradients))
-        return (None, *(None if one is None else one * ctx.weight for one in gradients))
+        return (None, *(None if one is None else _times(one, ctx.weight) for one in gradients))
 
 
-def weighed_call(
+def _times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    """What does not count is 0, also where it is no number."""
+    return gradient * weight if weight else torch.zeros_like(gradient)
+
+
+def _weigh_gradient(size: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """As a parameter's hook: what one microbatch of a step adds to it counts by that one's samples."""
+    at_hand = share.current()
+    if gradient is None or at_hand is None or at_hand.index is None:
+        return None
+    return _times(gradient, share.weight(size))
+
+
+def only_in(at_hand: share.Pass, output: Any) -> Any:
+    """The output, through which backward goes while its microbatch is at hand: later the weight is another's."""
+    if torch.compiler.is_compiling():
+        return output  # or each microbatch would be compiled anew
+    start = at_hand.start
+
+    def check(_: torch.Tensor) -> None:
+        if at_hand.index is None or at_hand.start != start:
+            raise UsageError(
+                "backward through a microbatch came after it was left, when its weight is gone; "
+                "call it inside the loop over the step's microbatches"
+            )
+
+    def watch(one: torch.Tensor) -> torch.Tensor:
+        if one.requires_grad:
+            one.register_hook(check)  # type: ignore[no-untyped-call]
+        return one
+
+    return map_tensors(watch, output)
+
+
+def _weighed_call(
     forward: Callable[..., Any], weight: float, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The output of forward, with the gradients of its parameters, and not of its inputs, times weight.

@@ -1,8 +1,8 @@
 """Which weights stay equal: after backward() every rank holds the gradient of the whole batch's mean loss.
 
 Covered: torch's DistributedDataParallel does the exchange; the model keeps its class, attributes and keys.
-Not covered: a loss that reaches parameters without passing through the model's outputs (a penalty kept on the
-module, say) is averaged over ranks, not over samples; parameters whose `requires_grad` changes afterwards.
+Not covered: in passes of `loader`, what reaches parameters without passing through the model's outputs is averaged
+over ranks, not over samples, which is right for a penalty; parameters whose `requires_grad` changes afterwards.
 """
 
 import hashlib

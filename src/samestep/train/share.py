@@ -89,7 +89,8 @@ def check_batch_size(batch_size: int, size: int) -> None:
 class Pass:
     """One way through a loader: what this rank was given of the batch at hand, and so far.
 
-    In a step of microbatches, `index` is the one at hand of `count`, and `last` this rank's last.
+    In a step of microbatches, `index` is the one at hand of `count`, None between steps, and `last` is whether
+    it is this rank's last.
     """
 
     of: Any

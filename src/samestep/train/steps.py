@@ -122,8 +122,11 @@ class Step:
         held = replicas() if self._training else []
         for replica in held:
             replica.begin_step()
-        yield from self._microbatches(exact, held)
         this = self._this
+        try:
+            yield from self._microbatches(exact, held)
+        finally:
+            this.index = None
         this.mine = 0 if self._lent else sum(stop - start for start, stop in self.parts)
         for replica in held:
             replica.end_step(this)
