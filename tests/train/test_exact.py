@@ -81,6 +81,29 @@ def test_two_backward_passes_through_the_last_microbatch_are_a_sentence(world):
                 model(x).sum().backward()
 
 
+class Following(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return super().forward(x - self.mean)
+
+
+def test_a_buffer_that_forward_assigns_moves_by_the_mean_over_the_microbatches(world):
+    torch.manual_seed(0)
+    rows, model = torch.randn(14, 4), samestep.replicate(Following(), exact=True)
+    held, expected = model.mean, torch.zeros(4)
+    for step, x in zip(samestep.steps(TensorDataset(rows), 6, microbatch=2), rows.split(6), strict=True):
+        for (part,) in step:
+            assert torch.allclose(model.mean, expected)
+            model(part).sum().backward()
+        expected = 0.5 * expected + 0.5 * x.mean(0)
+        assert torch.allclose(model.mean, expected)
+        assert model.mean is held
+
+
 def test_unused_parameters_count_as_zero(world):
     model = nn.ModuleDict({"used": nn.Linear(4, 2), "idle": nn.Linear(4, 2)})
     model.forward = lambda x: model["used"](x)

@@ -28,8 +28,14 @@ class ExactReplica(Replica):
         self.moves_buffers = False
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._index = {id(one): at for at, one in enumerate(self._parameters)}
-        self._floating = [one for one in model.buffers() if one.is_floating_point()]
-        self._counting = [one for one in model.buffers() if not one.is_floating_point()]
+        # By name, for a forward that writes `self.mean = …` puts another tensor there; what counts comes last.
+        places = {
+            one: (module, name)
+            for module in model.modules()
+            for name, one in module.named_buffers(recurse=False)
+        }
+        self._places = [places[one] for one in sorted(places, key=lambda one: not one.is_floating_point())]
+        self._floating = sum(one.is_floating_point() for one in places)
         self._gradients, self._changes = Blocks(), Blocks()
         self._earlier: list[torch.Tensor | None] = []
         self._sent: set[int] = set()
@@ -54,27 +60,29 @@ class ExactReplica(Replica):
         self._gradients, self._changes = Blocks(), Blocks()
         self._sent.clear()
         self._earlier = [one.grad for one in self._parameters]
-        self._before = [one.clone() for one in (*self._floating, *self._counting)]
+        self._held = self._buffers()
+        self._before = [one.clone() for one in self._held]
         for one in self._parameters:
             one.grad = None
 
+    @torch.no_grad()
     def end_microbatch(self, at_hand: share.Pass) -> None:
         assert at_hand.index is not None
         weight = at_hand.mine / at_hand.all
-        floating = self._before[: len(self._floating)]
+        found = self._buffers()
+        floating, before = found[: self._floating], self._before[: self._floating]
         if not at_hand.lent:
-            pairs = zip(self._floating, floating, strict=True)
+            pairs = zip(floating, before, strict=True)
             changes = [(now.double() - then.double()) * weight for now, then in pairs]
             self._changes.push(at_hand.index, 1, changes)
-        for now, then in zip(self._floating, floating, strict=True):
-            now.copy_(then)
-        if at_hand.last and self.ddp is not None:
-            return
-        self._gradients.push(at_hand.index, 1, self._take_gradients(weight))
-        if not at_hand.last:
-            for now, then in zip(self._counting, self._before[len(self._floating) :], strict=True):
-                now.copy_(then)
+        counting = (found if at_hand.last else self._before)[self._floating :]
+        for (module, name), one, value in zip(self._places, self._held, before + counting, strict=True):
+            one.copy_(value)
+            setattr(module, name, one)
+        if self.ddp is None or not at_hand.last:
+            self._gradients.push(at_hand.index, 1, self._take_gradients(weight))
 
+    @torch.no_grad()
     def end_step(self, at_hand: share.Pass) -> None:
         if self.ddp is None:
             for one, total in zip(self._parameters, self._gradients.fold(), strict=True):
@@ -83,14 +91,17 @@ class ExactReplica(Replica):
             if earlier is not None:
                 one.grad = earlier if one.grad is None else earlier + one.grad
         self._earlier = []
-        if self._floating:
-            for now, change in zip(self._floating, self._everyones_changes(at_hand), strict=True):
+        if floating := self._held[: self._floating]:
+            for now, change in zip(floating, self._everyones_changes(at_hand, floating), strict=True):
                 now.copy_(now.double() + change)
 
     def leave(self) -> None:
         super().leave()
         if self._courier is not None:
             self._courier.stop()
+
+    def _buffers(self) -> Vectors:
+        return [getattr(module, name) for module, name in self._places]
 
     def _take_gradients(self, weight: float) -> Vectors:
         taken = []
@@ -139,16 +150,16 @@ class ExactReplica(Replica):
 
         return self._courier.send(job)
 
-    def _everyones_changes(self, at_hand: share.Pass) -> Vectors:
+    def _everyones_changes(self, at_hand: share.Pass, floating: Vectors) -> Vectors:
         if self._courier is None:
             return self._changes.fold()
         courier = self._courier
-        like = torch.cat([one.reshape(-1).double() for one in self._floating])
+        like = torch.cat([one.reshape(-1).double() for one in floating])
         own = [torch.cat([one.reshape(-1) for one in vectors]) for vectors in self._changes.sums]
         ranks = layout(at_hand.count, self.world.size)
         total = courier.send(lambda: add_up(own, like, ranks, courier.group)).wait()
-        parts = torch.split(total, [one.numel() for one in self._floating])
-        return [part.view_as(one) for part, one in zip(parts, self._floating, strict=True)]
+        parts = torch.split(total, [one.numel() for one in floating])
+        return [part.view_as(one) for part, one in zip(parts, floating, strict=True)]
 
 
 def in_exact_run() -> bool:
