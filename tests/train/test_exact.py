@@ -104,14 +104,35 @@ def test_a_buffer_that_forward_assigns_moves_by_the_mean_over_the_microbatches(w
         assert model.mean is held
 
 
-def test_unused_parameters_count_as_zero(world):
-    model = nn.ModuleDict({"used": nn.Linear(4, 2), "idle": nn.Linear(4, 2)})
-    model.forward = lambda x: model["used"](x)
-    model = samestep.replicate(
-        model, exact=True, **({"find_unused_parameters": True} if world.size > 1 else {})
-    )
-    for step in samestep.steps(TensorDataset(torch.randn(6, 4)), 6, microbatch=2):
-        for (x,) in step:
-            model(x).sum().backward()
-    assert model["used"].weight.grad.abs().sum() > 0
-    assert model["idle"].weight.grad is None or not model["idle"].weight.grad.any()
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(4, 4).double() for _ in range(3))
+
+    def forward(self, x):
+        return (self.sometimes if x[0, 0] > 0 else nn.Identity())(self.always(x))
+
+
+@pytest.mark.parametrize("positive", range(7))
+def test_unused_parameters_have_the_gradient_of_the_serial_script_or_none(world, positive):
+    """In a step whose one microbatch takes the branch, or none does, whoever computes it."""
+    torch.manual_seed(0)
+    rows = torch.rand(7, 4, dtype=torch.float64)
+    rows[:, 0] *= torch.where(torch.arange(7) == positive, 1, -1)
+    plain, model = Branching(), Branching()
+    model.load_state_dict(plain.state_dict())
+    samestep.replicate(model, exact=True, find_unused_parameters=True)
+    adams = [torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.5) for one in (plain, model)]
+    for step, x in zip(samestep.steps(TensorDataset(rows), 6, microbatch=1), rows.split(6), strict=True):
+        for (part,) in step:
+            model(part).square().sum().backward()
+        (sum(plain(one[None]).square().sum() for one in x) / len(x)).backward()
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            assert mine.grad is None or torch.allclose(mine.grad, theirs.grad), name
+        for adam in adams:
+            adam.step()
+            adam.zero_grad()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+        assert all(torch.equal(one, mine) for one in samestep.gather(mine.detach()[None]))

@@ -14,9 +14,25 @@ import torch.distributed as dist
 
 from samestep.errors import UsageError
 from samestep.train import share
+from samestep.train.meet import meet
+from samestep.train.nested import map_tensors
 from samestep.train.replica import Replica, only_in, replicas
 from samestep.train.treesum import Blocks, Courier, Vectors, add_up, layout
 from samestep.train.world import World
+
+
+class _Reach(torch.autograd.Function):
+    """Identity through which backward comes by every parameter, with no gradient, so that DDP misses none."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.others = len(parameters)
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*gradient, *[None] * ctx.others)
 
 
 class ExactReplica(Replica):
@@ -24,7 +40,10 @@ class ExactReplica(Replica):
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any], world: World) -> None:
         fix_arithmetic()
-        super().__init__(model, {**options, "gradient_as_bucket_view": False}, world)
+        # DDP's own search asks for the last microbatch alone, and takes one used before it for unused.
+        self._some_unused = bool(options.get("find_unused_parameters"))
+        fixed = {"gradient_as_bucket_view": False, "find_unused_parameters": False}
+        super().__init__(model, {**options, **fixed}, world)
         self.moves_buffers = False
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._index = {id(one): at for at, one in enumerate(self._parameters)}
@@ -39,6 +58,7 @@ class ExactReplica(Replica):
         self._gradients, self._changes = Blocks(), Blocks()
         self._earlier: list[torch.Tensor | None] = []
         self._sent: set[int] = set()
+        self._used = bytearray(len(self._parameters))
         self._courier: Courier | None = None
         if self.ddp is not None:
             self._courier = Courier(world.device)
@@ -53,12 +73,20 @@ class ExactReplica(Replica):
                 "replicate(exact=True) adds gradients over microbatches and there is none here; "
                 "take the training batches from samestep.steps"
             )
-        forward = self.ddp if self.ddp is not None and at_hand.last else self.own_forward
-        return only_in(at_hand, forward(*args, **kwargs))
+        if self.ddp is None or not at_hand.last:
+            return only_in(at_hand, self.own_forward(*args, **kwargs))
+        output = self.ddp(*args, **kwargs)
+        if self._some_unused:
+            output = map_tensors(self._reach, output)
+        return only_in(at_hand, output)
+
+    def _reach(self, one: torch.Tensor) -> Any:
+        return _Reach.apply(one, *self._parameters) if one.requires_grad else one  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
         self._gradients, self._changes = Blocks(), Blocks()
         self._sent.clear()
+        self._used = bytearray(len(self._parameters))
         self._earlier = [one.grad for one in self._parameters]
         self._held = self._buffers()
         self._before = [one.clone() for one in self._held]
@@ -87,6 +115,11 @@ class ExactReplica(Replica):
         if self.ddp is None:
             for one, total in zip(self._parameters, self._gradients.fold(), strict=True):
                 one.grad = total
+        if self.ddp is None or self._some_unused:
+            everyones = meet("samestep.replicate's unused parameters", bytes(self._used))
+            for one, *used in zip(self._parameters, *everyones, strict=True):
+                if not any(used):
+                    one.grad = None
         for one, earlier in zip(self._parameters, self._earlier, strict=True):
             if earlier is not None:
                 one.grad = earlier if one.grad is None else earlier + one.grad
@@ -105,7 +138,8 @@ class ExactReplica(Replica):
 
     def _take_gradients(self, weight: float) -> Vectors:
         taken = []
-        for one in self._parameters:
+        for at, one in enumerate(self._parameters):
+            self._used[at] |= one.grad is not None
             taken.append(torch.zeros_like(one) if one.grad is None else one.grad.detach() * weight)
             one.grad = None
         return taken
@@ -130,6 +164,8 @@ class ExactReplica(Replica):
             )
         self._sent |= once
         places = [self._index[id(one)] for one in parameters]
+        for at in places:
+            self._used[at] |= not lent and self._parameters[at].grad is not None
 
         def job() -> torch.Tensor:
             blocks = Blocks()
