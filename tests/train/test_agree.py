@@ -57,6 +57,45 @@ def test_a_flipped_bit_is_found_within_k_steps_and_named(world):
         del os.environ["SAMESTEP_CHECK_EVERY"]
 
 
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x):
+        return self.norm((self.turn * x).real)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("planted", ["turn", "norm.running_var", None])
+def test_a_complex_parameter_and_a_buffer_of_an_exact_replica_are_compared(world, planted):
+    os.environ["SAMESTEP_CHECK_EVERY"] = "1"
+    model = samestep.replicate(Turned(), exact=True)
+    rows = torch.rand(36, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def train():
+        for number, step in enumerate(samestep.steps(TensorDataset(rows), 12, microbatch=2)):
+            for (x,) in step:
+                model(x).square().sum().backward()
+            model.zero_grad()
+            if number == 1 and planted and world.rank == 1:
+                kept.append(model.state_dict()[planted].clone())
+                model.state_dict()[planted][0] += 1
+
+    kept = []
+    try:
+        if planted is None:
+            return train()
+        with pytest.raises(RanksDiffer, match=rf"came apart between steps \d+ and \d+: {planted}"):
+            train()
+    finally:
+        for one in kept:  # a replica that lives on would be compared in the next test too
+            model.state_dict()[planted].copy_(one)
+        del os.environ["SAMESTEP_CHECK_EVERY"]
+        torch.use_deterministic_algorithms(False)
+
+
 def test_equal_replicas_raise_no_alarm(world):
     os.environ["SAMESTEP_CHECK_EVERY"] = "1"
     try:

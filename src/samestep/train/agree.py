@@ -1,6 +1,7 @@
 """Replicas that should be equal are compared every so many steps; one that is not is named, with its tensor.
 
-Covered: any change of a single bit in a parameter, by memory that fails or by code that only one rank runs.
+Covered: any change of a single bit in a parameter, or in a buffer of an exact replica, by memory that fails or by
+code that only one rank runs.
 Not covered: optimizer state, until it shows in a parameter.
 """
 
@@ -8,7 +9,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -41,7 +42,7 @@ def _every() -> int:
 def _compare(step: int, every: int) -> None:
     """One that is gone on some ranks, and awaits its collection on others, is no one's business."""
     mine = {one.number: one for one in replicas()}
-    sums = {number: _digests(one.model) for number, one in mine.items()}
+    sums = {number: _digests(one.equal_tensors().values()) for number, one in mine.items()}
     said = json.dumps([(number, hashlib.sha256(one).hexdigest()) for number, one in sums.items()])
     told = [dict(json.loads(one)) for one in meet(_CALL, said.encode())]
     for number in sorted(set.intersection(*map(set, told))):
@@ -50,18 +51,19 @@ def _compare(step: int, every: int) -> None:
 
 
 def _name_the_difference(replica: Replica, ranks: Sequence[bytes], step: int, every: int) -> None:
-    for at, (name, _) in enumerate(replica.model.named_parameters()):
+    for at, name in enumerate(replica.equal_tensors()):
         column = [one[at * _WORD : (at + 1) * _WORD] for one in ranks]
         if len(set(column)) > 1:
             raise RanksDiffer(_difference(name, column, max(1, step - every), step))
     raise RanksDiffer(f"replicas differ between steps {step - every} and {step}")
 
 
-def _digests(model: torch.nn.Module) -> bytes:
-    """For each parameter the sum of its bits read as integers: one flipped bit always changes it."""
+def _digests(tensors: Iterable[torch.Tensor]) -> bytes:
+    """For each tensor the sum of its bits read as integers: one flipped bit always changes it."""
+    plain = [torch.view_as_real(one.detach()) if one.is_complex() else one.detach() for one in tensors]
     sums = [
-        one.detach().contiguous().reshape(-1).view(_INTEGERS[one.element_size()]).sum(dtype=torch.int64)
-        for one in model.parameters()
+        one.contiguous().reshape(-1).view(_INTEGERS[one.element_size()]).sum(dtype=torch.int64)
+        for one in plain
     ]
     return torch.stack(sums).cpu().numpy().tobytes()
 

@@ -83,6 +83,9 @@ class ExactReplica(Replica):
     def _reach(self, one: torch.Tensor) -> Any:
         return _Reach.apply(one, *self._parameters) if one.requires_grad else one  # type: ignore[no-untyped-call]
 
+    def equal_tensors(self) -> dict[str, torch.Tensor]:
+        return {**super().equal_tensors(), **dict(self.model.named_buffers())}
+
     def begin_step(self) -> None:
         self._gradients, self._changes = Blocks(), Blocks()
         self._sent.clear()

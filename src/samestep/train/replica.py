@@ -100,6 +100,10 @@ class Replica:
         for buffer in self.model.buffers():
             broadcast(buffer)
 
+    def equal_tensors(self) -> dict[str, torch.Tensor]:
+        """By name, what has the same bits on every rank between two steps."""
+        return dict(self.model.named_parameters())
+
     def begin_step(self) -> None:
         """Called before the first microbatch of a step."""
 
