@@ -104,6 +104,34 @@ def test_a_buffer_that_forward_assigns_moves_by_the_mean_over_the_microbatches(w
         assert model.mean is held
 
 
+class Laid(nn.Module):
+    """Parameters that are complex, transposed, channels last, and a part of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.rand(2, 3, dtype=torch.complex128))
+        self.two = nn.Parameter(torch.rand(3, 2, dtype=torch.complex128).t())
+        self.part = nn.Parameter(torch.rand(3, 5, dtype=torch.float64)[:, :2].t())
+        self.last = nn.Conv2d(2, 3, 2).double().to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        turned = (self.one * self.two * (2j + x) * self.part).imag.sum()
+        return turned + self.last(x.view(1, 2, 1, 3).expand(1, 2, 2, 3)).square().sum()
+
+
+def test_gradients_are_the_serial_ones_whatever_the_parameters_kind_and_strides(world):
+    torch.manual_seed(0)
+    rows, plain, model = torch.rand(12, 2, 3, dtype=torch.float64), Laid(), Laid()
+    model.load_state_dict(plain.state_dict())
+    samestep.replicate(model, exact=True)
+    for step in samestep.steps(TensorDataset(rows), 12, microbatch=1):
+        for (x,) in step:
+            model(x[0]).square().backward()
+    (sum(plain(x).square() for x in rows) / 12).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()

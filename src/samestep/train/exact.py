@@ -176,10 +176,10 @@ class ExactReplica(Replica):
                 self._gradients.starts, self._gradients.sizes, self._gradients.sums, strict=True
             ):
                 flat = torch.zeros_like(buffer)
-                for at, view in zip(places, views, strict=True):
-                    # DDP lays a gradient into its bucket by the parameter's own strides.
+                whole = torch.view_as_complex(flat.view(-1, 2)) if parameters[0].is_complex() else flat
+                for at, view, one in zip(places, views, parameters, strict=True):
                     offset = view.storage_offset() - buffer.storage_offset()
-                    flat.as_strided(view.size(), view.stride(), offset).copy_(vectors[at])
+                    whole.as_strided(one.size(), _strides(one), offset).copy_(vectors[at])
                 blocks.push(start, size, [flat])
             if not lent:
                 blocks.push(index, 1, [buffer.mul_(weight)])
@@ -199,6 +199,14 @@ class ExactReplica(Replica):
         total = courier.send(lambda: add_up(own, like, ranks, courier.group)).wait()
         parts = torch.split(total, [one.numel() for one in floating])
         return [part.view_as(one) for part, one in zip(parts, floating, strict=True)]
+
+
+def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """As DDP lays a gradient into its bucket: by the parameter's own strides, where these leave no gaps."""
+    own = parameter.stride()
+    if torch.empty_like(parameter, device="meta").stride() == own:
+        return own
+    return torch.empty(parameter.size(), device="meta").stride()
 
 
 def in_exact_run() -> bool:
