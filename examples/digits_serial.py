@@ -32,6 +32,7 @@ parser.add_argument("--epochs", type=int, default=10, help="passes over the trai
 parser.add_argument("--batch-size", type=int, default=32, help="images in one step (default: 32)")
 parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order (default: 0)")
 parser.add_argument("--lr", type=float, default=0.05, help="learning rate (default: 0.05)")
+parser.add_argument("--dry-run", action="store_true", help="one step and one test batch, then stop")
 args = parser.parse_args()
 
 torch.manual_seed(args.seed)
@@ -49,6 +50,8 @@ for epoch in range(1, args.epochs + 1):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if args.dry_run:
+            break
 
     model.eval()
     correct = 0
@@ -57,5 +60,7 @@ for epoch in range(1, args.epochs + 1):
             x, y = x.to(device), y.to(device)
             correct += (model(x).argmax(1) == y).sum().item()
     print(f"epoch {epoch}: {correct / len(test.dataset):.2%}")
+    if args.dry_run:
+        break
 
 torch.save(model.state_dict(), "digits.pt")

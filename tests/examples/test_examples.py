@@ -112,6 +112,11 @@ def test_a_dry_run_takes_one_step_and_stops(tmp_path: Path, data: Path, script: 
     assert torch.load(written, weights_only=True)
 
 
+@pytest.mark.parametrize(("script", "size"), [("digits_serial.py", 0), ("digits.py", 2)])
+def test_a_dry_run_of_the_digits_takes_one_step_too(tmp_path: Path, script: str, size: int) -> None:
+    assert len(run(tmp_path, size, script, "--dry-run").splitlines()) == 1
+
+
 def test_a_missing_data_set_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "mnist.py", "--data-dir", tmp_path], capture_output=True, text=True

@@ -71,13 +71,37 @@ def test_a_worker_that_exits_is_named_with_its_code():
         launch(lambda: sys.exit(0), 1)
 
 
+class TwoArguments(Exception):
+    """Keeps one of its arguments, so that pickle alone cannot make it again."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+        self.number = number
+
+
+def test_an_exception_whose_class_takes_other_arguments_travels_too():
+    def fail() -> None:
+        raise TwoArguments("mine", 7)
+
+    with pytest.raises(TwoArguments, match="mine") as raised:
+        launch(fail, 1)
+    assert raised.value.number == 7
+
+
+@pytest.mark.parametrize(("fn", "size"), [(who, "2"), (who, 1.5), (who, None), (who, True), ("who", 2)])
+def test_what_cannot_be_launched_is_one_sentence(fn, size):
+    with pytest.raises(UsageError, match="cannot be"):
+        launch(fn, size)
+
+
 def test_an_exception_that_cannot_travel_comes_as_text():
     class Stuck(Exception):
-        def __init__(self, needed: str, too: str) -> None:
-            super().__init__(needed)
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            self.held = (number for number in range(3))
 
     def fail() -> None:
-        raise Stuck("a", "b")
+        raise Stuck("a")
 
     with pytest.raises(WorkerFailed, match=r"(?s)rank 0 of 1 failed:.*Stuck: a"):
         launch(fail, 1)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,35 +35,38 @@ def _verify(*arguments: str) -> Result:
     return CliRunner().invoke(command, arguments)
 
 
+_MISTAKES = [
+    ("batchnorm", "step 1, 1.running_mean", "BatchNorm statistics are per rank"),
+    ("dropout", "step 1, loss", "dropout masks are per rank"),
+    ("own_sampler", "step 1, samples", "a sampler of the script's own (DistributedSampler)"),
+    ("plain_loader", "step 1, samples of the batch", "a plain DataLoader (plain_loader.py:"),
+    ("unseeded", "before step 1, 0.weight", "no seed is set"),
+    ("one_rank_metric", "rank 0, `accuracy 1", "a metric of one rank alone"),
+    ("share_length", "step 2, lr", "made from a length or count that depends on the number of processes"),
+    ("scaled_batch", "step 1, samples of the batch", "a step has 8 samples at 1 process and 16 at 2"),
+    ("summed_loss", "step 1, loss", "the loss is a sum over each rank's samples"),
+    ("not_replicated", "step 1, gradient of 0.weight", "Sequential is not replicated"),
+    ("one_rank_trains", "rank 1 took 0 steps and rank 0 6", "run the training loop on all of them"),
+    ("in_the_loop mean", "step 1, loss", "the loop changes the inputs by what else is in a rank's share"),
+    ("in_the_loop mixed", "step 1, loss", "by random numbers that each rank draws for its own share"),
+    ("in_the_loop largest", "step 1, loss", "the loss chooses terms by comparing those of one rank's"),
+    ("in_the_loop count", "step 1, loss", "the loss is divided by a count in each rank's share ("),
+    (
+        "in_the_loop noise",
+        "step 1, rank 1, 0.weight",
+        "between backward and the step are each rank's own",
+    ),
+    (
+        "in_the_loop schedule",
+        "step 3, rank 1, lr",
+        "lr is 0.05 on rank 0 and 0.1 on rank 1, from step 3 on",
+    ),
+]
+_SHORT = 11
+
+
 @pytest.mark.parametrize(
-    ("mistake", "where", "cause"),
-    [
-        ("batchnorm", "step 1, 1.running_mean", "BatchNorm statistics are per rank"),
-        ("dropout", "step 1, loss", "dropout masks are per rank"),
-        ("own_sampler", "step 1, samples", "a sampler of the script's own (DistributedSampler)"),
-        ("plain_loader", "step 1, samples of the batch", "a plain DataLoader (plain_loader.py:"),
-        ("unseeded", "before step 1, 0.weight", "no seed is set"),
-        ("one_rank_metric", "rank 0, `accuracy 1", "a metric of one rank alone"),
-        ("share_length", "step 2, lr", "made from a length or count that depends on the number of processes"),
-        ("scaled_batch", "step 1, samples of the batch", "a step has 8 samples at 1 process and 16 at 2"),
-        ("summed_loss", "step 1, loss", "the loss is a sum over each rank's samples"),
-        ("not_replicated", "step 1, gradient of 0.weight", "Sequential is not replicated"),
-        ("in_the_loop mean", "step 1, loss", "the loop changes the inputs by what else is in a rank's share"),
-        ("in_the_loop mixed", "step 1, loss", "by random numbers that each rank draws for its own share"),
-        ("in_the_loop largest", "step 1, loss", "the loss chooses terms by comparing those of one rank's"),
-        ("in_the_loop count", "step 1, loss", "the loss is divided by a count in each rank's share ("),
-        (
-            "in_the_loop noise",
-            "step 1, rank 1, 0.weight",
-            "between backward and the step are each rank's own",
-        ),
-        (
-            "in_the_loop schedule",
-            "step 3, rank 1, lr",
-            "lr is 0.05 on rank 0 and 0.1 on rank 1, from step 3 on",
-        ),
-        ("one_rank_trains", "rank 1 took 0 steps and rank 0 6", "run the training loop on all of them"),
-    ],
+    ("mistake", "where", "cause"), _MISTAKES[: None if os.environ.get("LONG") else _SHORT]
 )
 def test_a_planted_mistake_is_found_and_its_cause_named(mistake: str, where: str, cause: str) -> None:
     script, *argument = mistake.split()

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,17 @@ Examples:
 Everything after SCRIPT belongs to it. The exit code is the first failing worker's own;
 75: stopped at a checkpoint, 126 and 127: cannot be executed, 130: Ctrl-C, 128 + N: signal N.
 """
+
+
+def _taken_from_torchrun(*names: str) -> Callable[[Any], Any]:
+    """Options of torchrun about what is decided otherwise here; they are read and change nothing."""
+
+    def added(command: Any) -> Any:
+        for name in names:
+            command = click.option(name, hidden=True)(command)
+        return command
+
+    return added
 
 
 @click.command(
@@ -90,6 +101,7 @@ Everything after SCRIPT belongs to it. The exit code is the first failing worker
 @click.option("-r", "--redirects", hidden=True)
 @click.option("--local-ranks-filter", hidden=True)
 @click.option("--numa-binding", hidden=True)
+@_taken_from_torchrun("--monitor-interval", "--role", "--start-method", "--rdzv-conf", "--local-addr")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], **options: Any) -> None:

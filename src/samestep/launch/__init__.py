@@ -11,5 +11,8 @@ class _Launch(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return import_module("samestep.launch.spawn").launch(*args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Launch

@@ -62,9 +62,28 @@ def _forget_own_frames(error: Exception) -> None:
 def _dumped(error: Exception) -> bytes:
     """The exception and its text; only the text where the exception does not survive the way."""
     text = "".join(traceback.format_exception(error)).rstrip()
-    try:
-        data = cloudpickle.dumps((error, text))
-        cloudpickle.loads(data)
-    except Exception:
-        data = cloudpickle.dumps((None, text))
-    return bytes(data)
+    for sent in (error, _Parts(error), None):
+        try:
+            data = bytes(cloudpickle.dumps((sent, text)))
+            cloudpickle.loads(data)
+        except Exception:
+            continue
+        return data
+    raise AssertionError("a text can be sent")
+
+
+class _Parts:
+    """An exception whose class takes other arguments than it keeps is sent by what it holds."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (type(self._error), self._error.args, vars(self._error))
+
+
+def _rebuilt(kind: type[Exception], args: tuple[Any, ...], held: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(held)
+    return error

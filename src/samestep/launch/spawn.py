@@ -29,6 +29,10 @@ R = TypeVar("R")
 
 def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> list[R]:
     """Local. Calls fn on `size` new processes, each a rank; their values in the order of ranks."""
+    if not callable(fn):
+        raise UsageError(f"launch got a {type(fn).__name__}, which cannot be called; pass a function")
+    if type(size) is not int:
+        raise UsageError(f"launch on {size!r} processes cannot be; use a whole number of at least 1")
     if size < 1:
         raise UsageError(f"launch on {size} processes cannot be; use at least 1")
     text = _pickled(fn, args, kwargs)
@@ -122,7 +126,7 @@ def _file(text: bytes) -> BinaryIO:
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    with _by_value_where_unimportable(sys.modules.get(fn.__module__)):
+    with _by_value_where_unimportable(sys.modules.get(getattr(fn, "__module__", None) or "")):
         return bytes(cloudpickle.dumps(sys.path) + cloudpickle.dumps((fn, args, kwargs)))
 
 

@@ -73,9 +73,10 @@ class ExactReplica(Replica):
                 "replicate(exact=True) adds gradients over microbatches and there is none here; "
                 "take the training batches from samestep.steps"
             )
+        self.note_call(at_hand)
         if self.ddp is None or not at_hand.last:
             return only_in(at_hand, self.own_forward(*args, **kwargs))
-        output = self.ddp(*args, **kwargs)
+        output = self.exchanged(*args, **kwargs)
         if self._some_unused:
             output = map_tensors(self._reach, output)
         return only_in(at_hand, output)

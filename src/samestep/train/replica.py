@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import inspect
+import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,6 +32,7 @@ class Replica:
 
     _made = 0
     any_moves_buffers = False
+    _unlike_said = False
 
     def __init__(self, model: torch.nn.Module, options: dict[str, Any], world: World) -> None:
         self.number = Replica._made
@@ -45,6 +48,7 @@ class Replica:
         self.dirty = False
         self._looked_at = False
         self._hooks: list[RemovableHandle] = []
+        self._weighs = False
         self.ddp: DistributedDataParallel | None = None
         if world.size > 1:
             late = self.moves_buffers and _only_batchnorm_buffers(model)
@@ -52,6 +56,10 @@ class Replica:
             self.ddp = DistributedDataParallel(
                 _Body(model, self.own_forward), **{"gradient_as_bucket_view": True, **buffers, **options}
             )
+        self._called: tuple[share.Pass | None, int] | None = None
+        self._seen_since: set[int] = set()
+        if self.ddp is not None:
+            self._watch_calls()
         model.__dict__["forward"] = self
         model.__dict__["__getstate__"] = partial(_plain_state, model)
         _all.add(self)
@@ -65,10 +73,12 @@ class Replica:
             self.dirty = self.moves_buffers
         if not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
+        self.note_call(at_hand)
         weight = share.weight(self.world.size)
         if at_hand is not None and at_hand.index is not None:
             return self._in_microbatch(at_hand, weight, args, kwargs)
-        output = _weighed_call(self.ddp or self.own_forward, weight, args, kwargs)
+        self._remark_unlike_shares()
+        output = _weighed_call(self.exchanged, weight, args, kwargs)
         if not self._looked_at and not isinstance(output, torch.Tensor):
             self._looked_at = True
             _refuse_opaque(output)
@@ -76,13 +86,67 @@ class Replica:
 
     def _in_microbatch(self, at_hand: share.Pass, weight: float, args: Any, kwargs: Any) -> Any:
         """Weighed where gradients reach the parameters: whatever the loss is, it is a mean over the microbatch."""
-        if weight != 1.0 and not self._hooks:
+        if weight != 1.0 and not self._weighs:
+            self._weighs = True
             weigh = partial(_weigh_gradient, self.world.size)
             trained = [one for one in self.model.parameters() if one.requires_grad]
-            self._hooks = [one.register_hook(weigh) for one in trained]  # type: ignore[no-untyped-call]
+            self._hooks += [one.register_hook(weigh) for one in trained]  # type: ignore[no-untyped-call]
         with nullcontext() if self.ddp is None or at_hand.last else self.ddp.no_sync():
-            output = (self.ddp or self.own_forward)(*args, **kwargs)
+            output = self.exchanged(*args, **kwargs)
         return only_in(at_hand, output)
+
+    def exchanged(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, whose gradients are exchanged; DDP's errors in words of this interface."""
+        if self.ddp is None:
+            return self.own_forward(*args, **kwargs)
+        try:
+            return self.ddp(*args, **kwargs)
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            raise UsageError(
+                f"{self._without_gradient(str(error))} of {type(self.model).__name__} got no gradient in the last "
+                "step; write replicate(model, find_unused_parameters=True), or freeze what is not used"
+            ) from None
+
+    def note_call(self, at_hand: share.Pass | None) -> None:
+        """The model itself is called: the gradients that follow are exchanged."""
+        self._called = at_hand, at_hand.start if at_hand else 0
+        self._seen_since.clear()
+
+    def _watch_calls(self) -> None:
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        expect = partial(_expect_call, weakref.ref(self))
+        for one in trained[:1] + trained[1:][-1:]:
+            self._hooks.append(one.register_post_accumulate_grad_hook(expect))  # type: ignore[no-untyped-call]
+
+    def expect_call(self, parameter: torch.Tensor) -> None:
+        """A gradient has come: through a call of the model, or it stays this rank's own."""
+        at_hand = share.current()
+        here = at_hand, at_hand.start if at_hand else 0
+        again = self._called is None or id(parameter) in self._seen_since
+        if at_hand is not None and again and self._called != here:
+            kind = type(self.model).__name__
+            raise UsageError(
+                f"a gradient of {kind} came without a call of it in this batch, and only what model(...) computes "
+                f"is exchanged; call the model, or move what {kind} computes elsewhere into its forward"
+            )
+        self._seen_since.add(id(parameter))
+
+    def _without_gradient(self, error: str) -> str:
+        trained = [name for name, one in self.model.named_parameters() if one.requires_grad]
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
+        names = [trained[int(at)] for at in found[1].split()] if found else []
+        return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "") or "a parameter"
+
+    def _remark_unlike_shares(self) -> None:
+        if share.unlike() and self.world.rank == 0 and not self._unlike_said:
+            Replica._unlike_said = True
+            print(
+                "samestep: two loaders are gone through at once and give this rank unlike shares of their batches; "
+                "gradients count as the last one's, so let one dataset return both",
+                file=sys.stderr,
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Where a class copies its attributes by itself, the copy's forward is its own as well."""
@@ -120,6 +184,11 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self.ddp = None
+
+
+def _expect_call(replica: "weakref.ref[Replica]", parameter: torch.Tensor) -> None:
+    if one := replica():
+        one.expect_call(parameter)
 
 
 def _plain_state(model: torch.nn.Module) -> Any:

@@ -6,6 +6,7 @@ over ranks, not over samples, which is right for a penalty; parameters whose `re
 """
 
 import hashlib
+import inspect
 import json
 import sys
 import weakref
@@ -40,6 +41,10 @@ def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False
     target = getattr(model, "_orig_mod", model)
     if replica_of(model) is not None or target in _alone or isinstance(model, DistributedDataParallel):
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
+    if unknown := ddp.keys() - inspect.signature(DistributedDataParallel.__init__).parameters.keys():
+        raise UsageError(
+            f"replicate knows no option {', '.join(sorted(unknown))}; it takes those of DistributedDataParallel"
+        )
     world = init()
     if world.size == 1 and not exact:
         _alone.add(target)

@@ -142,6 +142,11 @@ def weight(size: int) -> float:
     return _open[-1].mine * size / _open[-1].all
 
 
+def unlike() -> bool:
+    """Whether loops within each other give this rank unlike parts of their batches."""
+    return len(_open) > 1 and len({one.mine / one.all for one in _open if one.all}) > 1
+
+
 def counted() -> int | None:
     """The samples this rank was given: of the batch at hand, or after a loop of the whole pass."""
     if _open:

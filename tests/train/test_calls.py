@@ -1,0 +1,85 @@
+"""How a replicated model has to be called for its gradients to be everyone's, and what is said where it is not."""
+
+from contextlib import redirect_stderr
+from io import StringIO
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep import UsageError
+
+DATA = TensorDataset(torch.ones(13, 4))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.spare = nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def loss(self, x):
+        return self.second(self.first(x)).mean()
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_of_another_method_are_not_exchanged_and_that_is_said_at_once(world, exact):
+    net = Net()
+    net.spare = None
+    model = samestep.replicate(net, exact=exact)
+    batches = samestep.steps(DATA, 4, microbatch=1) if exact else ([one] for one in samestep.loader(DATA, 4))
+    for step in batches:
+        for (x,) in step:
+            with pytest.raises(
+                UsageError, match=r"a gradient of Net came without a call of it in this batch"
+            ):
+                model.loss(x).backward()
+        break
+
+
+def test_a_call_counts_for_every_gradient_of_its_batch_and_of_the_loss_kept_from_it(world):
+    net = Net()
+    net.spare = None
+    model = samestep.replicate(net)
+    kept = None
+    for (x,) in samestep.loader(DATA, 4):
+        if kept is not None:
+            kept.backward()
+        output = model(x)
+        output.sum().backward(retain_graph=True)
+        (output * 2).sum().backward()
+        kept = model(x).sum()
+    kept.backward()
+    (model.first.weight.sum() * 2).backward()
+
+
+@pytest.mark.sizes(2)
+def test_a_parameter_that_is_not_used_is_named_with_what_to_write(world):
+    model = samestep.replicate(Net())
+    batches = iter(samestep.loader(DATA, 4))
+    model(next(batches)[0]).sum().backward()
+    with pytest.raises(
+        UsageError, match=r"^spare.weight, spare.bias of Net got no gradient in the last step"
+    ):
+        model(next(batches)[0])
+
+
+@pytest.mark.sizes(3)
+def test_loaders_gone_through_at_once_with_unlike_shares_are_remarked_once(world):
+    net = Net()
+    net.spare = None
+    model = samestep.replicate(net)
+    with redirect_stderr(StringIO()) as said:
+        for (x,), _ in zip(samestep.loader(DATA, 4), samestep.loader(DATA, 6), strict=False):
+            model(x).sum().backward()
+    assert said.getvalue().count("samestep: two loaders are gone through at once") == (world.rank == 0)
+
+
+def test_an_option_that_ddp_does_not_know_is_refused_at_any_size(world):
+    with pytest.raises(UsageError, match="replicate knows no option bucket_cap"):
+        samestep.replicate(Net(), bucket_cap=1)
