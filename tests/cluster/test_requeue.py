@@ -76,8 +76,8 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "scancel --signal=USR1": Fault(_signal, 1),
-    "a node is killed": Fault(_kill_node, 1),
     "scancel --signal=TERM": Fault(_terminate, 1),
+    "a node is killed": Fault(_kill_node, 1),
     "scontrol requeue": Fault(_requeue, 1),
     "preempted": Fault(_preempt, 1),
     "slurmctld restarts": Fault(_restart_controller, 0),
@@ -85,7 +85,7 @@ FAULTS = {
     "USR1, array's element": Fault(_signal, 1, ("--array=3", "--time=10")),
     "USR1, array gang": Fault(_signal, 1, ("--array-gang", "--nodes=2", "--time=10")),
 }
-_SHORT = 2
+_SHORT = 1
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,23 @@ def test_loaders_gone_through_at_once_with_unlike_shares_are_remarked_once(world
     assert said.getvalue().count("samestep: two loaders are gone through at once") == (world.rank == 0)
 
 
+def test_a_network_is_trained_in_eval_mode_too(world):
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(13, 4))
+    alone, shared = (
+        nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval() for _ in range(2)
+    )
+    shared.load_state_dict(alone.state_dict())
+    model = samestep.replicate(shared, exact=True)
+    for step in samestep.steps(data, 13, microbatch=2, shuffle=True):
+        for (x,) in step:
+            model(x).square().mean().backward()
+    alone(data.tensors[0]).square().mean().backward()
+    for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, whole.grad)
+    assert torch.equal(model[1].running_mean, torch.zeros(3))
+
+
 def test_an_option_that_ddp_does_not_know_is_refused_at_any_size(world):
     with pytest.raises(UsageError, match="replicate knows no option bucket_cap"):
         samestep.replicate(Net(), bucket_cap=1)

@@ -98,7 +98,7 @@ def test_a_sleeping_rank_is_named_after_the_timeout(script):
         3,
         """
     if world.rank == 1:
-        time.sleep(6)
+        time.sleep(4)
     samestep.sum(1)
     """,
         seconds=2,

@@ -66,7 +66,9 @@ class ExactReplica(Replica):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         at_hand = share.current()
-        if not torch.is_grad_enabled() or not self.model.training:
+        # a network may be trained in eval() mode, for its BatchNorm to stay as it is
+        in_training = self.model.training or (at_hand is not None and at_hand.training)
+        if not torch.is_grad_enabled() or not in_training:
             return self.own_forward(*args, **kwargs)
         if at_hand is None or at_hand.index is None:
             raise UsageError(

@@ -26,7 +26,7 @@ _PLACE = 160
 _PIECE = 1 << 26
 _SLICE = timedelta(seconds=1)
 _NOTICE_SECONDS = 10.0
-_LINGER = timedelta(seconds=8)
+_LINGER = timedelta(seconds=4)
 
 
 class Store(Protocol):

@@ -129,7 +129,7 @@ class Replica:
             kind = type(self.model).__name__
             raise UsageError(
                 f"a gradient of {kind} came without a call of it in this batch, and only what model(...) computes "
-                f"is exchanged; call the model, or move what {kind} computes elsewhere into its forward"
+                f"is exchanged; call the model, in train() mode, or move what it computes elsewhere into forward"
             )
         self._seen_since.add(id(parameter))
 

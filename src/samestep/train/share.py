@@ -100,6 +100,7 @@ class Pass:
     all: int = 0
     mine_so_far: int = 0
     lent: bool = False
+    training: bool = False
     index: int | None = None
     count: int = 0
     last: bool = True

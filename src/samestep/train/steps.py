@@ -77,6 +77,7 @@ class Steps(Loader):
         )
         order = self._order.draw(epoch)
         with share.open_pass(self, order) as this:
+            this.training = training
             made = [Step(self, piece, this, epoch, training) for piece in pieces]
             plan = (order[start:stop] for step in made for start, stop in step.parts)
             batches = self._on_device(plan, epoch)
