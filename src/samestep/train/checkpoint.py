@@ -121,7 +121,9 @@ class Checkpoint:
             state, meta = found.value
             kept = meta.get("commit_seconds")
             # the kept one is of the commit before; reading takes about as long as writing
-            self._note_commit(max(kept if isinstance(kept, float) else 0.0, read_seconds, 1.0))
+            self._note_commit(
+                max(kept if isinstance(kept, float) else 0.0, read_seconds, self._commit_seconds)
+            )
             hand_out(found.path)
         else:
             state = _received(size * self._world.local_size)

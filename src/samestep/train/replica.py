@@ -111,7 +111,7 @@ class Replica:
 
     def note_call(self, at_hand: share.Pass | None) -> None:
         """The model itself is called: the gradients that follow are exchanged."""
-        self._called = at_hand, at_hand.start if at_hand else 0
+        self._called = _batch(at_hand)
         self._seen_since.clear()
 
     def _watch_calls(self) -> None:
@@ -123,9 +123,8 @@ class Replica:
     def expect_call(self, parameter: torch.Tensor) -> None:
         """A gradient has come: through a call of the model, or it stays this rank's own."""
         at_hand = share.current()
-        here = at_hand, at_hand.start if at_hand else 0
         again = self._called is None or id(parameter) in self._seen_since
-        if at_hand is not None and again and self._called != here:
+        if at_hand is not None and again and self._called != _batch(at_hand):
             kind = type(self.model).__name__
             raise UsageError(
                 f"a gradient of {kind} came without a call of it in this batch, and only what model(...) computes "
@@ -184,6 +183,11 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self.ddp = None
+
+
+def _batch(at_hand: share.Pass | None) -> tuple[share.Pass | None, int]:
+    """Which batch is being worked on, to tell it from others."""
+    return at_hand, at_hand.start if at_hand else 0
 
 
 def _expect_call(replica: "weakref.ref[Replica]", parameter: torch.Tensor) -> None:

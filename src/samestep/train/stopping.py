@@ -54,10 +54,9 @@ class Wishes:
             return signal.Signals(self.heard).name
         if self._end is not None and time.time() > self._end - margin_seconds:
             if self._run is not None:
+                # a launcher that started the run again would do it in vain
                 with suppress(OSError):
-                    time_up_path(
-                        self._run
-                    ).touch()  # a launcher that started the run again would do it in vain
+                    time_up_path(self._run).touch()
             return "the job's time limit"
         if self._run is not None and stop_path(self._run).exists():
             return "samestep stop"
