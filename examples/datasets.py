@@ -35,8 +35,10 @@ def head(dataset, count):
     return Subset(dataset, range(min(count, len(dataset))))
 
 
-def digits(train):
-    """The 8 x 8 digits that come with the package: four fifths to train on, every fifth to test."""
+def digits(root, train):
+    """UCI's 8 x 8 digits from its two files, or without a root those of the package, every fifth to test."""
+    if root is not None:
+        return _labelled(root, *_read_digits(Path(root, "optdigits.tra" if train else "optdigits.tes")))
     images, labels = samestep.data.digits()
     chosen = (torch.arange(len(labels)) % 5 != 0) == train
     return TensorDataset(images[chosen], labels[chosen].long())
@@ -163,6 +165,22 @@ def _labelled(place, images, labels):
         found = f"a label {labels.max()}" if len(labels) else "no images"
         raise DataError(f"{place} has {found} where ten classes, 0 to 9, are expected; fetch the files again")
     return TensorDataset(images, labels.long())
+
+
+def _read_digits(path):
+    if not path.is_file():
+        raise DataError(
+            f"{path.parent} has no {path.name}; put optdigits.tra and optdigits.tes there (UCI's Optical Recognition "
+            "of Handwritten Digits), or leave out --data-dir for the digits of the package"
+        )
+    try:
+        rows = np.loadtxt(path, np.uint8, delimiter=",", ndmin=2)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); fetch it again") from None
+    if rows.shape[1:] != (65,) or rows[:, :64].max() > 16:
+        raise DataError(f"{path} has lines that are not 64 pixels from 0 to 16 and a label; fetch it again")
+    pixels, labels = torch.from_numpy(rows).split([64, 1], dim=1)
+    return pixels.reshape(-1, 8, 8), labels.flatten()
 
 
 def _find_idx(root, name):

@@ -28,6 +28,7 @@ class Net(nn.Module):
 
 
 parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--data-dir", help="folder of all of UCI's digits (default: those of the package)")
 parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (default: 10)")
 parser.add_argument("--batch-size", type=int, default=32, help="images in one step (default: 32)")
 parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order (default: 0)")
@@ -37,8 +38,8 @@ args = parser.parse_args()
 
 torch.manual_seed(args.seed)
 device = samestep.init().device
-train = samestep.loader(digits(train=True), args.batch_size, shuffle=True, seed=args.seed)
-test = samestep.loader(digits(train=False), batch_size=360)
+train = samestep.loader(digits(args.data_dir, train=True), args.batch_size, shuffle=True, seed=args.seed)
+test = samestep.loader(digits(args.data_dir, train=False), batch_size=360)
 model = samestep.replicate(Net().to(device))
 optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 

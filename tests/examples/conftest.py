@@ -48,6 +48,14 @@ def write_mnist(root: Path, *, suffix: str = "", count: int = 5) -> tuple[np.nda
     return images, labels
 
 
+def write_digits(root: Path, count: int = 40) -> np.ndarray:
+    draw = np.random.default_rng(0)
+    rows = np.hstack([draw.integers(0, 17, (count, 64)), draw.integers(0, 10, (count, 1))])
+    for name in ("optdigits.tra", "optdigits.tes"):
+        np.savetxt(root / name, rows, fmt="%d", delimiter=",")
+    return rows
+
+
 def cifar_batch(seed: int, count: int = 3) -> tuple[np.ndarray, list[int]]:
     draw = np.random.default_rng(seed)
     return draw.integers(0, 256, (count, 3072), dtype=np.uint8), draw.integers(0, 10, count).tolist()

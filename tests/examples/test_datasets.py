@@ -15,12 +15,48 @@ def idx(array: np.ndarray) -> bytes:
     return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 
 
-def test_digits_are_1797_and_every_fifth_is_for_the_test(datasets: ModuleType) -> None:
-    train, test = datasets.digits(train=True), datasets.digits(train=False)
+def test_digits_of_the_package_are_1797_and_every_fifth_is_for_the_test(datasets: ModuleType) -> None:
+    train, test = datasets.digits(None, train=True), datasets.digits(None, train=False)
     assert (len(train), len(test)) == (1437, 360)
     assert train.tensors[0].dtype == torch.uint8
     assert train.tensors[0].max() == 16
     assert sorted(set(test.tensors[1].tolist())) == list(range(10))
+
+
+def test_all_of_ucis_digits_are_read_as_they_were_written(
+    datasets: ModuleType, tiny: ModuleType, tmp_path: Path
+) -> None:
+    rows = tiny.write_digits(tmp_path)
+    for train in (True, False):
+        found = datasets.digits(tmp_path, train=train)
+        assert np.array_equal(found.tensors[0].flatten(1).numpy(), rows[:, :64])
+        assert found.tensors[1].tolist() == rows[:, 64].tolist()
+
+
+DAMAGED_DIGITS = {
+    "missing": (None, r"has no optdigits\.tra; put optdigits\.tra and optdigits\.tes there"),
+    "empty": ("", "not 64 pixels from 0 to 16 and a label"),
+    "a web page": ("<!DOCTYPE html>\n", "cannot be read"),
+    "cut in a line": (",".join(["0"] * 65) + "\n0,0", "cannot be read"),
+    "without labels": (",".join(["0"] * 64), "not 64 pixels from 0 to 16 and a label"),
+    "too bright": (",".join(["17"] * 64 + ["3"]), "not 64 pixels from 0 to 16 and a label"),
+    "beyond a byte": (",".join(["0"] * 64 + ["300"]), "cannot be read"),
+    "an eleventh class": (",".join(["0"] * 64 + ["10"]), "has a label 10"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_DIGITS)
+@pytest.mark.filterwarnings("ignore:loadtxt. input contained no data")
+def test_a_file_of_digits_is_refused_in_one_sentence(
+    datasets: ModuleType, tmp_path: Path, damage: str
+) -> None:
+    text, sentence = DAMAGED_DIGITS[damage]
+    if text is not None:
+        (tmp_path / "optdigits.tra").write_text(text)
+    with pytest.raises(SystemExit, match=sentence) as found:
+        datasets.digits(tmp_path, train=True)
+    assert str(tmp_path) in str(found.value)
+    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(("folder", "suffix"), [("", ""), ("", ".gz"), ("MNIST/raw", "")])

@@ -18,12 +18,12 @@ SEVEN_LINES = """\
 -from torch.utils.data import DataLoader
 +import samestep
 -device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
--train = DataLoader(digits(train=True), args.batch_size, shuffle=True)
--test = DataLoader(digits(train=False), batch_size=360)
+-train = DataLoader(digits(args.data_dir, train=True), args.batch_size, shuffle=True)
+-test = DataLoader(digits(args.data_dir, train=False), batch_size=360)
 -model = Net().to(device)
 +device = samestep.init().device
-+train = samestep.loader(digits(train=True), args.batch_size, shuffle=True, seed=args.seed)
-+test = samestep.loader(digits(train=False), batch_size=360)
++train = samestep.loader(digits(args.data_dir, train=True), args.batch_size, shuffle=True, seed=args.seed)
++test = samestep.loader(digits(args.data_dir, train=False), batch_size=360)
 +model = samestep.replicate(Net().to(device))
 -    print(f"epoch {epoch}: {correct / len(test.dataset):.2%}")
 +    print(f"epoch {epoch}: {samestep.sum(correct) / len(test.dataset):.2%}")
@@ -90,6 +90,7 @@ def data(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
     tiny.write_mnist(root, count=12)
     tiny.write_cifar(root, "binary")
+    tiny.write_digits(root)
     tiny.write_images(root, count=3)
     (root / "tale.txt").write_text("once upon a time there was a rank that waited for another\n" * 40)
     return root
@@ -113,8 +114,11 @@ def test_a_dry_run_takes_one_step_and_stops(tmp_path: Path, data: Path, script: 
 
 
 @pytest.mark.parametrize(("script", "size"), [("digits_serial.py", 0), ("digits.py", 2)])
-def test_a_dry_run_of_the_digits_takes_one_step_too(tmp_path: Path, script: str, size: int) -> None:
-    assert len(run(tmp_path, size, script, "--dry-run").splitlines()) == 1
+def test_a_dry_run_of_the_digits_takes_one_step_too(
+    tmp_path: Path, data: Path, script: str, size: int
+) -> None:
+    for more in ([], ["--data-dir", data, "--batch-size", 8]):
+        assert len(run(tmp_path, size, script, "--dry-run", *more).splitlines()) == 1
 
 
 def test_a_missing_data_set_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
