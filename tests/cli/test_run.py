@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
+
+from samestep.cli.run import command
 
 CLEAN = {
     name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP", "CUDA"))
@@ -52,10 +55,20 @@ def test_everything_after_the_script_belongs_to_it(home):
         ["-n2", "--node-rank=0"],
         ["-n2", "--signals-to-handle=SIGTERM,SIGALRM", "--shutdown-timeout=3", "--max-restarts=0"],
         ["-n2", "-r", "0", "-t", "0"],
+        ["-n2", "--run-path", "--event_log_handler=null", "--monitor-interval=0.1", "--role=trainer"],
     ],
 )
 def test_torchruns_spellings_of_one_node_are_understood(home, args):
     assert run(home, *args, "show.py") == (0, "0 2\n", "")
+
+
+def test_every_option_of_torchrun_is_known():
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    ours = {name for option in command.params for name in option.opts} | set(
+        command.context_settings["help_option_names"]
+    )
+    assert theirs
+    assert {name.replace("_", "-") for name in theirs} <= ours
 
 
 def test_the_output_of_chosen_ranks_is_shown(home):
@@ -119,6 +132,17 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["-n2", "--restart-on", "x", "--max-restarts", "1", "show.py"], 2, "is no list of exit codes"),
         (["-n2", "--signals-to-handle", "SIGNOPE", "show.py"], 2, "is no signal to pass on"),
         (["-n2", "--numa-binding", "node", "show.py"], 2, "--numa-binding is not offered"),
+        (
+            ["-n2", "--virtual-local-rank", "show.py"],
+            2,
+            "--virtual-local-rank is not offered: every process is",
+        ),
+        (
+            ["-n2", "--logs_specs=mine", "show.py"],
+            2,
+            "--logs-specs is not offered: every rank's output is kept",
+        ),
+        (["-n2", "--duplicate-stderr-filters=x", "show.py"], 2, "--duplicate-stderr-filters is not offered"),
         (["-n2", "--no-python", "-m", "show"], 2, "leave one of them out"),
         (["-n2", "--run-dir", "show.py/runs", "show.py"], 2, "cannot be written (not a directory)"),
         (["-n2", "nowhere.py"], 127, "nowhere.py cannot be executed (there is no such file in /"),

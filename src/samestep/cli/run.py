@@ -21,6 +21,14 @@ from samestep.placement import cores, place
 _MANY = 1 << 20
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
+_NOT_OFFERED = {
+    "--numa-binding": "every process has cores of its own",
+    "--virtual-local-rank": "every process is told its device by LOCAL_RANK",
+    "--logs-specs": "every rank's output is kept in the run's logs",
+    "--duplicate-stdout-filters": "every rank's output is kept in the run's logs",
+    "--duplicate-stderr-filters": "every rank's output is kept in the run's logs",
+}
+
 _EPILOG = """\b
 Examples:
   samestep run -n 2 train.py --epochs 3
@@ -35,12 +43,12 @@ Everything after SCRIPT belongs to it. The exit code is the first failing worker
 """
 
 
-def _taken_from_torchrun(*names: str) -> Callable[[Any], Any]:
-    """Options of torchrun about what is decided otherwise here; they are read and change nothing."""
+def _taken_from_torchrun(*names: str, **of_option: Any) -> Callable[[Any], Any]:
+    """Options of torchrun about what is decided otherwise here; unless refused they change nothing."""
 
     def added(command: Any) -> Any:
         for name in names:
-            command = click.option(name, hidden=True)(command)
+            command = click.option(name, hidden=True, **of_option)(command)
         return command
 
     return added
@@ -100,13 +108,17 @@ def _taken_from_torchrun(*names: str) -> Callable[[Any], Any]:
 @click.option("--rdzv-id", hidden=True)
 @click.option("-r", "--redirects", hidden=True)
 @click.option("--local-ranks-filter", hidden=True)
-@click.option("--numa-binding", hidden=True)
 @_taken_from_torchrun("--monitor-interval", "--role", "--start-method", "--rdzv-conf", "--local-addr")
+@_taken_from_torchrun("--event-log-handler", *(_NOT_OFFERED.keys() - {"--virtual-local-rank"}))
+@_taken_from_torchrun("--run-path", "--virtual-local-rank", is_flag=True)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT on N processes of this machine, or of several that run this command together."""
     try:
+        for name, why in _NOT_OFFERED.items():
+            if options[name.removeprefix("--").replace("-", "_")]:
+                raise UsageError(f"{name} is not offered: {why}; leave it out")
         where = _where(options, script)
         env, size = _size(options, where.number if where else 0)
         code = run_script(
@@ -156,8 +168,6 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
 
 def _where(options: Mapping[str, Any], script: str) -> Where | None:
     """Where the launchers of several nodes meet; in an allocation's own shell they are started first."""
-    if options["numa_binding"]:
-        raise UsageError("--numa-binding is not offered: every process has cores of its own; leave it out")
     if options["standalone"]:
         if options["node_rank"] or options["nodes"] not in (None, "1", "1:1"):
             raise UsageError("--standalone is 1 node; leave it out, or --nodes and --node-rank")
