@@ -6,7 +6,7 @@ help:
 	@echo "make demo   train a small network at 1 and 2 processes and compare (no download, no GPU)"
 	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
 	@echo "make check  formatting, lint, types, and the plan of the house"
-	@echo "make bench  measure steps, equal bits and commits beside the peers; results in benchmarks/results"
+	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
 	@echo "make kill-loop, make fuzz, make crash-points, make pairs, make requeue, make mistakes   the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
@@ -25,7 +25,7 @@ check: .venv/made
 	.venv/bin/python -m pytest tests/test_house.py
 
 bench: .venv/made-bench
-	for one in overhead exact checkpoint; do .venv/bin/python benchmarks/$$one.py || exit; done
+	for one in overhead data exact checkpoint; do .venv/bin/python benchmarks/$$one.py || exit; done
 
 kill-loop: .venv/made
 	.venv/bin/python tests/kill_loop.py
