@@ -42,6 +42,17 @@ def test_prefixes_of_ddp_are_dropped_where_all_keys_have_them(world, tmp_path):
     assert samestep.load(path) == {}
 
 
+def test_a_link_stays_and_what_it_points_to_is_replaced(world, tmp_path):
+    real, link = tmp_path / "on-scratch" / "m.pt", tmp_path / "m.pt"
+    if world.rank == 0:
+        real.parent.mkdir()
+        link.symlink_to(real)
+    for step in range(2):
+        samestep.save(link, {"step": step})
+    assert link.is_symlink()
+    assert samestep.load(real) == {"step": 1}
+
+
 def test_an_error_of_rank_0_is_raised_on_all_ranks_and_the_old_file_stays(world, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"not-there/m.pt cannot be written \(no such file or directory\)"

@@ -25,8 +25,6 @@ _NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 def sum(value: Value) -> Value:
     """Collective. The total over all ranks of a tensor, a number, or a dict of them."""
-    if init().size == 1:
-        return value
     at_hand = share.current()
     weight = 0.0 if at_hand is not None and at_hand.lent else 1.0
     return _weighted("samestep.sum", value, weight, divide=False)
@@ -38,8 +36,6 @@ def mean(value: Value, weight: float | None = None) -> Value:
     A rank counts for the samples it was given: of the batch at hand inside a loop over a loader, of the whole
     pass after it; `weight` says otherwise.
     """
-    if init().size == 1:
-        return value
     if weight is None:
         counted = share.counted()
         weight = 1.0 if counted is None else float(counted)
@@ -48,14 +44,14 @@ def mean(value: Value, weight: float | None = None) -> Value:
 
 def gather(value: Value) -> Value:
     """Collective. The ranks' tensors joined along their first dimension, their lists one after another."""
-    if init().size == 1:
-        return value
     named = dict(_leaves(value))
     for leaf in named.values():
         if not isinstance(leaf, list | tuple) and not (isinstance(leaf, torch.Tensor) and leaf.dim()):
             raise UsageError(
                 f"gather joins tensors with a first dimension and lists, not {_kind(leaf)}; use [x]"
             )
+    if init().size == 1:
+        return value
     at_hand = share.current()
     lent = at_hand is not None and at_hand.lent
     leaves = [leaf[:0] if lent else leaf for leaf in named.values()]
@@ -75,6 +71,8 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
             raise UsageError(
                 f"samestep.mean of {_kind(leaf)} is no whole number; use .float() or samestep.sum"
             )
+    if init().size == 1:
+        return value
     kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
     small = [leaf for leaf in leaves if not _is_large(leaf)]
     ranks = _exchange(call, kinds, [float(weight), *map(_number, small)])

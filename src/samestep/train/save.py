@@ -17,7 +17,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     failure = ""
     if init().rank == 0:
         try:
-            write_whole(Path(path), lambda file: torch.save(state, file))
+            write_whole(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
         except Exception as error:  # whatever it is, the others wait to hear of it
             reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
             failure = f"{path} cannot be written ({reason}); what was there is intact"
