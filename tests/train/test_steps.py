@@ -2,6 +2,7 @@
 
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -192,12 +193,18 @@ def test_mean_after_the_microbatches_weighs_what_each_rank_had(world):
         (8, 0, "microbatch 0 is no part of batch_size 8"),
         (8, 9, "microbatch 9 is no part of batch_size 8"),
         (8, "2", "microbatch '2' is no part"),
+        (8, True, "microbatch True is no part"),
         (0, 1, "batch_size 0 is not a number of samples"),
     ],
 )
 def test_a_microbatch_that_cannot_be_is_a_sentence(world, batch, microbatch, says):
     with pytest.raises(UsageError, match=says):
         samestep.steps(dataset(), batch, microbatch=microbatch)
+
+
+def test_numpys_whole_numbers_are_whole_numbers(world):
+    steps = samestep.steps(dataset(), np.int64(8), microbatch=np.int32(2), seed=np.uint8(3))
+    assert steps.state_dict() == samestep.steps(dataset(), 8, microbatch=2, seed=3).state_dict()
 
 
 @pytest.mark.sizes(3)

@@ -69,9 +69,9 @@ class Loader:
         options: dict[str, Any],
         world: World,
     ) -> None:
-        batch_size = _as_int(batch_size)
+        batch_size = as_int(batch_size)
         share.check_batch_size(batch_size, world.size)
-        if type(seed := _as_int(seed)) is not int:
+        if type(seed := as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is no whole number; use one, such as seed=0")
         _check_dataset(dataset)
         self.dataset = dataset
@@ -226,7 +226,7 @@ class Loader:
         return on_device(self._source.batches(plan, epoch), self._world.device)
 
 
-def _as_int(value: Any) -> Any:
+def as_int(value: Any) -> Any:
     """NumPy's whole numbers are whole numbers too."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 

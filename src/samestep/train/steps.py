@@ -7,7 +7,7 @@ from samestep.errors import UsageError
 from samestep.train import replicate, share
 from samestep.train.agree import compare_replicas
 from samestep.train.exact import in_exact_run
-from samestep.train.loader import Loader, agree
+from samestep.train.loader import Loader, agree, as_int
 from samestep.train.meter import count_step
 from samestep.train.replica import Replica, replicas
 from samestep.train.streams import draw_as
@@ -48,8 +48,9 @@ class Steps(Loader):
         options: dict[str, Any],
         world: World,
     ) -> None:
+        batch_size, microbatch = as_int(batch_size), as_int(microbatch)
         share.check_batch_size(batch_size, world.size)
-        if not isinstance(microbatch, int) or not 1 <= microbatch <= batch_size:
+        if type(microbatch) is not int or not 1 <= microbatch <= batch_size:
             raise UsageError(
                 f"microbatch {microbatch!r} is no part of batch_size {batch_size}; "
                 f"use 1 to {batch_size} samples"
