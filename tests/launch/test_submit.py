@@ -254,6 +254,17 @@ def test_a_users_profile_is_found_and_says_only_what_differs(tmp_path: Path) -> 
     assert load_profile("one-gpu", env).about == "ours"
 
 
+def test_a_users_profile_may_have_the_one_it_hides_as_its_base(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    site = tmp_path / "site" / "samestep" / "profiles"
+    for folder, text in (own, 'account = "abc"'), (site, 'time = "10:00"'):
+        folder.mkdir(parents=True)
+        (folder / "idris-v100.toml").write_text(f'base = "idris-v100"\n{text}\n')
+    env = {"XDG_CONFIG_HOME": str(tmp_path / "site"), "SAMESTEP_PROFILES": str(own)}
+    both = load_profile("idris-v100", env)
+    assert (both.account, both.time, both.cores) == ("abc", "10:00", 40)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -283,3 +294,8 @@ def test_profiles_lists_them_and_explains_one(tmp_path: Path) -> None:
     wrong = _samestep("profiles", "idris-a10", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "write idris-a100 or idris-v100" in wrong.stderr
+    (tmp_path / "mine.toml").write_text("gpus =")
+    listed = _samestep("profiles", cwd=tmp_path, SAMESTEP_PROFILES=str(tmp_path))
+    assert listed.returncode == 2
+    assert "mine.toml cannot be read as TOML" in listed.stderr
+    assert "idris-v100" in listed.stdout

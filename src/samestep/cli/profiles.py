@@ -18,14 +18,18 @@ def command(as_json: bool, name: str | None) -> None:
     """List the profiles that `samestep submit --profile` takes, or explain the one called NAME.
 
     A file NAME.toml in $SAMESTEP_PROFILES or in $XDG_CONFIG_HOME/samestep/profiles (~/.config) adds one; with
-    `base = "idris-v100"` it says only what differs.
+    `base = "idris-v100"` it says only what differs from that one, also where it has that name itself.
     """
     paths = profile_paths(os.environ)
-    try:
-        found = {one: load_profile(one, os.environ) for one in ([name] if name else paths)}
-    except UsageError as error:
-        click.echo(f"samestep profiles: {error}", err=True)
-        raise SystemExit(2) from None
+    found, code = {}, 0
+    for one in [name] if name else paths:
+        try:
+            found[one] = load_profile(one, os.environ)
+        except UsageError as error:
+            click.echo(f"samestep profiles: {error}", err=True)
+            code = 2
+    if not found:
+        raise SystemExit(code)
     if as_json:
         profiles = {one: {"path": str(paths[one]), **asdict(profile)} for one, profile in found.items()}
         click.echo(json.dumps({"schema_version": 1, "profiles": profiles}))
@@ -36,6 +40,7 @@ def command(as_json: bool, name: str | None) -> None:
         wide = max(map(len, found))
         for one, profile in found.items():
             click.echo(f"{one:{wide}}  {profile.about}: {_shape(profile)}")
+    raise SystemExit(code)
 
 
 def _shape(profile: Profile) -> str:

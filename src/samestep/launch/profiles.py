@@ -63,15 +63,21 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def profile_paths(env: Mapping[str, str]) -> dict[str, Path]:
     """Every profile's file by its name: a site's or user's own hides a shipped one of the same name."""
-    found: dict[str, Path] = {}
-    for folder in reversed(list(_folders(env))):
-        found |= {path.stem: path for path in sorted(folder.glob("*.toml"))}
-    return dict(sorted(found.items()))
+    return {name: paths[0] for name, paths in _layers(env).items()}
 
 
 def load_profile(name: str, env: Mapping[str, str]) -> Profile:
-    """The profile of that name, over the one it names as its `base`."""
-    return Profile(**_merged(name, profile_paths(env), ()))
+    """The profile of that name, over the one it names as its `base`: with its own name, the one it hides."""
+    return Profile(**_merged(name, _layers(env), ()))
+
+
+def _layers(env: Mapping[str, str]) -> dict[str, list[Path]]:
+    """All files of each name, from the one that is taken to the shipped one."""
+    found: dict[str, list[Path]] = {}
+    for folder in _folders(env):
+        for path in folder.glob("*.toml"):
+            found.setdefault(path.stem, []).append(path)
+    return dict(sorted(found.items()))
 
 
 def _folders(env: Mapping[str, str]) -> Iterator[Path]:
@@ -82,16 +88,19 @@ def _folders(env: Mapping[str, str]) -> Iterator[Path]:
     yield _SHIPPED
 
 
-def _merged(name: str, paths: Mapping[str, Path], above: tuple[str, ...]) -> dict[str, Any]:
-    if name not in paths:
-        raise UsageError(f"profile {name!r} is in no profile directory; write {_one_of(name, list(paths))}")
+def _merged(name: str, layers: Mapping[str, list[Path]], above: tuple[str, ...]) -> dict[str, Any]:
+    if name not in layers:
+        raise UsageError(f"profile {name!r} is in no profile directory; write {_one_of(name, list(layers))}")
     if name in above:
         raise UsageError(
             f"profile {name!r} is its own base ({' > '.join((*above, name))}); leave one base out"
         )
-    values = _read(paths[name])
+    path, *hidden = layers[name]
+    values = _read(path)
     base = values.pop("base", None)
-    return (_merged(base, paths, (*above, name)) if base else {}) | values
+    if base == name and hidden:
+        return _merged(base, {**layers, name: hidden}, above) | values
+    return (_merged(base, layers, (*above, name)) if base else {}) | values
 
 
 def _read(path: Path) -> dict[str, Any]:
