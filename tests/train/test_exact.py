@@ -1,5 +1,9 @@
 """The same bits at any number of processes, with all in the network that usually prevents it."""
 
+import gc
+import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,27 @@ def test_another_microbatch_is_another_computation(world):
             optimizer.step()
         found.add(str([one.tolist() for one in model.parameters()]))
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_model_that_is_dropped_is_freed_with_its_courier(world, exact):
+    def trained():
+        model = samestep.replicate(nn.Linear(4, 2), exact=exact)
+        for step in samestep.steps(TensorDataset(torch.randn(8, 4)), 8, microbatch=2):
+            for (x,) in step:
+                model(x).mean().backward()
+        return weakref.ref(model)
+
+    def couriers():
+        return sum(one.name == "samestep-courier" for one in threading.enumerate())
+
+    before = couriers()
+    dropped, end = trained(), time.monotonic() + 10
+    while (dropped() is not None or couriers() > before) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert dropped() is None
+    assert couriers() <= before
 
 
 def test_batches_of_a_loader_are_refused(world):

@@ -7,6 +7,7 @@ Not covered: another kind of hardware, torch version or thread count, which `ari
 
 import os
 import platform
+import weakref
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ class ExactReplica(Replica):
         self._courier: Courier | None = None
         if self.ddp is not None:
             self._courier = Courier(world.device)
-            self.ddp.register_comm_hook(None, self._exchange)
+            weakref.finalize(self, self._courier.dismiss).atexit = False
+            self.ddp.register_comm_hook(weakref.ref(self), _exchanged)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         at_hand = share.current()
@@ -150,12 +152,8 @@ class ExactReplica(Replica):
             one.grad = None
         return taken
 
-    def _exchange(
-        self,
-        _: None,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[torch.Tensor]:
-        """As DDP's comm hook: what earlier microbatches left joins the last one's, and goes around."""
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        """What earlier microbatches left joins the last one's, and goes around."""
         at_hand = share.current()
         assert at_hand is not None
         assert at_hand.index is not None
@@ -202,6 +200,16 @@ class ExactReplica(Replica):
         total = courier.send(lambda: add_up(own, like, ranks, courier.group)).wait()
         parts = torch.split(total, [one.numel() for one in floating])
         return [part.view_as(one) for part, one in zip(parts, floating, strict=True)]
+
+
+def _exchanged(
+    replica: "weakref.ref[ExactReplica]",
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """As DDP's comm hook, by which DDP must not hold the replica that holds it: no collector sees that circle."""
+    owner = replica()
+    assert owner is not None
+    return owner.exchange(bucket)
 
 
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:

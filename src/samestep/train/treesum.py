@@ -118,11 +118,16 @@ class Courier:
         self._work.put(work)
         return done
 
-    def stop(self) -> None:
+    def dismiss(self) -> None:
+        """End the thread after what it was given."""
         self._work.put(None)
+
+    def stop(self) -> None:
+        self.dismiss()
         self._thread.join(timeout=5)
         dist.destroy_process_group(self.group)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            work = None  # or the last step's replica would live until the next
