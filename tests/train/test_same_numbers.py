@@ -165,6 +165,29 @@ def test_two_models_in_one_backward_and_one_used_twice(world):
         all_close(model, one)
 
 
+def test_a_penalty_on_gradients_is_that_of_the_whole_batch(world):
+    """As critics are held smooth: derived twice, through a second model, and from what depends on its output."""
+
+    def train(encoder, critic, stream):
+        optimizer = torch.optim.SGD([*encoder.parameters(), *critic.parameters()], lr=0.1, momentum=0.9)
+        for x, _ in stream:
+            optimizer.zero_grad()
+            code = encoder(x)
+            mixed = code.detach().requires_grad_()
+            (smooth,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+            (steep,) = torch.autograd.grad(critic(code).square().sum(), code, create_graph=True)
+            (((smooth.norm(dim=1) - 1) ** 2).mean() + steep.square().sum(1).mean()).backward()
+            optimizer.step()
+
+    torch.manual_seed(1)
+    plain = network(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    models = copy.deepcopy(plain)
+    train(*plain, batches(22, 7, 1))
+    train(*map(samestep.replicate, models), samestep.loader(data(22), 7, shuffle=True))
+    for model, one in zip(models, plain, strict=True):
+        all_close(model, one)
+
+
 def test_frozen_parameters_stay_and_the_others_follow_the_serial_script(world):
     model, plain = network(), network()
     for one in (model, plain):

@@ -228,7 +228,23 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, *(None if one is None else _times(one, ctx.weight) for one in gradients))
+        times = _Times.apply if torch.is_grad_enabled() else _times
+        return (None, *(None if one is None else times(one, ctx.weight) for one in gradients))
+
+
+class _Times(torch.autograd.Function):
+    """A weighed gradient in a graph of its own, such as a gradient penalty's.
+
+    Derived again it is not weighed again: as a factor it is in whatever is derived from it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, weight: float) -> torch.Tensor:
+        return _times(gradient, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*gradient, None)
 
 
 def _times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
