@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,37 @@ def test_commands_targets_and_links_exist(page: Path) -> None:
     assert set(targets) <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
+
+
+def test_the_page_of_costs_shows_what_was_measured() -> None:
+    def measured(benchmark: str) -> list[dict[str, Any]]:
+        return json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())["rows"]
+
+    steps = {
+        (one["base"], one["model"], one["kind"], one["system"]): f"{one['ratio']:.2f}"
+        for one in measured("overhead")
+        if "model" in one
+    }
+    loading = {(one["images"], one["system"]): f"{one['ratio']:.1f}" for one in measured("data")}
+    text = (ROOT / "docs" / "speed.md").read_text()
+    tables = re.findall(r"^\| (.+) \|\n\|[-|]+\|\n((?:\|.+\|\n)+)", text, re.MULTILINE)
+    seen = 0
+    for head, body in tables:
+        names = head.split(" | ")
+        for line in body.splitlines():
+            cells = dict(zip(names, line.strip("| ").split(" | "), strict=True))
+            for system in names[2 if "model" in cells else 1 :]:
+                if "model" in cells:
+                    base = "serial" if "serial again" in names else "ddp"
+                    assert cells[system] == steps[base, cells["model"], cells["kind"], system]
+                else:
+                    assert cells[system] == loading[cells["images"], system]
+                seen += 1
+    assert seen == 6 * 2 + 6 * 4 + 2 * 2
+    start = next(
+        one for one in measured("overhead") if one["kind"] == "start" and one["system"] == "samestep"
+    )
+    assert f"takes {start['ratio']:.2f} of `torchrun`'s time ({start['seconds']:.1f}" in text
 
 
 def test_the_readme_leads_to_every_page() -> None:
