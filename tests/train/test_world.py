@@ -13,6 +13,7 @@ import torch
 
 import samestep
 from samestep import RanksDiffer
+from samestep.train.world import _objection
 
 FACTS = ["rank", "size", "local_rank", "local_size", "node", "nodes", "device", "launcher"]
 START = """
@@ -81,6 +82,41 @@ def test_a_backend_that_is_not_there_is_named():
         check=False,
     )
     assert "UsageError: backend 'foo' is not in this build of torch; use one of gloo" in found.stderr
+
+
+def test_ranks_of_unlike_environments_are_named_before_the_group_is_made(script):
+    ranks = script.run(
+        """
+import os, torch.distributed as dist
+import samestep
+if os.environ["RANK"] == "2":
+    samestep.__version__ = "0.0.1"
+try:
+    samestep.init()
+finally:
+    print(dist.is_initialized())
+""",
+        3,
+    )
+    for code, out, err in ranks:
+        assert (code, out) == (1, "False\n")
+        assert re.search(
+            r"RanksDiffer: samestep is 0\.1\.0 on rank 0 \(.+\) and 0\.0\.1 on rank 2 \(.+\); start every rank",
+            err,
+        )
+
+
+def test_ranks_that_share_a_device_are_named():
+    """As NCCL cannot; no machine with GPUs is needed to see that two of a node name the same one."""
+    alike = {"torch": "2", "samestep": "0", "python": "3", "host": "a"}
+    places = [(0, "x"), (0, "y"), (1, "x"), (1, "z"), (1, "x")]
+    ranks = [alike | {"node": node, "device": [f"cuda:{uuid}", uuid]} for node, uuid in places]
+    assert _objection(ranks[:4]) is None
+    assert _objection([one | {"device": None} for one in ranks]) is None
+    assert str(_objection(ranks)) == (
+        "ranks 2, 4 of 5 share one device (cuda:x on a), which NCCL cannot; start one process a device, "
+        "or use init(backend='gloo')"
+    )
 
 
 def run(script, size, body, seconds=30):

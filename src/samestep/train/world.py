@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -136,63 +136,87 @@ def _check_backend(backend: str) -> None:
 def _join(here: Placement, found: Any, device: torch.device, backend: str | None, timeout: timedelta) -> None:
     backend = backend or dist.get_default_backend_for_device(device)
     _check_backend(backend)
+    of_nccl = device.type == "cuda" and "nccl" in backend
+    facts = json.dumps(_facts(here, device if of_nccl else None))
     store: meet.Store | None = None
     if found is not None:
-        bind = device if device.type == "cuda" and "nccl" in backend else None
+        _check_alike(found, here.rank, here.size, facts, timeout)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("samestep/world", found),  # type: ignore[attr-defined]
             rank=here.rank,
             world_size=here.size,
             timeout=timeout,
-            device_id=bind,
+            device_id=device if of_nccl else None,
         )
         store = dist.PrefixStore("samestep/meet", found)  # type: ignore[attr-defined]
     group = dist.new_group(backend="gloo", timeout=timeout)
     meet.sit_down(group, store, here.rank, here.size, timeout)
-    _introduce(here, device, backend)
+    ranks = [json.loads(one) for one in meet.meet("samestep.init", facts.encode())]
+    if found is None and (objection := _objection(ranks)):
+        raise objection
+    _set_threads(here, sum((one["node"], one["cores"]) == (here.node, cores()) for one in ranks))
     _watch_failure()
 
 
-def _introduce(here: Placement, device: torch.device, backend: str) -> None:
-    """Tell the others what this process is: what must be alike is compared, what is shared is divided."""
-    mine = {
+def _facts(here: Placement, device: torch.device | None) -> dict[str, Any]:
+    """What must be alike on all ranks, and what each needs for itself."""
+    return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "samestep": samestep.__version__,
         "host": socket.gethostname(),
         "node": here.node,
         "cores": cores(),
-        "device": _identity(device),
+        "device": device and [str(device), str(torch.cuda.get_device_properties(device).uuid)],
     }
-    all_of_us = [json.loads(one) for one in meet.meet("samestep.init", json.dumps(mine).encode())]
+
+
+def _check_alike(found: Any, rank: int, size: int, facts: str, timeout: timedelta) -> None:
+    """Collective. Before the group is made: at other versions, or two on a device, NCCL fails in its own words."""
+    store = dist.PrefixStore("samestep/facts", found)  # type: ignore[attr-defined]
+    store.set(str(rank), facts)
+
+    def everyones(name: str) -> list[str]:
+        keys = [f"{name}{one}" for one in range(size)]
+        store.wait(keys, timeout)
+        return keys
+
+    def objection() -> SamestepError | None:
+        return _objection([json.loads(store.get(key)) for key in everyones("")])
+
+    if rank == 0:
+        store.set("alike", "no" if objection() else "yes")
+    store.wait(["alike"], timeout)
+    if store.get("alike") == b"no" and (error := objection()):
+        store.set(f"told {rank}", "")
+        if rank == 0:  # whose end is the store's
+            with suppress(RuntimeError):
+                everyones("told ")
+        raise error
+
+
+def _objection(ranks: Sequence[Mapping[str, Any]]) -> SamestepError | None:
+    """Why these processes cannot be one world, if so."""
     for fact in ("torch", "samestep", "python"):
-        other = next((rank for rank, one in enumerate(all_of_us) if one[fact] != all_of_us[0][fact]), None)
-        if other is not None:
-            raise RanksDiffer(
-                f"{fact} is {all_of_us[0][fact]} on rank 0 ({all_of_us[0]['host']}) and "
-                f"{all_of_us[other][fact]} on rank {other} ({all_of_us[other]['host']}); "
-                "start every rank from the same environment"
-            )
-    neighbours = [one for one in all_of_us if one["node"] == here.node]
-    if "nccl" in backend and device.type == "cuda":
-        sharing = [
-            rank
-            for rank, one in enumerate(all_of_us)
-            if (one["node"], one["device"]) == (here.node, mine["device"])
-        ]
+        for rank, one in enumerate(ranks):
+            if one[fact] != ranks[0][fact]:
+                return RanksDiffer(
+                    f"{fact} is {ranks[0][fact]} on rank 0 ({ranks[0]['host']}) and {one[fact]} on rank {rank} "
+                    f"({one['host']}); start every rank from the same environment"
+                )
+    holders: dict[Any, list[int]] = {}
+    for rank, one in enumerate(ranks):
+        if one["device"]:
+            holders.setdefault((one["node"], one["device"][1]), []).append(rank)
+    for sharing in holders.values():
         if len(sharing) > 1:
-            raise UsageError(
-                f"ranks {', '.join(map(str, sharing))} of {here.size} share one device ({device} on "
-                f"{mine['host']}), which NCCL cannot; start one process a device, or use init(backend='gloo')"
+            one = ranks[sharing[0]]
+            return UsageError(
+                f"{meet.ranks_in_words(sharing)} of {len(ranks)} share one device ({one['device'][0]} on "
+                f"{one['host']}), which NCCL cannot; start one process a device, or use init(backend='gloo')"
             )
-    _set_threads(here, sum(one["cores"] == mine["cores"] for one in neighbours))
-
-
-def _identity(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
-    return str(device)
+    return None
 
 
 def _set_threads(here: Placement, sharing: int) -> None:
