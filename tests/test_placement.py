@@ -331,6 +331,19 @@ def test_exports_keep_what_torchrun_says_of_its_restarts():
     assert exports(place(restarted), restarted).items() <= restarted.items()
 
 
+def test_what_a_rank_exported_before_it_called_sbatch_does_not_place_the_new_jobs_ranks():
+    old = SRUN | exports(place(SRUN | {"SLURM_PROCID": "0"})) | MEETING
+    new = old | {"SLURM_JOB_ID": "9", "SLURM_JOBID": "9"}
+    assert who(place(new)) == "1/3 1/2 0/2 slurm h1"
+    said = exports(place(new), new)
+    assert (said["RANK"], said["ROLE_RANK"], said["TORCHELASTIC_RUN_ID"]) == ("1", "1", "job 9.0")
+    # and what a rank starts below itself finds it as before
+    assert who(place(old)) == "0/3 1/2 0/2 torchrun node7"
+    assert who(place(new | TORCHRUN)) == "2/3 2/3 0/1 torchrun 127.0.0.1"
+    spawned = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    assert place(new | spawned | {"GROUP_WORLD_SIZE": "1"}).size == 2
+
+
 def test_placement_needs_no_torch():
     told = "import samestep.placement, sys; print([name for name in sys.modules if 'torch' in name])"
     assert subprocess.check_output([sys.executable, "-c", told], text=True) == "[]\n"

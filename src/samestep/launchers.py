@@ -96,6 +96,19 @@ def recognise(env: Env) -> Found:
     return found._replace(facts=found.facts | torch)
 
 
+def without_leftovers(env: Env) -> Env:
+    """Without what `init` exported in another Slurm step, one of whose ranks then called sbatch or srun."""
+    run = env.get("TORCHELASTIC_RUN_ID", "")
+    is_changed = any(env.get(name) != env.get(f"ROLE_{name}") for name in ("RANK", "WORLD_SIZE"))
+    if not run.startswith("job ") or is_changed or not text(env, "SLURM_JOB_ID"):
+        return env
+    if run == run_name(env, "slurm", None):
+        return env
+    exported = (*_TORCH, "MASTER_ADDR", "MASTER_PORT")
+    kept = (name for name in env if name not in exported and not name.startswith(("ROLE_", "TORCHELASTIC_")))
+    return {name: env[name] for name in kept}
+
+
 def meeting(env: Env, found: Found, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
     """Address and port that every rank derives alike, as far as the launcher's variables allow."""
     if found.launcher == "slurm":

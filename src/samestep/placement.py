@@ -21,6 +21,7 @@ from samestep.launchers import (
     said,
     text,
     variable,
+    without_leftovers,
 )
 from samestep.nodelist import shown
 
@@ -68,6 +69,7 @@ def place(
     `cores` are what this process, or the Slurm task that it is below, may use; where that is bound to one,
     `bound_of` is how many its machine has.
     """
+    env = without_leftovers(env)
     flags = dict(zip(FIELDS, (rank, size, local_rank, local_size, node, nodes), strict=True))
     given = {name: (value, f"{name}={value}") for name, value in flags.items() if value is not None}
     if given and (rank is None or size is None):
@@ -97,13 +99,12 @@ def place(
 
 def this_process() -> Placement:
     """The placement of the process that asks."""
+    env = without_leftovers(os.environ)
     # What a launcher below a task shares out says nothing of what srun gave it.
-    is_below = recognise(os.environ).launcher in _BELOW_TASKS and in_step(os.environ)
+    is_below = recognise(env).launcher in _BELOW_TASKS and in_step(env)
     pid = _slurm_task() if is_below else 0
     is_bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(pid)) == 1
-    return place(
-        os.environ, run=_mpi_daemon(), cores=len(cores(pid)), bound_of=os.cpu_count() if is_bound else None
-    )
+    return place(env, run=_mpi_daemon(), cores=len(cores(pid)), bound_of=os.cpu_count() if is_bound else None)
 
 
 def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -120,16 +121,17 @@ def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str
         here["MASTER_ADDR"] = p.master_addr
     if p.master_port is not None:
         here["MASTER_PORT"] = str(p.master_port)
+    env = without_leftovers(env or {})
     described = {
         "ROLE_RANK": str(p.rank),
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(p.size),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RUN_ID": p.run if p.launcher == "slurm" and p.run else "none",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    return here | {name: (env or {}).get(name, value) for name, value in described.items()}
+    return here | {name: env.get(name, value) for name, value in described.items()}
 
 
 def device_index(p: Placement, visible: int) -> int | None:
