@@ -54,6 +54,7 @@ _RUN_NAMES = {
 
 # Slurm counts the steps for its own use (interactive, batch, extern) down from 2**32.
 _FIRST_PSEUDO_STEP = (1 << 32) - 16
+BATCH_STEP = str((1 << 32) - 5)
 
 # Below Linux' ephemeral ports, of which an outgoing connection may hold any, and below torch's 29400, 29500.
 _FIRST_PORT, _NUM_PORTS = 10_000, 18_999

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from samestep.errors import PlacementError
 from samestep.launchers import (
+    BATCH_STEP,
     FIELDS,
     Fact,
     Facts,
@@ -100,6 +101,9 @@ def place(
 def this_process() -> Placement:
     """The placement of the process that asks."""
     env = without_leftovers(os.environ)
+    if in_step(env) and _is_batch_script():
+        # sbatch hands on the variables of the step that it was called in.
+        env = {**env, "SLURM_STEP_ID": BATCH_STEP}
     # What a launcher below a task shares out says nothing of what srun gave it.
     is_below = recognise(env).launcher in _BELOW_TASKS and in_step(env)
     pid = _slurm_task() if is_below else 0
@@ -270,6 +274,13 @@ def _slurm_task() -> int:
             break
         task = pid
     return task
+
+
+def _is_batch_script() -> bool:
+    for pid, name in _ancestors():
+        if name == "slurmstepd":
+            return ".batch]" in _read(f"/proc/{pid}/cmdline")
+    return False
 
 
 def _mpi_daemon() -> str | None:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -26,3 +27,18 @@ def test_ranks_meet_also_where_rank_0_is_not_on_the_first_node(isolated, tmp_pat
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=50)
     met = sorted(re.findall(r"rank \d on node \d met \d", done.stdout))
     assert met == ["rank 0 on node 1 met 3", "rank 1 on node 0 met 3", "rank 2 on node 1 met 3"], done.stdout
+
+
+def test_a_batch_script_that_a_rank_submitted_is_not_in_that_ranks_step(isolated, tmp_path):
+    said = tmp_path / "said"
+    env = f"{sys.executable} -m samestep env"
+    (tmp_path / "job.sh").write_text(f"#!/bin/sh\n({env}; srun {env}) > said 2> notes; echo >> said\n")
+    submit = "test $SLURM_PROCID = 1 || sbatch --quiet --ntasks=2 --nodes=2 job.sh"
+    isolated.run("srun", "--ntasks=2", "--nodes=2", "sh", "-c", submit, cwd=tmp_path)
+    until = time.monotonic() + 30
+    while not (said.exists() and said.read_text().endswith("\n\n")):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    script, *ranks = said.read_text().split("\n")
+    assert script == "rank 0 of 1, local rank 0 of 1, node 0 of 1, started by alone"
+    assert sorted(rank.partition(",")[0] for rank in ranks if rank) == ["rank 0 of 2", "rank 1 of 2"]
