@@ -1,5 +1,6 @@
 """A function on N processes: its values, or the worker's own exception."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -92,6 +93,16 @@ def test_an_exception_whose_class_takes_other_arguments_travels_too():
 def test_what_cannot_be_launched_is_one_sentence(fn, size):
     with pytest.raises(UsageError, match="cannot be"):
         launch(fn, size)
+
+
+def test_an_exception_outside_exception_is_the_workers_own_too():
+    def fail() -> None:
+        if rank() == 1:
+            raise asyncio.CancelledError("mine")
+        time.sleep(100)
+
+    with pytest.raises(asyncio.CancelledError, match="mine"):
+        launch(fail, 2)
 
 
 def test_an_exception_that_cannot_travel_comes_as_text():

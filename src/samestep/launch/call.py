@@ -26,7 +26,9 @@ def main(call: Any) -> None:
     os.close(nothing)
     try:
         kind, answer = VALUE, _call(text)
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a cancelled task's is no Exception
         _forget_own_frames(error)
         # the hook prints it, and a rank whose failure it saw leaves without waiting for the others
         sys.excepthook(type(error), error, error.__traceback__)
@@ -52,14 +54,14 @@ def _call(text: bytes) -> bytes:
         raise TypeError(f"{type(value).__name__} cannot be returned from a worker: {error}") from error
 
 
-def _forget_own_frames(error: Exception) -> None:
+def _forget_own_frames(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     error.__traceback__ = trace
 
 
-def _dumped(error: Exception) -> bytes:
+def _dumped(error: BaseException) -> bytes:
     """The exception and its text; only the text where the exception does not survive the way."""
     text = "".join(traceback.format_exception(error)).rstrip()
     for sent in (error, _Parts(error), None):
@@ -75,14 +77,14 @@ def _dumped(error: Exception) -> bytes:
 class _Parts:
     """An exception whose class takes other arguments than it keeps is sent by what it holds."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def __reduce__(self) -> Any:
         return _rebuilt, (type(self._error), self._error.args, vars(self._error))
 
 
-def _rebuilt(kind: type[Exception], args: tuple[Any, ...], held: dict[str, Any]) -> Exception:
+def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], held: dict[str, Any]) -> BaseException:
     error = kind.__new__(kind)
     error.args = args
     vars(error).update(held)
