@@ -103,3 +103,19 @@ def test_an_allocations_own_shell_is_told_what_starts_a_process_for_each_task_or
     given = dict(one.split("=") for one in given.split())
     (note,) = place({"SLURM_JOB_ID": "3", "SLURM_JOB_NUM_NODES": "2", **given}).notes
     assert note == f"this is in no step of Slurm job 3, so it runs alone; {advice}"
+
+
+@pytest.mark.parametrize(
+    ("left", "note"),
+    [
+        # left over from a try without Slurm, and `srun --ntasks=3 torchrun --nproc-per-node 2`
+        ("RANK=0 WORLD_SIZE=1", "WORLD_SIZE is 1; unset RANK and WORLD_SIZE for one run"),
+        ("RANK=0 WORLD_SIZE=2 GROUP_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=none",
+         "GROUP_WORLD_SIZE is 1; start one torchrun on each node with --nnodes for one run"),
+    ],
+)  # fmt: skip
+def test_a_task_that_runs_by_itself_in_a_step_of_several_is_noted(left, note):
+    env = STEP | TORCHRUN | dict(one.split("=") for one in left.split())
+    assert place(env).notes[0] == f"task 1 of 3 in this Slurm step runs by itself, for {note}"
+    # the first task may be the only one that started torchrun
+    assert not any("by itself" in note for note in place(env | {"SLURM_PROCID": "0"}).notes)

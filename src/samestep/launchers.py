@@ -75,7 +75,8 @@ def recognise(env: Env) -> Found:
     if complete and text(env, "SAMESTEP_RUN"):
         return Found("samestep", torch)
     if complete and text(env, "TORCHELASTIC_RUN_ID"):
-        return Found("torchrun", torch)
+        notes = _by_itself(env, torch, "start one torchrun on each node with --nnodes")
+        return Found("torchrun", torch, notes)
     found = _outer(env)
     if "rank" not in torch and "size" not in torch:
         return found
@@ -87,7 +88,7 @@ def recognise(env: Env) -> Found:
             )
         return Found("torchrun", torch)
     if complete and _is_another_world(torch, found.facts):
-        return Found("torchrun", torch)
+        return Found("torchrun", torch, _by_itself(env, torch, "unset RANK and WORLD_SIZE"))
     for field in ("rank", "size"):
         mine, theirs = torch.get(field), found.facts.get(field)
         if mine and theirs and mine[0] != theirs[0]:
@@ -224,6 +225,17 @@ def _is_another_world(torch: Facts, outer: Facts) -> bool:
     if "size" not in outer or torch["size"][0] == outer["size"][0]:
         return False
     return torch["rank"][0] == 0 or torch["rank"][0] != outer["rank"][0]
+
+
+def _by_itself(env: Env, torch: Facts, write: str) -> tuple[str, ...]:
+    """What is said where a task that is not the first of its step has begun a run of one node."""
+    nodes, task = torch.get("nodes", torch["size"]), count(env, "SLURM_PROCID")
+    if not in_step(env) or task == 0 or torch["rank"][0] != 0 or nodes[0] != 1:
+        return ()
+    tasks = count(env, "SLURM_STEP_NUM_TASKS")
+    return (
+        f"task {task} of {tasks} in this Slurm step runs by itself, for {said(nodes)}; {write} for one run",
+    )
 
 
 def _step(env: Env) -> Facts:
