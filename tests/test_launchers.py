@@ -1,5 +1,6 @@
 import pytest
 
+from samestep.errors import PlacementError
 from samestep.launchers import hosts_of_ranks, port_choices
 from samestep.placement import place
 
@@ -119,3 +120,15 @@ def test_a_task_that_runs_by_itself_in_a_step_of_several_is_noted(left, note):
     assert place(env).notes[0] == f"task 1 of 3 in this Slurm step runs by itself, for {note}"
     # the first task may be the only one that started torchrun
     assert not any("by itself" in note for note in place(env | {"SLURM_PROCID": "0"}).notes)
+
+
+@pytest.mark.parametrize("through", ["SLURM_JOB_ID SLURM_PROCID SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
+def test_a_container_that_lets_only_a_part_of_a_step_through_is_no_copy(through):
+    env = {name: STEP[name] for name in through.split()}
+    with pytest.raises(PlacementError) as raised:
+        place(env)
+    assert str(raised.value) == (
+        "SLURM_PROCID is 1 but SLURM_STEP_ID is not set; let all variables of the step through to this process"
+    )
+    assert place(env | TORCHRUN | {"LOCAL_RANK": "1"}).rank == 1
+    assert place(env | {"SLURM_PROCID": "0"}).size == 1  # as in a batch script

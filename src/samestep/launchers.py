@@ -79,6 +79,11 @@ def recognise(env: Env) -> Found:
         return Found("torchrun", torch, notes)
     found = _outer(env)
     if "rank" not in torch and "size" not in torch:
+        if found.launcher == "alone" and count(env, "SLURM_PROCID") and not text(env, "SLURM_STEP_ID"):
+            raise PlacementError(
+                f"SLURM_PROCID is {count(env, 'SLURM_PROCID')} but SLURM_STEP_ID is not set; "
+                "let all variables of the step through to this process"
+            )
         return found
     if found.launcher == "alone":
         if not complete:
