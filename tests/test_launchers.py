@@ -132,3 +132,14 @@ def test_a_container_that_lets_only_a_part_of_a_step_through_is_no_copy(through)
     )
     assert place(env | TORCHRUN | {"LOCAL_RANK": "1"}).rank == 1
     assert place(env | {"SLURM_PROCID": "0"}).size == 1  # as in a batch script
+
+
+def test_a_step_of_several_nodes_without_its_tasks_per_node_is_told_what_to_set():
+    env = {name: value for name, value in STEP.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
+    with pytest.raises(PlacementError) as raised:
+        place(env)
+    assert str(raised.value) == (
+        "SLURM_STEP_NUM_NODES is 2 but nothing says how many processes this node has; "
+        "set RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+    )
+    assert place(env | {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}).local_size == 2

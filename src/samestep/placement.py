@@ -215,6 +215,11 @@ def _check(facts: Facts) -> None:
         if facts[name][0] >= of[0]:
             raise PlacementError(f"{said(facts[name])} but {said(of)}; count from 0 to {variable(of)} - 1")
     fits = local_size[0] == size[0] if nodes[0] == 1 else local_size[0] + nodes[0] - 1 <= size[0]
+    if not fits and local_size[1] == ASSUMED:
+        raise PlacementError(
+            f"{said(nodes)} but nothing says how many processes this node has; "
+            "set RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+        )
     if not fits:
         raise PlacementError(f"{said(local_size)} and {said(nodes)}, but {said(size)}; make the three agree")
 
