@@ -143,3 +143,11 @@ def test_a_step_of_several_nodes_without_its_tasks_per_node_is_told_what_to_set(
         "set RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
     )
     assert place(env | {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}).local_size == 2
+
+
+def test_an_allocation_of_several_parts_is_told_how_one_step_covers_them():
+    (note,) = place({"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "2", "SLURM_NTASKS": "5"}).notes
+    assert note == (
+        "this is in no step of Slurm job 3, so it runs alone; "
+        "`srun --het-group=0-1 python ...` starts one for each task of its 2 parts"
+    )

@@ -295,6 +295,8 @@ def _advice(env: Env, where: str, srun: str) -> str:
     tasks = max(count(env, "SLURM_NTASKS"), nodes * count(env, "SLURM_NTASKS_PER_NODE"))
     cpus = count(env, "SLURM_CPUS_PER_TASK")
     alone = f"{where} Slurm job {shown(env.get('SLURM_JOB_ID', ''))}, so it runs alone"
+    if (parts := count(env, "SLURM_HET_SIZE")) > 1:
+        return f"{alone}; `{srun} --het-group=0-{parts - 1} python ...` starts one for each task of its {parts} parts"
     if tasks > nodes:
         options = f"--ntasks={tasks}" + (f" --cpus-per-task={cpus}" if cpus else "")
         return f"{alone}; `{srun} {options} python ...` starts one for each task"
