@@ -123,6 +123,28 @@ def test_the_cause_is_not_a_rank_that_only_lost_its_peer(launcher):
     assert "ranks 0, 2 failed too" in err
 
 
+def test_a_rank_that_prints_its_exception_and_exits_is_the_cause_and_not_who_missed_it(launcher):
+    launcher.write(
+        """
+        import sys, traceback
+        import samestep
+        world = samestep.init()
+        try:
+            if world.rank == 1:
+                raise ValueError("the cause")
+        except ValueError:
+            traceback.print_exc()
+            sys.exit(3)
+        samestep.sum(1)
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code in (1, 3)  # 1 where it was stopped while it left
+    assert "failed on rank 1 of 2" in err
+    assert "ValueError: the cause" in err
+    assert "different calls" not in err
+
+
 def test_kill_9_of_the_launcher_leaves_no_worker_nor_loader_worker(launcher, gone):
     started, pids = launcher.start_stubborn()
     started.process.kill()

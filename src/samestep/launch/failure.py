@@ -25,7 +25,7 @@ _MOST_COLUMNS = 400
 _ECHO = re.compile(
     r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
     r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
-    r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout"
+    r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
 )
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
