@@ -74,14 +74,15 @@ def test_a_call_that_some_ranks_make_elsewhere_names_both_lines_and_all_ranks(wo
     )
 
 
-def test_a_backend_that_is_not_there_is_named():
+@pytest.mark.parametrize(("backend", "name"), [("'foo'", "foo"), ("5", "5"), ("torch.device('cpu')", "cpu")])
+def test_a_backend_that_is_not_there_is_named(backend, name):
     found = subprocess.run(
-        [sys.executable, "-c", "import samestep; samestep.init(backend='foo')"],
+        [sys.executable, "-c", f"import torch, samestep; samestep.init(backend={backend})"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "UsageError: backend 'foo' is not in this build of torch; use one of gloo" in found.stderr
+    assert f"UsageError: backend '{name}' is not in this build of torch; use one of gloo" in found.stderr
 
 
 def test_ranks_of_unlike_environments_are_named_before_the_group_is_made(script):

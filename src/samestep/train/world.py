@@ -126,7 +126,7 @@ def _begin_run(here: Placement) -> None:
 
 
 def _check_backend(backend: str) -> None:
-    for part in backend.split(","):
+    for part in str(backend).split(","):
         name = part.split(":")[-1]
         if not dist.is_backend_available(name):
             known = [one for one in ("gloo", "nccl", "xccl", "mpi", "ucc") if dist.is_backend_available(one)]
