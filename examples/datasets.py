@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 import zlib
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -25,6 +26,18 @@ class DataError(SystemExit):
     """A data set is missing or damaged; as a SystemExit it is printed without a traceback."""
 
 
+@contextmanager
+def _in_words():
+    """What the system refuses is a sentence too."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} cannot be read ({error.strerror.lower()}); make it readable, "
+            "or name another directory with --data-dir"
+        ) from None
+
+
 def default_dir():
     """Where data sets lie unless --data-dir says otherwise."""
     return os.environ.get("DATA_DIR") or os.environ.get("DSDIR") or "data"
@@ -35,6 +48,7 @@ def head(dataset, count):
     return Subset(dataset, range(min(count, len(dataset))))
 
 
+@_in_words()
 def digits(root, train):
     """UCI's 8 x 8 digits from its two files, or without a root those of the package, every fifth to test."""
     if root is not None:
@@ -44,6 +58,7 @@ def digits(root, train):
     return TensorDataset(images[chosen], labels[chosen].long())
 
 
+@_in_words()
 def mnist(root, train):
     """The MNIST images, uint8 (n, 28, 28), from the four IDX files, gzipped or not."""
     part = "train" if train else "t10k"
@@ -52,6 +67,7 @@ def mnist(root, train):
     return _labelled(root, images, labels)
 
 
+@_in_words()
 def cifar10(root, train):
     """The CIFAR-10 images, uint8 (n, 3, 32, 32), from the binary or the Python version."""
     names = [f"data_batch_{i}" for i in range(1, 6)] if train else ["test_batch"]
@@ -88,6 +104,7 @@ class ImageFolder(Dataset):
 
     _suffixes = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm")
 
+    @_in_words()
     def __init__(self, root, size, *, train):
         if Image is None:
             raise DataError(
@@ -105,7 +122,7 @@ class ImageFolder(Dataset):
         self.samples = [
             (os.path.join(folder, name), self.classes.index(class_name))
             for class_name in _folders(part)
-            for folder, _, names in sorted(os.walk(part / class_name))
+            for folder, _, names in sorted(_walk(part / class_name))
             for name in sorted(names)
             if name.lower().endswith(self._suffixes)
         ]
@@ -139,19 +156,31 @@ def synthetic_images(count, size, classes):
     return TensorDataset(images, torch.randint(0, classes, (count,), generator=draw))
 
 
+@_in_words()
 def text(root):
     """All *.txt files below a directory as one string; without a directory, Python's own help topics."""
     if root is None:
         from pydoc_data.topics import topics
 
         return "\n".join(topics.values())
-    files = sorted(Path(root).rglob("*.txt"))
+    found = (Path(folder, name) for folder, _, names in _walk(root) for name in names)
+    files = sorted(file for file in found if file.suffix == ".txt")
     whole = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     if not whole:
         raise DataError(
             f"{root} has no text; put *.txt files there, or leave out --data-dir for a built-in one"
         )
     return whole
+
+
+def _walk(directory):
+    """The folders below this one, also where a link leads; one that cannot be listed is not passed over."""
+
+    def refuse(error):
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    return os.walk(directory, onerror=refuse, followlinks=True)
 
 
 def _folders(directory):

@@ -274,6 +274,33 @@ def test_the_built_in_text_is_there_and_a_folder_without_text_is_one_sentence(
     assert datasets.text(tmp_path) == "abc"
 
 
+def test_what_a_link_leads_to_is_read_and_a_folder_called_txt_is_no_text(
+    datasets: ModuleType, tiny: ModuleType, tmp_path: Path
+) -> None:
+    tiny.write_images(tmp_path / "elsewhere")
+    for part in ("train", "val"):
+        (tmp_path / part / "all").mkdir(parents=True)
+        (tmp_path / part / "all" / "more").symlink_to(tmp_path / "elsewhere" / part)
+        assert len(datasets.ImageFolder(tmp_path, 16, train=part == "train")) == 4
+    (tmp_path / "texts" / "old.txt").mkdir(parents=True)
+    (tmp_path / "texts" / "old.txt" / "a.txt").write_text("abc")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "to").symlink_to(tmp_path / "texts")
+    assert datasets.text(tmp_path / "texts") == datasets.text(tmp_path / "link") == "abc"
+
+
+def test_what_the_system_refuses_to_read_is_one_sentence(datasets: ModuleType, tmp_path: Path) -> None:
+    refused = tmp_path / ("d" * 300)
+    for name in ("digits", "mnist", "cifar10", "text", "ImageFolder"):
+        size = {"size": 16} if name == "ImageFolder" else {}
+        train = {"train": True} if name != "text" else {}
+        with pytest.raises(SystemExit, match=r"cannot be read \(file name too long\); make it readable"):
+            getattr(datasets, name)(refused, **size, **train)
+    (tmp_path / "a.txt").symlink_to("nowhere")
+    with pytest.raises(SystemExit, match=r"a.txt cannot be read \(no such file or directory\)"):
+        datasets.text(tmp_path)
+
+
 def test_the_default_directory_is_named_by_the_environment(
     datasets: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
