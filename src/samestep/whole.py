@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import BinaryIO
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace a file by what `write` writes; after any error the old one is as it was."""
+    handled = sys.exception()
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with new.open("xb") as file:
@@ -17,9 +19,13 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             new.unlink()
+        cause = error.__context__
+        # torch turns a full disk into a RuntimeError about positions
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError) and cause is not handled:
+            raise cause from None
         raise
     sync_directory(path.parent)
 

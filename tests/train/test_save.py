@@ -71,6 +71,31 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks_and_the_old_file_stays(world,
     assert samestep.sum(1) == world.size
 
 
+def test_a_trouble_before_the_save_is_not_taken_for_its_own(tmp_path):
+    class Odd:
+        def __reduce__(self):
+            raise RuntimeError("no bytes")
+
+    try:
+        raise OSError(28, "No space left on device")
+    except OSError:
+        with pytest.raises(CheckpointError, match=r"m.pt cannot be written \(no bytes\)"):
+            samestep.save(tmp_path / "m.pt", {"step": Odd()})
+
+
+def test_what_ends_a_file_in_the_middle_is_said_in_the_systems_words(tmp_path):
+    source = """
+import resource, samestep, sys, torch
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+samestep.save(sys.argv[1], {"weights": torch.ones(100_000)})
+"""
+    path = tmp_path / "m.pt"
+    command = [sys.executable, "-c", source, path]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert f"CheckpointError: {path} cannot be written (file too large); what was" in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
 class Evil:
     def __reduce__(self):
         return os.system, ("touch /tmp/samestep-was-here",)

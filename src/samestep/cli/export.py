@@ -33,7 +33,6 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
     except (CheckpointError, UsageError) as error:
         raise click.ClickException(str(error)) from error
     except (OSError, RuntimeError) as error:
-        # torch turns a full disk into a RuntimeError about positions
         reason = error.strerror if isinstance(error, OSError) else shown(error)
         raise click.ClickException(f"{output} cannot be written ({reason})") from error
     for note in found.notes:
