@@ -112,16 +112,19 @@ def test_the_readme_shows_what_the_demo_prints(shown: Shown) -> None:
     assert shape([line for line in block if not line.endswith(" ...")]) == shape(ours)
 
 
-def test_ctrl_c_ends_the_demo_with_its_processes_and_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_the_demo_with_its_processes_and_files(tmp_path: Path, number: int, code: int) -> None:
     demo = start(tmp_path, stderr=subprocess.PIPE)
     assert demo.stderr is not None
     assert "1 process" in demo.stderr.readline()
     while not list(tmp_path.glob("samestep*/*/run.json")):
         time.sleep(0.01)
     run = psutil.Process(demo.pid).children(recursive=True)
-    os.killpg(demo.pid, signal.SIGINT)
+    (os.killpg if number == signal.SIGINT else os.kill)(demo.pid, number)
     demo.communicate()
-    assert demo.returncode == 130
+    assert demo.returncode == code
     assert list(tmp_path.glob("samestep*")) == []
     assert not [one for one in run if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 

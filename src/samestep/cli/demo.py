@@ -1,6 +1,7 @@
 """`samestep demo`: one small network trained at 1 and at 2 processes, side by side."""
 
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,6 +42,9 @@ def command(epochs: int, as_json: bool) -> None:
         "once by one process and once by two.",
         err=as_json,
     )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
     try:
         result = _trained(epochs)
     except SamestepError as error:
@@ -52,6 +56,11 @@ def command(epochs: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_facts(result)))
     raise SystemExit(not result.same)
+
+
+def _end(number: int, _: object) -> None:
+    """So that the processes and files of the demo go with it."""
+    raise SystemExit(128 + number)
 
 
 def _trained(epochs: int) -> "Result":
