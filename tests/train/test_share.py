@@ -57,6 +57,8 @@ def test_evaluation_covers_every_sample_once_and_leaves_no_rank_without():
         if length >= size:
             assert all(stop - start >= size for start, stop in batches)
         assert all(stop - start <= batch_size for start, stop in batches[:-1])
+        # what is filled from the batch before is one with it only where two would leave a rank without
+        assert all(stop - start <= batch_size or stop - start < 2 * size for start, stop in batches[-1:])
 
 
 def test_going_on_from_any_batch_gives_the_same_rest_at_any_size():
