@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -69,6 +70,20 @@ def test_the_rest_of_an_epoch_and_those_after_it_are_the_undisturbed_ones(world,
         rest, state = left(kind(), epoch)
         assert rest == whole[3 * epoch + 2 :]
         assert resumed(kind(), state) == rest
+
+
+def test_what_a_sampler_draws_is_not_missing_in_the_scripts_own_streams(world):
+    class Drawing(Sampler):
+        def __iter__(self):
+            self.drawn = torch.rand(3), random.random(), np.random.rand()
+            return iter(range(12))
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    for _ in samestep.loader(DATA, 4, sampler=Drawing()):
+        pass
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert (np.random.get_state()[1] == before[2]).all()
 
 
 def test_a_sampler_that_gives_another_order_than_before_is_an_error(world):
