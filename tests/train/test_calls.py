@@ -42,6 +42,29 @@ def test_gradients_of_another_method_are_not_exchanged_and_that_is_said_at_once(
         break
 
 
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(("part", "features"), [("first", 4), ("second", 3)])
+def test_gradients_of_a_part_called_by_itself_are_noticed_at_either_end_of_the_model(world, part, features):
+    net = Net()
+    net.spare = None
+    model = samestep.replicate(net)
+    for (x,) in samestep.loader(DATA, 4):
+        with pytest.raises(UsageError, match=r"a gradient of Net came without a call of it in this batch"):
+            getattr(model, part)(x[:, :features]).sum().backward()
+
+
+@pytest.mark.sizes(3)
+def test_what_a_lent_batch_makes_of_the_loss_does_not_count_even_where_it_is_no_number(world):
+    net = Net()
+    net.spare = None
+    model = samestep.replicate(net)
+    for (x,) in samestep.loader(TensorDataset(torch.ones(2, 4)), 3, shuffle=True):
+        loss = model(x).mean()
+        (loss / 0 if world.rank == 2 else loss).backward()
+    assert model.second.bias.grad.item() == 1
+    assert all(one.grad.isfinite().all() for one in model.parameters())
+
+
 def test_a_call_counts_for_every_gradient_of_its_batch_and_of_the_loss_kept_from_it(world):
     net = Net()
     net.spare = None
