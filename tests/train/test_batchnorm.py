@@ -124,3 +124,18 @@ def test_images_in_two_and_three_dimensions_and_half_precision(world):
         plain = kind(3)
         plain(images)
         assert torch.allclose(model.running_var, plain.running_var, rtol=1e-2)
+
+
+@pytest.mark.sizes(2, 3)
+def test_statistics_taken_anew_without_gradients_are_everyones_too(world):
+    model = samestep.replicate(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(24, 4))
+    with torch.no_grad():
+        for (x,) in samestep.loader(data, 12):
+            model(x)
+        own = samestep.gather(model[1].running_mean[None])
+        model.eval()(x)
+        ranks = samestep.gather(model[1].running_mean[None])
+    assert not torch.equal(own[0], own[1])
+    assert all(torch.equal(one, own[0]) for one in ranks)
