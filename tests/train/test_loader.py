@@ -390,3 +390,9 @@ def test_workers_live_from_pass_to_pass_and_end_with_their_loader(world):
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_worker_init_fn_of_the_scripts_own_is_called(world, tmp_path):
+    mark = tmp_path / str(world.rank)
+    list(samestep.loader([1, 2, 3], 3, num_workers=1, worker_init_fn=lambda number: mark.touch()))
+    assert mark.exists()
