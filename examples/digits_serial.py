@@ -39,7 +39,7 @@ args = parser.parse_args()
 torch.manual_seed(args.seed)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 train = DataLoader(digits(args.data_dir, train=True), args.batch_size, shuffle=True)
-test = DataLoader(digits(args.data_dir, train=False), batch_size=360)
+test = DataLoader(digits(args.data_dir, train=False), batch_size=2000)
 model = Net().to(device)
 optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 

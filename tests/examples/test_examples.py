@@ -19,11 +19,11 @@ SEVEN_LINES = """\
 +import samestep
 -device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 -train = DataLoader(digits(args.data_dir, train=True), args.batch_size, shuffle=True)
--test = DataLoader(digits(args.data_dir, train=False), batch_size=360)
+-test = DataLoader(digits(args.data_dir, train=False), batch_size=2000)
 -model = Net().to(device)
 +device = samestep.init().device
 +train = samestep.loader(digits(args.data_dir, train=True), args.batch_size, shuffle=True, seed=args.seed)
-+test = samestep.loader(digits(args.data_dir, train=False), batch_size=360)
++test = samestep.loader(digits(args.data_dir, train=False), batch_size=2000)
 +model = samestep.replicate(Net().to(device))
 -    print(f"epoch {epoch}: {correct / len(test.dataset):.2%}")
 +    print(f"epoch {epoch}: {samestep.sum(correct) / len(test.dataset):.2%}")
@@ -119,6 +119,17 @@ def test_a_dry_run_of_the_digits_takes_one_step_too(
 ) -> None:
     for more in ([], ["--data-dir", data, "--batch-size", 8]):
         assert len(run(tmp_path, size, script, "--dry-run", *more).splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", ["digits_serial.py", "digits.py"])
+def test_all_of_ucis_digits_to_test_on_are_one_batch(tmp_path: Path, tiny: ModuleType, script: str) -> None:
+    tiny.write_digits(tmp_path, 1797)
+    source = "import runpy, sys; sys.argv.pop(0); print(len(runpy.run_path(sys.argv[0])['test']))"
+    command = [sys.executable, "-c", source, EXAMPLES / script, "--data-dir", tmp_path, "--dry-run"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES)}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "1", done.stderr
 
 
 def test_a_missing_data_set_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
