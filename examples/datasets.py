@@ -174,13 +174,20 @@ def text(root):
 
 
 def _walk(directory):
-    """The folders below this one, also where a link leads; one that cannot be listed is not passed over."""
+    """The folders below this one, each once, also where a link leads; one that cannot be listed is not passed over."""
 
     def refuse(error):
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise error
 
-    return os.walk(directory, onerror=refuse, followlinks=True)
+    seen = set()
+    for folder, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()  # of two ways to one folder every rank takes the same
+        yield folder, folders, names
 
 
 def _folders(directory):

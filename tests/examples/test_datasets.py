@@ -281,6 +281,7 @@ def test_what_a_link_leads_to_is_read_and_a_folder_called_txt_is_no_text(
     for part in ("train", "val"):
         (tmp_path / part / "all").mkdir(parents=True)
         (tmp_path / part / "all" / "more").symlink_to(tmp_path / "elsewhere" / part)
+        (tmp_path / part / "all" / "again").symlink_to(tmp_path / part)
         assert len(datasets.ImageFolder(tmp_path, 16, train=part == "train")) == 4
     (tmp_path / "texts" / "old.txt").mkdir(parents=True)
     (tmp_path / "texts" / "old.txt" / "a.txt").write_text("abc")
