@@ -1,5 +1,6 @@
 """Reads the examples' data sets into memory: a missing or damaged one ends the script with one sentence."""
 
+import argparse
 import gzip
 import os
 import pickle
@@ -41,6 +42,13 @@ def _in_words():
 def default_dir():
     """Where data sets lie unless --data-dir says otherwise."""
     return os.environ.get("DATA_DIR") or os.environ.get("DSDIR") or "data"
+
+
+def positive(text):
+    """As argparse's type: how many, at least one."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 up")
+    return int(text)
 
 
 def head(dataset, count):

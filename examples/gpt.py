@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import samestep
-from datasets import head, text
+from datasets import head, positive, text
 
 
 class Block(nn.Module):
@@ -98,18 +98,22 @@ def main():
     parser.add_argument(
         "--batch-size", type=int, default=32, help="windows in a step, of all processes (default: 32)"
     )
-    parser.add_argument("--length", type=int, default=128, help="characters in a window (default: 128)")
-    parser.add_argument("--width", type=int, default=128, help="(default: 128)")
-    parser.add_argument("--heads", type=int, default=4, help="(default: 4)")
-    parser.add_argument("--layers", type=int, default=4, help="(default: 4)")
+    parser.add_argument("--length", type=positive, default=128, help="characters in a window (default: 128)")
+    parser.add_argument("--width", type=positive, default=128, help="(default: 128)")
+    parser.add_argument("--heads", type=positive, default=4, help="(default: 4)")
+    parser.add_argument("--layers", type=positive, default=4, help="(default: 4)")
     parser.add_argument(
         "--lr", type=float, default=1e-3, help="highest learning rate of AdamW (default: 0.001)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: 0)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where that is safe")
-    parser.add_argument("--log-interval", type=int, default=50, help="steps between two lines (default: 50)")
+    parser.add_argument(
+        "--log-interval", type=positive, default=50, help="steps between two lines (default: 50)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="one step and one test batch, then stop")
     args = parser.parse_args()
+    if args.width % args.heads:
+        parser.error(f"argument --heads: {args.heads} do not divide --width {args.width}")
 
     whole = text(args.data_dir)
     alphabet = sorted(set(whole))

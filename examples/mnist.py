@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import samestep
-from datasets import default_dir, head, mnist
+from datasets import default_dir, head, mnist, positive
 
 
 class Net(nn.Module):
@@ -65,14 +65,14 @@ def main():
         "--batch-size", type=int, default=64, help="images in a step, of all processes (default: 64)"
     )
     parser.add_argument(
-        "--test-batch-size", type=int, default=1000, help="the same for the test (default: 1000)"
+        "--test-batch-size", type=positive, default=1000, help="the same for the test (default: 1000)"
     )
     parser.add_argument("--epochs", type=int, default=14, help="(default: 14)")
     parser.add_argument("--lr", type=float, default=1.0, help="learning rate of Adadelta (default: 1.0)")
     parser.add_argument("--gamma", type=float, default=0.7, help="its factor after each epoch (default: 0.7)")
     parser.add_argument("--seed", type=int, default=1, help="of weights, order and dropout (default: 1)")
     parser.add_argument(
-        "--log-interval", type=int, default=100, help="steps between two lines (default: 100)"
+        "--log-interval", type=positive, default=100, help="steps between two lines (default: 100)"
     )
     parser.add_argument("--save-model", action="store_true", help="write mnist.pt at the end")
     parser.add_argument("--dry-run", action="store_true", help="one step and one test batch, then stop")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import samestep
-from datasets import ImageFolder, head, synthetic_images
+from datasets import ImageFolder, head, positive, synthetic_images
 
 
 class Bottleneck(nn.Module):
@@ -113,9 +113,9 @@ def main():
     parser.add_argument(
         "--data-dir", help="folder with train/<class>/ and val/<class>/ (default: synthetic images)"
     )
-    parser.add_argument("--image-size", type=int, default=224, help="pixels of a side (default: 224)")
+    parser.add_argument("--image-size", type=positive, default=224, help="pixels of a side (default: 224)")
     parser.add_argument(
-        "--synthetic-images", type=int, default=1024, help="how many there are (default: 1024)"
+        "--synthetic-images", type=positive, default=1024, help="how many there are (default: 1024)"
     )
     parser.add_argument("--epochs", type=int, default=90, help="(default: 90)")
     parser.add_argument(

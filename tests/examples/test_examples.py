@@ -142,6 +142,23 @@ def test_a_missing_data_set_is_one_sentence_without_a_traceback(tmp_path: Path) 
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("script", "args", "says"),
+    [
+        ("mnist.py", ["--log-interval", "0"], "argument --log-interval: 0 is no number from 1 up"),
+        ("resnet.py", ["--image-size", "-1"], "argument --image-size: -1 is no number from 1 up"),
+        ("gpt.py", ["--length", "many"], "argument --length: many is no number from 1 up"),
+        ("gpt.py", ["--heads", "3"], "argument --heads: 3 do not divide --width 128"),
+    ],
+)
+def test_a_number_that_cannot_be_is_one_sentence(
+    tmp_path: Path, script: str, args: list[str], says: str
+) -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / script, *args], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"{script}: error: {says}"
+
+
 def test_the_networks_have_the_published_numbers_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import cifar10
