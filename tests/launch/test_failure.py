@@ -74,6 +74,27 @@ CASES = {
         "import ctypes\ndef h():\n    ctypes.string_at(0)\nh()",
         (3, "h", "ctypes.string_at(0)", "Fatal Python error: Segmentation fault"),
     ),
+    "a message that shows a stack, as torch.compile's does": (
+        """
+        raise RuntimeError('''no branch on data
+
+        from user code:
+           File "model.py", line 4, in forward
+            if x.sum() > 0:
+
+        Set TORCHDYNAMO_VERBOSE=1 for more''')
+        """,
+        (2, "<module>", "raise RuntimeError('''no branch on data", "RuntimeError: no branch on data"),
+    ),
+    "a message that quotes how a traceback begins": (
+        "raise RuntimeError('remote:\\nTraceback (most recent call last):\\n  lost')",
+        (
+            1,
+            "<module>",
+            "raise RuntimeError('remote:\\nTraceback (most recent call last):\\n  lost')",
+            "RuntimeError: remote:",
+        ),
+    ),
     "torch's loader worker": (
         """
         from torch.utils.data import DataLoader, Dataset

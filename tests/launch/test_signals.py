@@ -100,6 +100,26 @@ def test_workers_that_sigterm_ends_are_no_failure(launcher):
     assert "train.py was stopped by SIGTERM after" in err
 
 
+def test_workers_that_print_their_stack_at_sigterm_are_stopped_as_any_other(launcher):
+    launcher.write(
+        """
+        import signal, sys, time, traceback
+        def leave(number, frame):
+            traceback.print_stack(frame)
+            sys.exit(3)
+        signal.signal(signal.SIGTERM, leave)
+        print("ready", file=open("ready", "a"), flush=True)
+        time.sleep(100)
+        """
+    )
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("ready", 2)
+    started.process.send_signal(signal.SIGTERM)
+    code, _, err = started.finish()
+    assert code == 3
+    assert "train.py was stopped by SIGTERM after" in err
+
+
 def test_ctrl_z_stops_the_workers_and_fg_continues_them(launcher):
     launcher.write(
         """

@@ -80,37 +80,33 @@ def read_traceback(stderr: str) -> Traceback | None:
     """The last traceback in what a process wrote to its stderr."""
     crash = None
     in_group = False
-    last = _Block()
-    group: list[_Block] = []
+    read = [[_Block()]]
     for raw in stderr.splitlines():
         line = _RANK.sub("", raw)
+        last = read[-1][-1]
         if crash is not None:
             crash.append(line)
         elif _CRASH.match(line):
             crash = [line]
         elif _GROUP.match(line) and not in_group:
-            in_group, last = True, _Block()
-            group = [last]
+            in_group = True
+            read.append([_Block()])
         elif in_group and _END_OF_GROUP.match(line):
             in_group = False
             last.ended = True
         elif in_group and (_PART.match(line) or _HEADER.match(_BAR.sub("", line))):
-            last = _Block()
-            group.append(last)
+            read[-1].append(_Block())
         elif in_group:
             last.take(_BAR.sub("", line))
-        elif _HEADER.match(line):
-            last, group = _Block(), []
-        elif _FRAME.match(line) and (last.exception or last.ended):
-            last, group = _Block(), []
-            last.take(line)
+        elif _HEADER.match(line) or (_is_syntax_error(line) and (last.exception or last.ended)):
+            read.append([_Block()])
+            read[-1][-1].take(line)
         else:
             last.take(line)
     if crash is not None:
         return _crash(crash)
-    if group:
-        return _of_group(group)
-    return Traceback(_innermost(last.frames), _shortened(last.exception)) if last.frames else None
+    # A message may quote a traceback's first lines, and a printed stack has no exception: neither is the last.
+    return next((found for blocks in reversed(read) if (found := _traceback(blocks))), None)
 
 
 def last_words(stderr: str) -> tuple[str, ...]:
@@ -148,14 +144,22 @@ def _crash(lines: Iterable[str]) -> Traceback:
     return Traceback(_innermost(reversed(frames)), (f"Fatal Python error: {what}",))
 
 
-def _of_group(blocks: list[_Block]) -> Traceback:
-    """The first part of an exception group that is none itself, and the group's name."""
-    whole = blocks[0].exception[:1]
-    parts = [block for block in blocks if block.exception and "sub-exception" not in block.exception[0]]
-    if not parts:
-        return Traceback(_innermost(blocks[0].frames), _shortened(blocks[0].exception))
-    frames = parts[0].frames or blocks[0].frames
-    return Traceback(_innermost(frames), (*_shortened(parts[0].exception), *(f"in {line}" for line in whole)))
+def _traceback(blocks: list[_Block]) -> Traceback | None:
+    """One traceback, or the first part of an exception group that is none itself, and the group's name."""
+    whole = blocks[0]
+    parts = [block for block in blocks[1:] if block.exception and "sub-exception" not in block.exception[0]]
+    if parts:
+        exception = (*_shortened(parts[0].exception), *(f"in {line}" for line in whole.exception[:1]))
+        return Traceback(_innermost(parts[0].frames or whole.frames), exception)
+    if whole.frames and whole.exception:
+        return Traceback(_innermost(whole.frames), _shortened(whole.exception))
+    return None
+
+
+def _is_syntax_error(line: str) -> bool:
+    """Whether a traceback without a header begins here; a stack that a message shows names its functions."""
+    frame = _FRAME.match(line)
+    return frame is not None and not frame["name"]
 
 
 def _innermost(frames: Iterable[Frame]) -> Frame | None:
