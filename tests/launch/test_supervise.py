@@ -94,6 +94,19 @@ def test_a_worker_ended_by_a_signal_is_named_with_it(launcher, number, says):
     assert says in err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_that_only_one_worker_got_is_shown_where_it_came(launcher, rank):
+    launcher.write(
+        f"import os, time\nif os.environ['RANK'] == '{rank}':\n    raise KeyboardInterrupt\ntime.sleep(100)"
+    )
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code == 130
+    assert (
+        "\n  train.py:3 in <module>\n    raise KeyboardInterrupt\nKeyboardInterrupt\nkilled by SIGINT\n"
+        in err
+    )
+
+
 def test_stubborn_workers_and_their_children_are_gone_two_seconds_after_a_failure(launcher, gone):
     started, pids = launcher.start_stubborn()
     workers = [pid for pid in pids if os.getpgid(pid) == pid]

@@ -18,7 +18,8 @@ _GRACE_S = 1.0
 _PATIENCE_S = 30.0
 _POLL_S = 0.05
 _ELSEWHERE_S = 0.25
-_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
+# The interpreter says where it was when one of these ends it.
+_TOLD = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}
 
 
 class Outcome(NamedTuple):
@@ -195,7 +196,7 @@ class Gang:
             # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
             cause = min([cause, *(worker for worker in self.workers if _hangs(worker, cause))], key=_blame)
         status = 1 if cause.was_stopped else cause.status or 0
-        traceback = cause.traceback() if status > 0 or status in _CRASHES else None
+        traceback = cause.traceback() if status > 0 or status in _TOLD else None
         expected = status == CHECKPOINTED or (
             self._asked is not None and not _is_own_fault(status, traceback)
         )
