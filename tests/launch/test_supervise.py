@@ -51,6 +51,14 @@ def test_a_failure_of_rank_0_is_shown_once(launcher):
     assert "Traceback" in launcher.log(0)
 
 
+def test_a_failure_that_cannot_be_read_is_shown_by_its_last_words(launcher):
+    (launcher.home / "two\nlines").mkdir()
+    launcher.write("raise ValueError('mine')", "two\nlines/train.py")
+    code, _, err = launcher.run("-n", "1", "two\nlines/train.py")
+    assert code == 1
+    assert "ValueError: mine\nexit code 1\n" in err
+
+
 def test_a_logged_traceback_of_a_run_that_goes_on_is_shown(launcher):
     launcher.write(
         """

@@ -98,7 +98,7 @@ def _what(outcome: Outcome, cause: Worker, shown: bool, kills: Kills) -> list[st
     if any("killed by signal: Killed" in line for line in lines):
         return [*lines, explain_kill(0, kills).replace("killed by SIGKILL", "a loader worker was killed", 1)]
     if outcome.traceback is None:
-        words = () if shown else last_words(cause.err.tail.decode(errors="replace"))
+        words = () if shown and not cause.err.hides else last_words(cause.err.tail.decode(errors="replace"))
         return [*words, describe_end(outcome.status)]
     return lines if outcome.status == 1 else [*lines, describe_end(outcome.status)]
 

@@ -134,6 +134,7 @@ class Stream:
         self.console = console
         self._partial, self._partial_since = b"", 0.0
         self._held, self._held_since = bytearray(), 0.0
+        self.hides = False
         os.set_blocking(pipe, False)
 
     def read(self) -> bool:
@@ -185,6 +186,7 @@ class Stream:
 
     def forget(self) -> None:
         """Never show what was held back, nor what comes."""
+        self.hides = bool(self._held)
         self._held.clear()
         self.console = None
 
