@@ -162,6 +162,11 @@ def test_what_cannot_be_is_one_sentence(home, args, code, says):
     assert err.count("\n") == 1
 
 
+def test_a_directory_is_named_as_it_is_written(home):
+    (home / "Runs").mkdir()
+    assert f"(there is no such file in {home}/Runs)\n" in run(home / "Runs", "-n2", "nowhere.py")[2]
+
+
 @pytest.mark.parametrize("args", [[], ["--nope", "show.py"], ["--master-port", "0", "show.py"]])
 def test_a_command_line_that_cannot_be_read_exits_2(home, args):
     code, _, err = run(home, *args)

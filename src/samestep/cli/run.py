@@ -147,9 +147,9 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     except KeyboardInterrupt:
         code = 130
     except OSError as error:
-        click.echo(
-            f"samestep: {script} cannot be executed ({(error.strerror or str(error)).lower()})", err=True
-        )
+        reason = error.strerror or str(error)
+        # No more than its first letter is made small: it may hold a path.
+        click.echo(f"samestep: {script} cannot be executed ({reason[:1].lower()}{reason[1:]})", err=True)
         code = 127 if isinstance(error, FileNotFoundError) else 126
     raise SystemExit(code)
 
