@@ -167,6 +167,21 @@ def test_a_directory_is_named_as_it_is_written(home):
     assert f"(there is no such file in {home}/Runs)\n" in run(home / "Runs", "-n2", "nowhere.py")[2]
 
 
+def test_a_directory_that_was_removed_is_said_to_be(home):
+    (home / "gone").mkdir()
+    enter = ["sh", "-c", 'cd gone && rmdir ../gone && exec "$@"', "sh"]
+    done = subprocess.run(
+        [*enter, sys.executable, "-m", "samestep", "run", "-n2", home / "show.py"],
+        cwd=home,
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    said = "samestep: the directory this was started in was removed; change to one that exists\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 @pytest.mark.parametrize("args", [[], ["--nope", "show.py"], ["--master-port", "0", "show.py"]])
 def test_a_command_line_that_cannot_be_read_exits_2(home, args):
     code, _, err = run(home, *args)

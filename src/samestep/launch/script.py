@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from samestep.errors import UsageError
 from samestep.launch.devices import share_cores
 from samestep.launch.ending import ending, pulse_step, restarting
 from samestep.launch.failure import exit_code
@@ -116,7 +117,12 @@ def local_placement(rank: int, size: int, address: str, port: int) -> Placement:
 
 def _directory(script: Script, crew: Crew | None, began: float) -> Path:
     """Node 0 makes the run's directory; another node makes one of its own only where it does not see that."""
-    started = start_record(script.command, script.size, began)
+    try:
+        started = start_record(script.command, script.size, began)
+    except FileNotFoundError as error:
+        raise UsageError(
+            "the directory this was started in was removed; change to one that exists"
+        ) from error
     if crew is None:
         return create_run(script.run_dir, os.environ, started)
     started["nodes"] = crew.nodes
