@@ -118,6 +118,27 @@ def test_the_users_own_line_and_the_exception_are_found(tmp_path, name):
     assert found[3].startswith(exception)
 
 
+def test_how_a_loader_worker_ended_is_told(tmp_path):
+    found = traceback_of(
+        tmp_path,
+        """
+        import os
+        from torch.utils.data import DataLoader
+        class Shards:
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                os.kill(os.getpid(), 9)
+        for batch in DataLoader(Shards(), num_workers=1):
+            pass
+        """,
+    )
+    assert found is not None
+    assert found.frame is not None
+    assert found.frame.line == 9
+    assert found.exception[0].endswith("is killed by signal: Killed.")
+
+
 def test_a_syntax_error_in_an_imported_file_is_shown_there(tmp_path):
     (tmp_path / "model.py").write_text("x = = 3\n")
     found = traceback_of(tmp_path, "import model")

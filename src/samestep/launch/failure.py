@@ -18,6 +18,7 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.* \(most recent call first
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 _NOISE = re.compile(r"^(?:\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)")
+_WORKER = "DataLoader worker (pid"
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
 
@@ -106,7 +107,14 @@ def read_traceback(stderr: str) -> Traceback | None:
     if crash is not None:
         return _crash(crash)
     # A message may quote a traceback's first lines, and a printed stack has no exception: neither is the last.
-    return next((found for blocks in reversed(read) if (found := _traceback(blocks))), None)
+    found = [traceback for blocks in read if (traceback := _traceback(blocks))]
+    if not found:
+        return None
+    cause = found[-2].exception if len(found) > 1 else ()
+    # torch tells how a loader's worker ended only in the cause of this.
+    if cause and _WORKER in cause[0] and f"{_WORKER}(s)" in found[-1].exception[0]:
+        return found[-1]._replace(exception=cause)
+    return found[-1]
 
 
 def last_words(stderr: str) -> tuple[str, ...]:
