@@ -47,6 +47,21 @@ def test_rank_0s_unfinished_lines_are_shown_at_once(launcher):
     assert os.read(started.process.stdout.fileno(), 100).startswith(b"50%")
 
 
+def test_a_line_that_is_ended_later_has_one_prefix(launcher):
+    launcher.write(
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            print("epoch 1 ...", end="", flush=True)
+            time.sleep(0.5)
+            print(" done\\nnext")
+        """
+    )
+    assert launcher.run("-n", "2", "--tee", "all", "train.py")[1] == (
+        "[rank 1] epoch 1 ... done\n[rank 1] next\n"
+    )
+
+
 def test_binary_and_endless_lines_are_kept_byte_for_byte(launcher):
     launcher.write(
         """

@@ -33,8 +33,8 @@ _TRACEBACK = re.compile(
 class Console(Protocol):
     """Where shown ranks' output goes."""
 
-    def show(self, kind: int, data: bytes, owner: object) -> None:
-        """Show bytes on stdout (OUT) or stderr (ERR)."""
+    def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
+        """Show bytes on stdout (OUT) or stderr (ERR), with a prefix before every line."""
 
     @property
     def crowded(self) -> bool:
@@ -50,14 +50,15 @@ class Terminal:
         self._unfinished: dict[int, object] = {}
         self._one = _same_file(OUT, ERR)
 
-    def show(self, kind: int, data: bytes, owner: object) -> None:
-        """Show bytes; a line another owner left unfinished is ended first."""
+    def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
+        """Show bytes; a line another owner left unfinished is ended first, one's own goes on."""
         if not data or kind in self._gone:
             return
         line = OUT if self._one else kind
         if self._unfinished.get(line, owner) is not owner:
             self._waiting[kind] += b"\n"
-        self._waiting[kind] += data
+        marked = b"".join(prefix + each for each in data.splitlines(keepends=True)) if prefix else data
+        self._waiting[kind] += marked[len(prefix) if self._unfinished.get(line) is owner else 0 :]
         if data.endswith((b"\n", b"\r")):
             self._unfinished.pop(line, None)
         else:
@@ -237,8 +238,7 @@ class Stream:
         if self._prefix is None:
             self.console.show(self._kind, data, self.console)
         else:
-            lines = data.splitlines(keepends=True)
-            self.console.show(self._kind, b"".join(self._prefix + line for line in lines), self)
+            self.console.show(self._kind, data, self, self._prefix)
 
 
 def _same_file(one: int, other: int) -> bool:

@@ -72,7 +72,7 @@ class _Caller:
     def __init__(self) -> None:
         self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
 
-    def show(self, kind: int, data: bytes, owner: object) -> None:
+    def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
         """Write and flush."""
         stream = sys.stdout if kind == OUT else sys.stderr
         stream.write(self._decoders[kind - OUT].decode(data))
