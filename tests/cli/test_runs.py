@@ -59,6 +59,15 @@ def test_runs_lists_what_was_run_the_newest_first(home):
     assert lines[2].endswith("train.py 3 0")
 
 
+@pytest.mark.parametrize("record", ["[1, 2]", "{}", '{"command": "main", "start_time": "2026-11-21"}'])
+def test_what_other_programs_keep_in_runs_is_no_run(tmp_path, record):
+    (tmp_path / "runs" / "1").mkdir(parents=True)
+    (tmp_path / "runs" / "1" / "run.json").write_text(record)
+    assert samestep(tmp_path, "runs").stdout == "no runs in runs\n"
+    assert "there is no run in runs" in samestep(tmp_path, "status").stderr
+    assert "1 is no run's directory" in samestep(tmp_path, "logs", "1").stderr
+
+
 def test_no_runs_are_no_error(tmp_path):
     assert samestep(tmp_path, "runs").stdout == "no runs in runs\n"
 

@@ -106,7 +106,7 @@ def root_of(directory: str | None) -> Path:
 def read_run(path: Path) -> Run | None:
     """What lies in a run's directory; None where it is none."""
     record = read_record(path / "run.json")
-    if record is None:
+    if record is None or not _is_ours(record):
         return None
     logs = tuple(sorted(_numbers(path / "logs", "rank-", ".log")))
     pulses = {rank: read_pulse(pulse_path(path, rank)) for rank in _numbers(path / "pulse", "rank-", "")}
@@ -151,6 +151,12 @@ def log_of(run: Run, rank: int) -> Path:
         there = f"there are ranks {min(run.logs)} to {max(run.logs)}" if run.logs else "there are none yet"
         raise UsageError(f"rank {rank} has no log in {run.path}; {there}")
     return log_path(run.path, rank)
+
+
+def _is_ours(record: dict[str, Any]) -> bool:
+    """Other programs keep a run.json too, some of them in ./runs."""
+    kinds = {"argv": list, "size": int, "started": int | float}
+    return all(isinstance(record.get(name), kind) for name, kind in kinds.items())
 
 
 def _numbers(folder: Path, before: str, after: str) -> list[int]:
