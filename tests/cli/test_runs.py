@@ -68,6 +68,13 @@ def test_what_other_programs_keep_in_runs_is_no_run(tmp_path, record):
     assert "1 is no run's directory" in samestep(tmp_path, "logs", "1").stderr
 
 
+def test_a_command_of_several_lines_is_one_line_of_the_list(tmp_path):
+    samestep(tmp_path, "run", "-n", "1", "--no-python", "sh", "-c", "true\n\ttrue")
+    rows = samestep(tmp_path, "runs").stdout.splitlines()
+    assert len(rows) == 2
+    assert rows[1].endswith("  sh -c true  true")
+
+
 def test_no_runs_are_no_error(tmp_path):
     assert samestep(tmp_path, "runs").stdout == "no runs in runs\n"
 

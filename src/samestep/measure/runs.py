@@ -30,10 +30,11 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What was run, without the interpreter."""
+        """What was run, without the interpreter, on one line."""
         argv = [str(word) for word in self.record.get("argv", [])]
         is_python = len(argv) > 1 and Path(argv[0]).name.startswith("python")
-        return " ".join(argv[1:] if is_python else argv)
+        text = " ".join(argv[1:] if is_python else argv)
+        return "".join(letter if letter.isprintable() else " " for letter in text)
 
     @property
     def state(self) -> str:
