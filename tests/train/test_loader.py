@@ -100,6 +100,7 @@ def test_it_says_its_length_dataset_and_batch_size(world):
 
 
 def test_tensors_in_memory_come_bit_for_bit_as_from_a_dataloader(world):
+    torch.manual_seed(0)
     for tensor in (
         torch.rand(13, 3, 2),
         torch.arange(13),

@@ -6,11 +6,13 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from numbers import Integral
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train import replicate, share
@@ -44,16 +46,40 @@ def loader(
 
 def agree(call: str, made: Kind) -> Kind:
     """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
-    facts = json.dumps(made.facts()).encode()
+    facts = json.dumps([made.facts(), _chosen(made.dataset)]).encode()
     for rank, other in enumerate(meet(call, facts)):
         if other != facts:
-            theirs = json.loads(other)
+            theirs, _ = json.loads(other)
+            if theirs == made.facts():
+                raise RanksDiffer(
+                    f"{call} got other samples on rank {init().rank} than on rank {rank}, by the indices of a "
+                    "Subset or by labels; draw the split before replicate, or with a seed of its own"
+                )
             name = next(name for name, value in made.facts().items() if theirs[name] != value)
             raise RanksDiffer(
                 f"{call} got {name} {made.facts()[name]} on rank {init().rank} and {theirs[name]} on rank "
                 f"{rank}; give every rank the same dataset and options"
             )
     return made
+
+
+def _chosen(dataset: Any) -> str:
+    """A digest of what says, without a sample loaded, which ones these are: a Subset's indices, labels in memory."""
+    digest = hashlib.blake2b(digest_size=8)
+    waiting = [dataset]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, ConcatDataset):
+            waiting += one.datasets
+        elif isinstance(one, Subset):
+            waiting.append(one.dataset)
+            # some data sets are indexed by more than whole numbers
+            with suppress(TypeError, ValueError):
+                digest.update(np.fromiter(map(int, one.indices), np.int64).tobytes())
+        elif isinstance(one, TensorDataset):
+            labels = [part for part in one.tensors if part.dim() == 1 and not part.is_floating_point()]
+            digest.update(b"".join(map(content, labels)))
+    return digest.hexdigest()
 
 
 class Loader:

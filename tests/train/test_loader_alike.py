@@ -1,0 +1,31 @@
+"""Ranks that would share samples which are not the same ones are told so before the first batch."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+import samestep
+from samestep import RanksDiffer
+
+
+def error_where_ranks_differ(world, match):
+    return nullcontext() if world.size == 1 else pytest.raises(RanksDiffer, match=match)
+
+
+def test_a_split_that_each_rank_drew_for_itself_is_an_error_on_all_of_them(world):
+    drawn = torch.from_numpy(np.random.default_rng(world.rank).permutation(12)[:9])
+    other = (
+        r"loader got other samples on rank \d than on rank \d, by the indices of a Subset or by labels; draw"
+    )
+    for split in (Subset(range(12), drawn), TensorDataset(drawn)):
+        with error_where_ranks_differ(world, other):
+            samestep.loader(ConcatDataset([range(3), split]), 4)
+
+
+def test_a_split_that_all_ranks_drew_alike_is_shared(world):
+    drawn = torch.randperm(12, generator=torch.Generator().manual_seed(0))[:9]
+    for indices in (drawn, drawn.tolist(), drawn.numpy(), list(drawn), range(9), ["a", None]):
+        assert len(samestep.loader(Subset(range(12), indices), 4).dataset) == len(indices)
