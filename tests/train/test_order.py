@@ -94,3 +94,29 @@ def test_a_sampler_that_gives_another_order_than_before_is_an_error(world):
     _, state = left(Fresh(1), 1)
     with pytest.raises(UsageError, match="the sampler gives epoch 1 another order than the one its first"):
         resumed(Fresh(2), state)
+
+
+class Gives:
+    def __init__(self, given, length):
+        self.given, self.length = given, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(self.given)
+
+
+def test_a_sampler_that_gives_no_order_of_its_length_is_an_error_and_no_other_training(world):
+    for given, message in (
+        (range(9), r"Gives, gave 9 samples and says 12, of which batches are made; let its __len__"),
+        (range(15), r"Gives, gave 15 samples and says 12"),
+        ([[0, 1, 2]] * 12, r"Gives, gave a list, no index of one sample; let it give whole numbers"),
+    ):
+        loader = samestep.loader(DATA, 4, sampler=Gives(given, 12))
+        with pytest.raises(UsageError, match=message):
+            next(iter(loader))
+    with pytest.raises(UsageError, match=r"sampler, list_iterator, without length; give it a __len__"):
+        samestep.loader(DATA, 4, sampler=iter([1]))
+    for given in (torch.arange(12), list(torch.arange(12)), torch.arange(12).numpy()):
+        assert len(list(samestep.loader(DATA, 12, sampler=Gives(given, 12)))) == 1

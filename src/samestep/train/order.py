@@ -5,6 +5,7 @@ on from its last pass, one with `set_epoch`, one with a `state_dict`. Another or
 """
 
 import hashlib
+from operator import index
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class Sampled(Order):
     """The order of a sampler of the user's own."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
+        if not hasattr(sampler, "__len__"):
+            raise UsageError(
+                f"loader got a sampler, {type(sampler).__name__}, without length; give it a __len__"
+            )
         super().__init__(len(sampler), seed, shuffle=False)
         self._sampler = sampler
         self._passes = 0
@@ -79,9 +84,24 @@ class Sampled(Order):
                 self._sampler.set_epoch(epoch)
             if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
                 self._before = self._sampler.state_dict()
-            drawn = torch.tensor(list(self._sampler), dtype=torch.int64)
+            drawn = self._as_order(list(self._sampler))
         finally:
             streams.restore(streams_before)
         self._passes += 1
         self._digest = hashlib.blake2b(drawn.numpy().tobytes(), digest_size=8).hexdigest()
         return drawn
+
+    def _as_order(self, drawn: list[Any]) -> torch.Tensor:
+        name = type(self._sampler).__name__
+        if len(drawn) != self.length:
+            raise UsageError(
+                f"the sampler, {name}, gave {len(drawn)} samples and says {self.length}, of which batches are "
+                "made; let its __len__ say what it gives"
+            )
+        try:
+            return torch.tensor([index(one) for one in drawn], dtype=torch.int64)
+        except TypeError as error:
+            raise UsageError(
+                f"the sampler, {name}, gave a {type(drawn[0]).__name__}, no index of one sample; let it give whole "
+                "numbers, of which batches are made here"
+            ) from error
