@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,15 @@ def test_files_that_carry_code_are_refused_and_not_run(tmp_path):
         ):
             samestep.load(path)
     assert not Path("/tmp/samestep-was-here").exists()
+
+
+def test_what_else_a_file_holds_is_named(tmp_path):
+    path = tmp_path / "best.pt"
+    samestep.save(path, {"accuracy": np.float64(0.9)})
+    with pytest.raises(
+        CheckpointError, match=r"\(it holds a numpy\.\S+\.scalar\); .* numbers as float\(x\)$"
+    ):
+        samestep.load(path)
 
 
 def test_whatever_is_wrong_with_a_file_is_one_sentence_that_names_it(tmp_path):

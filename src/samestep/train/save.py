@@ -1,6 +1,7 @@
 """Who writes the file: one rank, whole or not at all, in a form the serial world reads."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ def load(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} is not there; save it first, or name another file") from error
     except Exception as error:  # a damaged pickle raises what its bytes happen to spell
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if other := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            reason = f"it holds a {other[1]}"
         raise CheckpointError(
-            f"{path} is no file of plain weights ({reason}); save a state_dict instead"
+            f"{path} is no file of plain weights ({reason}); save a state_dict instead, and numbers as float(x)"
         ) from error
     if (
         isinstance(state, dict)
