@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict, defaultdict
+from copy import deepcopy
 
 import pytest
 import torch
@@ -109,6 +110,19 @@ def test_gradients_are_not_carried_along(world):
     for length in (3, 70_000):
         total = samestep.sum(torch.ones(length, requires_grad=True))
         assert not total.requires_grad
+        assert not samestep.gather(torch.ones(length, requires_grad=True)).requires_grad
+
+
+def test_gradients_that_autograd_returns_become_those_of_the_whole_batch(world):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(2, 1)
+    model = samestep.replicate(deepcopy(plain))
+    whole = torch.arange(10.0).reshape(5, 2)
+    (expected,) = torch.autograd.grad(plain(whole).square().mean(), [plain.weight])
+    for (x,) in samestep.loader(TensorDataset(whole), 5):
+        (own,) = torch.autograd.grad(model(x).square().mean(), [model.weight])
+        assert torch.allclose(samestep.mean(own, weight=1), expected)
+        assert world.size == 1 or not torch.allclose(own, expected)
 
 
 def test_dicts_are_added_key_by_key_and_keep_their_type(world):

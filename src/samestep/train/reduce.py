@@ -43,7 +43,7 @@ def mean(value: Value, weight: float | None = None) -> Value:
 
 
 def gather(value: Value) -> Value:
-    """Collective. The ranks' tensors joined along their first dimension, their lists one after another."""
+    """Collective. The ranks' tensors joined along their first dimension, without gradients; their lists likewise."""
     named = dict(_leaves(value))
     for leaf in named.values():
         if not isinstance(leaf, list | tuple) and not (isinstance(leaf, torch.Tensor) and leaf.dim()):
