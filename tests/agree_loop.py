@@ -22,7 +22,7 @@ def steps(model: nn.Sequential, count: int, flip: tuple[int, int, int, int] | No
     """Train for so many steps; (step, rank, tensor, bit) is flipped on the way."""
     world = samestep.init()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rows = TensorDataset(torch.randn(count * 4, 4), torch.randint(0, 2, (count * 4,)))
+    rows = TensorDataset(torch.randn(count * 4, 4), torch.arange(count * 4) % 2)
     for number, (x, y) in enumerate(samestep.loader(rows, 4)):
         if flip and flip[:2] == (number, world.rank):
             bits = list(model.parameters())[flip[2]].data.view(torch.int32).view(-1)

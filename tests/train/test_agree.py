@@ -18,9 +18,8 @@ def run(model, steps, flip_at=None, rank=None):
     """Train; flips one bit before a step on one rank; the step in which the difference was found, or None."""
     world = samestep.init()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train = samestep.loader(
-        TensorDataset(torch.randn(6 * steps, 4), torch.randint(0, 2, (6 * steps,))), 6, seed=steps
-    )
+    data = TensorDataset(torch.randn(6 * steps, 4), torch.arange(6 * steps) % 2)
+    train = samestep.loader(data, 6, seed=steps)
     first = meter._steps
     for number, (x, y) in enumerate(train):
         if number == flip_at and rank == world.rank:
