@@ -3,6 +3,7 @@
 import math
 from collections import OrderedDict, defaultdict
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -104,13 +105,28 @@ def test_half_precision_is_added_in_higher_precision(world):
             assert torch.equal(samestep.sum(value), expected.expand(shape))
 
 
-def test_gradients_are_not_carried_along(world):
-    if world.size == 1:
-        return
-    for length in (3, 70_000):
-        total = samestep.sum(torch.ones(length, requires_grad=True))
-        assert not total.requires_grad
-        assert not samestep.gather(torch.ones(length, requires_grad=True)).requires_grad
+def test_what_needs_no_gradient_gets_none(world):
+    one = torch.ones(3, requires_grad=True)
+    for call in (samestep.sum, samestep.mean, samestep.gather):
+        assert not call(one.detach()).requires_grad
+        assert call({"a": one})["a"].requires_grad
+        if world.size > 1:
+            with torch.no_grad():
+                assert not call(one).requires_grad
+
+
+@pytest.mark.parametrize("length", [3, 70_000])
+def test_a_gradient_comes_back_from_all_ranks(world, length):
+    """Of a loss that every rank has: outside of a loop its own counts as much as any other."""
+    own = torch.full((length,), 2.0 + world.rank, requires_grad=True)
+    mean = partial(samestep.mean, weight=1)
+    for call, part in ((samestep.sum, 1.0), (mean, 1.0 / world.size), (samestep.gather, 1.0)):
+        (found,) = torch.autograd.grad(call(own).square().sum(), own)
+        made = call(own).detach()
+        rows = (
+            slice(world.rank * length, (world.rank + 1) * length) if call is samestep.gather else slice(None)
+        )
+        assert torch.allclose(found, world.size * part * 2 * made[rows])
 
 
 def test_gradients_that_autograd_returns_become_those_of_the_whole_batch(world):

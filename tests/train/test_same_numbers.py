@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,6 +187,56 @@ def test_a_penalty_on_gradients_is_that_of_the_whole_batch(world):
     train(*map(samestep.replicate, models), samestep.loader(data(22), 7, shuffle=True))
     for model, one in zip(models, plain, strict=True):
         all_close(model, one)
+
+
+class Centred(nn.Module):
+    """A network that takes a mean over the whole batch in its forward."""
+
+    def __init__(self, calls):
+        super().__init__()
+        torch.manual_seed(3)
+        self.calls = calls
+        self.body = network()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.body(x)
+        return y - self.calls.sum(y.sum(0)) / self.calls.sum(len(y)), self.scale
+
+
+def of_all_pairs(calls, rank, y, scale):
+    """As CLIP's loss: every rank has the whole of it."""
+    one, other = calls.gather(y.tanh()), calls.gather(y.cos())
+    return cross_entropy(scale * one @ other.T, torch.arange(len(one)))
+
+
+def of_own_rows(calls, rank, y, scale):
+    """As SimCLR's: every rank has its rows of it."""
+    before = sum(calls.gather([len(y)])[:rank])
+    return cross_entropy(scale * y.tanh() @ calls.gather(y.cos()).T, before + torch.arange(len(y)))
+
+
+def of_the_mean(calls, rank, y, scale):
+    return calls.mean((scale * y).square().mean())
+
+
+@pytest.mark.parametrize(("loss", "length"), [(of_all_pairs, 22), (of_own_rows, 19), (of_the_mean, 22)])
+def test_a_loss_of_all_ranks_values_trains_as_in_the_serial_script(world, loss, length):
+    def train(model, stream, rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for x, _ in stream:
+            optimizer.zero_grad()
+            loss(model.calls, rank, *model(x)).backward()
+            optimizer.step()
+
+    def same(value):
+        return value
+
+    plain = Centred(SimpleNamespace(sum=same, mean=same, gather=same))
+    model = samestep.replicate(Centred(samestep))
+    train(plain, batches(length, 7, 1), 0)
+    train(model, samestep.loader(data(length), 7, shuffle=True), world.rank)
+    all_close(model, plain)
 
 
 def test_frozen_parameters_stay_and_the_others_follow_the_serial_script(world):

@@ -1,10 +1,13 @@
-"""Totals that are everyone's: sum, mean and gather are exact whatever each rank's share was."""
+"""Totals that are everyone's: sum, mean and gather are exact whatever each rank's share was.
+
+So are their gradients: a loss over the gathered batch, or of its mean, trains as it does at one process.
+"""
 
 import builtins
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
 from numbers import Integral, Real
 from typing import Any, TypeVar, cast
@@ -12,6 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train import share
@@ -19,6 +23,7 @@ from samestep.train.meet import meet, users_line
 from samestep.train.world import init
 
 Value = TypeVar("Value")
+_Back = Callable[[torch.Tensor], torch.Tensor]
 _SMALL_BYTES = 1 << 16
 _NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -43,7 +48,7 @@ def mean(value: Value, weight: float | None = None) -> Value:
 
 
 def gather(value: Value) -> Value:
-    """Collective. The ranks' tensors joined along their first dimension, without gradients; their lists likewise."""
+    """Collective. The ranks' tensors joined along their first dimension, their lists one after another."""
     named = dict(_leaves(value))
     for leaf in named.values():
         if not isinstance(leaf, list | tuple) and not (isinstance(leaf, torch.Tensor) and leaf.dim()):
@@ -57,7 +62,7 @@ def gather(value: Value) -> Value:
     leaves = [leaf[:0] if lent else leaf for leaf in named.values()]
     kinds = [f"{name}{_kind(leaf, rows=True)}" for name, leaf in named.items()]
     ranks = _exchange("samestep.gather", kinds, leaves)
-    return _rebuilt(value, (_joined(leaf, [one[at] for one in ranks]) for at, leaf in enumerate(leaves)))
+    return _rebuilt(value, (_joined(named[name], ranks, at, lent=lent) for at, name in enumerate(named)))
 
 
 def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
@@ -79,15 +84,44 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     weights = [one[0] for one in ranks]
     whole = math.fsum(weights) if divide else 1.0
     columns = iter([[one[1 + at] for one in ranks] for at in range(len(small))])
+    totals = (
+        _all_reduced(leaf, weight, whole, divide)
+        if _is_large(leaf)
+        else _added(leaf, next(columns), weights, whole, divide)
+        for leaf in leaves
+    )
+    part = (weight / whole if whole else math.nan) if divide else float(bool(weight))
     return _rebuilt(
         value,
         (
-            _all_reduced(leaf, weight, whole, divide)
-            if _is_large(leaf)
-            else _added(leaf, next(columns), weights, whole, divide)
-            for leaf in leaves
+            _differentiable(call, leaf, total, lambda gradient: gradient * part)
+            for leaf, total in zip(leaves, totals, strict=True)
         ),
     )
+
+
+class _Everyones(torch.autograd.Function):
+    """What all ranks made together: the loss of each depends on it, so a rank's gradient comes from all of them.
+
+    Each loss counts by its rank's share, and what arrives here is weighed by this rank's once more on its way on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, call: str, back: _Back) -> torch.Tensor:
+        ctx.call, ctx.back, ctx.weight = call, back, share.weight_to_come(init().size)
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own = ctx.back(_weighted(f"{ctx.call}'s gradient", gradient * ctx.weight, 1.0, divide=False))
+        return (own / ctx.weight if ctx.weight else torch.zeros_like(own), None, None, None)
+
+
+def _differentiable(call: str, leaf: Any, whole: Any, back: _Back) -> Any:
+    if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
+        return whole
+    return _Everyones.apply(leaf, whole, call, back)  # type: ignore[no-untyped-call]
 
 
 def _is_large(leaf: Any) -> bool:
@@ -143,10 +177,16 @@ def _narrowed(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return narrow.to(leaf.device)
 
 
-def _joined(leaf: Any, parts: Sequence[Any]) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return torch.cat(list(parts)).to(leaf.device)
-    return type(leaf)(one for part in parts for one in part)
+def _joined(leaf: Any, ranks: Sequence[Sequence[Any]], at: int, *, lent: bool) -> Any:
+    parts = [one[at] for one in ranks]
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf)(one for part in parts for one in part)
+    start = builtins.sum(len(part) for part in parts[: init().rank])
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(leaf) if lent else gradient[start : start + len(leaf)]
+
+    return _differentiable("samestep.gather", leaf, torch.cat(parts).to(leaf.device), back)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -292,7 +292,9 @@ def _weighed_call(
         return forward(*args, **kwargs)
     if weight:
         args, kwargs = _weighed((args, kwargs), 1 / weight)
-    return _weighed(forward(*args, **kwargs), weight)
+    with share.inside_model():
+        output = forward(*args, **kwargs)
+    return _weighed(output, weight)
 
 
 def _weighed(value: Any, weight: float) -> Any:

@@ -116,6 +116,7 @@ class Pass:
 
 _open: list[Pass] = []
 _counted: int | None = None
+_inside = 0
 
 
 @contextmanager
@@ -141,6 +142,22 @@ def weight(size: int) -> float:
     if not _open or not _open[-1].all:
         return 1.0
     return _open[-1].mine * size / _open[-1].all
+
+
+def weight_to_come(size: int) -> float:
+    """What a gradient of this rank's loss is still to be multiplied by: inside of a model that weighs, it was."""
+    return 1.0 if _inside else weight(size)
+
+
+@contextmanager
+def inside_model() -> Iterator[None]:
+    """While this is open, gradients of what is computed come weighed from the model's output."""
+    global _inside
+    _inside += 1
+    try:
+        yield
+    finally:
+        _inside -= 1
 
 
 def unlike() -> bool:
