@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -113,9 +114,16 @@ def test_files_that_carry_code_are_refused_and_not_run(tmp_path):
     assert not Path("/tmp/samestep-was-here").exists()
 
 
-def test_what_else_a_file_holds_is_named(tmp_path):
+def test_what_else_a_file_holds_is_named_when_it_is_saved_and_read(tmp_path, capsys):
     path = tmp_path / "best.pt"
+    samestep.save(path, {"accuracy": 0.9})
+    assert not capsys.readouterr().err
     samestep.save(path, {"accuracy": np.float64(0.9)})
+    assert re.fullmatch(
+        r"samestep: \S+best.pt holds numpy\.\S+, numpy\.dtype, which torch.load\(weights_only=True\) does not read; "
+        r"save a state_dict, numbers as float\(x\) and arrays as tensors\n",
+        capsys.readouterr().err,
+    )
     with pytest.raises(
         CheckpointError, match=r"\(it holds a numpy\.\S+\.scalar\); .* numbers as float\(x\)$"
     ):
