@@ -38,7 +38,7 @@ def _verify(*arguments: str) -> Result:
 _MISTAKES = [
     ("batchnorm", "step 1, 1.running_mean", "BatchNorm statistics are per rank"),
     ("dropout", "step 1, loss", "dropout masks are per rank"),
-    ("own_sampler", "step 1, samples", "a sampler of the script's own (DistributedSampler)"),
+    ("own_sampler", "step 1, samples", "a sampler of the script's own (EachNth)"),
     ("plain_loader", "step 1, samples of the batch", "a plain DataLoader (plain_loader.py:"),
     ("unseeded", "before step 1, 0.weight", "no seed is set"),
     ("one_rank_metric", "rank 0, `accuracy 1", "a metric of one rank alone"),

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import samestep
-from samestep import UsageError
+from samestep import RanksDiffer, UsageError
 
 DATA = TensorDataset(torch.arange(12))
 
@@ -120,3 +120,25 @@ def test_a_sampler_that_gives_no_order_of_its_length_is_an_error_and_no_other_tr
         samestep.loader(DATA, 4, sampler=iter([1]))
     for given in (torch.arange(12), list(torch.arange(12)), torch.arange(12).numpy()):
         assert len(list(samestep.loader(DATA, 12, sampler=Gives(given, 12)))) == 1
+
+
+def test_samplers_that_choose_by_rank_are_an_error_when_training_begins(world):
+    model = samestep.replicate(torch.nn.Linear(1, 1))
+    loaders = {
+        "DistributedSampler": samestep.loader(
+            DATA, 4, sampler=DistributedSampler(DATA, world.size, world.rank)
+        ),
+        "Gives": samestep.steps(DATA, 4, microbatch=1, sampler=Gives(torch.arange(12).roll(world.rank), 12)),
+    }
+    for name, loader in loaders.items():
+        if world.size > 1:
+            with pytest.raises(
+                RanksDiffer, match=rf"sampler, {name}, gives rank \d another order than rank \d"
+            ):
+                next(iter(loader))
+        model.eval()
+        with torch.no_grad():
+            assert list(loader)
+        model.train()
+    alike = samestep.loader(DATA, 4, sampler=Gives(torch.arange(12).flip(0), 12))
+    assert samestep.sum(sum(len(x) for (x,) in alike)) == 12

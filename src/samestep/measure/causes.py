@@ -143,8 +143,8 @@ def _foreign(run: Run) -> str:
 
 def _sampler(name: str) -> str:
     return (
-        f"a sampler of the script's own ({name}) chooses samples by rank; leave it out: samestep.loader "
-        "shares each batch among the ranks"
+        f"a sampler of the script's own ({name}) chooses samples by the number of ranks; leave it out: "
+        "samestep.loader shares each batch among them"
     )
 
 

@@ -214,6 +214,8 @@ class Loader:
             self._remark_lending(pieces[-1].all)
         mine = [piece for piece in pieces if piece.mine or training]
         order = self._order.draw(epoch)
+        if training:
+            self._order.compare()
         plan = (
             order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.stop]
             for piece in mine

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from samestep.errors import UsageError
+from samestep.errors import RanksDiffer, UsageError
 from samestep.train import share, streams
+from samestep.train.meet import meet
+from samestep.train.world import init
 
 
 class Order:
@@ -25,6 +27,9 @@ class Order:
     def draw(self, epoch: int) -> torch.Tensor:
         """The samples of this epoch."""
         return share.order(self.length, self._seed, epoch, self._shuffle)
+
+    def compare(self) -> None:
+        """Collective. Whether all ranks drew the same order last."""
 
     def state(self) -> dict[str, Any]:
         """What brings back the order drawn last."""
@@ -64,6 +69,15 @@ class Sampled(Order):
                 "samples were taken in; make it a function of its seed and epoch, or give it a state_dict"
             )
         return drawn
+
+    def compare(self) -> None:
+        name = type(self._sampler).__name__
+        for rank, digest in enumerate(meet("samestep.loader's sampler", self._digest.encode())):
+            if digest.decode() != self._digest:
+                raise RanksDiffer(
+                    f"the sampler, {name}, gives rank {init().rank} another order than rank {rank}, and samestep "
+                    "shares the batches of one order; leave it out where it chooses by rank, else seed it alike"
+                )
 
     def state(self) -> dict[str, Any]:
         if not self._digest:

@@ -77,6 +77,8 @@ class Steps(Loader):
             share.pieces(self._length, self.batch_size, 1, 0, start=self._position, drop_last=self.drop_last)
         )
         order = self._order.draw(epoch)
+        if training:
+            self._order.compare()
         with share.open_pass(self, order) as this:
             this.training = training
             made = [Step(self, piece, this, epoch, training) for piece in pieces]
