@@ -65,8 +65,10 @@ def steps(directory):
     return [entry.step for entry in carry.listing(directory)] if directory.exists() else []
 
 
-@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 1), (3, 2)])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize(
+    ("name", "size", "rank"),
+    [("SIGTERM", 1, 0), ("SIGTERM", 2, 1), ("SIGTERM", 3, 2), ("SIGUSR1", 3, 0), ("SIGINT", 2, 0)],
+)
 def test_a_signal_that_one_rank_hears_stops_all_after_one_step_and_costs_no_bit(
     nest, undisturbed, tmp_path, name, size, rank
 ):
