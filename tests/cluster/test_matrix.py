@@ -11,9 +11,12 @@ from matrix import TRAIN, WAYS, read_end
 # Each has a longer one beside it that goes the same way.
 _ALSO = {
     "python",
+    "torchrun",
     "srun, 1 node",
     "srun, 2 nodes",
+    "srun, 2 nodes, cyclic",
     "srun, 4 nodes",
+    "srun --pty",
     "mpirun (Open MPI)",
     "mpirun (MPICH)",
     "ENCCS script, srun",
