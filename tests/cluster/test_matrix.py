@@ -8,7 +8,7 @@ import pytest
 from fournodes import Cluster
 from matrix import TRAIN, WAYS, read_end
 
-# Each has a longer one beside it that goes the same way.
+# What they go through, others go through too; `make ways` takes them all.
 _ALSO = {
     "python",
     "torchrun",
