@@ -11,6 +11,9 @@ from matrix import TRAIN, WAYS, read_end
 # What they go through, others go through too; `make ways` takes them all.
 _ALSO = {
     "python",
+    "samestep.launch",
+    "samestep submit",
+    "by hand, file",
     "torchrun",
     "srun, 1 node",
     "srun, 2 nodes",

@@ -62,7 +62,7 @@ _MISTAKES = [
         "lr is 0.05 on rank 0 and 0.1 on rank 1, from step 3 on",
     ),
 ]
-_SHORT = 3
+_SHORT = 2
 
 
 @pytest.mark.parametrize(
