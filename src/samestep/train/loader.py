@@ -213,9 +213,7 @@ class Loader:
         if training and not self._shuffle and pieces and pieces[-1].all < world.size:
             self._remark_lending(pieces[-1].all)
         mine = [piece for piece in pieces if piece.mine or training]
-        order = self._order.draw(epoch)
-        if training:
-            self._order.compare()
+        order = self._order.draw(epoch, alike=training)
         plan = (
             order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.stop]
             for piece in mine

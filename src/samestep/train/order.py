@@ -24,12 +24,9 @@ class Order:
         self._seed = seed
         self._shuffle = shuffle
 
-    def draw(self, epoch: int) -> torch.Tensor:
-        """The samples of this epoch."""
+    def draw(self, epoch: int, *, alike: bool) -> torch.Tensor:
+        """The samples of this epoch; collective where they have to be `alike` on all ranks."""
         return share.order(self.length, self._seed, epoch, self._shuffle)
-
-    def compare(self) -> None:
-        """Collective. Whether all ranks drew the same order last."""
 
     def state(self) -> dict[str, Any]:
         """What brings back the order drawn last."""
@@ -54,7 +51,7 @@ class Sampled(Order):
         self._digest = ""
         self._expected: dict[str, Any] = {}
 
-    def draw(self, epoch: int) -> torch.Tensor:
+    def draw(self, epoch: int, *, alike: bool) -> torch.Tensor:
         expected, self._expected = self._expected, {}
         if "before" in expected:
             self._sampler.load_state_dict(expected["before"])
@@ -68,9 +65,11 @@ class Sampled(Order):
                 f"the sampler gives epoch {epoch} another order than the one its first "
                 "samples were taken in; make it a function of its seed and epoch, or give it a state_dict"
             )
+        if alike:
+            self._compare()
         return drawn
 
-    def compare(self) -> None:
+    def _compare(self) -> None:
         name = type(self._sampler).__name__
         for rank, digest in enumerate(meet("samestep.loader's sampler", self._digest.encode())):
             if digest.decode() != self._digest:

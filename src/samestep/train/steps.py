@@ -76,9 +76,7 @@ class Steps(Loader):
         pieces = list(
             share.pieces(self._length, self.batch_size, 1, 0, start=self._position, drop_last=self.drop_last)
         )
-        order = self._order.draw(epoch)
-        if training:
-            self._order.compare()
+        order = self._order.draw(epoch, alike=training)
         with share.open_pass(self, order) as this:
             this.training = training
             made = [Step(self, piece, this, epoch, training) for piece in pieces]
