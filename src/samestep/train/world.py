@@ -155,7 +155,8 @@ def _join(here: Placement, found: Any, device: torch.device, backend: str | None
     ranks = [json.loads(one) for one in meet.meet("samestep.init", facts.encode())]
     if found is None and (objection := _objection(ranks)):
         raise objection
-    _set_threads(here, sum((one["node"], one["cores"]) == (here.node, cores()) for one in ranks))
+    mine = ranks[here.rank]
+    _set_threads(here, sum((one["node"], one["cores"]) == (mine["node"], mine["cores"]) for one in ranks))
     _watch_failure()
 
 
@@ -183,7 +184,7 @@ def _check_alike(found: Any, rank: int, size: int, facts: str, timeout: timedelt
         return keys
 
     def objection() -> SamestepError | None:
-        return _objection([json.loads(store.get(key)) for key in everyones("")])
+        return _objection([json.loads(one) for one in store.multi_get(everyones(""))])
 
     if rank == 0:
         store.set("alike", "no" if objection() else "yes")
