@@ -19,19 +19,19 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     failure = ""
     if init().rank == 0:
         try:
-            whole = Path(os.path.realpath(path))
-            write_whole(whole, lambda file: torch.save(state, file))
-            _remark_others(path, whole)
+            write_whole(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
         except Exception as error:  # whatever it is, the others wait to hear of it
             reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
             failure = f"{path} cannot be written ({reason}); what was there is intact"
     if failure := meet("samestep.save", failure.encode())[0].decode():
         raise CheckpointError(failure)
+    if init().rank == 0:
+        _remark_others(path)
 
 
-def _remark_others(path: str | os.PathLike[str], whole: Path) -> None:
+def _remark_others(path: str | os.PathLike[str]) -> None:
     """What load refuses is no reason to lose a training's result, but to be told of while it is at hand."""
-    if others := torch.serialization.get_unsafe_globals_in_checkpoint(whole):
+    if others := torch.serialization.get_unsafe_globals_in_checkpoint(path):
         print(
             f"samestep: {path} holds {', '.join(sorted(others)[:3])}, which torch.load(weights_only=True) does not "
             "read; save a state_dict, numbers as float(x) and arrays as tensors",
