@@ -100,7 +100,7 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     )
 
 
-class _Everyones(torch.autograd.Function):
+class _MadeByAll(torch.autograd.Function):
     """What all ranks made together: the loss of each depends on it, so a rank's gradient comes from all of them.
 
     Each loss counts by its rank's share, and what arrives here is weighed by this rank's once more on its way on.
@@ -121,7 +121,7 @@ class _Everyones(torch.autograd.Function):
 def _differentiable(call: str, leaf: Any, whole: Any, back: _Back) -> Any:
     if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
         return whole
-    return _Everyones.apply(leaf, whole, call, back)  # type: ignore[no-untyped-call]
+    return _MadeByAll.apply(leaf, whole, call, back)  # type: ignore[no-untyped-call]
 
 
 def _is_large(leaf: Any) -> bool:
