@@ -8,6 +8,15 @@ from pathlib import Path
 import pytest
 
 
+def sent_sigterm(launcher):
+    """Exit code and stderr of a launcher that hears it when both workers are ready."""
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("ready", 2)
+    started.process.send_signal(signal.SIGTERM)
+    code, _, err = started.finish()
+    return code, err
+
+
 def test_ctrl_c_once_lets_workers_end_in_order(launcher, gone):
     launcher.write(
         """
@@ -83,19 +92,13 @@ def test_a_signal_that_workers_only_note_ends_nothing(launcher):
         time.sleep(0.5)
         """
     )
-    started = launcher.start("-n", "2", "train.py")
-    started.wait_for_lines("ready", 2)
-    started.process.send_signal(signal.SIGTERM)
-    code, _, _ = started.finish()
+    code, _ = sent_sigterm(launcher)
     assert code == 0
 
 
 def test_workers_that_sigterm_ends_are_no_failure(launcher):
     launcher.write("import time\nprint('ready', file=open('ready', 'a'), flush=True)\ntime.sleep(100)")
-    started = launcher.start("-n", "2", "train.py")
-    started.wait_for_lines("ready", 2)
-    started.process.send_signal(signal.SIGTERM)
-    code, _, err = started.finish()
+    code, err = sent_sigterm(launcher)
     assert code == 143
     assert "train.py was stopped by SIGTERM after" in err
 
@@ -112,10 +115,7 @@ def test_workers_that_print_their_stack_at_sigterm_are_stopped_as_any_other(laun
         time.sleep(100)
         """
     )
-    started = launcher.start("-n", "2", "train.py")
-    started.wait_for_lines("ready", 2)
-    started.process.send_signal(signal.SIGTERM)
-    code, _, err = started.finish()
+    code, err = sent_sigterm(launcher)
     assert code == 3
     assert "train.py was stopped by SIGTERM after" in err
 
