@@ -52,6 +52,8 @@ def _record(pid: int, log: int | None) -> str | None:
             return None
         if f"Killed process {pid} " in text:
             return text
+        if not text:  # a container may have /dev/null in its place
+            return None
     return None
 
 
