@@ -32,7 +32,7 @@ kill-loop: .venv/made
 	.venv/bin/python tests/kill_loop.py
 
 fuzz: .venv/made
-	.venv/bin/python tests/fuzz_carry.py
+	.venv/bin/python tests/fuzz_state.py
 
 crash-points: .venv/made
 	.venv/bin/python tests/crash_points.py
@@ -47,7 +47,7 @@ requeue: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/cluster/test_requeue.py
 
 mistakes: .venv/made
-	LONG=1 .venv/bin/python -m pytest tests/measure/test_verify.py
+	LONG=1 .venv/bin/python -m pytest tests/verify/test_verify.py
 
 cluster: .venv/made
 	.venv/bin/python tests/cluster

@@ -15,9 +15,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from samestep import carry
 from samestep.errors import CheckpointError
-from samestep.train.vault import Vault
+from samestep.state import file as carry
+from samestep.state.directory import Vault
 
 CHANGING = ("fallocate", "pwritev2", "fsync", "renameat", "unlinkat")
 CALLS = (*CHANGING, "openat", "close", "fcntl", "fstatfs", "newfstatat", "getdents64")

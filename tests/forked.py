@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.launch.port import hold_port
+from samestep.start.port import hold_port
 
 _POLL_S = 0.005
 

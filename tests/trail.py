@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep import carry
+from samestep.state import file as carry
 
 State = dict[tuple[Any, ...], bytes]
 

@@ -10,37 +10,37 @@ if TYPE_CHECKING:
     from samestep.errors import SamestepError as SamestepError
     from samestep.errors import UsageError as UsageError
     from samestep.errors import WorkerFailed as WorkerFailed
-    from samestep.launch.spawn import launch as launch
-    from samestep.train.checkpoint import Checkpoint as Checkpoint
-    from samestep.train.loader import loader as loader
-    from samestep.train.reduce import gather as gather
-    from samestep.train.reduce import mean as mean
-    from samestep.train.reduce import sum as sum
-    from samestep.train.replicate import no_sync as no_sync
-    from samestep.train.replicate import replicate as replicate
-    from samestep.train.save import load as load
-    from samestep.train.save import save as save
-    from samestep.train.steps import steps as steps
-    from samestep.train.world import World as World
-    from samestep.train.world import first as first
-    from samestep.train.world import init as init
+    from samestep.start.spawn import launch as launch
+    from samestep.train.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from samestep.train.checkpoint.save import load as load
+    from samestep.train.checkpoint.save import save as save
+    from samestep.train.data.loader import loader as loader
+    from samestep.train.data.steps import steps as steps
+    from samestep.train.group.totals import gather as gather
+    from samestep.train.group.totals import mean as mean
+    from samestep.train.group.totals import sum as sum
+    from samestep.train.group.world import World as World
+    from samestep.train.group.world import first as first
+    from samestep.train.group.world import init as init
+    from samestep.train.model.replicate import no_sync as no_sync
+    from samestep.train.model.replicate import replicate as replicate
 
 __version__ = "0.1.0"
 _HOMES = {
-    "init": "train.world",
-    "World": "train.world",
-    "first": "train.world",
-    "replicate": "train.replicate",
-    "no_sync": "train.replicate",
-    "loader": "train.loader",
-    "steps": "train.steps",
-    "sum": "train.reduce",
-    "mean": "train.reduce",
-    "gather": "train.reduce",
-    "Checkpoint": "train.checkpoint",
-    "save": "train.save",
-    "load": "train.save",
-    "launch": "launch.spawn",
+    "init": "train.group.world",
+    "World": "train.group.world",
+    "first": "train.group.world",
+    "replicate": "train.model.replicate",
+    "no_sync": "train.model.replicate",
+    "loader": "train.data.loader",
+    "steps": "train.data.steps",
+    "sum": "train.group.totals",
+    "mean": "train.group.totals",
+    "gather": "train.group.totals",
+    "Checkpoint": "train.checkpoint.checkpoint",
+    "save": "train.checkpoint.save",
+    "load": "train.checkpoint.save",
+    "launch": "start.spawn",
     "SamestepError": "errors",
     "UsageError": "errors",
     "PlacementError": "errors",

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from samestep.cli import checkpoints, export
-from samestep.train import carry
-from samestep.train.vault import Vault
+from samestep.state.directory import Vault
+from samestep.train.checkpoint import capture as carry
 
 META = {"step": 4, "time": 1.7e9, "script": "train.py", "seed": 0, "evil": "\x1b[31m\n"}
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slurm
 _RANK = """
 import os, sys, time
 from samestep.errors import SamestepError
-from samestep.placement import this_process
-from samestep.meeting.ranks import circle_of
+from samestep.placement.place import this_process
+from samestep.rendezvous.ranks import circle_of
 here = this_process()
 if os.environ.get("LATE") == str(here.rank):
     time.sleep(float(os.environ["LIMIT"]) + 3)

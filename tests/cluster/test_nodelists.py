@@ -3,7 +3,7 @@ import random
 import pytest
 from fournodes import Cluster
 
-from samestep.nodelist import expand_nodes
+from samestep.placement.nodelist import expand_nodes
 
 pytestmark = pytest.mark.slurm
 

@@ -10,8 +10,8 @@ import pytest
 pytestmark = pytest.mark.slurm
 
 _RANK = """
-from samestep.placement import this_process
-from samestep.meeting.ranks import circle_of
+from samestep.placement.place import this_process
+from samestep.rendezvous.ranks import circle_of
 here = this_process()
 circle = circle_of(here, 30)
 print(f"rank {here.rank} on node {here.node} met {len(circle.gather(0, 20))}", flush=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from fournodes import Cluster
 
-from samestep import carry
+from samestep.state import file as carry
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))

@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 from forked import Nest
 
-from samestep.launch.port import hold_port
+from samestep.start.port import hold_port
 
 _PATIENCE_S = 50
 _RANK = str(Path(__file__).with_name("ranks.py"))

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from samestep import carry
 from samestep.errors import CheckpointError
-from samestep.tree import shown
+from samestep.state import file as carry
+from samestep.state.tree import shown
 
 _IN_COLUMNS = ("step", "time")
 

@@ -14,7 +14,7 @@ import click
 from samestep.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from samestep.measure.compare import Comparison, Difference
+    from samestep.compare.compare import Comparison, Difference
 
 _LINES = 20
 _DIFFERENT, _UNREADABLE = 1, 2
@@ -47,8 +47,8 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
         raise click.UsageError(
             f"tolerance {tolerance} accepts or refuses everything; name a number such as 1e-6"
         )
-    from samestep.measure.compare import compare
-    from samestep.measure.weights import damage, read
+    from samestep.compare.compare import compare
+    from samestep.compare.weights import damage, read
 
     names = list(islice(_names(), len(files)))
     found, unreadable = [], []
@@ -161,7 +161,7 @@ def _table(comparison: "Comparison", limit: int | None) -> Iterator[str]:
 
 
 def _row(difference: "Difference", one: str, other: str) -> str:
-    from samestep.measure.compare import amount
+    from samestep.compare.compare import amount
 
     d = difference
     label = f"  {d.name.removeprefix(f'{d.layer}.')}" if d.layer else d.name

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import click
 
 from samestep.errors import PlacementError
-from samestep.placement import Placement, this_process
+from samestep.placement.place import Placement, this_process
 
 
 @click.command(short_help="Say who this process is, and which variable says so.")

@@ -6,8 +6,8 @@ from typing import Any, BinaryIO
 import click
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.tree import shown
-from samestep.whole import write_whole
+from samestep.files import write_whole
+from samestep.state.tree import shown
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,7 +23,7 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
         raise click.UsageError(f"{output} ends in neither .safetensors nor .pt; choose one of them")
     if output.exists() and not force:
         raise click.UsageError(f"{output} exists; write --force to replace it")
-    from samestep.measure import weights
+    from samestep.compare import weights
 
     try:
         found = weights.read(source)

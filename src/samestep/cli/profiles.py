@@ -7,8 +7,8 @@ from dataclasses import asdict
 import click
 
 from samestep.errors import UsageError
-from samestep.launch.profiles import MEANS, Profile, load_profile, profile_paths
-from samestep.launch.slurm import Job
+from samestep.start.profiles import MEANS, Profile, load_profile, profile_paths
+from samestep.start.slurm import Job
 
 
 @click.command()

@@ -11,12 +11,13 @@ from typing import Any
 import click
 
 from samestep.errors import RankMissing, RanksDiffer, UsageError
-from samestep.launch.allocation import explanation, whole_allocation
-from samestep.launch.devices import masked, visible_devices
-from samestep.launch.nodes import Where, by_hand, by_step, check_alone
-from samestep.launch.script import Script, run_script
-from samestep.launch.signals import PASSED_ON
-from samestep.placement import cores, place
+from samestep.placement.cores import cores
+from samestep.placement.place import place
+from samestep.start.allocation import explanation, whole_allocation
+from samestep.start.devices import masked, visible_devices
+from samestep.start.nodes import Where, by_hand, by_step, check_alone
+from samestep.start.script import Script, run_script
+from samestep.start.signals import PASSED_ON
 
 _MANY = 1 << 20
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from samestep.errors import UsageError
-from samestep.launch.profiles import MEANS, Profile, load_profile
-from samestep.launch.slurm import LAUNCHERS, Job, batch_script, output_of, submit, write_script
 from samestep.rundir import better_place
+from samestep.start.profiles import MEANS, Profile, load_profile
+from samestep.start.slurm import LAUNCHERS, Job, batch_script, output_of, submit, write_script
 
 _NUMBERS = ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task")
 _TEXTS = ("time", "account", "partition", "qos", "constraint", "hint", "signal", "python", "container")

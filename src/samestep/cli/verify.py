@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from samestep.errors import UsageError
-from samestep.launch.devices import visible_devices
+from samestep.start.devices import visible_devices
 
 if TYPE_CHECKING:
-    from samestep.measure.verify import Outcome, Report
+    from samestep.verify.verify import Outcome, Report
 
 _SIZES = (1, 2, 3)
 _EPILOG = """\b
@@ -51,7 +51,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Say whether SCRIPT takes the same step on any number of processes, and if not, why."""
-    from samestep.measure.verify import SerialScript, verify
+    from samestep.verify.verify import SerialScript, verify
 
     try:
         if not module and not os.path.isfile(script):
@@ -96,7 +96,7 @@ def _sizes(text: str | None) -> list[int]:
 
 
 def _conversion(script: str, module: bool) -> str:
-    from samestep.measure.convert import SEVEN_LINES, conversion
+    from samestep.verify.convert import SEVEN_LINES, conversion
 
     if module:
         return SEVEN_LINES

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from samestep.compare.compare import Comparison, compare
+from samestep.compare.weights import read
 from samestep.errors import WorkerFailed
-from samestep.launch.devices import share_cores
-from samestep.measure.compare import Comparison, compare
-from samestep.measure.weights import read
-from samestep.placement import cores
+from samestep.placement.cores import cores
+from samestep.start.devices import share_cores
 
 SCRIPT = Path(__file__).parents[1] / "data" / "demo_train.py"
 _EPOCH = re.compile(r"epoch (\d+) of \d+: (\S+)")

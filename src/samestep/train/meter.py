@@ -3,7 +3,7 @@
 import os
 
 from samestep.rundir import Pulse, pulse_of
-from samestep.train.world import init
+from samestep.train.group.world import init
 
 _pulse: Pulse | None = None
 _steps = _resumed = 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.train.share import seed_of
+from samestep.train.data.share import seed_of
 
 
 def draw_as(*facts: int | str) -> None:

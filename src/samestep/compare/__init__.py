@@ -1,0 +1,1 @@
+"""What differs between two states, by name and by how much."""

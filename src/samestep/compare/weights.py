@@ -1,0 +1,138 @@
+"""Reads the state in a weights file without running code from it, or says in one sentence why it cannot."""
+
+import re
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from samestep.compare.names import flatten
+from samestep.errors import CheckpointError
+from samestep.state import file as carry
+from samestep.state.tree import Blob, shown
+
+_EXPANSION = 64
+_SMALL = 1 << 24
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The state of one file; `file` is where it was found when a directory was named."""
+
+    file: Path
+    state: object
+    notes: tuple[str, ...] = ()
+
+
+def read(path: str | Path) -> Weights:
+    """The state in a samestep checkpoint, a directory of them, or a file of `torch.save` or safetensors."""
+    path = Path(path)
+    try:
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist")
+        if path.is_dir():
+            return _newest(path)
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not a file; name a weights file")
+        state = _load(path)
+        flat, _ = flatten(state)
+    except CheckpointError:
+        raise
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply to be a state") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or shown(error)})") from None
+    except Exception as error:
+        raise CheckpointError(f"{path} {_why(error)}") from None
+    if not flat:
+        raise CheckpointError(f"{path} holds no tensor and no value")
+    for name, value in flat.items():
+        if isinstance(value, Tensor):
+            _bounded(path, name, value)
+    return Weights(path, state)
+
+
+def _newest(directory: Path) -> Weights:
+    """The newest checkpoint of a directory that is good."""
+    bad = []
+    for entry in carry.listing(directory):
+        try:
+            if (directory / entry.name).is_symlink():
+                raise CheckpointError(f"{directory / entry.name} is a link that leads elsewhere")
+            found = read(directory / entry.name)
+        except CheckpointError as error:
+            bad.append(f"{error}; an older one is read")
+        else:
+            return Weights(
+                found.file, found.state, (*bad, f"{directory} is read as its newest, {entry.name}")
+            )
+    raise CheckpointError(f"{directory} holds no good checkpoint; name a weights file")
+
+
+def _load(path: Path) -> object:
+    with path.open("rb") as file:
+        head = file.read(16)
+    if not head:
+        raise CheckpointError(f"{path} is empty")
+    # Loose sparse indices could read outside of their tensor; pickles of other versions warn but load.
+    with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        warnings.simplefilter("ignore")
+        if head.startswith(b"samestep"):
+            return carry.read(path.resolve(), _room)[0]
+        if head[8:9] == b"{":
+            return load_file(path)
+        if head.startswith((b"PK\3\4", b"\x80")):
+            return torch.load(path, map_location="cpu", mmap=head.startswith(b"PK"), weights_only=True)
+    raise CheckpointError(
+        f"{path} is not a weights file (it begins with {head[:8]!r}); name one of torch.save or safetensors"
+    )
+
+
+def _bounded(path: Path, name: str, tensor: Tensor) -> None:
+    """A tensor must have its data, and no more of it than its file; an expanded one may claim any size."""
+    if tensor.is_nested:
+        raise CheckpointError(f"{path} holds {name} as a nested tensor, which has no shape; save its parts")
+    claimed = tensor.numel() * tensor.element_size()
+    if tensor.is_meta:
+        raise CheckpointError(f"{path} holds {name} without its data; save it from a real device")
+    if claimed > max(_SMALL, _EXPANSION * path.stat().st_size):
+        raise CheckpointError(f"{path} claims {claimed:.1e} bytes for {name}, far more than the file holds")
+
+
+def _room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
+    tensor = torch.empty(blob.shape, dtype=getattr(torch, blob.dtype))
+    return tensor.reshape(-1).view(torch.uint8).numpy().data, lambda: tensor
+
+
+def _why(error: Exception) -> str:
+    text = str(error)
+    if pickled := re.search(r"GLOBAL (\S+)", text):
+        return (
+            f"holds a pickled {shown(pickled[1])}, and reading that could run code from the file; "
+            "save the model's state_dict() instead"
+        )
+    if "TorchScript" in text:
+        return "is a TorchScript archive; save the model's state_dict() instead"
+    if isinstance(error, EOFError) or re.search(
+        "central directory|EOF|not fully covered|invalid header", text
+    ):
+        return "is torn: its end is missing"
+    if "WeightsUnpickler" in text or "Invalid magic number" in text:
+        return "is a pickle, but not one of torch.save; name a file of torch.save or safetensors"
+    return f"cannot be read as weights ({type(error).__name__}: {shown(text.strip().partition(chr(10))[0])})"
+
+
+def damage(path: Path) -> str | None:
+    """The first part of a `torch.save` file that does not match its own checksum, which torch never reads."""
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip()
+    except Exception:  # damage to the directory shows in many ways
+        return "its directory"

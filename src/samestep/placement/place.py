@@ -1,0 +1,310 @@
+"""Which of how many processes this one is, read from the environment that whatever started it left."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from samestep.errors import PlacementError
+from samestep.placement.cores import cores as cores_of
+from samestep.placement.launchers import (
+    BATCH_STEP,
+    FIELDS,
+    Fact,
+    Facts,
+    Found,
+    count,
+    in_step,
+    meeting,
+    number,
+    recognise,
+    run_name,
+    said,
+    text,
+    variable,
+    without_leftovers,
+)
+from samestep.placement.nodelist import shown
+
+ASSUMED = "one node, assumed"
+_BELOW_TASKS = ("torchrun", "samestep")
+_MOST_PROCESSES = 1 << 20
+_HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who this process is, what said so, and what its user may want to know about it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    launcher: str
+    master_addr: str | None = None
+    master_port: int | None = None
+    origin: Mapping[str, str] = field(default_factory=dict, hash=False)
+    notes: tuple[str, ...] = ()
+    run: str | None = None
+
+
+def place(
+    env: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    node: int | None = None,
+    nodes: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    run: str | None = None,
+    cores: int | None = None,
+    bound_of: int | None = None,
+) -> Placement:
+    """Arguments win; `run` is what only this run's processes share, for launchers that name no run.
+
+    `cores` are what this process, or the Slurm task that it is below, may use; where that is bound to one,
+    `bound_of` is how many its machine has.
+    """
+    env = without_leftovers(env)
+    flags = dict(zip(FIELDS, (rank, size, local_rank, local_size, node, nodes), strict=True))
+    given = {name: (value, f"{name}={value}") for name, value in flags.items() if value is not None}
+    if given and (rank is None or size is None):
+        raise PlacementError(
+            f"{said(next(iter(given.values())))} but rank and size are not both given; give both"
+        )
+    found = Found("flags", given) if given else recognise(env)
+    facts, notes = _complete(found.facts)
+    _check(facts)
+    found = Found(found.launcher, facts, found.notes + notes)
+    address, port = _meeting(env, found, master_addr, master_port, run)
+    origin = {name: facts[name][1] for name in FIELDS}
+    if address:
+        origin["master_addr"] = address[1]
+    if port:
+        origin["master_port"] = port[1]
+    return Placement(
+        **{name: facts[name][0] for name in FIELDS},
+        launcher=found.launcher,
+        master_addr=address[0] if address else None,
+        master_port=port[0] if port else None,
+        origin=origin,
+        notes=found.notes + (_lost_cores(env, found, cores) or _one_core(env, found, bound_of)),
+        run=run_name(env, found.launcher, run),
+    )
+
+
+def this_process() -> Placement:
+    """The placement of the process that asks."""
+    env = without_leftovers(os.environ)
+    if in_step(env) and _is_batch_script():
+        # sbatch hands on the variables of the step that it was called in.
+        env = {**env, "SLURM_STEP_ID": BATCH_STEP}
+    # What a launcher below a task shares out says nothing of what srun gave it.
+    is_below = recognise(env).launcher in _BELOW_TASKS and in_step(env)
+    pid = _slurm_task() if is_below else 0
+    is_bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(pid)) == 1
+    return place(
+        env, run=_mpi_daemon(), cores=len(cores_of(pid)), bound_of=os.cpu_count() if is_bound else None
+    )
+
+
+def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """torch's variables as torchrun sets them; what `env` already says of roles and restarts stays."""
+    here = {
+        "RANK": str(p.rank),
+        "LOCAL_RANK": str(p.local_rank),
+        "WORLD_SIZE": str(p.size),
+        "LOCAL_WORLD_SIZE": str(p.local_size),
+        "GROUP_RANK": str(p.node),
+        "GROUP_WORLD_SIZE": str(p.nodes),
+    }
+    if p.master_addr is not None:
+        here["MASTER_ADDR"] = p.master_addr
+    if p.master_port is not None:
+        here["MASTER_PORT"] = str(p.master_port)
+    env = without_leftovers(env or {})
+    described = {
+        "ROLE_RANK": str(p.rank),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(p.size),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": p.run if p.launcher == "slurm" and p.run else "none",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    return here | {name: env.get(name, value) for name, value in described.items()}
+
+
+def device_index(p: Placement, visible: int) -> int | None:
+    """Which of the devices this process sees is its own; None where it sees none."""
+    if visible < 2:
+        return 0 if visible else None
+    if p.local_rank >= visible:
+        raise PlacementError(
+            f"local rank {p.local_rank} has no device of its own among the {visible} that are visible; "
+            f"start at most {visible} processes on this node"
+        )
+    return p.local_rank
+
+
+def idle_devices(p: Placement, visible: int, script: str) -> str | None:
+    """What rank 0 says, for all, of devices of its node that no process uses."""
+    size = p.local_size
+    if p.rank != 0 or visible <= size:
+        return None
+    use = "1 process of this node uses 1" if size == 1 else f"{size} processes of this node use {size}"
+    write = f"`samestep run {script}` uses all" if p.size == 1 else f"start {visible} processes on each node"
+    if p.launcher == "slurm":
+        write = f"write `srun --ntasks-per-node={visible}`"
+    return f"{visible} devices are visible and {use} of them; {write}"
+
+
+def _complete(known: Facts) -> tuple[Facts, tuple[str, ...]]:
+    """The facts that follow from the others, and a note where one had to be assumed."""
+    facts = dict(known) or {"rank": (0, "nothing is set"), "size": (1, "nothing is set")}
+    for name, unknown in (("rank", "which of them this is"), ("size", "how many processes there are")):
+        if name not in facts:
+            raise PlacementError(
+                f"{said(next(iter(facts.values())))} but nothing says {unknown}; set RANK and WORLD_SIZE"
+            )
+    (rank, rank_said), (size, size_said) = facts["rank"], facts["size"]
+    notes: tuple[str, ...] = ()
+    if size == 1:
+        facts.setdefault("local_rank", (rank, rank_said))
+        facts.setdefault("local_size", (size, size_said))
+    if "local_rank" not in facts:
+        facts["local_rank"] = (rank, ASSUMED)
+        notes = (
+            "nothing says which process of its node this is, so all are taken to be on one node; "
+            "set LOCAL_RANK and LOCAL_WORLD_SIZE where there are several",
+        )
+    if "local_size" not in facts:
+        if facts["local_rank"][0] != rank:
+            raise PlacementError(
+                f"{said(facts['rank'])} and {said(facts['local_rank'])}, so there are several nodes, but "
+                "LOCAL_WORLD_SIZE is not set; set it to the number of processes on this node"
+            )
+        facts["local_size"] = (size, ASSUMED)
+    per_node = max(1, facts["local_size"][0])
+    facts.setdefault("node", (rank // per_node, "blocks of local_size ranks"))
+    facts.setdefault("nodes", (-(-size // per_node), "blocks of local_size ranks"))
+    return facts, notes
+
+
+def _check(facts: Facts) -> None:
+    for name in FIELDS:
+        if facts[name][0] < 0:
+            raise PlacementError(f"{said(facts[name])}, which is below 0; count from 0")
+    size, local_size, nodes = facts["size"], facts["local_size"], facts["nodes"]
+    if size[0] > _MOST_PROCESSES:
+        raise PlacementError(
+            f"{said(size)}, which is more than {_MOST_PROCESSES} processes; set the real number"
+        )
+    for name, of in (("rank", size), ("local_rank", local_size), ("node", nodes)):
+        if facts[name][0] >= of[0]:
+            raise PlacementError(f"{said(facts[name])} but {said(of)}; count from 0 to {variable(of)} - 1")
+    fits = local_size[0] == size[0] if nodes[0] == 1 else local_size[0] + nodes[0] - 1 <= size[0]
+    if not fits and local_size[1] == ASSUMED:
+        raise PlacementError(
+            f"{said(nodes)} but nothing says how many processes this node has; "
+            "set RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+        )
+    if not fits:
+        raise PlacementError(f"{said(local_size)} and {said(nodes)}, but {said(size)}; make the three agree")
+
+
+def _meeting(
+    env: Mapping[str, str], found: Found, given_address: str | None, given_port: int | None, run: str | None
+) -> tuple[tuple[str, str] | None, Fact | None]:
+    if found.launcher == "alone":
+        return None, None
+    host = given_address or text(env, "MASTER_ADDR")
+    if host and not _HOST.fullmatch(host):
+        raise PlacementError(f"MASTER_ADDR is {shown(host)}, which is no host name; set a name or an address")
+    port = number(env, "MASTER_PORT") if given_port is None else (given_port, f"master_port={given_port}")
+    if port and not 0 < port[0] < 1 << 16:
+        raise PlacementError(f"{said(port)}, which is no port; set one from 1 to 65535")
+    if found.launcher in ("torchrun", "samestep") and found.facts["size"][0] > 1 and not (host and port):
+        raise PlacementError(
+            f"{said(found.facts['size'])} but {'MASTER_PORT' if host else 'MASTER_ADDR'} is not set; "
+            "start this with `samestep run` or set both MASTER_ADDR and MASTER_PORT"
+        )
+    derived_address, derived_port = meeting(env, found, run)
+    return (host, f"MASTER_ADDR={host}") if host else derived_address, port or derived_port
+
+
+def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tuple[str, ...]:
+    asked = count(env, "SLURM_CPUS_PER_TASK")
+    if not _is_of_a_step(env, found) or usable is None or usable >= asked:
+        return ()
+    return (
+        f"SLURM_CPUS_PER_TASK is {asked} but this task may use {usable}, and srun does not ask sbatch; "
+        f"write `srun --cpus-per-task={asked}`",
+    )
+
+
+def _one_core(env: Mapping[str, str], found: Found, bound_of: int | None) -> tuple[str, ...]:
+    """A launcher's default that makes loading and the host's part of every step slow, and shows nowhere."""
+    # Of torchrun and `samestep run` a node has one, whose processes share the cores of its task.
+    binder, here = found.launcher, found.facts["local_size"][0]
+    if _is_of_a_step(env, found):
+        binder, here = "slurm", here if binder == "slurm" else 1
+    if bound_of is None or binder in ("alone", *_BELOW_TASKS) or bound_of < 2 * here:
+        return ()
+    how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(binder)
+    write = f"write `{how}={bound_of // here}`" if how else f"bind each to {bound_of // here}"
+    return (f"{binder} has bound this process to 1 of {bound_of} cores; {write}",)
+
+
+def _is_of_a_step(env: Mapping[str, str], found: Found) -> bool:
+    return found.launcher == "slurm" or (found.launcher in _BELOW_TASKS and in_step(env))
+
+
+def _slurm_task() -> int:
+    """The outermost of the processes around this one that srun's variables were given to."""
+    task = os.getpid()
+    for pid, _ in _ancestors():
+        if not re.search(r"(^|\0)SLURM_PROCID=", _read(f"/proc/{pid}/environ")):
+            break
+        task = pid
+    return task
+
+
+def _is_batch_script() -> bool:
+    for pid, name in _ancestors():
+        if name == "slurmstepd":
+            return ".batch]" in _read(f"/proc/{pid}/cmdline")
+    return False
+
+
+def _mpi_daemon() -> str | None:
+    """MPICH names no run in its processes' variables, but their ancestor knows where mpirun listens."""
+    for pid, name in _ancestors():
+        if name.startswith(("hydra_", "mpispawn")):
+            found = re.search(r"--control-port\0([^\0]+)", _read(f"/proc/{pid}/cmdline"))
+            return f"mpirun at {found[1]}" if found else f"the mpirun daemon, process {pid}"
+    return None
+
+
+def _ancestors() -> Iterator[tuple[int, str]]:
+    """This process, what started it, and so on, with their names."""
+    pid = os.getpid()
+    while pid > 1:
+        name, _, status = _read(f"/proc/{pid}/stat").rpartition(")")
+        if not status:
+            return
+        yield pid, name.partition("(")[2]
+        pid = int(status.split()[1])
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""How processes that were started apart find each other; no torch."""

@@ -1,0 +1,44 @@
+"""A note in a directory that all nodes share: where number 0 of a circle listens, as long as it does."""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from samestep.errors import PlacementError
+from samestep.rendezvous.addresses import own_addresses
+
+
+@contextmanager
+def posted(path: Path, port: int) -> Iterator[None]:
+    """While entered, the note is there; one that a crash left is replaced."""
+    mine = {"addresses": own_addresses() or ["127.0.0.1"], "port": port, "mark": secrets.token_hex(8)}
+    text = json.dumps(mine | {"host": os.uname().nodename, "pid": os.getpid()})
+    new = path.with_name(f"{path.name}.{mine['mark']}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(text)
+        new.replace(path)
+    except OSError as error:
+        raise PlacementError(
+            f"{path} cannot be written ({(error.strerror or '').lower()}); "
+            "name a file in a directory that all nodes share"
+        ) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if path.read_text() == text:
+                path.unlink()
+
+
+def read(path: Path) -> list[tuple[str, int]]:
+    """Where the note says that number 0 listens; nothing where there is none."""
+    try:
+        os.listdir(path.parent)  # a network file system may remember for a minute that the file was not there
+        note = json.loads(path.read_text())
+        return [(str(address), int(note["port"])) for address in note["addresses"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

@@ -1,0 +1,1 @@
+"""Outside the workers: starting, watching and ending them; no torch."""

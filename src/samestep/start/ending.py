@@ -1,0 +1,144 @@
+"""What a run's last lines say: who failed, where, after how long, and what became of the others."""
+
+import os
+import signal
+from collections.abc import Container, Sequence
+from pathlib import Path
+
+from samestep.rundir import PulseReading, pulse_path, read_pulse
+from samestep.start.failure import Traceback, describe_end, last_words
+from samestep.start.memory import Kills, explain_kill
+from samestep.start.supervise import Outcome
+from samestep.start.worker import CHECKPOINTED, Worker
+
+
+def ending(
+    name: str,
+    run: Path,
+    outcome: Outcome,
+    workers: Sequence[Worker],
+    shown: Container[int],
+    seconds: float,
+    kills: Kills,
+    size: int,
+) -> str | None:
+    """The lines a run ends with, or None where it simply finished."""
+    logs = f"Logs: {_typed(run)}/logs/rank-{_numbers(workers)}.log"
+    if outcome.cause is None:
+        how = None
+        if outcome.status == CHECKPOINTED:
+            how = (
+                f"stopped at a checkpoint after {duration(seconds)} (exit code {CHECKPOINTED}: run it again)."
+            )
+        elif outcome.asked is not None:
+            how = f"was stopped by {signal.Signals(outcome.asked).name} after {duration(seconds)}."
+        return f"{name} {how} {logs}" if how else None
+    cause = outcome.cause
+    head = f"{name} failed on rank {cause.rank} of {size} {_where_and_when(run, cause.rank, seconds)}"
+    lines = [
+        head,
+        "",
+        *_what(outcome, cause, cause.rank in shown, kills),
+        "",
+        f"{_others(cause, workers)}{logs}",
+    ]
+    return "\n".join(lines)
+
+
+def restarting(outcome: Outcome, count: int, most: int, step: int | None) -> str:
+    """The line between an attempt and the next."""
+    if outcome.cause is None:
+        return f"exit code {outcome.status}: restart {count} of {most}"
+    traceback = outcome.traceback
+    what = traceback.exception[0] if traceback and traceback.exception else describe_end(outcome.status)
+    at = "" if step is None else f" in step {step}"
+    return f"rank {outcome.cause.rank} failed{at} ({what}): restart {count} of {most}"
+
+
+def pulse_step(run: Path, rank: int) -> int | None:
+    """The step a worker was in, where it has said so."""
+    pulse = read_pulse(pulse_path(run, rank))
+    return pulse.step if pulse and pulse.step >= 0 else None
+
+
+def duration(seconds: float) -> str:
+    """3 min 12 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """rank 0; ranks 0, 2, 3; many of them as spans."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 8:
+        return "ranks " + ", ".join(map(str, ranks))
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return "ranks " + ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def _where_and_when(run: Path, rank: int, seconds: float) -> str:
+    pulse: PulseReading | None = read_pulse(pulse_path(run, rank))
+    where = os.uname().nodename + (f", {pulse.device}" if pulse else "")
+    step = f", in step {pulse.step}" if pulse and pulse.step >= 0 else ""
+    return f"({where}) after {duration(seconds)}{step}"
+
+
+def _what(outcome: Outcome, cause: Worker, shown: bool, kills: Kills) -> list[str]:
+    lines = _traceback(outcome.traceback) if outcome.traceback else []
+    if outcome.status == -signal.SIGKILL:
+        return [*lines, explain_kill(cause.pid, kills)]
+    if any("killed by signal: Killed" in line for line in lines):
+        return [*lines, explain_kill(0, kills).replace("killed by SIGKILL", "a loader worker was killed", 1)]
+    if outcome.traceback is None:
+        words = () if shown and not cause.err.hides else last_words(cause.err.tail.decode(errors="replace"))
+        return [*words, describe_end(outcome.status)]
+    return lines if outcome.status == 1 else [*lines, describe_end(outcome.status)]
+
+
+def _traceback(traceback: Traceback) -> list[str]:
+    lines = []
+    if traceback.frame is not None:
+        file, line, function, code = traceback.frame
+        lines.append(f"  {_typed(Path(file))}:{line}" + (f" in {function}" if function else ""))
+        if code:
+            lines.append(f"    {code[:200]}")
+    return [*lines, *traceback.exception]
+
+
+def _others(cause: Worker, workers: Sequence[Worker]) -> str:
+    stopped = [worker.rank for worker in workers if worker.was_stopped and worker is not cause]
+    failed = [
+        worker.rank for worker in workers if worker.status and not worker.was_stopped and worker is not cause
+    ]
+    done = [worker.rank for worker in workers if worker.status == 0]
+    parts = [
+        f"{name_ranks(ranks)} {word}"
+        for ranks, word in (
+            (stopped, "was stopped" if len(stopped) == 1 else "were stopped"),
+            (failed, "failed too"),
+            (done, "had finished"),
+        )
+        if ranks
+    ]
+    return ", ".join(parts) + ". " if parts else ""
+
+
+def _numbers(workers: Sequence[Worker]) -> str:
+    first, last = workers[0].rank, workers[-1].rank
+    return str(first) if first == last else f"{{{first}..{last}}}"
+
+
+def _typed(path: Path) -> str:
+    """A path as one would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

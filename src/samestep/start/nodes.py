@@ -1,0 +1,268 @@
+"""Several machines' launchers as one: who brings how many processes, where their ranks meet, and who failed.
+
+Covered: another number of processes on each node, restarts of all together, a node that fails, ends or falls
+silent. Not covered: going on without a node that is lost.
+"""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep.errors import RankMissing, UsageError
+from samestep.placement.launchers import port_choices
+from samestep.placement.place import Placement
+from samestep.rendezvous import addresses
+from samestep.rendezvous import note as board
+from samestep.rendezvous.join import Member, free_door, host, join, listen
+from samestep.rendezvous.star import Circle
+from samestep.rundir import read_record
+from samestep.start.worker import CHECKPOINTED
+
+_SILENCE_S = 10.0
+_TORCHRUN_PORT = 29_400
+_END_S = 60.0
+_ECHO_S = 2.0
+_LONE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which of how many nodes this is (-1: whichever is free), and where they find each other."""
+
+    number: int
+    count: int
+    names: Sequence[str] = ()
+    ports: Sequence[int] = ()
+    file: Path | None = None
+    run: str = ""
+    limit_s: float = 600.0
+    script: str = ""
+
+
+class Share(NamedTuple):
+    """This node's part of an attempt."""
+
+    first: int
+    total: int
+    node: int
+    nodes: int
+    address: str
+    port: int
+
+
+class Verdict(NamedTuple):
+    """How an attempt ended, the same on every node: on which, with what code, and what is to be said."""
+
+    node: int
+    code: int
+    text: str | None
+    place: str | None
+    asked: int | None
+
+
+def by_hand(options: Mapping[str, Any], script: str = "") -> Where | None:
+    """What the command line says of several nodes; None where it is about one."""
+    text = str(options["nodes"] or "1")
+    number = options["node_rank"]
+    if not re.fullmatch("[1-9][0-9]{0,4}(:[0-9]+)?", text) or len(set(text.split(":"))) > 1:
+        raise UsageError(f"--nodes {text} is no fixed number of nodes; write one, such as --nodes 2")
+    count = int(text.split(":")[0])
+    if number is not None and not number < count:
+        raise UsageError(f"--node-rank {number} does not fit --nodes {count}; count from 0 to {count - 1}")
+    if count == 1:
+        return None
+    at = options["rendezvous"] or _first_node(options)
+    if at is None:
+        raise UsageError(
+            f"--nodes {count} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node 0, or "
+            "file:///PATH in a directory that all share"
+        )
+    given = Where(-1 if number is None else number, count, limit_s=options["wait"], script=script)
+    kind, _, rest = at.rpartition("://")
+    if kind == "file":
+        if number is None:
+            raise UsageError("--rendezvous file:// does not say which node is the first; add --node-rank")
+        return replace(given, file=Path(rest).absolute(), run=options["rdzv_id"] or at)
+    name, _, port = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", str(_TORCHRUN_PORT))
+    if kind not in ("", "tcp") or not name or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"--rendezvous {at} is no meeting point; write tcp://HOST:PORT or file:///PATH")
+    return replace(given, names=[name.strip("[]")], ports=[int(port)], run=options["rdzv_id"] or "")
+
+
+def check_alone(options: Mapping[str, Any]) -> None:
+    """Refuses what tells this node from others where it would train by itself, as each of them would."""
+    number, at = options["node_rank"], options["rendezvous"]
+    said = f"--node-rank {number}" if number else f"--rendezvous {at}"
+    # torchrun's localhost:0 is any free port, where no other node could find this one.
+    if number or (at is not None and not at.endswith(":0")):
+        raise UsageError(
+            f"{said} is for one of several nodes, but without --nodes there is 1; add --nodes and their number, "
+            f"or leave {said.partition(' ')[0]} out"
+        )
+
+
+def by_step(here: Placement, limit_s: float) -> Where | None:
+    """One launcher on each node of a Slurm step; None where this is not one of several."""
+    if here.size == 1 or here.launcher == "alone":
+        return None
+    if here.launcher != "slurm" or here.size != here.nodes or not here.master_addr or not here.master_port:
+        raise UsageError(
+            f"{here.launcher} started {here.size} of `samestep run` on {here.nodes} nodes; start one on each node "
+            "(srun --ntasks-per-node=1), or the script itself, or add --standalone"
+        )
+    ports = port_choices(here.master_port)
+    return Where(here.node, here.nodes, [here.master_addr], ports, None, here.run or "", limit_s)
+
+
+class Crew:
+    """This launcher among those of all nodes."""
+
+    def __init__(self, where: Where) -> None:
+        """Waits until all have come; RankMissing says who has not."""
+        self._circle = _circle(where)
+        self.node, self.nodes = self._circle.rank, where.count
+        self.lost: str | None = None
+        self._began = 0.0
+        self._stop_at: float | None = None
+
+    def agree_on_run(self, run: Path | None) -> Path | None:
+        """The directory node 0 has made, where this node sees it too."""
+        name = str(run) if run else None
+        record = read_record(run / "run.json") if run else None
+        told, its_record = self._circle.gather([name, record], _END_S)[0]
+        self.run_name = Path(told).name
+        path = Path(told)
+        for _ in range(10):
+            if run or (path.is_dir() and os.listdir(path) and read_record(path / "run.json") == its_record):
+                return path
+            time.sleep(0.1)
+        return None
+
+    def begin(self, size: int, port: int) -> Share:
+        """What is this node's in the next attempt."""
+        self._circle.news.clear()
+        self._stop_at = None
+        sizes, ports = zip(*self._circle.gather([size, port], _END_S), strict=True)
+        self._began = time.monotonic()
+        first = sum(sizes[: self.node])
+        return Share(first, sum(sizes), self.node, self.nodes, self._circle.address, ports[0])
+
+    def should_stop(self) -> bool:
+        """Whether another node's end is a reason to stop this one's workers; to be asked often."""
+        if self.lost is not None:
+            return True
+        try:
+            self._circle.turn()
+        except RankMissing as error:
+            self.lost = str(error)
+            return True
+        now = time.monotonic()
+        for _, ended in self._circle.news:
+            if ended["code"]:
+                is_known = ended["echo"] or ended["asked"]
+                wait = _LONE_S if ended["code"] == CHECKPOINTED else _ECHO_S if is_known else 0.0
+                self._stop_at = min(self._stop_at or float("inf"), now + wait)
+        self._circle.news.clear()
+        return self._stop_at is not None and now >= self._stop_at
+
+    def end(
+        self,
+        code: int,
+        text: str | None,
+        *,
+        echo: bool,
+        own: bool,
+        asked: int | None,
+        at: float,
+        place: str | None,
+    ) -> Verdict:
+        """Tell the others how it ended here, and hear whose end was the cause."""
+        mine: dict[str, Any] = {
+            "code": code if own else 0,
+            "text": text,
+            "echo": echo,
+            "asked": asked,
+            "place": place,
+        }
+        mine["at"] = max(0.0, at - self._began)
+        try:
+            if self.lost is None:
+                if mine["code"]:
+                    self._circle.tell(mine)
+                return _judge(self._circle.gather(mine, _END_S))
+        except RankMissing as error:
+            self.lost = str(error)
+        if own and not echo:
+            return Verdict(self.node, code, text, None, asked)
+        return Verdict(-1, 1, self.lost, None, asked)
+
+    def close(self) -> None:
+        self._circle.close()
+
+
+def _judge(ends: Sequence[dict[str, Any]]) -> Verdict:
+    failed = [node for node, one in enumerate(ends) if one["code"]]
+    if not failed:
+        return Verdict(0, 0, None, None, next((one["asked"] for one in ends if one["asked"]), None))
+    node = min(
+        failed,
+        key=lambda one: (
+            not ends[one]["asked"],
+            ends[one]["echo"],
+            ends[one]["code"] == CHECKPOINTED,
+            ends[one]["at"],
+        ),
+    )
+    return Verdict(node, ends[node]["code"], ends[node]["text"], ends[node]["place"], ends[node]["asked"])
+
+
+def _circle(where: Where) -> Circle:
+    expected = where.names if len(where.names) == where.count else ()
+    me = Member(
+        where.run,
+        where.number,
+        where.count,
+        "node",
+        where.limit_s,
+        _SILENCE_S,
+        expected,
+        nowhere=f"there is no note of it at {where.file}, which all nodes have to see",
+        script=where.script,
+    )
+    if where.file:
+        if where.number:
+            path = where.file
+            return join(lambda: board.read(path), me)
+        door = listen([0])
+        with board.posted(where.file, door.getsockname()[1]):
+            return host(door, me)
+    if where.number == 0:
+        return host(listen(where.ports, "--rendezvous"), me)
+    if where.number < 0 and _is_here(where.names[0]):
+        own = free_door(where.ports[0])
+        if own is not None:
+            return host(own, replace(me, number=0))
+    suffix = os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "") if len(where.ports) > 1 else ""
+    # MASTER_ADDR, which a rank would be told, is not looked at here: it may be left from the launcher around.
+    instead = f"write --nodes {where.count} --rendezvous tcp://HOST:{where.ports[0]} with"
+    names = [address for name in where.names for address in addresses.resolve(name, suffix, instead)]
+    return join(lambda: [(name, port) for port in where.ports for name in names], me)
+
+
+def _is_here(name: str) -> bool:
+    """Whether this is the machine of that name."""
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return bool(found & {"127.0.0.1", "127.0.1.1", "::1", *addresses.own_addresses()})
+
+
+def _first_node(options: Mapping[str, Any]) -> str | None:
+    address, port = options["master_addr"], options["master_port"]
+    return f"tcp://{address}:{port or 29_500}" if address else None

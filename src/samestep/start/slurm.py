@@ -1,0 +1,291 @@
+"""Writes a Slurm batch script that says exactly what was asked for, in a page, and hands it to sbatch."""
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.errors import UsageError
+from samestep.start.profiles import Profile
+
+LAUNCHERS = ("srun", "torchrun")
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./\[\]&|*=-]+")
+_FORMS = {
+    "time": (
+        "[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}|UNLIMITED|INFINITE",
+        "no time limit; write minutes, 02:00:00 or 1-12:00:00",
+    ),
+    "signal": (
+        "(R:)?[A-Z0-9]+(@[0-9]+)?",
+        "no signal that reaches the processes; write one as USR1@120 (after B: only the batch shell would hear it)",
+    ),
+    "array": ("[0-9,:-]+(%[0-9]+)?", "no list of array elements; write one as 0-7 or 1,3,5%2"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script to be run as a profile says."""
+
+    profile: Profile
+    script: str
+    args: tuple[str, ...] = ()
+    name: str | None = None
+    module: bool = False
+    array: str | None = None
+    gang: bool = False
+    run_dir: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The job's name; the script's where none was given."""
+        return self.name or (self.script.rpartition(".")[2] if self.module else Path(self.script).stem)
+
+    @property
+    def folder(self) -> Path:
+        """Where its script and output go."""
+        return Path(self.run_dir or "runs")
+
+    @property
+    def script_path(self) -> Path:
+        """Where its script is to lie, beside others of its name."""
+        stem = f"{self.title}-{time.strftime('%m%d-%H%M%S')}"
+        names = [f"{stem}.sh", *(f"{stem}-{k}.sh" for k in range(2, 1000))]
+        return next(path for name in names if not (path := self.folder / name).exists())
+
+    @property
+    def tasks(self) -> int:
+        """Processes on each node."""
+        return self.profile.tasks_per_node or self.profile.gpus_per_node or 1
+
+    @property
+    def cores(self) -> int | None:
+        """Cores for each process: as given, or its share of the node's."""
+        have = self.profile
+        if have.cpus_per_task is not None or not have.cores:
+            return have.cpus_per_task
+        share = (
+            have.cores * have.gpus_per_node // have.gpus if have.gpus_per_node and have.gpus else have.cores
+        )
+        return max(1, share // self.tasks)
+
+    @property
+    def keeps_run(self) -> bool:
+        """Whether its processes keep the run's directory themselves, beside its output."""
+        return self.profile.launcher == "srun" and not self.gang
+
+    @property
+    def output(self) -> str:
+        """Its output's file, with what sbatch fills in."""
+        return f"{str(self.folder).replace('%', '%%')}/%x_{'%A_%a' if self.array or self.gang else '%j'}.out"
+
+
+def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
+    """The script of a job, which `said` asked for and which will lie at `written`."""
+    for word in said:
+        _check_text("argument", word)
+    _check(job)
+    directives = [f"#SBATCH --{name}={_directive(value)}" for name, value in _options(job)]
+    keep = "--requeue" if job.profile.requeue else "--no-requeue"
+    flags = [f"#SBATCH {_directive(option)}" for option in (keep, *job.profile.options)]
+    lines = ["#!/bin/bash", *directives, *flags, f"# {shlex.join(said)}", "", *_surroundings(job)]
+    lines += [_step(job), "code=$?"]
+    if job.keeps_run:
+        lines += ['[ ! -d "$SAMESTEP_RUN" ] || echo "{\\"exit_code\\": $code}" > "$SAMESTEP_RUN/result.json"']
+    if job.profile.launcher == "srun":
+        again = shlex.quote(f"stopped after a commit; go on with: sbatch {shlex.quote(str(written))}")
+        requeue = 'scontrol requeue "$SLURM_JOB_ID" || ' if job.profile.requeue else ""
+        goes_on = ' && [ ! -e "$SAMESTEP_RUN/stop" ]' if job.keeps_run else ""
+        lines += [f'if [ "$code" -eq 75 ]{goes_on}; then\n    {requeue}echo {again}\nfi']
+    return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def write_script(job: Job, said: Sequence[str]) -> Path:
+    """Write the script beside the job's output, and say where it is."""
+    path = job.script_path
+    text = batch_script(job, said, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    path.chmod(0o700)
+    return path
+
+
+def submit(path: Path) -> str:
+    """Hand the script to sbatch; returns the job's id."""
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UsageError(f"sbatch is not on this machine; submit {path} where it is") from None
+    if done.returncode:
+        reason = done.stderr.strip().removeprefix("sbatch: ").removeprefix("error: ")
+        raise UsageError(f"sbatch refused {path} ({reason}); change what it names")
+    return done.stdout.strip().partition(";")[0]
+
+
+def output_of(job: Job, number: str) -> str:
+    """Where the output of the job of that number (of its first element) appears."""
+    first = re.split("[^0-9]", job.array)[0] if job.array else "0"
+    filled = {"%%": "%", "%x": job.title, "%j": number, "%A": number, "%a": first}
+    return re.sub("%[%xjAa]", lambda found: filled[found[0]], job.output)
+
+
+def _check(job: Job) -> None:
+    have = job.profile
+    single = {name: value for name, value in vars(have).items() if type(value) is str and name != "about"}
+    single |= {"script": job.script, "name": job.title, "array": job.array or "0", "run-dir": str(job.folder)}
+    for name, value in single.items():
+        _check_value(name.replace("_", "-"), value)
+    for name, values in (("module", have.modules), ("container-command", have.container_command[:1])):
+        for value in values:
+            _check_value(name, value)
+    words = {"setup": have.setup, "container-command": have.container_command}
+    for name, values in (words | {"argument": job.args}).items():
+        for value in values:
+            _check_text(name, value)
+    for name, (form, wrong) in _FORMS.items():
+        if (written := single.get(name)) and not re.fullmatch(form, written):
+            raise UsageError(f"{name} {written!r} is {wrong}")
+    for option in have.options:
+        _check_text("option", option)
+        if not re.fullmatch("--[a-z][a-z-]*(=.*)?", option):
+            raise UsageError(f"option {option!r} is no option of sbatch; write it as --name or --name=value")
+    for name, value in (have.env or {}).items():
+        _check_text(f"env {name}", value)
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"env {name!r} is no name of a variable; use letters, digits and _")
+    _check_sense(job)
+
+
+def _check_sense(job: Job) -> None:
+    have = job.profile
+    if "\\" in str(job.folder):
+        raise UsageError(
+            f"run-dir {str(job.folder)!r} has a backslash, which sbatch takes for its own; leave it out"
+        )
+    if "/" in job.title:
+        raise UsageError(f"name {job.title!r} would be read as a directory; leave the / out")
+    if have.gpus and have.gpus_per_node > have.gpus:
+        wanted = f"gpus-per-node {have.gpus_per_node} is more than the {have.gpus} of such a node"
+        raise UsageError(f"{wanted}; use at most {have.gpus}, or more nodes")
+    if not have.nodes:
+        raise UsageError("nodes 0 would run nowhere; use at least 1")
+    if have.launcher not in LAUNCHERS:
+        raise UsageError(f"launcher {have.launcher!r} is unknown; write {' or '.join(LAUNCHERS)}")
+    if job.gang and (job.array or have.launcher != "srun"):
+        other = f"array {job.array}" if job.array else f"launcher {have.launcher}"
+        raise UsageError(f"array-gang makes its own array of single processes; leave {other} out")
+
+
+def _check_value(name: str, value: str) -> None:
+    _check_text(name, value)
+    if not value or value.startswith("-"):
+        why = "would be read as another option" if value else "is empty"
+        raise UsageError(f"{name} {value!r} {why}; write one that begins with a letter")
+
+
+def _check_text(name: str, value: str) -> None:
+    for character, called in (("\n", "a newline"), ("\r", "a carriage return"), ("\0", "a NUL")):
+        if character in value:
+            raise UsageError(f"{name} {value!r} holds {called}, which would end its line; leave it out")
+
+
+def _options(job: Job) -> Iterator[tuple[str, object]]:
+    have = job.profile
+    nodes, tasks = (1, 1) if job.gang else (have.nodes, job.tasks)
+    # torchrun starts a node's processes itself, from one task that has the cores of all.
+    share = tasks if have.launcher == "torchrun" else 1
+    gpus = have.gpus_per_node // job.tasks if job.gang else have.gpus_per_node
+    requests = {
+        "job-name": job.title,
+        "nodes": nodes,
+        "ntasks-per-node": tasks // share,
+        "gres": f"gpu:{gpus}" if gpus else None,
+        "cpus-per-task": job.cores and job.cores * share,
+        "hint": have.hint,
+        "time": have.time,
+        "account": have.account,
+        "partition": have.partition,
+        "qos": have.qos,
+        "constraint": have.constraint,
+        "array": f"0-{have.nodes * job.tasks - 1}" if job.gang else job.array,
+        "output": job.output,
+        "open-mode": "append",
+        "signal": have.signal or _early_signal(have),
+    }
+    yield from ((name, value) for name, value in requests.items() if value)
+
+
+def _early_signal(have: Profile) -> str | None:
+    """Two minutes before the end, less in a short job: Slurm may send it up to a minute earlier than told."""
+    early = min(120, _seconds(have.time) // 2 - 60) if have.time else 120
+    # torchrun does not pass this signal on; it would only die of it.
+    return f"USR1@{early}" if early > 0 and have.launcher == "srun" else None
+
+
+def _seconds(limit: str) -> int:
+    if not limit[0].isdigit():
+        return sys.maxsize
+    days, _, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    # Slurm counts from the left after days, in minutes where there is but one number or a pair without days.
+    hours, minutes, seconds = (*parts, 0, 0)[:3] if days or len(parts) == 3 else (0, *parts, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _surroundings(job: Job) -> list[str]:
+    have, cores = job.profile, job.cores
+    exports = {"SRUN_CPUS_PER_TASK": cores, "OMP_NUM_THREADS": cores} if cores else {}
+    if cores and have.launcher == "torchrun":
+        exports["SRUN_CPUS_PER_TASK"] = cores * job.tasks
+    ours = {**exports, "SAMESTEP_RUN_DIR": job.run_dir, "SAMESTEP_ADDRESS_SUFFIX": have.address_suffix}
+    given = {name: str(value) for name, value in ours.items() if value} | dict(have.env or {})
+    lines = [f"module load {shlex.join(have.modules)}"] if have.modules else []
+    lines = [f"{line} || exit" for line in (*lines, *have.setup)]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
+    if job.keeps_run:
+        number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if job.array else '"$SLURM_JOB_ID"'
+        run = shlex.quote(f"{job.folder.absolute()}/{job.title}_")
+        lines += [f"export SAMESTEP_RUN={run}{number}"]
+    return [*lines, ""] if lines else []
+
+
+def _step(job: Job) -> str:
+    have = job.profile
+    loaded = have.modules or have.setup or have.container
+    python = have.python or ("python" if loaded else sys.executable)
+    contained = [*have.container_command, have.container] if have.container else []
+    script = shlex.join([*(["-m"] if job.module else []), job.script, *job.args])
+    srun = ["srun", "--kill-on-bad-exit=1", *([f"--cpu-bind={have.cpu_bind}"] if have.cpu_bind else [])]
+    start = shlex.join([*srun, *contained, python])
+    if have.launcher == "torchrun":
+        return " \\\n    ".join(
+            (
+                f"{start} -m torch.distributed.run --nnodes={have.nodes} --nproc-per-node={job.tasks}",
+                '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID"',
+                '--rdzv-endpoint="$(scontrol show hostnames | head -n 1):$((10000 + SLURM_JOB_ID % 18999))"',
+                script,
+            )
+        )
+    if job.gang:
+        where = shlex.quote(f"file://{job.folder.absolute()}/gang-")
+        return " \\\n    ".join(
+            (
+                f"{start} -m samestep run --nproc-per-node=1 --nodes={have.nodes * job.tasks}",
+                f'--node-rank="$SLURM_ARRAY_TASK_ID" --rendezvous={where}"$SLURM_ARRAY_JOB_ID"',
+                script,
+            )
+        )
+    return f"{start} {script}"
+
+
+def _directive(value: object) -> str:
+    """A word as sbatch reads it: it knows quotes, a backslash in them, and no variables."""
+    text = str(value)
+    if _PLAIN.fullmatch(text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

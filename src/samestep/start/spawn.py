@@ -1,0 +1,155 @@
+"""A function on N processes, from a notebook or a test: its values by rank, or the worker's own exception."""
+
+import codecs
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
+
+import cloudpickle
+
+from samestep.errors import UsageError, WorkerFailed
+from samestep.start.call import BOOT, ERROR, VALUE
+from samestep.start.devices import share_cores
+from samestep.start.failure import describe_end, last_words
+from samestep.start.memory import explain_kill, watch_kills
+from samestep.start.output import OUT, Log
+from samestep.start.port import hold_port
+from samestep.start.script import local_placement, worker_env
+from samestep.start.supervise import Gang
+from samestep.start.worker import Guardian, Order, Worker
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    """Local. Calls fn on `size` new processes, each a rank; their values in the order of ranks."""
+    if not callable(fn):
+        raise UsageError(f"launch got a {type(fn).__name__}, which cannot be called; pass a function")
+    if type(size) is not int:
+        raise UsageError(f"launch on {size!r} processes cannot be; use a whole number of at least 1")
+    if size < 1:
+        raise UsageError(f"launch on {size} processes cannot be; use at least 1")
+    text = _pickled(fn, args, kwargs)
+    kills = watch_kills()
+    with ExitStack() as stack:
+        held, port = hold_port()
+        stack.enter_context(held)
+        calls = [stack.enter_context(_file(text)) for _ in range(size)]
+        shares, threads = share_cores(size)
+        # A run's directory that keeps nothing; the worker still knows who started it.
+        told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
+        orders = [
+            Order(
+                rank,
+                [sys.executable, "-c", BOOT],
+                worker_env(local_placement(rank, size, "127.0.0.1", port), threads, told),
+                shares[rank],
+                call.fileno(),
+                Log(None, lambda reason: None),
+                _Caller() if rank == 0 else None,
+                None,
+            )
+            for rank, call in enumerate(calls)
+        ]
+        gang = Gang(orders, stack.enter_context(Guardian()))
+        outcome = gang.watch()
+        if outcome.cause is not None:
+            _raise(outcome.cause, calls[outcome.cause.rank], size, explain_kill(outcome.cause.pid, kills))
+        return [_value(rank, call) for rank, call in enumerate(calls)]
+
+
+class _Caller:
+    """The caller's own sys.stdout and sys.stderr, which in a notebook are no descriptors."""
+
+    crowded = False
+
+    def __init__(self) -> None:
+        self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
+
+    def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
+        """Write and flush."""
+        stream = sys.stdout if kind == OUT else sys.stderr
+        stream.write(self._decoders[kind - OUT].decode(data))
+        stream.flush()
+
+
+def _raise(cause: Worker, call: BinaryIO, size: int, killed: str) -> NoReturn:
+    kind, data = _answer(call)
+    status = cause.status or 0
+    if kind != ERROR:
+        how = killed if status == -9 else describe_end(status)
+        said = "".join(f"\n{line}" for line in last_words(cause.err.tail.decode(errors="replace")))
+        raise WorkerFailed(f"rank {cause.rank} of {size} ended without an answer: {how}{said}")
+    try:
+        error, text = cloudpickle.loads(data)
+    except Exception as unreadable:
+        raise WorkerFailed(
+            f"rank {cause.rank} of {size} failed, and its exception is not readable here"
+        ) from unreadable
+    if error is None:
+        raise WorkerFailed(f"rank {cause.rank} of {size} failed:\n{text}")
+    error.add_note(f"on rank {cause.rank} of {size}:\n{text}")
+    raise error
+
+
+def _value(rank: int, call: BinaryIO) -> Any:
+    kind, data = _answer(call)
+    if kind != VALUE:
+        raise WorkerFailed(
+            f"rank {rank} left with exit code 0 before it returned; return instead of sys.exit"
+        )
+    return cloudpickle.loads(data)
+
+
+def _answer(call: BinaryIO) -> tuple[bytes, bytes]:
+    call.seek(0)
+    return call.read(1), call.read()
+
+
+def _file(text: bytes) -> BinaryIO:
+    """A file without a name that holds the call and then the answer, so that neither side ever waits."""
+    if hasattr(os, "memfd_create"):
+        file: BinaryIO = os.fdopen(os.memfd_create("samestep"), "r+b", buffering=0)
+    else:
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+    view = memoryview(text)
+    while view:
+        view = view[file.write(view) :]
+    file.seek(0)
+    return file
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    with _by_value_where_unimportable(sys.modules.get(getattr(fn, "__module__", None) or "")):
+        return bytes(cloudpickle.dumps(sys.path) + cloudpickle.dumps((fn, args, kwargs)))
+
+
+@contextmanager
+def _by_value_where_unimportable(module: ModuleType | None) -> Iterator[None]:
+    """A module that a worker could not import (pytest's, a cell's) travels with the function."""
+    if module is None or module.__name__ == "__main__" or _is_importable(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_importable(module: ModuleType) -> bool:
+    path: Any = None
+    spec = None
+    parts = module.__name__.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:depth]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and spec.origin == getattr(module, "__file__", spec.origin)

@@ -1,0 +1,225 @@
+"""Watches N workers from their start to the end of the last one, and stops the rest when one fails."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from samestep.start.failure import Traceback
+from samestep.start.output import Stream, Terminal
+from samestep.start.worker import CHECKPOINTED, Guardian, Order, Worker
+
+# How long a rank that only tells of another's end waits for that other to be seen.
+_ECHO_S = 0.7
+_HANG_S = 5.0
+_GRACE_S = 1.0
+_PATIENCE_S = 30.0
+_POLL_S = 0.05
+_ELSEWHERE_S = 0.25
+# The interpreter says where it was when one of these ends it.
+_TOLD = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}
+
+
+class Outcome(NamedTuple):
+    """How a gang of workers ended."""
+
+    status: int
+    cause: Worker | None
+    traceback: Traceback | None
+    asked: int | None
+
+
+class Gang:
+    """The workers of one run, as one."""
+
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        guardian: Guardian,
+        terminal: Terminal | None = None,
+        patience_s: float | None = None,
+    ) -> None:
+        """Raises OSError where a worker cannot be started; then none is left."""
+        self.began = time.monotonic()
+        self.workers: list[Worker] = []
+        self._terminal = terminal
+        self._grace_s = _GRACE_S if patience_s is None else patience_s
+        self._patience_s = _PATIENCE_S if patience_s is None else patience_s
+        self._asked: int | None = None
+        self._stop_at = self._kill_at = float("inf")
+        self._stopping = False
+        self._is_over_elsewhere: Callable[[], bool] | None = None
+        try:
+            for order in orders:
+                self.workers.append(Worker(order, guardian))
+        except OSError:
+            self.kill()
+            raise
+
+    def watch(
+        self, signals: int | None = None, is_over_elsewhere: Callable[[], bool] | None = None
+    ) -> Outcome:
+        """Wait for the last worker; `signals` is where the numbers of arriving signals are read."""
+        self._is_over_elsewhere = is_over_elsewhere
+        try:
+            while self._alive():
+                self._turn(signals)
+        finally:
+            self.kill()
+        return self._outcome()
+
+    def kill(self) -> None:
+        """End every worker now."""
+        for worker in self._alive():
+            worker.was_stopped = True
+            worker.send_group(signal.SIGKILL)
+        # A process in an uninterruptible read of a dead file system does not end; nobody can wait for that.
+        until = time.monotonic() + _PATIENCE_S
+        while self._alive() and time.monotonic() < until:
+            for worker in self._alive():
+                worker.look()
+            time.sleep(0.001)
+
+    def _alive(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
+    def _turn(self, signals: int | None) -> None:
+        poll = select.poll()
+        ready: dict[int, Callable[[], object]] = {}
+        alive = self._alive()
+        streams = [stream for worker in alive for stream in (worker.out, worker.err) if stream.open]
+        for stream in streams:
+            if stream.console is None or not stream.console.crowded:
+                ready[stream.pipe] = stream.read
+        for worker in alive:
+            if worker.pidfd is not None:
+                ready[worker.pidfd] = worker.look
+        if signals is not None:
+            ready[signals] = lambda: self._hear(os.read(signals, 64))
+        for fd in ready:
+            poll.register(fd, select.POLLIN)
+        for kind in self._terminal.waiting() if self._terminal else ():
+            poll.register(kind, select.POLLOUT)
+        for fd, _ in poll.poll(self._timeout_ms(alive, streams)):
+            if fd in ready:
+                ready[fd]()
+            elif self._terminal:
+                self._terminal.write(fd)
+        now = time.monotonic()
+        for stream in streams:
+            stream.tick(now)
+        self._settle(alive, now)
+        if self._is_over_elsewhere and self._is_over_elsewhere() and not self._stopping:
+            self._stop(now)
+
+    def _timeout_ms(self, alive: Sequence[Worker], streams: Sequence[Stream]) -> float | None:
+        until = min(self._stop_at, self._kill_at) - time.monotonic()
+        if self._is_over_elsewhere:
+            until = min(until, _ELSEWHERE_S)
+        if any(stream.waits for stream in streams) or any(worker.pidfd is None for worker in alive):
+            until = min(until, _POLL_S)
+        return None if until == float("inf") else max(0.0, until * 1000)
+
+    def _settle(self, watched: Sequence[Worker], now: float) -> None:
+        """Draw the consequences of who has ended in this turn, and of the time."""
+        ended = [worker for worker in watched if worker.look()]
+        if not self._stopping:
+            for worker in ended:
+                if worker.status == 0:
+                    continue
+                if self._asked is not None or worker.status == CHECKPOINTED:
+                    self._stop_at = min(self._stop_at, now + self._patience_s)
+                elif _is_echo(worker.traceback()) and self._alive():
+                    self._stop_at = min(self._stop_at, now + _ECHO_S)
+                else:
+                    self._stop_at = now
+        if now >= self._stop_at:
+            self._stop_at = float("inf")
+            self._stop(now)
+        if now >= self._kill_at:
+            self._kill_at = float("inf")
+            for worker in self._alive():
+                worker.send_group(signal.SIGKILL)
+
+    def _stop(self, now: float) -> None:
+        """Choose the cause, and ask the rest to end."""
+        self._stopping = True
+        self._kill_at = now + self._grace_s
+        for worker in self.workers:
+            if not worker.look():
+                worker.was_stopped = True
+                worker.send_group(signal.SIGTERM)
+                worker.send_group(signal.SIGCONT)
+            for stream in (worker.out, worker.err):
+                stream.forget()
+
+    def _hear(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number == signal.SIGTSTP:
+                self._pause()
+            elif number == signal.SIGINT:
+                self._interrupt()
+            else:
+                for worker in self._alive():
+                    worker.send(number)
+                if number in (signal.SIGTERM, signal.SIGHUP):
+                    self._asked = number
+
+    def _interrupt(self) -> None:
+        if self._asked == signal.SIGINT:
+            self.kill()
+            return
+        self._asked = signal.SIGINT
+        if self._terminal:
+            self._terminal.say("stopping; press Ctrl-C again to stop at once")
+        for worker in self._alive():
+            worker.send(signal.SIGINT)
+        self._stop_at = time.monotonic() + self._patience_s
+
+    def _pause(self) -> None:
+        """Ctrl-Z stops the launcher alone, so it stops and continues its workers itself."""
+        for worker in self._alive():
+            worker.send_group(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for worker in self._alive():
+            worker.send_group(signal.SIGCONT)
+
+    def _outcome(self) -> Outcome:
+        own = [worker for worker in self.workers if worker.status and not worker.was_stopped]
+        if not own:
+            killed = any(worker.was_stopped for worker in self.workers)
+            return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)
+        cause = min(own, key=_blame)
+        if _is_echo(cause.traceback()):
+            # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
+            cause = min([cause, *(worker for worker in self.workers if _hangs(worker, cause))], key=_blame)
+        status = 1 if cause.was_stopped else cause.status or 0
+        traceback = cause.traceback() if status > 0 or status in _TOLD else None
+        expected = status == CHECKPOINTED or (
+            self._asked is not None and not _is_own_fault(status, traceback)
+        )
+        if expected or self._asked == signal.SIGINT:
+            return Outcome(min(own, key=lambda worker: worker.ended_at).status or 0, None, None, self._asked)
+        return Outcome(status, cause, traceback, self._asked)
+
+
+def _is_echo(traceback: Traceback | None) -> bool:
+    return traceback is not None and traceback.is_echo
+
+
+def _blame(worker: Worker) -> tuple[bool, float]:
+    """The smallest is the cause: first of all who does not only tell of another, then who was first."""
+    return _is_echo(worker.traceback()), worker.failed_at
+
+
+def _hangs(worker: Worker, after: Worker) -> bool:
+    return worker.was_stopped and after.failed_at - _HANG_S < worker.err.traceback_at < after.ended_at
+
+
+def _is_own_fault(status: int, traceback: Traceback | None) -> bool:
+    """Whether a worker that was asked to end failed on the way."""
+    if status <= 0 or traceback is None or traceback.is_echo:
+        return False
+    return not traceback.exception[0].startswith("KeyboardInterrupt")

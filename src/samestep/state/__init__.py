@@ -1,0 +1,1 @@
+"""A state as bytes: checked when read, whole or not at all when written; no torch, no training."""

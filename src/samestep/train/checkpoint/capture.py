@@ -1,0 +1,89 @@
+"""A state with tensors in it is laid out for a file without a copy, and comes back whole, on the CPU.
+
+Covered: all dtypes models are made of, any strides, tied tensors (written once, and tied again).
+Not covered: sparse, quantised and meta tensors and tensor subclasses; they are refused by their place.
+"""
+
+import os
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from samestep.errors import UsageError
+from samestep.state import file as carry
+from samestep.state.tree import ITEMSIZE, Blob, Packer
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE if name != "bytes"}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def pack(state: object, meta: Mapping[str, Any] | None = None, into: Tensor | None = None) -> carry.Packed:
+    """Local. Lay a state out for writing: in the tensors' own memory, or copied into a flat uint8 tensor.
+
+    `into` takes `Packed.bulk` bytes. Where it is pinned, copies from a device are under way until the
+    device's stream has been synchronised.
+    """
+    used = 0
+
+    def leaf(value: object, where: str) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:
+        if not isinstance(value, Tensor):
+            return None
+        tensor = value.detach()
+        key, blob = _key(value, where)
+        return key, blob, lambda: _bytes(tensor) if into is None else snapshot(tensor, blob.nbytes, into)
+
+    def snapshot(tensor: Tensor, nbytes: int, into: Tensor) -> memoryview:
+        nonlocal used
+        if used + nbytes > len(into):
+            raise UsageError(f"the state does not fit into {len(into)} bytes; give it `Packed.bulk` of them")
+        target = into[used : used + nbytes]
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        used += -(-nbytes // carry.ALIGN) * carry.ALIGN
+        return target.numpy().data
+
+    return carry.pack(state, meta, leaf)
+
+
+def bulk(state: object) -> int:
+    """Local. The bytes that `pack` takes of `into`, found without a copy of anything, from a device say."""
+
+    def leaf(value: object, where: str) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:
+        return (*_key(value, where), lambda: memoryview(b"")) if isinstance(value, Tensor) else None
+
+    packer = Packer(leaf)
+    packer.node(state)
+    return sum(-(-blob.nbytes // carry.ALIGN) * carry.ALIGN for blob in packer.blobs)
+
+
+def read(file: str | os.PathLike[str], *, dir_fd: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """Local. The state, its tensors each in memory of its own, and the meta, after every byte was checked."""
+    return carry.read(file, _room, dir_fd=dir_fd)
+
+
+def _key(tensor: Tensor, where: str) -> tuple[Hashable, Blob]:
+    _refuse_foreign(tensor, where)
+    # the very same memory seen the same way is one tensor, as with tied weights
+    look = (tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    blob = Blob(_NAMES[tensor.dtype], tuple(tensor.shape))
+    return (look, blob) if tensor.numel() else None, blob
+
+
+def _refuse_foreign(value: Tensor, where: str) -> None:
+    if type(value) not in (Tensor, Parameter):
+        raise UsageError(f"{where} is a {type(value).__name__}; give the plain tensor it stands for")
+    if value.layout is not torch.strided or value.dtype not in _NAMES or value.device.type == "meta":
+        kind = f"{str(value.layout).removeprefix('torch.')} {str(value.dtype).removeprefix('torch.')}"
+        raise UsageError(f"{where} is a {kind} tensor on {value.device}; give a dense one that holds values")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
+    flat = torch.empty(blob.nbytes, dtype=torch.uint8)
+    return flat.numpy().data, lambda: flat.view(_DTYPES[blob.dtype]).view(blob.shape)

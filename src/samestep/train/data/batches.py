@@ -1,0 +1,170 @@
+"""A share becomes a batch on this rank's device: gathered from memory or loaded by workers, copied ahead."""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+
+from samestep.train.data.share import seed_of
+from samestep.train.nested import map_tensors
+
+Indices = torch.Tensor
+
+
+class FromMemory:
+    """A data set that is tensors in memory: a batch is one gather for each tensor."""
+
+    def __init__(self, dataset: TensorDataset, pin: bool) -> None:
+        self.tensors = dataset.tensors
+        self.pin = pin and all(one.device.type == "cpu" for one in self.tensors)
+
+    def batches(self, plan: Iterator[Indices], epoch: int) -> Iterator[list[torch.Tensor]]:
+        for indices in plan:
+            batch = [one.index_select(0, indices.to(one.device)) for one in self.tensors]
+            yield [one.pin_memory() for one in batch] if self.pin else batch
+
+    def sample(self, index: int) -> list[torch.Tensor]:
+        return [one[index] for one in self.tensors]
+
+
+class FromWorkers:
+    """Any other data set, through torch's DataLoader; its workers live as long as the loader."""
+
+    def __init__(self, dataset: Any, seed: int, options: dict[str, Any]) -> None:
+        self._plan = _Plan()
+        self._dataset = _Seeded(dataset, seed)
+        options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
+        # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.
+        self._loader: DataLoader[Any] = DataLoader(
+            self._dataset, batch_sampler=self._plan, generator=torch.Generator(), **options
+        )
+
+    def batches(self, plan: Iterator[Indices], epoch: int) -> Iterator[Any]:
+        self._plan.keys = ([(epoch, index) for index in indices.tolist()] for indices in plan)
+        return iter(self._loader)
+
+    def sample(self, index: int) -> Any:
+        """One sample as it is under any seed, to know the data set by."""
+        return _Seeded(self._dataset.dataset, 0).__getitems__([(0, index)])[0]
+
+
+class _Plan:
+    """As a batch sampler: the keys of the pass that is being started."""
+
+    keys: Iterator[list[tuple[int, int]]] = iter(())
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self.keys
+
+
+class _Seeded(Dataset[Any]):
+    """What a sample draws is a function of (seed, epoch, sample): not of the worker or rank that loads it."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        if get_worker_info() is not None:
+            return [self._sample(*key) for key in keys]
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        try:
+            return [self._sample(*key) for key in keys]
+        finally:
+            torch.set_rng_state(before[0])
+            random.setstate(before[1])
+            np.random.set_state(before[2])
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed = seed_of(self.seed, epoch, index)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        return self.dataset[index]
+
+
+def _begin_worker(users: Callable[[int], None] | None, number: int) -> None:
+    _outlive_sigterm()
+    if users is not None:
+        users(number)
+
+
+def _outlive_sigterm() -> None:
+    """In a loader worker: where its rank hears SIGTERM, end only at the rank's, not at one to all processes of a job.
+
+    torch's own worker ends at any; the rank, which meant to commit, then fails for want of it.
+    """
+    if not callable(signal.getsignal(signal.SIGTERM)):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_at_the_ranks_sigterm, daemon=True).start()
+
+
+def _end_at_the_ranks_sigterm() -> None:
+    # only what is waited for tells who sent it
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+def content(sample: Any) -> bytes:
+    """What a sample consists of, as far as tensors, arrays, numbers and text say; a type's name for the rest."""
+    if isinstance(sample, torch.Tensor):
+        sample = sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if hasattr(sample, "tobytes"):
+        return bytes(sample.tobytes())
+    if isinstance(sample, Mapping):
+        return b"".join(content(one) for pair in sample.items() for one in pair)
+    if isinstance(sample, list | tuple):
+        return b"".join(content(one) for one in sample)
+    plain = isinstance(sample, str | bytes | int | float | None)
+    return repr(sample if plain else type(sample).__name__).encode()
+
+
+def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """The same batches on the device; on CUDA copied on a side stream while the one before is used."""
+    if device.type == "cpu":
+        yield from batches
+        return
+    if device.type != "cuda":
+        for batch in batches:
+            yield _moved(batch, device)
+        return
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    waiting: tuple[Any, torch.cuda.Event] | None = None
+    for batch in batches:
+        with torch.cuda.stream(side):
+            copied = _moved(batch, device)
+        arrived = side.record_event()
+        if waiting is not None:
+            yield _arrived(*waiting)
+        waiting = copied, arrived
+    if waiting is not None:
+        yield _arrived(*waiting)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    def move(one: Any) -> Any:
+        return one.to(device, non_blocking=True) if isinstance(one, torch.Tensor) else one.to(device)
+
+    return map_tensors(move, batch, movable=True)
+
+
+def _arrived(batch: Any, arrived: torch.cuda.Event) -> Any:
+    stream = torch.cuda.current_stream()
+    stream.wait_event(arrived)
+
+    def keep(one: Any) -> Any:
+        # Memory of the side stream must not be given away while this stream still reads it.
+        if isinstance(one, torch.Tensor):
+            one.record_stream(stream)
+        return one
+
+    return map_tensors(keep, batch)

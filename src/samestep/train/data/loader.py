@@ -1,0 +1,290 @@
+"""Which samples are mine: this rank's share of every batch of the serial script, already on its device."""
+
+import hashlib
+import inspect
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from numbers import Integral
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
+
+from samestep.errors import RanksDiffer, UsageError
+from samestep.train.data import share
+from samestep.train.data.batches import FromMemory, FromWorkers, content, on_device
+from samestep.train.data.order import Order, Sampled
+from samestep.train.group.control import meet
+from samestep.train.group.world import World, init, own_cores
+from samestep.train.meter import count_step
+from samestep.train.model import replicate
+from samestep.train.model.divergence import compare_replicas
+
+Kind = TypeVar("Kind", bound="Loader")
+_OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
+_OURS = {"batch_sampler", "shuffle", "batch_size", "drop_last", "generator", "dataset"}
+
+
+def loader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> "Loader":
+    """Collective. Iterates this rank's share of each batch; batch_size is that of the optimizer step.
+
+    Options of torch's DataLoader are passed on; workers default to the cores this process may use.
+    """
+    return agree("samestep.loader", Loader(dataset, batch_size, shuffle, drop_last, seed, options, init()))
+
+
+def agree(call: str, made: Kind) -> Kind:
+    """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
+    facts = json.dumps([made.facts(), _chosen(made.dataset)]).encode()
+    for rank, other in enumerate(meet(call, facts)):
+        if other != facts:
+            theirs, _ = json.loads(other)
+            if theirs == made.facts():
+                raise RanksDiffer(
+                    f"{call} got other samples on rank {init().rank} than on rank {rank}, by the indices of a "
+                    "Subset or by labels; draw the split before replicate, or with a seed of its own"
+                )
+            name = next(name for name, value in made.facts().items() if theirs[name] != value)
+            raise RanksDiffer(
+                f"{call} got {name} {made.facts()[name]} on rank {init().rank} and {theirs[name]} on rank "
+                f"{rank}; give every rank the same dataset and options"
+            )
+    return made
+
+
+def _chosen(dataset: Any) -> str:
+    """A digest of what says, without a sample loaded, which ones these are: a Subset's indices, labels in memory."""
+    digest = hashlib.blake2b(digest_size=8)
+    waiting = [dataset]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, ConcatDataset):
+            waiting += one.datasets
+        elif isinstance(one, Subset):
+            waiting.append(one.dataset)
+            # some data sets are indexed by more than whole numbers
+            with suppress(TypeError, ValueError):
+                digest.update(np.fromiter(map(int, one.indices), np.int64).tobytes())
+        elif isinstance(one, TensorDataset):
+            labels = [part for part in one.tensors if part.dim() == 1 and not part.is_floating_point()]
+            digest.update(b"".join(map(content, labels)))
+    return digest.hexdigest()
+
+
+class Loader:
+    """Batches of one dataset; where it is, is said in samples, not in ranks."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        options: dict[str, Any],
+        world: World,
+    ) -> None:
+        batch_size = as_int(batch_size)
+        share.check_batch_size(batch_size, world.size)
+        if type(seed := as_int(seed)) is not int:
+            raise UsageError(f"seed {seed!r} is no whole number; use one, such as seed=0")
+        _check_dataset(dataset)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._position = 0
+        self._begun = self._remarked = False
+        self._ledger = b""
+        self._on_done: list[Callable[[], None]] = []
+        self._shuffle = shuffle
+        self._seed = seed
+        self._world = world
+        self.sampler = options.pop("sampler", None)
+        if self.sampler is not None and shuffle:
+            raise UsageError("loader got both a sampler and shuffle=True; a sampler is an order of its own")
+        own = self.sampler is not None
+        self._order = Sampled(self.sampler, seed) if own else Order(len(dataset), seed, shuffle)
+        self._length = self._order.length
+        self._source = _source(dataset, seed, options, world)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._length, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            self.epoch, self._position = self.epoch + 1, 0
+        self._begun = True
+        return self._pass(replicate.training(self._shuffle))
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs still to do of count in all; the one this loader is in the middle of comes first."""
+        first = self.epoch + self._begun
+        for epoch in range(first, count):
+            if epoch > first or self._begun:
+                self.epoch, self._position = epoch, 0
+            self._begun = False
+            yield epoch
+        self.epoch, self._position, self._begun = max(count, self.epoch), 0, False
+        for call in self._on_done:
+            call()
+
+    def keep_ledger(self, on_done: Callable[[], None]) -> None:
+        """From here on say in the state which samples were consumed; `on_done` is called after the last epoch."""
+        self._ledger = self._ledger or bytes(32)
+        self._on_done.append(on_done)
+
+    def fingerprint(self) -> str:
+        """A digest of a few samples, which another dataset of the same length does not have."""
+        some = sorted({0, self._length // 2, self._length - 1}) if self._length else []
+        digest = hashlib.blake2b(digest_size=8)
+        for index in some:
+            once, again = (content(self._source.sample(index)) for _ in range(2))
+            # what draws from a generator of its own is another sample each time
+            digest.update(once if once == again else b"varies")
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
+        ledger = {"ledger": self._ledger} if self._ledger else {}
+        place = {"epoch": self.epoch, "position": self._position}
+        return {**place, **(self._order.state() if self._position else {}), **ledger, **self.facts()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken, at any number of processes."""
+        facts = self.facts()
+        if missing := sorted({"epoch", "position", *facts} - state.keys()):
+            raise UsageError(
+                f"this state has no {', '.join(missing)}; give what a loader's state_dict returned"
+            )
+        if not 0 <= int(state["position"]) <= state["length"]:
+            raise UsageError(
+                f"this state's position {state['position']} is none in {state['length']} samples"
+            )
+        for name, value in facts.items():
+            if state[name] != value:
+                raise UsageError(
+                    f"this loader's {name} is {value} and the state's is {state[name]}; use the same"
+                )
+        self.epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
+        self._ledger = state.get("ledger", self._ledger)
+        self._order.go_on(state)
+
+    def facts(self) -> dict[str, Any]:
+        """What the order of samples is a function of."""
+        return {
+            "length": self._length,
+            "batch_size": self.batch_size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def _pass(self, training: bool) -> Iterator[Any]:
+        """One way through: every rank comes by equally often where it trains.
+
+        A rank without a share of a tiny last batch then takes the step on that batch with weight 0; where
+        it does not train, the last batch is filled from the one before, or the rank has nothing to do.
+        """
+        epoch, world = self.epoch, self._world
+        pieces = list(
+            share.pieces(
+                self._length,
+                self.batch_size,
+                world.size,
+                world.rank,
+                start=self._position,
+                drop_last=self.drop_last,
+                even=not training,
+            )
+        )
+        if training and not self._shuffle and pieces and pieces[-1].all < world.size:
+            self._remark_lending(pieces[-1].all)
+        mine = [piece for piece in pieces if piece.mine or training]
+        order = self._order.draw(epoch, alike=training)
+        plan = (
+            order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.stop]
+            for piece in mine
+        )
+        batches = self._on_device(plan, epoch)
+        with share.open_pass(self, order) as this:
+            for piece, batch in zip(mine, batches, strict=True):
+                this.take(piece.mine_start, piece.mine, piece.all, lent=not piece.mine)
+                self._hand_out(order, piece)
+                if training:
+                    compare_replicas(count_step(epoch))
+                yield batch
+        if pieces:
+            self._position = pieces[-1].stop
+        if training:
+            replicate.settle_all()
+
+    def _remark_lending(self, count: int) -> None:
+        """It may be an evaluation, in which neither the model nor autograd says so."""
+        if self._world.rank == 0 and not self._remarked:
+            self._remarked = True
+            print(
+                f"samestep: the last batch has {count} of {self._world.size} ranks' samples and is lent to the "
+                "others, as in training; where this is an evaluation, write torch.no_grad() or model.eval(), "
+                "and each sample counts once",
+                file=sys.stderr,
+            )
+
+    def _hand_out(self, order: torch.Tensor, piece: share.Piece) -> None:
+        self._position = piece.stop
+        if self._ledger:
+            samples = order[piece.start : piece.stop].numpy().tobytes()
+            self._ledger = hashlib.blake2b(self._ledger + samples, digest_size=32).digest()
+
+    def _on_device(self, plan: Iterator[torch.Tensor], epoch: int) -> Iterator[Any]:
+        return on_device(self._source.batches(plan, epoch), self._world.device)
+
+
+def as_int(value: Any) -> Any:
+    """NumPy's whole numbers are whole numbers too."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise UsageError(
+            f"loader got {type(dataset).__name__}, a stream without an order to share; give it a dataset "
+            "with __len__ and __getitem__, or take every world.size-th element of the stream yourself"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(f"loader got {type(dataset).__name__}, which has no length; give it a __len__")
+
+
+def _source(dataset: Any, seed: int, options: dict[str, Any], world: World) -> FromMemory | FromWorkers:
+    if refused := options.keys() & _OURS:
+        raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
+    if unknown := options.keys() - inspect.signature(DataLoader.__init__).parameters.keys():
+        raise UsageError(
+            f"loader knows no option {', '.join(sorted(unknown))}; it takes those of torch's DataLoader"
+        )
+    # elsewhere there is nothing to pin for, and torch may fail at it
+    pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and world.device.type == "cuda"
+    if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
+        return FromMemory(dataset, pin)
+    if "num_workers" not in options:
+        forks = multiprocessing.get_start_method() == "fork"
+        options["num_workers"] = own_cores() - (world.device.type == "cpu") if forks else 0
+        if not options["num_workers"]:
+            # said of workers, of which a rank with one core has none
+            options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
+    if options["num_workers"]:
+        options.setdefault("persistent_workers", True)
+    return FromWorkers(dataset, seed, options)

@@ -1,0 +1,117 @@
+"""How the ranks of a run find each other: a store that all share, reached over a network that was tried.
+
+Below torchrun its own store is used. Everywhere else rank 0 opens a door at the given or derived port, the
+others show that they belong to the same run, and a store is made for them at a port of its own.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from samestep.errors import PlacementError
+from samestep.placement.place import ASSUMED, Placement
+from samestep.rendezvous import addresses
+from samestep.rendezvous.join import listen, say
+from samestep.rendezvous.ranks import circle_of
+from samestep.rendezvous.star import Circle
+
+_LOOP = "127.0.0.1"
+_MOST_TRIED = 64
+
+
+def find(here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
+    """Collective. Where this process really is, and a store that all ranks share."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))  # type: ignore[attr-defined]
+        _take_interface(_own_address(here, store))
+        return here, store
+    with closing(circle_of(here, timeout.total_seconds())) as circle:
+        return _meet(circle, here, timeout)
+
+
+def _meet(circle: Circle, here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
+    """Three rounds: on which machines, at which addresses, and whether these were reached."""
+    limit_s = timeout.total_seconds()
+    machine = addresses.machine()
+    reached = circle.own_address if here.rank else ""
+    roster = [tuple(one) for one in circle.gather([machine, reached], limit_s)]
+    everyones = [one for one, _ in roster]
+    machines = list(dict.fromkeys(everyones))
+    here = _placed(here, everyones)
+    if machine != machines[0]:
+        address = reached
+    else:
+        away = next((reached for other, reached in roster if other != machine), None)
+        address = addresses.source_for(away) if away else _LOOP
+    interface = _take_interface(address)
+    store: Any = None
+    if here.rank == 0:
+        store = dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    with listen([0]) as door:
+        at = circle.gather([address, door.getsockname()[1], store and store.port, interface], limit_s)
+        firsts = [everyones.index(one) for one in machines]
+        before = firsts[: firsts.index(here.rank)][-_MOST_TRIED:] if here.rank in firsts else []
+        places = {(at[rank][0], at[rank][1]): rank for rank in before}
+        lost = [places[place] for place in addresses.unreachable(places)]
+        tried = circle.gather(lost, limit_s)
+    _check_reached(tried, circle.names, at)
+    meeting, port = at[0][0] if machine == machines[0] else circle.address, at[0][2]
+    if store is None:
+        store = dist.TCPStore(meeting, port, None, False, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    elif len(machines) > 1:
+        through = ", ".join(dict.fromkeys(one[3] for one in at if one[3]))
+        say(f"{here.size} ranks on {len(machines)} nodes meet at {address}:{port} through {through}")
+    return replace(here, master_addr=meeting, master_port=port), store
+
+
+def _check_reached(tried: Sequence[Sequence[int]], names: Sequence[str], at: Sequence[Sequence[Any]]) -> None:
+    for rank, lost in enumerate(tried):
+        for other in lost:
+            raise PlacementError(
+                f"rank {rank} ({names[rank]}) cannot reach rank {other} ({names[other]}) at {at[other][0]} within "
+                "2 s; open the network between them, or choose another with SAMESTEP_ADDRESS_SUFFIX"
+            )
+
+
+def _placed(here: Placement, machines: Sequence[str]) -> Placement:
+    """What the launcher did not say, from the machines of all ranks."""
+    if "=" in here.origin.get("node", "") and "=" in here.origin.get("local_rank", ""):
+        return here
+    mine = machines[here.rank]
+    order = list(dict.fromkeys(machines))
+    here = replace(here, node=order.index(mine), nodes=len(order))
+    if here.origin.get("local_rank") != ASSUMED:
+        return here
+    return replace(
+        here,
+        local_rank=machines[: here.rank].count(mine),
+        local_size=machines.count(mine),
+        notes=tuple(note for note in here.notes if not note.startswith("nothing says which process")),
+    )
+
+
+def _own_address(here: Placement, store: Any) -> str:
+    """The address of this process for the others, where torchrun has brought them together."""
+    if here.nodes == 1 or here.master_addr is None:
+        return _LOOP
+    if here.node != 0:
+        address = addresses.source_for(addresses.resolve(here.master_addr)[0])
+        store.set("samestep/away", address)
+        return address
+    return addresses.source_for(store.get("samestep/away").decode())
+
+
+def _take_interface(address: str) -> str | None:
+    """Gloo would ask what this machine's name resolves to, and NCCL takes the first that it finds."""
+    name = addresses.interface_of(address)
+    if name is None:
+        return os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if address != _LOOP:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    return os.environ["GLOO_SOCKET_IFNAME"]

@@ -1,0 +1,190 @@
+"""Which weights stay equal: after backward() every rank holds the gradient of the whole batch's mean loss.
+
+Covered: torch's DistributedDataParallel does the exchange; the model keeps its class, attributes and keys.
+Not covered: in passes of `loader`, what reaches parameters without passing through the model's outputs is averaged
+over ranks, not over samples, which is right for a penalty; parameters whose `requires_grad` changes afterwards.
+"""
+
+import hashlib
+import inspect
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.errors import RanksDiffer, UsageError
+from samestep.train.data import share
+from samestep.train.group.control import meet
+from samestep.train.group.world import World, init
+from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
+from samestep.train.model.exact import ExactReplica
+from samestep.train.model.replica import Replica, broadcast, replica_of, replicas
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+_alone: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+
+
+def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False, **ddp: Any) -> Model:
+    """Collective. The same object, whose replicas on all ranks now start and stay equal.
+
+    Options of DistributedDataParallel are passed on. From here on each rank draws its own random numbers;
+    with `exact`, and batches from `samestep.steps`, all of it has the same bits at any number of processes.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
+    target = getattr(model, "_orig_mod", model)
+    if replica_of(model) is not None or target in _alone or isinstance(model, DistributedDataParallel):
+        raise UsageError("this model is replicated already; call replicate once, on the model itself")
+    if unknown := ddp.keys() - inspect.signature(DistributedDataParallel.__init__).parameters.keys():
+        raise UsageError(
+            f"replicate knows no option {', '.join(sorted(unknown))}; it takes those of DistributedDataParallel"
+        )
+    world = init()
+    if world.size == 1 and not exact:
+        _alone.add(target)
+        return model
+    if world.size > 1:
+        _check_device(target, world)
+        _check_alike(target)
+    if sync_batchnorm and exact:
+        raise UsageError(
+            "replicate got sync_batchnorm=True and exact=True, which takes statistics per microbatch; "
+            "drop sync_batchnorm"
+        )
+    if sync_batchnorm:
+        convert(target)
+    if exact:
+        ExactReplica(target, ddp, world)
+        return model
+    _draw_apart(world)
+    if not any(one.requires_grad for one in target.parameters()):
+        for tensor in (*target.parameters(), *target.buffers()):
+            broadcast(tensor)
+        return model
+    if _own_statistics(target) and world.rank == 0:
+        print(
+            "samestep: BatchNorm takes its statistics from each rank's share alone; "
+            "replicate(model, sync_batchnorm=True) takes them from the whole batch",
+            file=sys.stderr,
+        )
+    Replica(target, ddp, world)
+    return model
+
+
+@contextmanager
+def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Local. Backward passes inside add to this rank's gradients alone; the next outside exchanges them."""
+    replica = replica_of(model)
+    if replica is None and init().size > 1:
+        raise UsageError("no_sync got a model that is not replicated; pass what replicate returned")
+    if replica is None or replica.ddp is None or not enabled:
+        yield
+        return
+    with replica.ddp.no_sync():
+        yield
+
+
+def training(shuffled: bool) -> bool:
+    """Whether what runs now is training, as far as autograd, the replicas and their samples' order tell."""
+    if not torch.is_grad_enabled() or init().size == 1:
+        return torch.is_grad_enabled()
+    held = replicas()
+    return any(one.model.training for one in held) or (shuffled and bool(held))
+
+
+def settle_all() -> None:
+    """Collective. Make rank 0's buffers everyone's, where training has moved them apart.
+
+    A model that is gone may live on in one rank until its garbage is collected: it is no rank's business.
+    """
+    if not Replica.any_moves_buffers:
+        return
+    mine = {one.number: one for one in replicas()}
+    message = json.dumps([(number, one.dirty) for number, one in mine.items()])
+    ranks = [
+        dict(json.loads(one)) for one in meet("samestep.replicate's BatchNorm statistics", message.encode())
+    ]
+    for number in sorted(set.intersection(*map(set, ranks))):
+        if any(one[number] for one in ranks):
+            mine[number].share_buffers()
+
+
+def weigh_alone() -> None:
+    """Local. In a world of one a model is left as it is, until its microbatches have to be weighed."""
+    for model in list(_alone):
+        _alone.discard(model)
+        Replica(model, {}, init())
+
+
+def _own_statistics(model: torch.nn.Module) -> bool:
+    return any(
+        isinstance(module, BATCH_NORMS) and not isinstance(module, torch.nn.SyncBatchNorm | Synced)
+        for module in model.modules()
+    )
+
+
+def _check_device(model: torch.nn.Module, world: World) -> None:
+    found = {one.device.type for one in model.parameters()}
+    if "nccl" in dist.get_backend() and found - {world.device.type}:
+        raise UsageError(
+            f"replicate found parameters on {', '.join(sorted(found))} and this rank's device is "
+            f"{world.device}; write replicate(model.to(device))"
+        )
+
+
+def _check_alike(model: torch.nn.Module) -> None:
+    """DDP pairs parameters by position: another order, or a frozen one, would train wrong in silence."""
+    facts = [
+        (kind, name, f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}", one.requires_grad)
+        for kind, named in (("parameters", model.named_parameters()), ("buffers", model.named_buffers()))
+        for name, one in named
+    ]
+    listing = json.dumps(facts).encode()
+    digests = meet("samestep.replicate", hashlib.sha256(listing).digest())
+    if len(set(digests)) > 1:
+        ranks = [json.loads(one) for one in meet("samestep.replicate", listing)]
+        other = next(rank for rank, one in enumerate(ranks) if one != ranks[0])
+        raise RanksDiffer(
+            f"{_first_difference(ranks[0], other, ranks[other])}; build the same model on every rank"
+        )
+
+
+def _first_difference(ours: list[Any], rank: int, theirs: list[Any]) -> str:
+    pairs = zip([*ours, None], [*theirs, None], strict=False)
+    mine, other = next(pair for pair in pairs if pair[0] != pair[1])
+    for kind in ("parameters", "buffers"):
+        counts = [_count(kind, facts) for facts in (ours, theirs)]
+        if counts[0] != counts[1]:
+            longer, shorter = (theirs, ours) if len(theirs) > len(ours) else (ours, theirs)
+            names = {fact[1] for fact in shorter}
+            extra = next((fact[1] for fact in longer if fact[1] not in names), (mine or other)[1])
+            return (
+                f"replicate found {counts[0]} {kind} on rank 0 and {counts[1]} on rank {rank} "
+                f"(first difference: {extra})"
+            )
+    return f"replicate found {_fact(mine)} on rank 0 and {_fact(other)} on rank {rank}"
+
+
+def _count(kind: str, facts: list[Any]) -> int:
+    return sum(fact[0] == kind for fact in facts)
+
+
+def _fact(fact: Any) -> str:
+    return f"{fact[1]} {fact[2]}{'' if fact[3] or fact[0] == 'buffers' else ' (frozen)'}"
+
+
+def _draw_apart(world: World) -> None:
+    """Ranks seeded alike would drop out the same units; rank 0 keeps the serial script's stream."""
+    global _apart
+    if world.rank and torch.initial_seed() != _apart:
+        _apart = share.seed_of("rank", torch.initial_seed(), world.rank)
+        torch.manual_seed(_apart)
+
+
+_apart: int | None = None

@@ -1,0 +1,333 @@
+"""Says why a run is not the first run, from what was recorded; where the evidence names no cause, nothing."""
+
+import math
+from collections.abc import Callable, Iterator
+
+from samestep.verify.recorded import Digest, Run, Step
+from samestep.verify.trajectory import Difference, total
+
+_SAME = 1e-4
+_APART = 1e-2
+_MICROBATCHES = "use steps, whose microbatches are the same at any number of processes"
+_OWN_DRAWS = (
+    "random numbers between backward and the step are each rank's own; draw them from a torch.Generator that is "
+    "seeded alike on every rank"
+)
+_STANDARD_ORDERS = {"RandomSampler", "SequentialSampler"}
+
+
+def explain(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> str | None:
+    """The cause of what is beyond rounding; `again` is the first run once more, where that decides."""
+    step = difference.step or 0
+    match difference.kind:
+        case "weights" if step == 0:
+            return _first_weights(first, again)
+        case "apart":
+            return _ranks_apart(other, difference)
+        case "batch":
+            return _batch(first, other, step)
+        case "samples":
+            return _order(first, other, step)
+        case "mode":
+            return (
+                f"rank {difference.rank} trains in evaluation mode and others do not, or the other way round; "
+                "call model.train() on every rank before the epoch"
+            )
+        case "hyper":
+            return _hyper(first, other, difference)
+        case "uneven" if not other.length:
+            return "each rank trains with its own share of every batch; run the training loop on all of them"
+        case "uneven":
+            return (
+                "each rank has a share of every step; decide whether to step, and when to stop, from what is the "
+                "same on all of them, such as samestep.mean(loss)"
+            )
+        case "steps":
+            return (
+                f"{first.length} steps at {_processes(first)} and {other.length} at {other.size}: their number "
+                "is made from one that depends on the processes; use len() of samestep.loader, without world.size"
+            )
+    return next(_arithmetic(first, other, difference, again), None)
+
+
+def explain_printed() -> str:
+    return "a metric of one rank alone; use samestep.sum or samestep.mean, which count every rank's share"
+
+
+def explain_rounding(run: Run) -> str | None:
+    """What is left where the bits should have been the same."""
+    if not run.roots or not all(root["exact"] for root in run.roots):
+        return None
+    return (
+        "exact=True does not cover what the script computes from a rank's share or from samestep.sum or mean of "
+        "floats, what depends on the rank or the time, and a kernel that is not deterministic; add what you need in "
+        "the order of microbatches, from samestep.gather"
+    )
+
+
+def _first_weights(first: Run, again: Callable[[], Run]) -> str:
+    if _same_weights(first, again()):
+        return (
+            "the first weights depend on the number of processes; build the model from the same seed on any "
+            "number, before anything that differs between ranks draws random numbers"
+        )
+    return (
+        f"no seed is set, and two runs at {_processes(first)} start from other weights too; call "
+        "torch.manual_seed before the model is made"
+    )
+
+
+def _same_weights(one: Run, other: Run) -> bool:
+    return bool(one.length and other.length) and one.steps[0].param == other.steps[0].param
+
+
+def _ranks_apart(run: Run, difference: Difference) -> str:
+    if unreplicated := _unreplicated(run):
+        return unreplicated
+    if difference.name.startswith("optimizer"):
+        return (
+            f"{difference.name} belongs to no replicated model, so each rank trains its own; make it a parameter "
+            "of the model"
+        )
+    step = (difference.step or 0) - 1  # weights were looked at before the step
+    if step >= 0 and all(rank[step].drew_after for rank in run.ranks):
+        return _OWN_DRAWS
+    return f"code that not every rank runs changes {difference.name}; do the same on every rank"
+
+
+def _unreplicated(run: Run) -> str | None:
+    alone = [root["kind"] for root in run.roots if not root["replicated"]]
+    step = min(1, run.length - 1)
+    if run.size == 1 or not alone or all(rank[step].grad == run.steps[step].grad for rank in run.ranks):
+        return None
+    return (
+        f"{alone[0]} is not replicated, so each rank trains its own; write model = samestep.replicate(model)"
+    )
+
+
+def _batch(first: Run, other: Run, step: int) -> str:
+    if not other.steps[step].is_ours:
+        return _foreign(other)
+    mine, theirs = first.whole(step), other.whole(step)
+    said = f"a step has {mine} samples at {_processes(first)} and {theirs} at {other.size}"
+    if sampler := other.fact("sampler"):
+        return f"{said}; {_sampler(sampler)}"
+    if theirs * first.size == mine * other.size:
+        return f"{said}; batch_size is that of the whole step: do not multiply it by the number of processes"
+    return f"{said}; give samestep.loader the same dataset and batch_size at any number of processes"
+
+
+def _order(first: Run, other: Run, step: int) -> str:
+    if not other.steps[step].is_ours:
+        return _foreign(other)
+    if sampler := other.fact("sampler"):
+        return _sampler(sampler)
+    return (
+        "the order of samples depends on the number of processes; give samestep.loader the same dataset, "
+        "seed and batch_size at any number of them"
+    )
+
+
+def _foreign(run: Run) -> str:
+    foreign = run.fact("foreign")
+    if not foreign:
+        return "batches do not come from samestep.loader, which shares each of them; use it"
+    sampler, line = foreign[0]["sampler"], foreign[0]["line"]
+    if sampler in _STANDARD_ORDERS:
+        return (
+            f"the batches come from a plain DataLoader ({line}), so every rank takes all samples; use "
+            "samestep.loader"
+        )
+    return f"a {sampler} ({line}) chooses each rank's samples; use samestep.loader, which shares each batch"
+
+
+def _sampler(name: str) -> str:
+    return (
+        f"a sampler of the script's own ({name}) chooses samples by the number of ranks; leave it out: "
+        "samestep.loader shares each batch among them"
+    )
+
+
+def _hyper(first: Run, other: Run, difference: Difference) -> str:
+    assert difference.step is not None
+    name, step, rank = difference.name, difference.step, difference.rank
+    since = "" if step == 0 else f", from step {step + 1} on"
+    if rank is not None:
+        mine, theirs = _two(name, other.steps[step], other.ranks[rank][step])
+        return (
+            f"{name} is {_short(mine)} on rank 0 and {_short(theirs)} on rank {rank}{since}; make the optimizer "
+            "and its schedule, and step it, alike on every rank"
+        )
+    mine, theirs = _two(name, first.steps[step], other.steps[step])
+    why = (
+        "it is that of the whole batch, so do not scale it by the number of processes"
+        if step == 0
+        else "its schedule is made from a length or count that depends on the number of processes"
+    )
+    return (
+        f"{name} is {_short(mine)} at {_processes(first)} and {_short(theirs)} at {other.size}{since}; {why}"
+    )
+
+
+def _two(name: str, one: Step, other: Step) -> tuple[object, object]:
+    pairs = zip(one.hyper, other.hyper, strict=False)
+    return next((a[name], b[name]) for a, b in pairs if name in a and name in b and a[name] != b[name])
+
+
+def _arithmetic(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> Iterator[str]:
+    """The same samples and weights gave another loss, gradient or buffer: the surest causes come first."""
+    step = difference.step or 0
+    if difference.kind == "end":
+        yield from _careless(other)
+        return
+    if _inputs_differ(first, other, step):
+        yield _inputs(first, other, step, again)
+    if unreplicated := _unreplicated(other):
+        yield unreplicated
+    yield from _scaled(first, other, step)
+    yield from _counted(first, other, step)
+    if difference.kind == "grad" and first.steps[step].drew_after:
+        yield _OWN_DRAWS
+    # What every step does shows in the first one.
+    is_new = not any(one.drew or one.training for one in other.steps[:step])
+    exact = any(root["exact"] for root in other.roots)
+    drew = is_new and not exact and (first.steps[step].drew or other.steps[step].drew)
+    norms = is_new and [name for root in other.roots for name in root["batchnorm"] if not root["exact"]]
+    if norms and drew:
+        yield (
+            "BatchNorm statistics and random draws (dropout or the like) are per rank, use steps and "
+            "replicate(exact=True)"
+        )
+    if norms:
+        yield "BatchNorm statistics are per rank, use sync_batchnorm=True or steps"
+    if drew:
+        what = "dropout masks" if any(root["dropout"] for root in other.roots) else "the model's random draws"
+        yield f"{what} are per rank, use steps and replicate(exact=True)"
+    yield from _careless(other)
+
+
+def _careless(run: Run) -> Iterator[str]:
+    if line := run.fact("careless"):
+        yield (
+            f"an evaluation in training mode ({line}) changes BatchNorm statistics; call model.eval() before it "
+            "and model.train() after it"
+        )
+
+
+def _inputs_differ(first: Run, other: Run, step: int) -> bool:
+    """Whether the same samples came with other content, as far as each row of the input is a sample."""
+    runs = (first, other)
+    if not all(len(rank[step].rows) == len(rank[step].samples) for run in runs for rank in run.ranks):
+        return False
+    mine, theirs = ([row for rank in run.ranks for row in rank[step].rows] for run in runs)
+    return len(mine) == len(theirs) and mine != theirs
+
+
+def _inputs(first: Run, other: Run, step: int, again: Callable[[], Run]) -> str:
+    once_more = again()
+    if once_more.length > step and _inputs_differ(first, once_more, step):
+        return (
+            f"no seed is set, and two runs at {_processes(first)} get other inputs for the same samples; seed "
+            "what the data are made with"
+        )
+    mine, theirs = ([row for rank in run.ranks for row in rank[step].given] for run in (first, other))
+    if mine and mine == theirs:
+        if any(part.get("loop_drew") for part in other.steps[step].parts):
+            return (
+                "the loop changes the inputs by random numbers that each rank draws for its own share; draw them "
+                f"in the dataset, for one sample, or {_MICROBATCHES}, with replicate(exact=True)"
+            )
+        return (
+            "the loop changes the inputs by what else is in a rank's share, such as its mean, or by the rank; use "
+            f"numbers of the whole data, or {_MICROBATCHES}"
+        )
+    return (
+        "the same samples come with other inputs; make the data and their augmentation from the sample alone, "
+        "in the dataset, not from the rank"
+    )
+
+
+def _scaled(first: Run, other: Run, step: int) -> Iterator[str]:
+    """A factor that loss and gradients have in common, or the gradients alone."""
+    mine, theirs = first.steps[step], other.steps[step]
+    if not first.losses[step]:
+        return
+    loss = other.losses[step] / first.losses[step]
+    if (
+        not _near(loss, 1)
+        and all(part["reduction"] == "sum" for part in theirs.parts)
+        and _near(other.raw_loss(step), first.raw_loss(step))
+    ):
+        yield (
+            "the loss is a sum over each rank's samples, and gradients are averaged as those of means; use "
+            'reduction="mean", or divide by len(y)'
+        )
+    gradients = _common_factor(mine.grad, theirs.grad)
+    if gradients is None or abs(gradients - 1) < _APART:
+        return
+    if _near(loss, 1):
+        yield (
+            f"gradients are {gradients:.3g} times those at {_processes(first)} and the loss is the same; they are "
+            "averaged over the ranks already: do not divide, multiply or all-reduce them"
+        )
+    elif _near(loss, gradients):
+        yield (
+            f"the loss is {loss:.3g} times that at {_processes(first)}: a number that depends on the processes "
+            "(world.size, the length of a share) is a factor of it; leave it out"
+        )
+
+
+def _counted(first: Run, other: Run, step: int) -> Iterator[str]:
+    """A loss over some terms of a share, or by a count in it, is none over the batch's."""
+    mine, theirs = (
+        [
+            (rank, part)
+            for rank, steps in enumerate(run.ranks)
+            for part in steps[step].parts
+            if part.get("mine") and "samples" in part
+        ]
+        for run in (first, other)
+    )
+    if [part["samples"] for _, part in mine] == [part["samples"] for _, part in theirs]:
+        return  # the same microbatches
+    if all(part.get("picked") for _, part in mine + theirs):
+        yield (
+            "the loss chooses terms by comparing those of one rank's share, which are not the batch's; choose each "
+            f"term by itself, or {_MICROBATCHES}"
+        )
+    if not mine or not all(part.get("count") for _, part in mine + theirs):
+        return
+    one = mine[0][1]
+    for rank, part in theirs:
+        if not _near(part["count"] / part["mine"], one["count"] / one["mine"]):
+            yield (
+                f"the loss is divided by a count in each rank's share ({one['count']:g} for {one['mine']} samples "
+                f"at {_processes(first)}, {part['count']:g} for {part['mine']} on rank {rank} of {other.size}); "
+                "divide the sum of its terms by len(y) and by samestep.mean(count / len(y)), or "
+                f"{_MICROBATCHES}"
+            )
+            return
+
+
+def _common_factor(first: dict[str, Digest], other: dict[str, Digest]) -> float | None:
+    """By what all gradients were multiplied, where it is one number."""
+    whole = total(first)
+    if not whole or first.keys() != other.keys():
+        return None
+    factor = total(other) / whole
+    for name, (_, along, _) in first.items():
+        if not abs(other[name][1] - factor * along) <= _SAME * factor * whole:
+            return None
+    return factor if math.isfinite(factor) else None
+
+
+def _near(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_SAME)
+
+
+def _processes(run: Run) -> str:
+    return "1 process" if run.size == 1 else f"{run.size} processes"
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

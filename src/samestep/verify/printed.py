@@ -1,0 +1,77 @@
+"""Finds a number that two runs of a script printed differently though both trained the same."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from samestep.verify.recorded import Run
+from samestep.verify.trajectory import Difference
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
+_NEAR = 0.02
+_MOST_LINES = 10_000
+
+
+def printed_otherwise(first: Run, other: Run, same_bits: bool) -> list[tuple[Difference, str]]:
+    """The numbers that differ, each with the kind of line it stands in.
+
+    Where bits differ a count may be off by one or two; a number on which the ranks do not agree is not
+    everyone's, however near it is.
+    """
+    found = []
+    ours, theirs = _by_kind(first.printed[0]), _by_kind(other.printed[0])
+    rest = [_by_kind(lines) for lines in other.printed[1:]]
+    for kind in [kind for kind in ours if kind in theirs]:
+        for at, (line, now) in enumerate(zip(ours[kind], theirs[kind], strict=False)):
+            same_line = [one[kind][at] for one in rest if len(one.get(kind, ())) > at]
+            agree = not any(_unlike(now, one, 0.0, (1, 1)) for one in same_line)
+            near = 0.0 if same_bits or not agree else _NEAR
+            if _unlike(line, now, near, (first.size, other.size)):
+                shown = f"`{now.strip()}` instead of `{line.strip()}`"
+                found.append((Difference("printed", None, 0, shown, float("inf")), kind))
+                break
+    return found
+
+
+def is_steady(kind: str, first: Run, again: Run) -> bool:
+    """Whether lines of this kind are the same whenever the script runs."""
+    ours, theirs = _by_kind(first.printed[0])[kind], _by_kind(again.printed[0]).get(kind, [])
+    return not any(_unlike(a, b, 0.0, (1, 1)) for a, b in zip(ours, theirs, strict=False))
+
+
+def _by_kind(lines: Sequence[str]) -> dict[str, list[str]]:
+    """Lines that differ in their numbers alone, together."""
+    found: dict[str, list[str]] = {}
+    for line in lines[:_MOST_LINES]:
+        if "\r" not in line and not line.startswith("samestep:") and _NUMBER.search(line):
+            found.setdefault(_NUMBER.sub("#", line), []).append(line)
+    return found
+
+
+def _unlike(line: str, other: str, near: float, sizes: tuple[int, int]) -> bool:
+    return any(not _alike(a, b, near, sizes) for a, b in zip(_numbers(line), _numbers(other), strict=False))
+
+
+def _numbers(line: str) -> Iterator[str]:
+    """The numbers in a line that are no durations, rates or amounts of memory."""
+    for match in _NUMBER.finditer(line):
+        if not _MEASURED.match(line, match.end()):
+            yield match[0]
+
+
+def _alike(a: str, b: str, near: float, sizes: tuple[int, int]) -> bool:
+    x, y = float(a), float(b)
+    unit = max(_unit(a), _unit(b))
+    if "." not in a + b and sizes[0] != sizes[1]:
+        # A script may well say how many processes it has, and how many samples each of them gets.
+        whole, part = (x, y) if sizes[0] < sizes[1] else (y, x)
+        size = max(sizes) // min(sizes)
+        if (x, y) == sizes or part in (whole // size, -(-whole // size)):
+            return x == y or part != 0
+    return abs(x - y) <= 1.01 * unit + near * max(abs(x), abs(y))
+
+
+def _unit(number: str) -> float:
+    """What one more in the last printed digit means."""
+    digits, _, exponent = number.lower().partition("e")
+    return float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))

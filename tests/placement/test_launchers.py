@@ -1,0 +1,153 @@
+import pytest
+
+from samestep.errors import PlacementError
+from samestep.placement.launchers import hosts_of_ranks, port_choices
+from samestep.placement.place import place
+
+STEP = {
+    "SLURM_JOB_ID": "123",
+    "SLURM_STEP_ID": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "h[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "run"),
+    [
+        ({}, "mpirun at login:41000"),
+        (STEP, "job 123.4"),
+        (STEP | {"SLURM_RESTART_COUNT": "2"}, "job 123.4 after 2 restarts"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "7"}, "run 7"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "1"}, "run 7 after 1 restart"),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "2058223617"}, "openmpi run 2058223617"),
+        (HYDRA, "mpirun at login:41000"),
+    ],
+)
+def test_every_run_has_a_name_that_only_its_own_processes_know(env, run):
+    assert place(env, run="mpirun at login:41000").run == run
+
+
+def test_where_the_ranks_of_a_step_are_to_run_is_known_for_blocks_and_cycles():
+    assert hosts_of_ranks(STEP, 3) == ["h1", "h1", "h2"]
+    assert hosts_of_ranks(STEP | {"SLURM_DISTRIBUTION": "cyclic:block"}, 3) == ["h1", "h2", "h1"]
+    assert hosts_of_ranks(STEP | {"SLURM_DISTRIBUTION": "plane=2"}, 3) == []
+    assert hosts_of_ranks(HYDRA, 2) == []
+
+
+def test_a_host_file_may_place_rank_0_anywhere_so_no_node_is_taken_for_its():
+    here = place(STEP | {"SLURM_DISTRIBUTION": "arbitrary"})
+    assert (here.master_addr, here.run) == (None, "job 123.4")
+    assert place(STEP | {"SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "h2"}).master_addr == "h2"
+    alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "h1", "SLURM_STEP_TASKS_PER_NODE": "3"}
+    assert place(STEP | alone | {"SLURM_DISTRIBUTION": "arbitrary"}).master_addr == "h1"
+
+
+def test_a_derived_port_has_others_beside_it_that_no_near_step_begins_with():
+    choices = port_choices(place(STEP).master_port)
+    assert len(set(choices)) == 8
+    assert all(10_000 <= port < 29_000 for port in choices)
+    near = {place(STEP | {"SLURM_STEP_ID": str(step)}).master_port for step in range(5, 40)}
+    assert not near & set(choices)
+
+
+def test_a_process_bound_to_one_core_is_noted_with_what_to_write():
+    (note,) = place(STEP, bound_of=16).notes
+    assert note == "slurm has bound this process to 1 of 16 cores; write `srun --cpus-per-task=8`"
+    assert place(STEP, bound_of=3).notes == place(STEP).notes == ()
+    (note,) = place(STEP | {"SLURM_CPUS_PER_TASK": "8"}, cores=1, bound_of=16).notes
+    assert note.startswith("SLURM_CPUS_PER_TASK is 8 but this task may use 1")
+    assert place(TORCHRUN, bound_of=16).notes == place(TORCHRUN).notes
+
+
+@pytest.mark.parametrize("below", [{"TORCHELASTIC_RUN_ID": "7"}, {"SAMESTEP_RUN": "/runs/1"}])
+def test_cores_lost_around_a_launcher_below_a_step_are_noted_too(below):
+    env = STEP | TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"} | below
+    assert place(env, cores=8).notes == ()
+    (note,) = place(env, cores=1, bound_of=16).notes
+    assert note == "slurm has bound this process to 1 of 16 cores; write `srun --cpus-per-task=16`"
+    (note,) = place(env | {"SLURM_CPUS_PER_TASK": "16"}, cores=1, bound_of=16).notes
+    assert note == (
+        "SLURM_CPUS_PER_TASK is 16 but this task may use 1, and srun does not ask sbatch; "
+        "write `srun --cpus-per-task=16`"
+    )
+    shell = env | {"SLURM_STEP_ID": "4294967290", "SLURM_CPUS_PER_TASK": "16"}
+    assert place(shell, cores=1, bound_of=16).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("", "`samestep run ...` starts one for each device"),  # salloc --gres=gpu:2, also --exclusive
+        ("SLURM_GPUS_PER_NODE=2", "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS_PER_NODE=a100:2", "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS=4", "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS=a100:4,v100:1", "`samestep run ...` starts one for each of its 5 devices"),
+        ("SLURM_GPUS=4 SLURM_GPUS_ON_NODE=3", "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS=4 SLURM_GPUS_ON_NODE=3 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1",
+         "`samestep run ...` starts one for each of its 4 devices"),
+        ("SLURM_GPUS_PER_NODE=many", "`samestep run ...` starts one for each device"),
+        ("SLURM_GPUS_PER_TASK=1 SLURM_NTASKS=4", "`srun --ntasks=4 python ...` starts one for each task"),
+        ("SLURM_NTASKS_PER_NODE=2 SLURM_CPUS_PER_TASK=10",
+         "`srun --ntasks=4 --cpus-per-task=10 python ...` starts one for each task"),
+    ],
+)  # fmt: skip
+def test_an_allocations_own_shell_is_told_what_starts_a_process_for_each_task_or_device(given, advice):
+    given = dict(one.split("=") for one in given.split())
+    (note,) = place({"SLURM_JOB_ID": "3", "SLURM_JOB_NUM_NODES": "2", **given}).notes
+    assert note == f"this is in no step of Slurm job 3, so it runs alone; {advice}"
+
+
+@pytest.mark.parametrize(
+    ("left", "note"),
+    [
+        # left over from a try without Slurm, and `srun --ntasks=3 torchrun --nproc-per-node 2`
+        ("RANK=0 WORLD_SIZE=1", "WORLD_SIZE is 1; unset RANK and WORLD_SIZE for one run"),
+        ("RANK=0 WORLD_SIZE=2 GROUP_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=none",
+         "GROUP_WORLD_SIZE is 1; start one torchrun on each node with --nnodes for one run"),
+    ],
+)  # fmt: skip
+def test_a_task_that_runs_by_itself_in_a_step_of_several_is_noted(left, note):
+    env = STEP | TORCHRUN | dict(one.split("=") for one in left.split())
+    assert place(env).notes[0] == f"task 1 of 3 in this Slurm step runs by itself, for {note}"
+    # the first task may be the only one that started torchrun
+    assert not any("by itself" in note for note in place(env | {"SLURM_PROCID": "0"}).notes)
+
+
+@pytest.mark.parametrize("through", ["SLURM_JOB_ID SLURM_PROCID SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
+def test_a_container_that_lets_only_a_part_of_a_step_through_is_no_copy(through):
+    env = {name: STEP[name] for name in through.split()}
+    with pytest.raises(PlacementError) as raised:
+        place(env)
+    assert str(raised.value) == (
+        "SLURM_PROCID is 1 but SLURM_STEP_ID is not set; let all variables of the step through to this process"
+    )
+    assert place(env | TORCHRUN | {"LOCAL_RANK": "1"}).rank == 1
+    assert place(env | {"SLURM_PROCID": "0"}).size == 1  # as in a batch script
+
+
+def test_a_step_of_several_nodes_without_its_tasks_per_node_is_told_what_to_set():
+    env = {name: value for name, value in STEP.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
+    with pytest.raises(PlacementError) as raised:
+        place(env)
+    assert str(raised.value) == (
+        "SLURM_STEP_NUM_NODES is 2 but nothing says how many processes this node has; "
+        "set RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+    )
+    assert place(env | {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}).local_size == 2
+
+
+def test_an_allocation_of_several_parts_is_told_how_one_step_covers_them():
+    (note,) = place({"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "2", "SLURM_NTASKS": "5"}).notes
+    assert note == (
+        "this is in no step of Slurm job 3, so it runs alone; "
+        "`srun --het-group=0-1 python ...` starts one for each task of its 2 parts"
+    )

@@ -1,0 +1,275 @@
+"""Real processes and sockets that come together, too late, twice, or from another run."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import PlacementError, RankMissing, RanksDiffer
+from samestep.rendezvous import note as board
+from samestep.rendezvous.join import Member, host, join, listen
+from samestep.rendezvous.star import Circle
+
+
+def start(work: Callable[[], Circle]) -> Future[Circle]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
+
+
+def door() -> tuple[socket.socket, list[tuple[str, int]]]:
+    opened = listen([0])
+    return opened, [("127.0.0.1", opened.getsockname()[1])]
+
+
+def gathered(circle: Circle, word: str) -> list[str]:
+    return circle.gather(word, 20)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_hear_what_each_brings_by_number(size):
+    opened, where = door()
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, size))) for n in range(1, size)]
+    circles = [host(opened, Member("r", 0, size)), *(one.result(20) for one in coming)]
+    rest = [start(lambda c=c, n=n: gathered(c, f"word {n}")) for n, c in enumerate(circles) if n]
+    assert gathered(circles[0], "word 0") == [f"word {n}" for n in range(size)]
+    assert [one.result(20) for one in rest] == [[f"word {n}" for n in range(size)]] * (size - 1)
+    assert circles[0].names == [socket.gethostname()] * size
+    for circle in circles:
+        circle.close()
+
+
+def test_a_member_of_another_run_is_told_whom_it_found_and_keeps_nobody_from_coming():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("job 124.0", 0, 2)))
+    with pytest.raises(RankMissing) as raised:
+        join(lambda: where, Member("job 123.0", 1, 2, limit_s=0.3))
+    assert str(raised.value) == (
+        f"rank 1 of job 123.0 found no rank 0 within 0.3 s (127.0.0.1:{where[0][1]}: found job 124.0 there); "
+        f"is rank 0 started, and can {socket.gethostname()} reach it?"
+    )
+    join(lambda: where, Member("job 124.0", 1, 2)).close()
+    hosting.result(20).close()
+
+
+def test_something_else_at_the_port_is_passed_over():
+    opened, where = door()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        silent = [("127.0.0.1", other.getsockname()[1])]
+        hosting = start(lambda: host(opened, Member("r", 0, 2)))
+        began = time.monotonic()
+        join(lambda: silent + where, Member("r", 1, 2)).close()
+        assert time.monotonic() - began < 10
+        hosting.result(20).close()
+
+
+def test_a_taken_port_is_left_to_whoever_has_it():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with listen([taken, 0]) as opened:
+            assert opened.getsockname()[1] != taken
+
+
+def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatch):
+    monkeypatch.setattr("samestep.rendezvous.join._SAY_S", 0.2)
+    opened, where = door()
+    present = start(lambda: join(lambda: where, Member("r", 1, 3, limit_s=5)))
+    with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$"):
+        host(opened, Member("r", 0, 3, limit_s=1, expected=["node01", "node01", "node02"]))
+    with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$"):
+        present.result(20)
+    assert "samestep: waiting for rank 2 (node02); " in capsys.readouterr().err
+
+
+def test_a_rank_that_comes_twice_is_named_with_both_its_places():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("r", 0, 3)))
+    first = start(lambda: join(lambda: where, Member("r", 1, 3)))
+    twin = f"from samestep.rendezvous.join import Member, join\njoin(lambda: {where!r}, Member('r', 1, 3, limit_s=20))"
+    time.sleep(0.5)
+    done = subprocess.run([sys.executable, "-c", twin], capture_output=True, text=True, timeout=30)
+    for one in (hosting, first):
+        with pytest.raises((RanksDiffer, RankMissing), match="rank 1 came twice: process"):
+            one.result(20)
+    assert "rank 1 came twice: process" in done.stderr
+
+
+def test_ranks_that_count_differently_are_refused():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("r", 0, 3)))
+    with pytest.raises(RankMissing, match=r"counts 3 ranks and one on .* counts 4"):
+        join(lambda: where, Member("r", 1, 4, limit_s=5))
+    with pytest.raises(RanksDiffer):
+        hosting.result(20)
+
+
+def test_members_that_run_two_scripts_are_refused_whatever_their_numbers():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("r", 0, 3, "node", script="a.py")))
+    unsaid = start(lambda: join(lambda: where, Member("r", 2, 3, "node")))
+    time.sleep(0.5)
+    assert [hosting.done(), unsaid.done()] == [False, False]
+    says = (
+        r"^node 0 \(.*\) runs 'a\.py' and another node \(.*\) runs 'b\\n.*; run one script on all nodes, or"
+    )
+    with pytest.raises(RankMissing, match=says) as raised:
+        join(lambda: where, Member("r", -1, 3, "node", limit_s=5, script="b\n" + 1000 * "b"))
+    assert len(str(raised.value)) < 500
+    for one, kind in ((hosting, RanksDiffer), (unsaid, RankMissing)):
+        with pytest.raises(kind, match=says):
+            one.result(20)
+
+
+def test_one_that_left_before_the_circle_was_complete_may_come_again():
+    opened, where = door()
+    hosting = start(lambda: host(opened, Member("r", 0, 3, noun="node")))
+    early = "from samestep.rendezvous.join import *\n"
+    early += f"join(lambda: {where!r}, Member('r', 1, 3, noun='node'))"
+    with subprocess.Popen([sys.executable, "-c", early]) as process:
+        time.sleep(1)
+        process.kill()
+    again = [start(lambda n=n: join(lambda: where, Member("r", n, 3, noun="node"))) for n in (1, 2)]
+    for one in (hosting, *again):
+        one.result(20).close()
+
+
+def test_a_member_without_a_number_gets_a_free_one():
+    opened, where = door()
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (-1, 2)]
+    circle = host(opened, Member("r", 0, 3))
+    assert [one.result(20).rank for one in coming] == [1, 2]
+    for one in (circle, *(one.result() for one in coming)):
+        one.close()
+
+
+@pytest.fixture
+def hosting() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+    """A host of three nodes as a process, which can be stopped, and where it listens."""
+    work = "from samestep.rendezvous.join import *\nopened = listen([0])\n"
+    work += "print(opened.getsockname()[1], flush=True)\nhost(opened, Member('r', 0, 3, 'node', limit_s=20))"
+    with subprocess.Popen([sys.executable, "-c", work], stdout=-1, stderr=-1, text=True) as process:
+        yield process, ("127.0.0.1", int(process.stdout.readline()))
+        process.kill()
+
+
+def hello(number: int, **other: object) -> bytes:
+    words = {"run": "r", "number": number, "size": 3, "host": "node02", "pid": 1, "script": ""}
+    return json.dumps(words | other).encode() + b"\n"
+
+
+def answer(line: socket.socket, said: bytes) -> bytes:
+    line.sendall(said)
+    return line.recv(1 << 12)
+
+
+def test_one_too_many_without_a_number_is_refused_where_all_come_at_once(hosting):
+    process, where = hosting
+    with ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
+        # The last is answered, so the others are in; what they say while the host is stopped it hears in one turn.
+        assert answer(lines[3], hello(-1, run="another")) == b'{"stranger": "r"}\n'
+        process.send_signal(signal.SIGSTOP)
+        for line in lines[:3]:
+            line.sendall(hello(-1))
+        process.send_signal(signal.SIGCONT)
+        said = process.communicate(timeout=20)[1].splitlines()[-1]
+        told = [line.makefile().read() for line in lines[:3]]
+    assert said == (
+        "samestep.errors.RanksDiffer: another node (node02) came, which is one too many for 3; "
+        "start as many as are counted"
+    )
+    assert all("one too many for 3" in text for text in told)
+
+
+def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_in(hosting):
+    process, where = hosting
+    with ExitStack() as stack:
+        before, again, other = (stack.enter_context(socket.create_connection(where)) for _ in range(3))
+        assert answer(before, hello(1)) == b'{"welcome": 1}\n'
+        assert answer(other, hello(-1, run="another")) == b'{"stranger": "r"}\n'
+        process.send_signal(signal.SIGSTOP)
+        again.sendall(hello(1))
+        before.close()
+        process.send_signal(signal.SIGCONT)
+        assert again.recv(1 << 12) == b'{"welcome": 1}\n'
+        with socket.create_connection(where) as last:
+            assert answer(last, hello(2)).startswith(b'{"welcome": 2}\n')
+            assert (process.wait(20), process.stderr.read()) == (0, "")
+
+
+def test_a_lost_member_is_named_to_all():
+    opened, where = door()
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
+    circle = host(opened, Member("r", 0, 3))
+    first, second = (one.result(20) for one in coming)
+    first.close()
+    told = start(lambda: gathered(second, "here"))
+    with pytest.raises(RankMissing, match=r"^rank 1 \(.*\) was lost: its process has ended or"):
+        gathered(circle, "here")
+    with pytest.raises(RankMissing, match=r"^rank 1 \(.*\) was lost: its process has ended or"):
+        told.result(20)
+    circle.close()
+    second.close()
+
+
+def test_news_of_one_reach_all_others():
+    opened, where = door()
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
+    circle = host(opened, Member("r", 0, 3))
+    first, second = (one.result(20) for one in coming)
+    first.tell({"failed": 1})
+    for one in (circle, second):
+        until = time.monotonic() + 10
+        while not one.news and time.monotonic() < until:
+            circle.turn(0.01)
+            second.turn(0.01)
+        assert one.news == [(1, {"failed": 1})]
+    assert first.news == []
+    for one in (first, circle, second):
+        one.close()
+
+
+def test_a_note_that_a_crash_left_is_replaced(tmp_path):
+    note = tmp_path / "note"
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        note.write_text(json.dumps({"addresses": ["127.0.0.1"], "port": gone.getsockname()[1]}))
+    coming = start(lambda: join(lambda: board.read(note), Member("r", 1, 2)))
+    time.sleep(0.3)
+    opened = listen([0])
+    with board.posted(note, opened.getsockname()[1]):
+        circle = host(opened, Member("r", 0, 2))
+    assert not note.exists()
+    for one in (circle, coming.result(20)):
+        one.close()
+
+
+def test_a_note_that_never_comes_ends_in_advice_where_all_were_started_together(tmp_path: Path):
+    told = Member("r", 1, 2, nowhere="set MASTER_ADDR", untold_s=0.3)
+    with pytest.raises(PlacementError, match=r"^set MASTER_ADDR$"):
+        join(lambda: board.read(tmp_path / "note"), told)
+
+
+def test_a_rank_of_mpirun_does_not_wait_for_a_note_longer_than_its_limit(tmp_path: Path):
+    rank = "import sys\nfrom samestep.rendezvous.ranks import circle_of\n"
+    rank += "from samestep.placement.place import this_process\n"
+    rank += "circle_of(this_process(), 0.5)"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "PMI"))}
+    env |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    env |= {
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "PMIX_NAMESPACE": "prterun-1",
+        "SAMESTEP_RUN_DIR": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", rank], env=env, capture_output=True, text=True, timeout=30)
+    assert "there is no note of it at" in done.stderr
+    assert done.stderr.endswith("or SAMESTEP_RUN_DIR to a directory that all nodes share\n")

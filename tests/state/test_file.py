@@ -1,0 +1,393 @@
+"""A state comes back from its file exactly, or not at all and with the reason."""
+
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections import Counter, OrderedDict, namedtuple
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.errors import CheckpointError, UsageError
+from samestep.state import file as pure
+from samestep.train.checkpoint import capture as carry
+
+TESTS = Path(__file__).parents[1]
+
+
+def write(path, state, meta=None):
+    packed = carry.pack(state, meta)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        pure.write(fd, packed)
+    finally:
+        os.close(fd)
+    return path
+
+
+def there_and_back(tmp_path, state):
+    return carry.read(write(tmp_path / "state", state))[0]
+
+
+def seal(header, blobs=(), *, version=1, count=None, length=None, size=None):
+    """A file whose digests are right whatever its header says, as a forger would make it."""
+    bulk = b"".join(blob + bytes(-len(blob) % 64) for blob in blobs)
+    digests = b"".join(digest(digest(blob, b"piece") if blob else b"", b"blob") for blob in blobs)
+    start = -(-(64 + len(header) + len(digests)) // 64) * 64
+    count = len(blobs) if count is None else count
+    length = len(header) if length is None else length
+    sealed = struct.pack("<8sIIQQ", b"samestep", version, count, length, size or start + len(bulk))
+    root = digest(sealed + header + digests, b"root")
+    return (sealed + root + header + digests).ljust(start, b"\0") + bulk
+
+
+def digest(data, level):
+    return blake2b(data, digest_size=32, person=level).digest()
+
+
+def outline(tree, blobs=(), meta=None):
+    return json.dumps({"meta": meta or {}, "blobs": list(blobs), "tree": tree}).encode()
+
+
+def refused(tmp_path, data):
+    path = tmp_path / "forged"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as one:
+        pure.verify(path)
+    with pytest.raises(CheckpointError) as other:
+        carry.read(path)
+    found, again = (str(error.value).partition(" (")[0] for error in (one, other))
+    assert found == again
+    return found.removeprefix(f"{path} ")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("name", sorted(carry._DTYPES))
+def test_every_dtype_comes_back_to_the_bit(tmp_path, name):
+    raw = torch.arange(64, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(64, dtype=torch.uint8)
+    tensor = raw.view(carry._DTYPES[name])
+    for state in (tensor, tensor[:0], tensor[0], tensor[1::2]):
+        back = there_and_back(tmp_path, state)
+        assert (back.dtype, back.shape) == (state.dtype, state.shape)
+        assert carry._bytes(back) == carry._bytes(state)
+
+
+def test_strides_views_and_conjugates_come_back_as_the_values_they_show(tmp_path):
+    base = torch.randn(4, 6)
+    state = [base.t(), base[::2, 1:3], base.expand(3, 4, 6), torch.randn(3, dtype=torch.complex64).conj()]
+    for sent, back in zip(state, there_and_back(tmp_path, state), strict=True):
+        assert torch.equal(sent, back)
+        assert back.is_contiguous()
+
+
+def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path):
+    layer = torch.nn.Linear(64, 64)
+    tied = {"a": layer.weight, "b": layer.weight.detach(), "c": layer.weight.detach().clone()}
+    path = write(tmp_path / "state", tied)
+    assert len(pure.peek(path).blobs) == 2
+    back = carry.read(path)[0]
+    assert back["a"] is back["b"]
+    assert back["a"] is not back["c"]
+    assert back["a"].untyped_storage().nbytes() == back["a"].nbytes
+
+
+@pytest.mark.parametrize(
+    "bits", ["7ff8000000000001", "fff0000000000000", "8000000000000000", "0000000000000001"]
+)
+def test_floats_come_back_to_the_bit(tmp_path, bits):
+    value = struct.unpack(">d", bytes.fromhex(bits))[0]
+    assert struct.pack(">d", there_and_back(tmp_path, {"x": value})["x"]).hex() == bits
+
+
+def test_values_come_back_with_their_types(tmp_path):
+    state = {
+        "none": None, "true": True, "one": 1, 1: "int key", "1": "str key", -5: 0,
+        "big": -(10**5000), "edge": 2**63, "text": "é\0\ud800\n", "bytes": b"\0\xff",
+        "empty": [{}, [], (), b"", ""], "tuple": (1, (2.5, [3])),
+        "counter": Counter({30: 1}), "ordered": OrderedDict(b=1, a=2), "../../x": "/etc/passwd", "": {"": ""},
+    }  # fmt: skip
+    back = there_and_back(tmp_path, state)
+    assert back == state
+    assert list(back) == list(state)
+    assert [type(value) for value in back.values()] == [type(value) for value in state.values()]
+    assert type(back["true"]) is bool
+    assert type(back["empty"][2]) is tuple
+
+
+def test_numpys_scalars_come_back_as_pythons(tmp_path):
+    state = {"rate": np.float64(0.1), "third": np.float32(1 / 3), "steps": np.int64(7), "on": np.bool_(True)}
+    back = there_and_back(tmp_path, state)
+    assert back == state
+    assert [type(value) for value in back.values()] == [float, float, int, bool]
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-(2**63), 2**63 - 1), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plain)
+def test_any_plain_state_comes_back(tmp_path_factory, state):
+    assert repr(there_and_back(tmp_path_factory.mktemp("any"), state)) == repr(state)
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (Thing(), "optimizer.state.3.foo is a Thing, which a checkpoint cannot carry; give tensors"),
+        ({1, 2}, "optimizer.state.3.foo is a set, "),
+        (namedtuple("Pair", "a b")(1, 2), "optimizer.state.3.foo is a Pair, "),
+        (len, "optimizer.state.3.foo is a builtin_function_or_method, "),
+        (1j, "optimizer.state.3.foo is a complex, "),
+        (torch.eye(2).to_sparse(), "optimizer.state.3.foo is a sparse_coo float32 tensor on cpu; "),
+        (torch.empty(2, device="meta"), "optimizer.state.3.foo is a strided float32 tensor on meta; "),
+        ({2.5: 1}, "optimizer.state.3.foo has a key that is a float; use str"),
+        ({True: 1}, "optimizer.state.3.foo has a key that is a bool; use str"),
+        ({2**63: 1}, "optimizer.state.3.foo has a key that is a int; use str, or int of at most 64 bits"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_carried_is_refused_by_its_place(value, reason):
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        carry.pack({"optimizer": {"state": {3: {"foo": value}}}})
+
+
+def test_a_state_that_contains_itself_is_refused():
+    state = []
+    state.append(state)
+    with pytest.raises(UsageError, match="more than 64 levels deep"):
+        carry.pack(state)
+
+
+def test_meta_is_small_plain_json():
+    for meta in ({"x": math.nan}, {"x": object()}, {"x": b""}):
+        with pytest.raises(UsageError, match="meta is not plain JSON"):
+            carry.pack({}, meta)
+    with pytest.raises(UsageError, match="above 65536; put it in the state"):
+        carry.pack({}, {"x": "y" * 70_000})
+
+
+def test_a_state_of_too_many_small_values_is_refused_when_it_is_written():
+    with pytest.raises(UsageError, match="put long lists of numbers in a tensor"):
+        carry.pack(list(range(300_000)))
+
+
+def test_the_outline_is_read_without_the_rest(tmp_path):
+    path = write(tmp_path / "state", {"model": {"w": torch.ones(3, 5)}, "b": b"xy"}, {"step": 7, "seed": 0})
+    found = pure.peek(path)
+    assert (found.meta, found.names, found.size) == (
+        {"step": 7, "seed": 0},
+        ("model.w", "b"),
+        path.stat().st_size,
+    )
+    assert found.blobs == (("float32", (3, 5)), ("bytes", (2,)))
+    assert all(at % 64 == 0 for at, _ in found.offsets())
+
+
+def test_the_pure_part_reads_states_of_bytes_without_torch(tmp_path):
+    write(tmp_path / "state", {"a": b"xyz", "n": 1})
+    program = (
+        "import sys; from samestep import carry; from samestep.train import vault;"
+        f"print(carry.read({str(tmp_path / 'state')!r})); assert 'torch' not in sys.modules"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "({'a': b'xyz', 'n': 1}, {})\n"
+
+
+def test_a_snapshot_is_a_copy_of_the_state_at_that_moment(tmp_path):
+    state = {
+        "a": torch.ones(5),
+        "b": torch.arange(3),
+        "c": torch.randn(4, 3).t(),
+        "d": b"x",
+        "e": torch.empty(0),
+    }
+    before = write(tmp_path / "before", state).read_bytes()
+    arena = torch.empty(carry.pack(state).bulk, dtype=torch.uint8)
+    packed = carry.pack(state, into=arena)
+    state["a"].add_(1)
+    fd = os.open(tmp_path / "after", os.O_WRONLY | os.O_CREAT)
+    pure.write(fd, packed)
+    os.close(fd)
+    assert (tmp_path / "after").read_bytes() == before
+    with pytest.raises(UsageError, match="does not fit into 64 bytes"):
+        carry.pack(state, into=arena[:64])
+
+
+def test_a_write_cut_short_anywhere_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    state = {str(i): torch.randn(i * 37) for i in range(90)}
+    whole = write(tmp_path / "whole", state).read_bytes()
+    lengths = iter(range(1, 10_000))
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, some, at: pwritev(fd, [some[0][: next(lengths)]], at))
+    assert write(tmp_path / "cut", state).read_bytes() == whole
+
+
+def test_a_state_larger_than_a_piece_is_checked_in_every_piece(tmp_path):
+    state = {"a": torch.arange(9 << 20, dtype=torch.uint8), "b": torch.ones(3)}
+    path = write(tmp_path / "state", state)
+    assert torch.equal(carry.read(path)[0]["a"], state["a"])
+    start = pure.peek(path).start
+    for at in (0, 4 << 20, (9 << 20) - 1):
+        data = bytearray(path.read_bytes())
+        data[start + at] ^= 1
+        assert refused(tmp_path, data) == "has a damaged a"
+
+
+def test_a_commit_while_the_interpreter_ends_is_whole(tmp_path):
+    program = f"""
+import atexit, os
+from samestep.state import file as carry
+def commit():
+    fd = os.open({str(tmp_path / "last")!r}, os.O_WRONLY | os.O_CREAT)
+    carry.write(fd, carry.pack({{"a": b"x" * 100}}))
+atexit.register(commit)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stderr == ""
+    assert carry.read(tmp_path / "last")[0] == {"a": b"x" * 100}
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    write(tmp_path / "state", {})
+    (tmp_path / "link").symlink_to("state")
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in {
+        "link": "is a symbolic link",
+        "pipe": "is not a regular file",
+        ".": "is not a regular file",
+        "none": "cannot be read (No such file or directory)",
+    }.items():
+        with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / name} {reason}")):
+            carry.read(tmp_path / name)
+
+
+def test_a_torn_file_and_a_foreign_one_are_told_apart(tmp_path):
+    data = write(tmp_path / "state", {"a": torch.ones(100)}).read_bytes()
+    assert refused(tmp_path, data[:-64]) == f"is torn: {len(data) - 64} of {len(data)} bytes are there"
+    assert refused(tmp_path, data + b"\0") == f"is torn: {len(data) + 1} of {len(data)} bytes are there"
+    assert refused(tmp_path, data[:40]) == refused(tmp_path, b"") == "is not a samestep checkpoint"
+    assert refused(tmp_path, b"PK\3\4" + data) == "is not a samestep checkpoint"
+    assert refused(tmp_path, seal(outline(None), version=2)).startswith(
+        "has format 2, and this samestep reads"
+    )
+
+
+def test_tensors_of_one_shape_do_not_change_places(tmp_path):
+    data = write(tmp_path / "state", {"a": torch.zeros(16), "b": torch.ones(16)}).read_bytes()
+    assert refused(tmp_path, data[:-128] + data[-64:] + data[-128:-64]) == "has a damaged a"
+
+
+BLOB = ["float32", [2]]
+HOSTILE = {
+    "no json": b"{",
+    "no object": b"[1]",
+    "nothing": b"",
+    "not ascii": '{"é": 1}'.encode(),
+    "a pickle": b"cos\nsystem\n(S'touch canary'\ntR.",
+    "nan": b'{"meta":{},"blobs":[],"tree":NaN}',
+    "a name twice": b'{"meta":{},"blobs":[],"tree":1,"tree":2}',
+    "too much": b'{"meta":{},"blobs":[],"tree":1,"more":2}',
+    "meta is a list": b'{"meta":[],"blobs":[],"tree":1}',
+    "endless number": b'{"meta":{},"blobs":[],"tree":' + b"9" * 5000 + b"}",
+    "deep lists": b'{"meta":{},"blobs":[],"tree":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep dicts": b'{"meta":{},"blobs":[],"tree":' + b'{"tuple":[' * 900 + b"]}" * 900 + b"}",
+    "deep enough": outline(eval("[" * 70 + "]" * 70)),
+    "deep names": outline({"dict": [[{"dict": [[{"dict": []}, 1]]}, 1]]}),
+    "unknown tag": outline({"set": [1]}),
+    "two tags": outline({"tuple": [], "dict": []}),
+    "no tag": outline({}),
+    "a tensor nowhere": outline({"tensor": 0}),
+    "a tensor before the first": outline({"tensor": -1}),
+    "a tensor by name": outline({"tensor": "0"}),
+    "a tensor by truth": outline({"tensor": True}),
+    "a key twice": outline({"dict": [["a", 1], ["a", 2]]}),
+    "a key of no type": outline({"dict": [[None, 1]]}),
+    "a huge key": outline({"dict": [[2**64, 1]]}),
+    "a pair of three": outline({"dict": [["a", 1, 2]]}),
+    "a dict of no pairs": outline({"dict": ["ab"]}),
+    "a dict of a dict": outline({"dict": {"a": 1}}),
+    "a short float": outline({"float": "00"}),
+    "a signed float": outline({"float": "-000000000000000"}),
+    "an odd int": outline({"int": "0x10"}),
+    "a blob without a file": outline(None, [BLOB]),
+}
+
+
+@pytest.mark.parametrize("header", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_with_the_right_digests_is_refused(tmp_path, header, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(tmp_path, seal(header))
+    assert os.listdir(tmp_path) == ["forged"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["float32", [3]],
+        ["float32", [-2]],
+        ["float32", [-1, -2]],
+        ["float32", [2.0]],
+        ["float32", [True, 2]],
+        ["float32", [2**63]],
+        ["float32", [2**62, 4]],
+        ["float32", [0, 2**60]],
+        ["float32", [1] * 65],
+        ["float32", 2],
+        ["object", [2]],
+        ["bytes", [2]],
+        ["bytes", []],
+        ["float32"],
+        None,
+    ],
+    ids=str,
+)
+def test_a_blob_that_is_not_what_lies_there_is_refused_before_memory_is_taken(tmp_path, row):
+    refused(tmp_path, seal(outline({"tensor": 0}, [row]), [bytes(8)]))
+
+
+def test_a_forged_file_that_is_right_is_read(tmp_path):
+    (tmp_path / "forged").write_bytes(seal(outline({"tensor": 0}, [BLOB]), [bytes(8)]))
+    assert carry.read(tmp_path / "forged")[0].tolist() == [0.0, 0.0]
+
+
+def test_numbers_of_a_hostile_preamble_are_bounded(tmp_path):
+    header = outline(None)
+    for length in (2**63, 2**64 - 1, 2**40, 10**6, 1):
+        refused(tmp_path, seal(header, length=length))
+    for count in (1, 2**20, 2**32 - 1):
+        refused(tmp_path, seal(header, count=count))
+    for size in (1, 2**63):
+        refused(tmp_path, seal(header, size=size))
+    refused(tmp_path, seal(outline(None, [BLOB]), [bytes(8)]))
+    refused(tmp_path, seal(outline([{"tensor": 1}, {"tensor": 0}], [BLOB, BLOB]), [bytes(8)] * 2))
+
+
+def test_damaged_files_are_never_read(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, TESTS / "fuzz_state.py", "--files", "1000", "--directory", tmp_path],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.match(r"damaged files 1000 \| read silently 0 \| other errors 0 \| code run 0 \|", ran.stdout)

@@ -1,0 +1,96 @@
+"""What a checkpoint is made of: parts, datasets and files that are odd, and several checkpoints at once."""
+
+from samestep.state import file as carry
+
+
+def steps(directory):
+    return [entry.step for entry in carry.listing(directory)]
+
+
+def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):
+    source = """
+        class Odd:
+            def state_dict(self): return {"seen": {1, 2}}
+            def load_state_dict(self, state): pass
+        samestep.Checkpoint(sys.argv[1], model=model, odd=Odd()).resume()
+    """
+    codes, said = run(source, 2, tmp_path / "commits")
+    assert codes == [1, 1]
+    assert all("UsageError: odd.seen is a set, which a checkpoint cannot carry" in one for one in said)
+
+
+def test_a_whole_file_that_is_no_state_of_a_run_is_passed_over(run, tmp_path):
+    source = """
+        from samestep.state.directory import Vault
+        checkpoint = samestep.Checkpoint(sys.argv[1], model=model, train=train)
+        if checkpoint.resume() == 0:
+            for _ in train.epochs(1):
+                for x, in train:
+                    checkpoint.step()
+            if world.rank == 0:
+                Vault(sys.argv[1], 9).commit(__import__("samestep.state.file").carry.pack([1, 2]), 5)
+    """
+    directory = tmp_path / "commits"
+    assert run(source, 1, directory)[0] == [0]
+    codes, said = run(source, 2, directory)
+    assert codes == [0, 0], said
+    assert "is whole, and no state of a run; an older checkpoint is used" in said[0]
+    assert "going on after step 4" in said[0]
+
+
+def test_a_dataset_that_draws_with_a_generator_of_its_own_is_the_same_after_a_resume(run, tmp_path):
+    source = """
+        class Noisy:
+            own = torch.Generator().manual_seed(0)
+            def __len__(self): return 12
+            def __getitem__(self, index): return torch.rand(4, generator=self.own)
+        train = samestep.loader(Noisy(), 3, num_workers=0)
+        checkpoint = samestep.Checkpoint(sys.argv[1], every=1, model=model, train=train)
+        print(checkpoint.resume())
+        for x in train:
+            checkpoint.step()
+            break
+    """
+    assert run(source, 1, tmp_path / "commits")[0] == [0]
+    codes, (said,) = run(source, 1, tmp_path / "commits")
+    assert codes == [0], said
+    assert "going on after step 1" in said
+
+
+def test_a_stop_commits_every_checkpoint(run, tmp_path):
+    source = """
+        import signal
+        runs = [samestep.Checkpoint(sys.argv[1] + name, every=1000, model=model, train=train) for name in "ab"]
+        for one in runs:
+            one.resume()
+        for _ in train.epochs(3):
+            for x, in train:
+                if runs[0].steps == 2 and world.rank == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.1)
+                for one in runs:
+                    one.step()
+    """
+    codes, said = run(source, 2, f"{tmp_path}/")
+    assert codes == [75, 75], said
+    assert len(steps(tmp_path / "a")) == len(steps(tmp_path / "b")) == 1
+    codes, said = run(source.replace("== 2", "== -1"), 2, f"{tmp_path}/")
+    assert codes == [0, 0], said
+    assert "".join(said).count("going on after step") == 2
+
+
+def test_a_run_that_never_committed_in_time_learns_from_reading(run, tmp_path):
+    source = """
+        import samestep.train.checkpoint.checkpoint as module
+        checkpoint = samestep.Checkpoint(sys.argv[1], every=1, model=model, train=train)
+        read = module._read_run
+        module._read_run = lambda name, dir_fd: (time.sleep(1.5), read(name, dir_fd))[1]
+        if checkpoint.resume():
+            print("a commit takes", checkpoint._commit_seconds)
+        for x, in train:
+            checkpoint.step()
+            break
+    """
+    assert run(source, 1, tmp_path / "commits")[0] == [0]
+    _, (said,) = run(source, 1, tmp_path / "commits")
+    assert "a commit takes 1.5" in said

@@ -1,0 +1,318 @@
+"""Who this process is, who goes first, who is missing, and how processes leave."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import FrozenInstanceError
+
+import psutil
+import pytest
+import torch
+
+import samestep
+from samestep import RanksDiffer
+from samestep.train.group.world import _objection
+
+FACTS = ["rank", "size", "local_rank", "local_size", "node", "nodes", "device", "launcher"]
+START = """
+    import os, sys, time
+    from datetime import timedelta
+    import torch, samestep
+    world = samestep.init(timeout=timedelta(seconds=30))
+"""
+
+
+def test_init_says_who_this_is_and_says_it_again(world):
+    assert samestep.init() is world is samestep.init(backend="gloo")
+    assert list(vars(world)) == FACTS
+    assert (world.size, world.local_size, world.node, world.nodes) == (world.local_size, world.size, 0, 1)
+    assert world.rank == world.local_rank
+    assert world.device == torch.device("cpu")
+    with pytest.raises(FrozenInstanceError):
+        world.rank = 1
+    ranks = samestep.gather([world.rank])
+    assert ranks == list(range(world.size))
+
+
+def test_the_variables_of_torch_are_there(world):
+    if world.size == 1:
+        return
+    expected = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "GROUP_RANK": 0}
+    expected |= {"LOCAL_WORLD_SIZE": world.size, "ROLE_RANK": world.rank, "ROLE_NAME": "default"}
+    for name, value in expected.items():
+        assert os.environ[name] == str(value)
+    assert {
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+    } <= os.environ.keys()
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+
+
+def test_one_process_of_the_node_goes_first(world, tmp_path):
+    file = tmp_path / "download"
+    with samestep.first():
+        if world.local_rank == 0:
+            time.sleep(0.2)
+            file.write_text("whole")
+        assert file.read_text() == "whole"
+    assert samestep.sum(1) == world.size
+
+
+def test_a_call_that_some_ranks_make_elsewhere_names_both_lines_and_all_ranks(world):
+    if world.size == 1:
+        return
+    with pytest.raises(RanksDiffer) as raised:
+        samestep.gather([1]) if world.rank == 0 else samestep.sum(1)
+    assert re.fullmatch(
+        r"ranks are at different calls: rank \d at samestep.\w+ \(test_world.py:\d+\), ranks? [\d, ]+ at "
+        r"samestep.\w+ \(test_world.py:\d+\); every rank has to make the same calls in the same order",
+        str(raised.value),
+    )
+
+
+@pytest.mark.parametrize(("backend", "name"), [("'foo'", "foo"), ("5", "5"), ("torch.device('cpu')", "cpu")])
+def test_a_backend_that_is_not_there_is_named(backend, name):
+    found = subprocess.run(
+        [sys.executable, "-c", f"import torch, samestep; samestep.init(backend={backend})"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"UsageError: backend '{name}' is not in this build of torch; use one of gloo" in found.stderr
+
+
+def test_ranks_of_unlike_environments_are_named_before_the_group_is_made(script):
+    ranks = script.run(
+        """
+import os, torch.distributed as dist
+import samestep
+if os.environ["RANK"] == "2":
+    samestep.__version__ = "0.0.1"
+try:
+    samestep.init()
+finally:
+    print(dist.is_initialized())
+""",
+        3,
+    )
+    for code, out, err in ranks:
+        assert (code, out) == (1, "False\n")
+        assert re.search(
+            r"RanksDiffer: samestep is 0\.1\.0 on rank 0 \(.+\) and 0\.0\.1 on rank 2 \(.+\); start every rank",
+            err,
+        )
+
+
+def test_ranks_that_share_a_device_are_named():
+    """As NCCL cannot; no machine with GPUs is needed to see that two of a node name the same one."""
+    alike = {"torch": "2", "samestep": "0", "python": "3", "host": "a"}
+    places = [(0, "x"), (0, "y"), (1, "x"), (1, "z"), (1, "x")]
+    ranks = [alike | {"node": node, "device": [f"cuda:{uuid}", uuid]} for node, uuid in places]
+    assert _objection(ranks[:4]) is None
+    assert _objection([one | {"device": None} for one in ranks]) is None
+    assert str(_objection(ranks)) == (
+        "ranks 2, 4 of 5 share one device (cuda:x on a), which NCCL cannot; start one process a device, "
+        "or use init(backend='gloo')"
+    )
+
+
+def run(script, size, body, seconds=30):
+    start = START.replace("seconds=30", f"seconds={seconds}")
+    return script.run(start + body, size)
+
+
+def codes(ranks):
+    return [code for code, _, _ in ranks]
+
+
+def test_a_sleeping_rank_is_named_after_the_timeout(script):
+    ranks = run(
+        script,
+        3,
+        """
+    if world.rank == 1:
+        time.sleep(4)
+    samestep.sum(1)
+    """,
+        seconds=2,
+    )
+    assert codes(ranks)[0] == codes(ranks)[2] == 1
+    # whichever gives up first knows; the other may hear of its end instead
+    assert re.search(
+        r"RankMissing: rank 1 did not reach samestep.sum \(train.py:\d+\) within 2 s; ranks 0, 2 are waiting. "
+        r"Is the call inside `if rank == 0`\?",
+        ranks[0][2] + ranks[2][2],
+    )
+
+
+def test_ranks_that_finish_the_script_are_named_by_the_one_that_still_calls(script):
+    ranks = run(
+        script,
+        3,
+        """
+    if world.rank == 0:
+        time.sleep(2)
+        samestep.sum(1)
+    """,
+    )
+    assert codes(ranks) == [1, 0, 0]
+    assert "rank 0 at samestep.sum (train.py:" in ranks[0][2]
+    assert "ranks 1, 2 at the end of the script" in ranks[0][2]
+
+
+def test_a_rank_that_fails_leaves_at_once_and_the_others_are_told(script):
+    began = time.monotonic()
+    ranks = run(
+        script,
+        3,
+        """
+    if world.rank == 1:
+        raise ValueError("mine")
+    samestep.sum(1)
+    """,
+    )
+    assert time.monotonic() - began < 25
+    assert codes(ranks) == [1, 1, 1]
+    assert ranks[1][2].rstrip().endswith("ValueError: mine")
+    for rank in (0, 2):
+        assert re.search(
+            r"RankMissing: a rank ended while this one was in samestep.sum \(train.py:\d+\); that rank's own",
+            ranks[rank][2],
+        )
+
+
+def test_an_exception_in_the_block_of_the_first_does_not_leave_the_others_waiting(script):
+    ranks = run(
+        script,
+        2,
+        """
+    with samestep.first():
+        if world.rank == 0:
+            raise OSError("no network")
+        print("entered")
+    """,
+    )
+    assert codes(ranks) == [1, 1]
+    assert "OSError: no network" in ranks[0][2]
+    assert "samestep.first" in ranks[1][2]
+    assert ranks[1][1] == ""
+
+
+def test_own_exit_codes_stay(script):
+    assert codes(run(script, 3, "    sys.exit(3 if world.rank == 1 else 0)")) == [0, 3, 0]
+
+
+def test_a_rank_that_works_longer_than_the_others_finishes_its_work(script):
+    for slow in (0, 1):
+        ranks = run(
+            script,
+            2,
+            f"""
+    samestep.sum(1)
+    if world.rank == {slow}:
+        time.sleep(1.5)
+        print("done")
+    """,
+        )
+        assert codes(ranks) == [0, 0], ranks
+        assert ranks[slow][1:] == ("done\n", "")
+
+
+def test_a_rank_that_leaves_the_loop_early_ends_those_that_go_on_in_it(script):
+    ranks = run(
+        script,
+        2,
+        """
+    model = samestep.replicate(torch.nn.Linear(4, 2))
+    for step in range(4):
+        if world.rank == 0 and step == 1:
+            break
+        model(torch.ones(3, 4)).sum().backward()
+    """,
+    )
+    assert codes(ranks) == [0, 1], ranks
+    assert "Connection closed by peer" in ranks[1][2]
+
+
+FORGETFUL = """
+    from torch.utils.data import TensorDataset
+    model = samestep.replicate(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+    kept = [model]
+    class Data(torch.utils.data.Dataset):
+        __len__ = lambda self: 24
+        __getitem__ = lambda self, index: torch.rand(4)
+    loader = samestep.loader(Data(), 12, num_workers=1)
+    for x in loader:
+        model(x).sum().backward()
+    stream = iter(loader)
+    next(stream)
+    import torch.distributed as dist
+    pending = dist.all_reduce(torch.ones(10), async_op=True)
+    print(os.getpid(), *(one.pid for one in __import__("psutil").Process().children(recursive=True)))
+"""
+
+
+def test_a_script_that_forgets_everything_ends_well_and_leaves_no_process(script):
+    ranks = run(script, 3, FORGETFUL)
+    assert codes(ranks) == [0, 0, 0], ranks
+    assert [error for _, _, error in ranks][1:] == ["", ""]
+    pids = [int(pid) for _, out, _ in ranks for pid in out.split()]
+    assert len(pids) >= 6
+    until = time.monotonic() + 5
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_script_that_destroys_the_group_itself_ends_well(script):
+    ranks = run(script, 2, "    samestep.sum(1)\n    torch.distributed.destroy_process_group()")
+    assert [(code, error) for code, _, error in ranks] == [(0, ""), (0, "")]
+
+
+def test_a_group_that_the_script_made_is_adopted(script):
+    ranks = script.run(
+        """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    import samestep
+    world = samestep.init()
+    print(world.rank, samestep.sum(1))
+    try:
+        samestep.sum(1) if world.rank == 0 else samestep.gather([1])
+    except samestep.RanksDiffer as error:
+        print("named")
+    dist.destroy_process_group()
+    """,
+        2,
+    )
+    assert [(code, out, error) for code, out, error in ranks] == [
+        (0, "0 2\nnamed\n", ""),
+        (0, "1 2\nnamed\n", ""),
+    ]
+
+
+def test_torchrun_is_adopted(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, torch, samestep\n"
+        "world = samestep.init()\n"
+        "model = samestep.replicate(torch.nn.Linear(2, 2))\n"
+        "print(f'{world.rank} {samestep.sum(1)} {world.launcher} {torch.get_num_threads()}\\n', end='', flush=True)\n"
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(path),
+    ]
+    found = subprocess.run(torchrun, capture_output=True, text=True, check=False, timeout=50)
+    assert found.returncode == 0, found.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(found.stdout.splitlines()) == [f"0 2 torchrun {threads}", f"1 2 torchrun {threads}"]

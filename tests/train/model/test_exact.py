@@ -1,0 +1,191 @@
+"""The same bits at any number of processes, with all in the network that usually prevents it."""
+
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep import UsageError
+
+TRAINING = Path(__file__).parents[2] / "exact_training.py"
+
+
+def digests(nest, size):
+    """What each rank printed."""
+    ranks = nest.start(TRAINING, size)
+    assert nest.wait(ranks) == [0] * size, "\n".join(one.said for one in ranks)
+    return [one.said for one in ranks]
+
+
+@pytest.fixture(scope="module")
+def alone(nest):
+    return digests(nest, 1)[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+def test_parameters_buffers_optimizer_and_metrics_have_the_bits_of_one_process(size, nest, alone):
+    assert len(alone.split()) == 2
+    assert digests(nest, size) == [alone] * size
+
+
+def test_another_microbatch_is_another_computation(world):
+    """So the test above would see it."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,)))
+    found = set()
+    for microbatch in (1, 2, 4):
+        torch.manual_seed(0)
+        model = samestep.replicate(
+            nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), exact=True
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in samestep.steps(data, 16, microbatch=microbatch):
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        found.add(str([one.tolist() for one in model.parameters()]))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_model_that_is_dropped_is_freed_with_its_courier(world, exact):
+    def trained():
+        model = samestep.replicate(nn.Linear(4, 2), exact=exact)
+        for step in samestep.steps(TensorDataset(torch.randn(8, 4)), 8, microbatch=2):
+            for (x,) in step:
+                model(x).mean().backward()
+        return weakref.ref(model)
+
+    def couriers():
+        return sum(one.name == "samestep-courier" for one in threading.enumerate())
+
+    before = couriers()
+    dropped, end = trained(), time.monotonic() + 10
+    while (dropped() is not None or couriers() > before) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert dropped() is None
+    assert couriers() <= before
+
+
+def test_batches_of_a_loader_are_refused(world):
+    model = samestep.replicate(nn.Linear(4, 2), exact=True)
+    for (x,) in samestep.loader(TensorDataset(torch.randn(6, 4)), 6):
+        with pytest.raises(UsageError, match=r"take the training batches from samestep\.steps"):
+            model(x)
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 4))
+
+
+def test_sync_batchnorm_and_exact_exclude_each_other(world):
+    with pytest.raises(UsageError, match="drop sync_batchnorm"):
+        samestep.replicate(nn.BatchNorm1d(3), exact=True, sync_batchnorm=True)
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named(world):
+    samestep.replicate(nn.Linear(1, 1), exact=True)
+    with pytest.raises(RuntimeError, match="put_"):
+        torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
+
+
+@pytest.mark.sizes(2)
+def test_two_backward_passes_through_the_last_microbatch_are_a_sentence(world):
+    model = samestep.replicate(nn.Linear(4, 2), exact=True)
+    for step in samestep.steps(TensorDataset(torch.randn(4, 4)), 4, microbatch=2):
+        for (x,) in step:
+            model(x).sum().backward()
+            with pytest.raises(UsageError, match="add the losses and call backward once"):
+                model(x).sum().backward()
+
+
+class Following(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return super().forward(x - self.mean)
+
+
+def test_a_buffer_that_forward_assigns_moves_by_the_mean_over_the_microbatches(world):
+    torch.manual_seed(0)
+    rows, model = torch.randn(14, 4), samestep.replicate(Following(), exact=True)
+    held, expected = model.mean, torch.zeros(4)
+    for step, x in zip(samestep.steps(TensorDataset(rows), 6, microbatch=2), rows.split(6), strict=True):
+        for (part,) in step:
+            assert torch.allclose(model.mean, expected)
+            model(part).sum().backward()
+        expected = 0.5 * expected + 0.5 * x.mean(0)
+        assert torch.allclose(model.mean, expected)
+        assert model.mean is held
+
+
+class Laid(nn.Module):
+    """Parameters that are complex, transposed, channels last, and a part of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.rand(2, 3, dtype=torch.complex128))
+        self.two = nn.Parameter(torch.rand(3, 2, dtype=torch.complex128).t())
+        self.part = nn.Parameter(torch.rand(3, 5, dtype=torch.float64)[:, :2].t())
+        self.last = nn.Conv2d(2, 3, 2).double().to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        turned = (self.one * self.two * (2j + x) * self.part).imag.sum()
+        return turned + self.last(x.view(1, 2, 1, 3).expand(1, 2, 2, 3)).square().sum()
+
+
+def test_gradients_are_the_serial_ones_whatever_the_parameters_kind_and_strides(world):
+    torch.manual_seed(0)
+    rows, plain, model = torch.rand(12, 2, 3, dtype=torch.float64), Laid(), Laid()
+    model.load_state_dict(plain.state_dict())
+    samestep.replicate(model, exact=True)
+    for step in samestep.steps(TensorDataset(rows), 12, microbatch=1):
+        for (x,) in step:
+            model(x[0]).square().backward()
+    (sum(plain(x).square() for x in rows) / 12).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(4, 4).double() for _ in range(3))
+
+    def forward(self, x):
+        return (self.sometimes if x[0, 0] > 0 else nn.Identity())(self.always(x))
+
+
+@pytest.mark.parametrize("positive", range(7))
+def test_unused_parameters_have_the_gradient_of_the_serial_script_or_none(world, positive):
+    """In a step whose one microbatch takes the branch, or none does, whoever computes it."""
+    torch.manual_seed(0)
+    rows = torch.rand(7, 4, dtype=torch.float64)
+    rows[:, 0] *= torch.where(torch.arange(7) == positive, 1, -1)
+    plain, model = Branching(), Branching()
+    model.load_state_dict(plain.state_dict())
+    samestep.replicate(model, exact=True, find_unused_parameters=True)
+    adams = [torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.5) for one in (plain, model)]
+    for step, x in zip(samestep.steps(TensorDataset(rows), 6, microbatch=1), rows.split(6), strict=True):
+        for (part,) in step:
+            model(part).square().sum().backward()
+        (sum(plain(one[None]).square().sum() for one in x) / len(x)).backward()
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            assert mine.grad is None or torch.allclose(mine.grad, theirs.grad), name
+        for adam in adams:
+            adam.step()
+            adam.zero_grad()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+        assert all(torch.equal(one, mine) for one in samestep.gather(mine.detach()[None]))

@@ -1,0 +1,38 @@
+"""The tree over microbatches: the same additions, whoever holds which of them."""
+
+import math
+
+import pytest
+import torch
+
+from samestep.train.model.tree_sum import Blocks, layout
+
+
+def tree(values):
+    """The sum by its definition: the left part is the largest power of two that leaves something for the right."""
+    if len(values) == 1:
+        return values[0]
+    left = 1 << (len(values) - 1).bit_length() - 1
+    return tree(values[:left]) + tree(values[left:])
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_folding_is_the_tree_at_any_size(count):
+    generator = torch.Generator().manual_seed(count)
+    scale = 10.0 ** torch.arange(count).remainder(9)
+    leaves = (torch.randn(count, generator=generator, dtype=torch.float64) * scale).tolist()
+    for size in range(1, count + 1):
+        whole = Blocks()
+        for start, width in (block for blocks in layout(count, size) for block in blocks):
+            whole.push(start, width, [torch.tensor(tree(leaves[start : start + width]), dtype=torch.float64)])
+        assert whole.fold()[0].item() == tree(leaves)
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 64, 1000])
+def test_what_a_rank_keeps_is_at_most_two_sums_for_each_power_of_two(count):
+    for size in (1, 2, 3, 4, 7):
+        for rank, blocks in enumerate(layout(count, size)):
+            held = sum(width for _, width in blocks)
+            assert len(blocks) <= 2 * max(1, math.ceil(math.log2(held + 1))), (rank, blocks)
+        if size & (size - 1) == 0 and count % size == 0 and (count // size) & (count // size - 1) == 0:
+            assert all(len(blocks) == 1 for blocks in layout(count, size))

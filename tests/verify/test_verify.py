@@ -1,0 +1,322 @@
+"""`samestep verify` finds each of the planted mistakes, names its cause, and finds none where there is none."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner, Result
+
+from samestep.cli.verify import _document, command
+from samestep.verify.causes import explain, explain_rounding
+from samestep.verify.convert import SEVEN_LINES, conversion, converted
+from samestep.verify.digest import digests
+from samestep.verify.printed import is_steady, printed_otherwise
+from samestep.verify.record import _root
+from samestep.verify.recorded import Run, Step
+from samestep.verify.trajectory import Difference, first_fact, follow
+from samestep.verify.verify import Outcome, Report
+
+MISTAKES = Path(__file__).parent / "mistakes"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _verify(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+_MISTAKES = [
+    ("batchnorm", "step 1, 1.running_mean", "BatchNorm statistics are per rank"),
+    ("plain_loader", "step 1, samples of the batch", "a plain DataLoader (plain_loader.py:"),
+    ("unseeded", "before step 1, 0.weight", "no seed is set"),
+    ("one_rank_metric", "rank 0, `accuracy 1", "a metric of one rank alone"),
+    ("share_length", "step 2, lr", "made from a length or count that depends on the number of processes"),
+    ("dropout", "step 1, loss", "dropout masks are per rank"),
+    ("own_sampler", "step 1, samples", "a sampler of the script's own (EachNth)"),
+    ("scaled_batch", "step 1, samples of the batch", "a step has 8 samples at 1 process and 16 at 2"),
+    ("summed_loss", "step 1, loss", "the loss is a sum over each rank's samples"),
+    ("not_replicated", "step 1, gradient of 0.weight", "Sequential is not replicated"),
+    ("one_rank_trains", "rank 1 took 0 steps and rank 0 6", "run the training loop on all of them"),
+    ("in_the_loop mean", "step 1, loss", "the loop changes the inputs by what else is in a rank's share"),
+    ("in_the_loop mixed", "step 1, loss", "by random numbers that each rank draws for its own share"),
+    ("in_the_loop largest", "step 1, loss", "the loss chooses terms by comparing those of one rank's"),
+    ("in_the_loop count", "step 1, loss", "the loss is divided by a count in each rank's share ("),
+    (
+        "in_the_loop noise",
+        "step 1, rank 1, 0.weight",
+        "between backward and the step are each rank's own",
+    ),
+    (
+        "in_the_loop schedule",
+        "step 3, rank 1, lr",
+        "lr is 0.05 on rank 0 and 0.1 on rank 1, from step 3 on",
+    ),
+]
+_SHORT = 2
+
+
+@pytest.mark.parametrize(
+    ("mistake", "where", "cause"), _MISTAKES[: None if os.environ.get("LONG") else _SHORT]
+)
+def test_a_planted_mistake_is_found_and_its_cause_named(mistake: str, where: str, cause: str) -> None:
+    script, *argument = mistake.split()
+    result = _verify("-n", "1,2", str(MISTAKES / f"{script}.py"), *argument)
+    assert result.exit_code == 1, result.output
+    verdict = result.stdout.splitlines()[-1]
+    assert verdict.startswith(f"different: {where}"), result.output
+    assert cause in verdict
+
+
+def test_a_sound_script_is_the_same_to_rounding_and_no_cause_is_named() -> None:
+    result = _verify("-n", "1,3", "--json", "--steps", "12", str(EXAMPLES / "digits.py"))
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0, result.output
+    assert (report["schema_version"], report["verdict"], report["cause"]) == (1, "rounding", None)
+    assert [(one["size"], one["steps"], one["samples"]) for one in report["sizes"]] == [
+        (size, 12, 12 * 32) for size in (1, 3)
+    ]
+
+
+def test_exact_steps_with_batchnorm_and_dropout_are_the_same_to_the_bit_and_checkpoints_are_left_alone() -> (
+    None
+):
+    result = _verify("-n", "1,2", "--exact", str(MISTAKES.parent / "exact_script.py"))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "same to the bit"
+    assert [*Path().iterdir()] == []
+
+
+def test_a_serial_script_is_shown_its_own_lines_to_change() -> None:
+    script = EXAMPLES / "digits_serial.py"
+    result = _verify("-n", "1,2", str(script))
+    assert result.exit_code == 2
+    assert "is serial" in result.stderr
+    assert (
+        "-train = DataLoader(digits(args.data_dir, train=True), args.batch_size, shuffle=True)"
+        in result.stdout
+    )
+    parallel = (EXAMPLES / "digits.py").read_text().replace(", seed=args.seed)", ")")
+    assert sorted(converted(script.read_text()).splitlines()) == sorted(parallel.splitlines())
+
+
+def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
+    Path("none.py").write_text("print(1)")
+    for arguments, sentence in (
+        (["-n", "1,2", "none.py"], "none.py took no optimizer step"),
+        (["nowhere.py"], "nowhere.py is no file"),
+        (["-n", "1", "none.py"], "-n 1 is one number of processes"),
+        (["-n", "one", "none.py"], "-n one is no list of numbers"),
+    ):
+        result = _verify(*arguments)
+        assert result.exit_code == 2, result.output
+        assert sentence in result.stderr
+
+
+def test_a_rank_that_leaves_without_its_facts_is_named() -> None:
+    source = (MISTAKES / "one_rank_trains.py").read_text().replace("if world.rank == 0", "if True")
+    Path("leaves.py").write_text(f"{source}import os\nif world.rank == world.size - 1:\n    os._exit(0)\n")
+    result = _verify("-n", "2,1", "leaves.py")
+    assert result.exit_code == 2, result.output
+    assert "leaves.py left on rank 1 of 2 before its end could be recorded" in result.stderr
+
+
+def test_where_no_line_is_recognised_the_seven_lines_are_shown() -> None:
+    assert conversion("print(1)\n") == SEVEN_LINES
+    assert conversion("def broken(:\n") == SEVEN_LINES
+
+
+def test_a_script_without_a_device_gets_one_and_keeps_what_it_says_otherwise() -> None:
+    source = (
+        "import torch\nfrom torch.utils.data import DataLoader, Dataset\n\n\ndef main():\n"
+        "    train = DataLoader(data, batch_size=8)\n    net = Net().cuda()\n"
+        "    torch.optim.SGD(net.parameters(), 0.1)\n    torch.save(net.state_dict(), f'{name}.pt')\n"
+    )
+    assert converted(source) == (
+        "import samestep\nimport torch\nfrom torch.utils.data import DataLoader, Dataset\n\n\ndef main():\n"
+        "    device = samestep.init().device\n    train = samestep.loader(data, batch_size=8)\n"
+        "    net = samestep.replicate(Net().cuda())\n    torch.optim.SGD(net.parameters(), 0.1)\n"
+        "    samestep.save(f'{name}.pt', net.state_dict())\n"
+    )
+
+
+def _printed(size: int, *ranks: list[str]) -> Run:
+    return Run(size, 0, [[] for _ in ranks], [{} for _ in ranks], Path(), [*ranks])
+
+
+@pytest.mark.parametrize(
+    ("one", "three", "differs"),
+    [
+        ("accuracy 97.22%", "accuracy 32.50%", True),
+        ("accuracy 97.22%", "accuracy 97.50%", False),  # one sample of 360, where the bits differ
+        ("epoch 3, loss 0.1234", "epoch 3, loss 0.1235", False),
+        ("loss 1.2e-3", "loss 4.1e-4", True),
+        ("took 12.31 s, 4000 images/s", "took 7.22 s, 9000 images/s", False),
+        ("1 processes, 1200 samples each", "3 processes, 400 samples each", False),
+        ("correct 350", "correct 0", True),
+        ("samestep: 1 device", "samestep: 9 devices", False),
+    ],
+)
+def test_a_printed_number_counts_where_the_number_of_processes_does_not_explain_it(
+    one: str, three: str, differs: bool
+) -> None:
+    found = printed_otherwise(_printed(1, [one]), _printed(3, [three]), same_bits=False)
+    assert bool(found) == differs
+
+
+def test_a_number_on_which_the_ranks_do_not_agree_is_not_everyones() -> None:
+    first, other = _printed(1, ["loss 0.500"]), _printed(2, ["loss 0.503"], ["loss 0.497"])
+    ((_, kind),) = printed_otherwise(first, other, same_bits=False)
+    assert is_steady(kind, first, _printed(1, ["loss 0.500"]))
+    assert not is_steady(kind, first, _printed(1, ["loss 0.700"]))
+    assert not printed_otherwise(first, _printed(2, ["loss 0.503"], ["loss 0.503"]), same_bits=False)
+
+
+def _trained(distances: list[float], rate: float = 0.1) -> Run:
+    steps = [
+        Step(
+            0,
+            [{"loss": 1.0 + apart, "mine": 4, "all": 4, "samples": [0, 1, 2, 3]}],
+            [{"lr": rate if at else 0.1}],
+            {"w": (1.0, 1.0 + apart, hash(apart))},
+            {"w": (1.0, 1.0, 0)},
+            {},
+        )
+        for at, apart in enumerate(distances)
+    ]
+    return Run(1, 0, [steps], [{"precision": "float32"}], Path(), [[]])
+
+
+@pytest.mark.parametrize(
+    ("distances", "where"),
+    [
+        ([0.0, 0.0, 0.0], None),
+        ([1e-7, 3e-7, 1e-6, 5e-6, 2e-5, 1e-4, 4e-4], None),
+        ([1e-7, 1e-7, 1e-7, 1e-3, 1e-3], "step 4, loss"),
+        ([0.0, 1e-2, 0.0], "step 2, loss"),
+        ([1e-7, 2e-7], "step 3, number of steps"),
+        ([0.0, math.nan, 0.0], "step 2, loss"),
+    ],
+)
+def test_a_jump_is_a_difference_and_what_grows_by_little_is_rounding(
+    distances: list[float], where: str | None
+) -> None:
+    path = follow(_trained([0.0] * max(3, len(distances))), _trained(distances))
+    assert (str(path.beyond) if path.beyond else None) == where
+    assert (path.bits is None) == (not any(distances))
+
+
+def _on_ranks(*ranks: Run) -> Run:
+    """The same run, of which each of these is a rank."""
+    return replace(ranks[0], size=len(ranks), ranks=[rank.steps for rank in ranks])
+
+
+@pytest.mark.parametrize(
+    ("counts", "said", "cause"),
+    [
+        ((8, 0), "rank 1 took 0 steps and rank 0 8", "run the training loop on all of them"),
+        (
+            (4, 8),
+            "rank 0 took 4 steps and rank 1 8",
+            "decide whether to step, and when to stop, from what is",
+        ),
+        ((8, 8, 9), "rank 0 took 8 steps and rank 2 9", "decide whether to step"),
+        ((9, 1, 8), "rank 1 took 1 step and rank 0 9", "decide whether to step"),
+    ],
+)
+def test_ranks_that_took_other_numbers_of_steps_are_named(
+    counts: tuple[int, ...], said: str, cause: str
+) -> None:
+    first = _on_ranks(*[_trained([0.0] * 8)] * len(counts))
+    other = _on_ranks(*(_trained([0.0] * count) for count in counts))
+    for one in (follow(first, other).beyond, first_fact(first, other), follow(other, other).beyond):
+        assert one is not None
+        assert str(one) == said
+        assert cause in str(explain(first, other, one, pytest.fail))
+
+
+def test_a_step_more_on_one_rank_is_named_before_the_weights_it_drives_apart() -> None:
+    first = _on_ranks(*[_trained([0.0] * 2)] * 2)
+    other = _on_ranks(_trained([0.0, 1e-9, 0.0]), _trained([0.0, 0.0]))
+    assert str(follow(first, other).beyond) == "rank 1 took 2 steps and rank 0 3"
+
+
+def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:
+    first, other = _trained([0.0] * 3), _trained([0.0, 0.5, 0.5], rate=0.2)
+    assert str(first_fact(first, other)) == "step 2, lr"
+    assert first_fact(first, _trained([0.0, 0.5, 0.5])) is None
+
+
+def test_a_rate_that_one_rank_has_alone_is_compared_too() -> None:
+    first = _on_ranks(_trained([0.0] * 3), _trained([0.0] * 3))
+    other = _on_ranks(_trained([0.0] * 3), _trained([0.0] * 3, rate=0.2))
+    found = follow(first, other).beyond
+    assert found is not None
+    assert str(found) == "step 2, rank 1, lr"
+    assert "lr is 0.1 on rank 0 and 0.2 on rank 1" in str(explain(first, other, found, pytest.fail))
+
+
+@pytest.mark.parametrize(
+    ("loss", "count", "picked"),
+    [
+        (lambda x, y: F.cross_entropy(x, y), 8, False),
+        (lambda x, y: F.cross_entropy(x, y, ignore_index=0) * 2, 6, False),
+        (lambda x, y: F.cross_entropy(x, y, torch.tensor([1.0, 0.5, 2.0])), 9.5, False),
+        (lambda x, y: F.cross_entropy(x, y, reduction="none").topk(3)[0].mean() / 4, 3, True),
+        (lambda x, y: x[y > 0].sum() / (y > 0).sum(), 6, False),
+        (lambda x, y: x.pow(2).mean(), 24, False),
+        (lambda x, y: x.sum(), None, False),
+    ],
+)
+def test_what_a_loss_is_divided_by_is_read_from_how_it_was_made(
+    loss: Callable[..., torch.Tensor], count: float | None, picked: bool
+) -> None:
+    x, y = torch.randn(8, 3, requires_grad=True), torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
+    made = _root(loss(x, y))
+    assert (made["count"], made["picked"]) == (count, picked)
+
+
+def test_a_count_within_microbatches_that_are_the_same_is_no_cause() -> None:
+    runs = [_trained([apart]) for apart in (0.0, 0.1)]
+    for run, count in zip(runs, (4, 3), strict=True):
+        run.steps[0].parts[0].update(count=count, reduction="mean")
+    found = follow(*runs).beyond
+    assert found is not None
+    assert explain(*runs, found, pytest.fail) is None
+
+
+@pytest.mark.parametrize(("exact", "said"), [(True, "exact=True does not cover"), (False, "use steps and")])
+def test_what_exact_does_not_cover_is_said_where_it_is_used(exact: bool, said: str) -> None:
+    root = {"exact": exact}
+    cause = explain_rounding(replace(_trained([0.0]), facts=[{"roots": [root]}]))
+    found = Difference("loss", 0, None, "loss", 1e-7)
+    report = Report((Outcome(2, 1, 4, 1.0, "rounding", found, 1e-7, cause),), wants_bits=True)
+    assert str(report).startswith(f"same to rounding: 1.0e-07, not the same bits: step 1, loss; {said}")
+
+
+def test_json_has_null_for_a_loss_that_is_not_finite() -> None:
+    report = Report((Outcome(1, 3, 24, math.nan, "bits"), Outcome(2, 0, 0, None, "different")), False)
+    text = json.dumps(_document(report), allow_nan=False)
+    assert [one["loss"] for one in json.loads(text)["sizes"]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64]
+)
+def test_a_digest_tells_one_changed_bit_and_how_far_two_tensors_are_apart(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 50).to(dtype)
+    raw = tensor.clone().view(torch.uint8)
+    raw[8] ^= 1
+    (a, b), (empty,) = digests([tensor, raw.view(dtype)]), digests([tensor[:0]])
+    assert a[2] != b[2]
+    assert abs(a[0] - b[0]) <= float((tensor - raw.view(dtype)).abs().double().norm()) + 1e-12
+    assert empty == [0.0, 0.0, 0]
