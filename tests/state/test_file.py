@@ -207,7 +207,7 @@ def test_the_outline_is_read_without_the_rest(tmp_path):
 def test_the_pure_part_reads_states_of_bytes_without_torch(tmp_path):
     write(tmp_path / "state", {"a": b"xyz", "n": 1})
     program = (
-        "import sys; from samestep import carry; from samestep.train import vault;"
+        "import sys; from samestep.state import directory, file as carry;"
         f"print(carry.read({str(tmp_path / 'state')!r})); assert 'torch' not in sys.modules"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

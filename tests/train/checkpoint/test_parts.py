@@ -28,7 +28,7 @@ def test_a_whole_file_that_is_no_state_of_a_run_is_passed_over(run, tmp_path):
                 for x, in train:
                     checkpoint.step()
             if world.rank == 0:
-                Vault(sys.argv[1], 9).commit(__import__("samestep.state.file").carry.pack([1, 2]), 5)
+                Vault(sys.argv[1], 9).commit(__import__("samestep.state.file", fromlist=["pack"]).pack([1, 2]), 5)
     """
     directory = tmp_path / "commits"
     assert run(source, 1, directory)[0] == [0]

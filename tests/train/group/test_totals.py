@@ -299,7 +299,7 @@ def test_another_call_is_named_at_once_with_its_lines(world):
     if world.size == 1:
         return
     with pytest.raises(
-        RanksDiffer, match=r"ranks are at different calls: rank \d.* at samestep\.\w+ \(test_reduce"
+        RanksDiffer, match=r"ranks are at different calls: rank \d.* at samestep\.\w+ \(test_totals"
     ):
         samestep.sum(1) if world.rank == 0 else samestep.gather([1])
     assert samestep.sum(1) == world.size
