@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
+from torch.utils.data import DataLoader
 
+import samestep
 from samestep.cli.verify import _document, command
+from samestep.train.digest import digests
 from samestep.verify.causes import explain, explain_rounding
 from samestep.verify.convert import SEVEN_LINES, conversion, converted
-from samestep.verify.digest import digests
 from samestep.verify.printed import is_steady, printed_otherwise
-from samestep.verify.record import _root
+from samestep.verify.record import Recorder, _root
 from samestep.verify.recorded import Run, Step
 from samestep.verify.trajectory import Difference, first_fact, follow
 from samestep.verify.verify import Outcome, Report
@@ -319,4 +321,17 @@ def test_a_digest_tells_one_changed_bit_and_how_far_two_tensors_are_apart(dtype:
     (a, b), (empty,) = digests([tensor, raw.view(dtype)]), digests([tensor[:0]])
     assert a[2] != b[2]
     assert abs(a[0] - b[0]) <= float((tensor - raw.view(dtype)).abs().double().norm()) + 1e-12
-    assert empty == [0.0, 0.0, 0]
+    assert empty == (0.0, 0.0, 0)
+
+
+def test_a_loader_of_samestep_is_not_recorded_as_one_of_the_scripts_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path, None, nudge=False)
+    monkeypatch.setattr(DataLoader, "__iter__", recorder._iterated(DataLoader.__iter__))
+    assert len(list(samestep.loader([*range(8)], batch_size=4))) == 2
+    assert recorder._foreign is None
+    assert len(list(DataLoader([*range(8)], batch_size=4))) == 2
+    assert recorder._foreign is not None
+    assert recorder._foreign["sampler"] == "SequentialSampler"
+    recorder.finish()

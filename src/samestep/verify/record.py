@@ -12,7 +12,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,15 +25,15 @@ from torch.utils.data import DataLoader
 
 from samestep.state.directory import Vault
 from samestep.train.data import share
-from samestep.train.data.batches import FromWorkers
 from samestep.train.data.loader import Loader
+from samestep.train.digest import digests
 from samestep.train.group import world
+from samestep.train.group.control import users_line
 from samestep.train.model.batchnorm import Synced
 from samestep.train.model.exact import ExactReplica
 from samestep.train.model.replica import replica_of
-from samestep.verify.digest import Digest, digests
+from samestep.verify.recorded import Digest
 
-_NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), contextlib.__file__)
 _MOST_ROWS = 4096
 _PICKING = {"Topk", "Sort", "Kthvalue"}
 _PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "View", "Squeeze", "Clone")
@@ -103,7 +102,7 @@ class Recorder:
             self._roots.append(module)
         if not torch.is_grad_enabled():
             if module.training and any(isinstance(one, _BatchNorm) for one in module.modules()):
-                self._facts["careless"] = _users_line()
+                self._facts["careless"] = users_line()
             return
         self._forward = {"training": module.training, "rows": _rows(args)}
         self._drawn = _streams()
@@ -149,9 +148,9 @@ class Recorder:
 
     def _iterated(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            if not isinstance(loader.batch_sampler, FromWorkers) and torch.is_grad_enabled():
+            if not _is_ours(loader) and torch.is_grad_enabled():
                 sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler or loader.sampler)
-                self._foreign = {"sampler": type(sampler).__name__, "line": _users_line()}
+                self._foreign = {"sampler": type(sampler).__name__, "line": users_line()}
             return original(loader)
 
         return iterate
@@ -231,7 +230,12 @@ class Recorder:
 
 def _named_digests(named: Any) -> dict[str, Digest]:
     pairs = list(named)
-    return dict(zip((name for name, _ in pairs), digests([one for _, one in pairs]), strict=True))
+    return dict(zip((name for name, _ in pairs), digests(one for _, one in pairs), strict=True))
+
+
+def _is_ours(loader: DataLoader[Any]) -> bool:
+    """Whether samestep.loader made this loader, for which it chooses the samples."""
+    return type(loader.batch_sampler).__module__.startswith("samestep.")
 
 
 def _described(root: torch.nn.Module) -> dict[str, Any]:
@@ -323,14 +327,6 @@ def _streams() -> bytes:
     if numpy := sys.modules.get("numpy.random"):
         digest.update(repr(numpy.get_state()).encode())
     return digest.digest()
-
-
-def _users_line() -> str:
-    """File and line of the nearest frame that is neither ours nor torch's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
 
 
 def _plain(state: Any) -> Any:

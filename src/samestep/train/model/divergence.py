@@ -9,17 +9,15 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from samestep.errors import RanksDiffer, UsageError
+from samestep.train.digest import bit_sums
 from samestep.train.group.control import meet, ranks_in_words
 from samestep.train.group.world import init
 from samestep.train.model.replica import Replica, replicas
 
 _CALL = "samestep's comparison of replicas"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
 
 
@@ -42,7 +40,7 @@ def _every() -> int:
 def _compare(step: int, every: int) -> None:
     """One that is gone on some ranks, and awaits its collection on others, is no one's business."""
     mine = {one.number: one for one in replicas()}
-    sums = {number: _digests(one.equal_tensors().values()) for number, one in mine.items()}
+    sums = {number: bit_sums(one.equal_tensors().values()) for number, one in mine.items()}
     said = json.dumps([(number, hashlib.sha256(one).hexdigest()) for number, one in sums.items()])
     told = [dict(json.loads(one)) for one in meet(_CALL, said.encode())]
     for number in sorted(set.intersection(*map(set, told))):
@@ -56,16 +54,6 @@ def _name_the_difference(replica: Replica, ranks: Sequence[bytes], step: int, ev
         if len(set(column)) > 1:
             raise RanksDiffer(_difference(name, column, max(1, step - every), step))
     raise RanksDiffer(f"replicas differ between steps {step - every} and {step}")
-
-
-def _digests(tensors: Iterable[torch.Tensor]) -> bytes:
-    """For each tensor the sum of its bits read as integers: one flipped bit always changes it."""
-    plain = [torch.view_as_real(one.detach()) if one.is_complex() else one.detach() for one in tensors]
-    sums = [
-        one.contiguous().reshape(-1).view(_INTEGERS[one.element_size()]).sum(dtype=torch.int64)
-        for one in plain
-    ]
-    return torch.stack(sums).cpu().numpy().tobytes()
 
 
 def _difference(name: str, column: Sequence[bytes], since: int, step: int) -> str:
