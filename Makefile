@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench kill-loop fuzz crash-points pairs ways requeue mistakes cluster clean
+.PHONY: help demo test check bench kill-loop fuzz crash-points pairs ways requeue mistakes mutants cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -7,8 +7,8 @@ help:
 	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
 	@echo "make check  formatting, lint, types, and the plan of the house"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
-	@echo "make kill-loop, make fuzz, make crash-points, make pairs, make ways, make requeue, make mistakes"
-	@echo "            the long suites"
+	@echo "make kill-loop, make fuzz, make crash-points, make pairs, make ways, make requeue, make mistakes,"
+	@echo "make mutants            the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
 
@@ -48,6 +48,9 @@ requeue: .venv/made
 
 mistakes: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/verify/test_verify.py
+
+mutants: .venv/made
+	.venv/bin/python tests/mutants.py --count 200
 
 cluster: .venv/made
 	.venv/bin/python tests/cluster
