@@ -1,4 +1,4 @@
-"""A file is written whole or not at all: what was there stays until the new one is on the disk."""
+"""A file is written atomically: the old content stays until the new content is on the disk."""
 
 import os
 import secrets
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace a file by what `write` writes; after any error the old one is as it was."""
+def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mode: int = 0o666) -> None:
+    """Replace a file by these bytes, or by what `write` writes; after any error the old one is as it was."""
     handled = sys.exception()
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with new.open("xb") as file:
-            write(file)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(descriptor, "wb") as file:
+            file.write(write) if isinstance(write, bytes) else write(file)
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
@@ -30,10 +31,29 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     sync_directory(path.parent)
 
 
+def make_private_directory(directory: Path) -> None:
+    """Make a directory and its missing parents, open to their owner alone, and wait until the disk has them."""
+    if not directory.is_dir():
+        make_private_directory(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        sync_directory(directory.parent)
+
+
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory last."""
+    """Wait until the disk has the names in a directory."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process that left its number in a file is still there."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

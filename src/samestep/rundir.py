@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError
+from samestep.files import write_atomically
+from samestep.text import reason_of
 
+CHECKPOINTED = 75  # the exit code that asks to be started again
 _PULSE = struct.Struct("<qihhdd")
 _KINDS = ("cpu", "cuda", "xpu", "mps", "other")
 
@@ -122,9 +125,8 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
             (run / part).mkdir(mode=0o700)
         write_record(run / "run.json", started)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise UsageError(
-            f"run directory {parent} cannot be written ({reason}); name another with --run-dir"
+            f"run directory {parent} cannot be written ({reason_of(error)}); name another with --run-dir"
         ) from error
     return run
 
@@ -155,13 +157,8 @@ def _new_directory(parent: Path) -> Path:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write run.json or result.json, whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1)
-        file.write("\n")
-    new.replace(path)
+    """Write run.json or result.json."""
+    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode(), 0o600)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import click
 
 from samestep.errors import CheckpointError
 from samestep.state import file as carry
-from samestep.state.tree import shown
+from samestep.text import printable
 
 _IN_COLUMNS = ("step", "time")
 
@@ -55,7 +55,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
         meta = row.get("meta", {})
         made = " ".join(f"{key}={value}" for key, value in meta.items() if key not in _IN_COLUMNS)
         columns = f"{row['step']:>10}  {_when(meta):<19}  {_size(row.get('bytes', 0)):>9}  {row['state']:<5}"
-        click.echo(f"{columns}  {shown(row.get('why', made))}".rstrip())
+        click.echo(f"{columns}  {printable(row.get('why', made))}".rstrip())
 
 
 def _when(meta: dict[str, Any]) -> str:

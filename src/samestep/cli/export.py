@@ -6,8 +6,8 @@ from typing import Any, BinaryIO
 import click
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import write_whole
-from samestep.state.tree import shown
+from samestep.files import write_atomically
+from samestep.text import printable
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,11 +29,11 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
         found = weights.read(source)
         chosen = _without_prefix(_part(found.state, part))
         write = _write_safetensors if output.suffix == ".safetensors" else _write_pt
-        write_whole(output, lambda file: write(file, chosen, part))
+        write_atomically(output, lambda file: write(file, chosen, part))
     except (CheckpointError, UsageError) as error:
         raise click.ClickException(str(error)) from error
     except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else shown(error)
+        reason = error.strerror if isinstance(error, OSError) else printable(error)
         raise click.ClickException(f"{output} cannot be written ({reason})") from error
     for note in found.notes:
         click.echo(note, err=True)
@@ -45,7 +45,7 @@ def _part(state: Any, part: str) -> Any:
         known = state if isinstance(state, dict) else {}
         key = next((key for key in known if str(key) == name), None)
         if key is None:
-            names = ", ".join(shown(key) for key in known) or "nothing by name"
+            names = ", ".join(printable(key) for key in known) or "nothing by name"
             raise UsageError(f"{part} is not in this checkpoint, which holds {names}; choose with --part")
         state = known[key]
     return state
@@ -72,7 +72,7 @@ def _write_safetensors(file: BinaryIO, chosen: Any, part: str) -> None:
     held: set[int] = set()
     for key, value in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
         if not isinstance(value, Tensor):
-            name = shown(f"{part}.{key}".rstrip("."))
+            name = printable(f"{part}.{key}".rstrip("."))
             raise UsageError(f"{name} is a {type(value).__name__}, and safetensors hold tensors; write a .pt")
         # the format knows no tied tensors
         tensors[str(key)] = value.clone() if value.data_ptr() in held else value
@@ -80,5 +80,5 @@ def _write_safetensors(file: BinaryIO, chosen: Any, part: str) -> None:
     try:
         data = save(tensors, metadata={"format": "pt"})
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UsageError(f"safetensors cannot hold {part} ({shown(error)}); write a .pt") from error
+        raise UsageError(f"safetensors cannot hold {part} ({printable(error)}); write a .pt") from error
     file.write(data)

@@ -14,7 +14,8 @@ from torch import Tensor
 from samestep.compare.names import flatten
 from samestep.errors import CheckpointError
 from samestep.state import file as carry
-from samestep.state.tree import Blob, shown
+from samestep.state.tree import Blob
+from samestep.text import printable
 
 _EXPANSION = 64
 _SMALL = 1 << 24
@@ -46,7 +47,7 @@ def read(path: str | Path) -> Weights:
     except RecursionError:
         raise CheckpointError(f"{path} is nested too deeply to be a state") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or shown(error)})") from None
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or printable(error)})") from None
     except Exception as error:
         raise CheckpointError(f"{path} {_why(error)}") from None
     if not flat:
@@ -113,7 +114,7 @@ def _why(error: Exception) -> str:
     text = str(error)
     if pickled := re.search(r"GLOBAL (\S+)", text):
         return (
-            f"holds a pickled {shown(pickled[1])}, and reading that could run code from the file; "
+            f"holds a pickled {printable(pickled[1])}, and reading that could run code from the file; "
             "save the model's state_dict() instead"
         )
     if "TorchScript" in text:
@@ -124,7 +125,9 @@ def _why(error: Exception) -> str:
         return "is torn: its end is missing"
     if "WeightsUnpickler" in text or "Invalid magic number" in text:
         return "is a pickle, but not one of torch.save; name a file of torch.save or safetensors"
-    return f"cannot be read as weights ({type(error).__name__}: {shown(text.strip().partition(chr(10))[0])})"
+    return (
+        f"cannot be read as weights ({type(error).__name__}: {printable(text.strip().partition(chr(10))[0])})"
+    )
 
 
 def damage(path: Path) -> str | None:

@@ -15,7 +15,7 @@ def cores(pid: int = 0) -> list[int]:
 def _quotas() -> list[int]:
     """How many CPUs each control group around this process lets it keep busy."""
     found = []
-    for folder in _control_groups():
+    for folder in control_groups("cpu"):
         try:
             if (folder / "cpu.max").exists():
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -28,14 +28,15 @@ def _quotas() -> list[int]:
     return found
 
 
-def _control_groups() -> list[Path]:
+def control_groups(controller: str) -> list[Path]:
+    """The control groups around this process that may limit or count this, the innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
     folders = []
     for _, controllers, path in (line.split(":", 2) for line in lines):
-        if not controllers or "cpu" in controllers.split(","):
+        if not controllers or controller in controllers.split(","):
             top = Path("/sys/fs/cgroup", controllers)
             inner = top / path.lstrip("/")
             folders += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top)]

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from samestep.errors import PlacementError
-from samestep.placement.nodelist import device_count, expand_nodes, shown, tasks_per_node
+from samestep.placement.nodelist import device_count, expand_nodes, tasks_per_node
+from samestep.text import printable
 
 Env = Mapping[str, str]
 Fact = tuple[int, str]  # a number, and `VARIABLE=value` or the words that say where it comes from
@@ -127,7 +128,7 @@ def meeting(env: Env, found: Found, run: str | None) -> tuple[tuple[str, str] | 
     address = ("127.0.0.1", "one node") if found.facts["nodes"][0] == 1 else None
     for name in _RUN_NAMES[found.launcher]:
         if value := text(env, name):
-            return address, (_text_port(value), f"{name}={shown(value)}")
+            return address, (_text_port(value), f"{name}={printable(value)}")
     return address, (_text_port(run), run) if run else None
 
 
@@ -135,12 +136,12 @@ def run_name(env: Env, launcher: str, run: str | None) -> str | None:
     """What only the processes of this run know, as far as the launcher's variables allow."""
     if launcher == "slurm":
         job, step = text(env, "SLURM_JOB_ID"), text(env, "SLURM_STEP_ID")
-        return f"job {shown(f'{job}.{step}')}{_again(env, 'SLURM_RESTART_COUNT')}"
+        return f"job {printable(f'{job}.{step}')}{_again(env, 'SLURM_RESTART_COUNT')}"
     for name in _RUN_NAMES.get(launcher, ()):
         if value := text(env, name):
-            return f"{launcher} run {shown(value)}"
+            return f"{launcher} run {printable(value)}"
     if launcher in ("samestep", "torchrun") and (value := text(env, "TORCHELASTIC_RUN_ID")):
-        return f"run {shown(value)}{_again(env, 'TORCHELASTIC_RESTART_COUNT')}"
+        return f"run {printable(value)}{_again(env, 'TORCHELASTIC_RESTART_COUNT')}"
     return run
 
 
@@ -176,7 +177,7 @@ def number(env: Env, *names: str) -> Fact | None:
         if value is not None:
             if not re.fullmatch(r"-?[0-9]{1,18}", value):
                 raise PlacementError(
-                    f"{name} is {shown(value)}, which is no whole number; set one or unset {name}"
+                    f"{name} is {printable(value)}, which is no whole number; set one or unset {name}"
                 )
             return int(value), f"{name}={int(value)}"
     return None
@@ -248,10 +249,10 @@ def _step(env: Env) -> Facts:
     name, value = _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if not value or "rank" not in facts or "size" not in facts:
         return facts
-    tasks, origin = tasks_per_node(value), f"{name}={shown(value)}"
+    tasks, origin = tasks_per_node(value), f"{name}={printable(value)}"
     if sum(tasks) != facts["size"][0]:
         raise PlacementError(
-            f"{said(facts['size'])} but {name} is {shown(value)}, {sum(tasks)} in all; start this with srun"
+            f"{said(facts['size'])} but {name} is {printable(value)}, {sum(tasks)} in all; start this with srun"
         )
     local_rank, node = facts["rank"][0], 0
     while node < len(tasks) - 1 and local_rank >= tasks[node]:
@@ -265,7 +266,7 @@ def _step(env: Env) -> Facts:
 
 def _first_node(env: Env) -> tuple[str, str] | None:
     name, value = _first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    return (expand_nodes(value)[0], f"{name}={shown(value)}") if value else None
+    return (expand_nodes(value)[0], f"{name}={printable(value)}") if value else None
 
 
 def _step_port(env: Env) -> Fact | None:
@@ -294,7 +295,7 @@ def _advice(env: Env, where: str, srun: str) -> str:
     nodes = count(env, "SLURM_JOB_NUM_NODES") or count(env, "SLURM_NNODES") or 1
     tasks = max(count(env, "SLURM_NTASKS"), nodes * count(env, "SLURM_NTASKS_PER_NODE"))
     cpus = count(env, "SLURM_CPUS_PER_TASK")
-    alone = f"{where} Slurm job {shown(env.get('SLURM_JOB_ID', ''))}, so it runs alone"
+    alone = f"{where} Slurm job {printable(env.get('SLURM_JOB_ID', ''))}, so it runs alone"
     if (parts := count(env, "SLURM_HET_SIZE")) > 1:
         return f"{alone}; `{srun} --het-group=0-{parts - 1} python ...` starts one for each task of its {parts} parts"
     if tasks > nodes:

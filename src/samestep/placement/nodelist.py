@@ -4,6 +4,7 @@ import re
 from itertools import product
 
 from samestep.errors import PlacementError
+from samestep.text import printable
 
 _MOST_NODES = 1 << 16
 _LONGEST_NAME = 255
@@ -20,7 +21,7 @@ def expand_nodes(text: str) -> list[str]:
     for item in _ITEM.findall(text):
         literal = _BRACKETS.sub("", item)
         if not _LITERAL.fullmatch(literal):
-            raise _refused(text, f"has {shown(item)}, which is no host name")
+            raise _refused(text, f"has {printable(item)}, which is no host name")
         axes: list[list[str]] = []
         count, longest = 1, len(literal)
         for brackets in _BRACKETS.findall(item):
@@ -46,7 +47,7 @@ def tasks_per_node(text: str) -> list[int]:
         found = _TASKS.fullmatch(item)
         if not found or len(counts) + int(found[2] or 1) > _MOST_NODES:
             raise PlacementError(
-                f"{shown(text)} does not say how many tasks each node has; write it like 4(x2),3"
+                f"{printable(text)} does not say how many tasks each node has; write it like 4(x2),3"
             )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
@@ -58,18 +59,12 @@ def device_count(text: str) -> int:
     return sum(int(number) for number in numbers if re.fullmatch("[0-9]{1,6}", number))
 
 
-def shown(text: str) -> str:
-    """A value as a message may show it: on one line, and not long."""
-    escaped = ascii(text[:80])[1:-1]
-    return escaped if len(escaped) <= 60 else escaped[:57] + "..."
-
-
 def _numbers(brackets: str, text: str) -> list[str]:
     numbers: list[str] = []
     for item in brackets.split(","):
         found = _RANGE.fullmatch(item)
         if not found or int(found[2] or found[1]) < int(found[1]):
-            raise _refused(text, f"has {shown(item) or 'nothing'} in brackets, which is no range")
+            raise _refused(text, f"has {printable(item) or 'nothing'} in brackets, which is no range")
         low, high = int(found[1]), int(found[2] or found[1])
         if len(numbers) + high - low >= _MOST_NODES:
             raise _too_many(text)
@@ -82,4 +77,4 @@ def _too_many(text: str) -> PlacementError:
 
 
 def _refused(text: str, why: str) -> PlacementError:
-    return PlacementError(f"the node list {shown(text)} {why}; write it like node[01-03,07],gpu5")
+    return PlacementError(f"the node list {printable(text)} {why}; write it like node[01-03,07],gpu5")

@@ -25,7 +25,7 @@ from samestep.placement.launchers import (
     variable,
     without_leftovers,
 )
-from samestep.placement.nodelist import shown
+from samestep.text import printable
 
 ASSUMED = "one node, assumed"
 _BELOW_TASKS = ("torchrun", "samestep")
@@ -226,7 +226,9 @@ def _meeting(
         return None, None
     host = given_address or text(env, "MASTER_ADDR")
     if host and not _HOST.fullmatch(host):
-        raise PlacementError(f"MASTER_ADDR is {shown(host)}, which is no host name; set a name or an address")
+        raise PlacementError(
+            f"MASTER_ADDR is {printable(host)}, which is no host name; set a name or an address"
+        )
     port = number(env, "MASTER_PORT") if given_port is None else (given_port, f"master_port={given_port}")
     if port and not 0 < port[0] < 1 << 16:
         raise PlacementError(f"{said(port)}, which is no port; set one from 1 to 65535")

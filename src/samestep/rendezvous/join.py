@@ -12,7 +12,8 @@ from math import inf
 from typing import Any
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
-from samestep.rendezvous.star import Circle, Line, name_members
+from samestep.rendezvous.star import Circle, Line
+from samestep.text import name_ranks, reason_of
 
 _STEP_S = 0.25
 _CONNECT_S = 2.0
@@ -223,7 +224,7 @@ class _Host:
     def _missing(self) -> str:
         me = self._me
         numbers = [number for number in range(1, me.size) if number not in self._guests]
-        return name_members(numbers, me.expected, me.noun)
+        return name_ranks(numbers, me.expected, me.noun)
 
 
 def _door(family: int, address: str, port: int) -> socket.socket | None:
@@ -249,7 +250,7 @@ def _knock(target: tuple[str, int], me: Member, began: float) -> Circle | str:
     try:
         connection = socket.create_connection(target, timeout=_CONNECT_S)
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return reason_of(error)
     line = Line(connection, target[0])
     hello = {"run": me.run, "number": me.number, "size": me.size, "script": me.script}
     number: int | None = None

@@ -8,7 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from samestep.errors import PlacementError
+from samestep.files import write_atomically
 from samestep.rendezvous.addresses import own_addresses
+from samestep.text import reason_of
 
 
 @contextmanager
@@ -16,15 +18,12 @@ def posted(path: Path, port: int) -> Iterator[None]:
     """While entered, the note is there; one that a crash left is replaced."""
     mine = {"addresses": own_addresses() or ["127.0.0.1"], "port": port, "mark": secrets.token_hex(8)}
     text = json.dumps(mine | {"host": os.uname().nodename, "pid": os.getpid()})
-    new = path.with_name(f"{path.name}.{mine['mark']}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text)
-        new.replace(path)
+        write_atomically(path, text.encode())
     except OSError as error:
         raise PlacementError(
-            f"{path} cannot be written ({(error.strerror or '').lower()}); "
-            "name a file in a directory that all nodes share"
+            f"{path} cannot be written ({reason_of(error)}); name a file in a directory that all nodes share"
         ) from error
     try:
         yield

@@ -9,11 +9,12 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from samestep.errors import RankMissing
+from samestep.text import name_ranks
 
 _STEP_S = 0.25
 _BEAT_S = 1.0
@@ -104,7 +105,7 @@ class Circle:
                 break
             if time.monotonic() > until:
                 missing = [number for number in range(self.size) if number not in self._parts]
-                who = name_members(missing, self.names, self._noun) if not self.rank else f"{self._noun} 0"
+                who = name_ranks(missing, self.names, self._noun) if not self.rank else f"{self._noun} 0"
                 self._fail(f"{who} said nothing for {limit_s:g} s")
             self.turn(_STEP_S)
         whole, self._whole = self._whole, None
@@ -167,21 +168,10 @@ class Circle:
             self._lose(number, "its process has ended or its network is cut")
 
     def _lose(self, number: int, why: str) -> None:
-        self._fail(f"{name_members([number], self.names, self._noun)} was lost: {why}")
+        self._fail(f"{name_ranks([number], self.names, self._noun)} was lost: {why}")
 
     def _fail(self, text: str) -> None:
         for line in self._lines.values() if not self.rank else ():
             with suppress(OSError):
                 line.send({"error": text})
         raise RankMissing(text)
-
-
-def name_members(numbers: Iterable[int], names: Sequence[str], noun: str) -> str:
-    """rank 2 (node02); ranks 2, 3 (node02), 5 (node03)."""
-    ordered = sorted(numbers)
-    places: dict[str, list[str]] = {}
-    for number in ordered[:16]:
-        places.setdefault(names[number] if number < len(names) else "", []).append(str(number))
-    parts = [", ".join(some) + (f" ({place})" if place else "") for place, some in places.items()]
-    more = f" and {len(ordered) - 16} more" if len(ordered) > 16 else ""
-    return f"{noun}{'s' if len(ordered) > 1 else ''} {', '.join(parts)}{more}"

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from samestep.placement.launchers import count, in_step
-from samestep.placement.nodelist import device_count, expand_nodes, shown, tasks_per_node
+from samestep.placement.nodelist import device_count, expand_nodes, tasks_per_node
+from samestep.text import printable
 
 # From these srun would take fewer cores or devices than each node has, more tasks than nodes, or another order.
 _UNSET = (
@@ -51,7 +52,7 @@ def whole_allocation(env: Mapping[str, str], args: Sequence[str], is_counted: bo
 
 def explanation(env: Mapping[str, str]) -> str:
     """The line that says what happens."""
-    job, nodes = shown(env.get("SLURM_JOB_ID", "")), shown(env["SLURM_JOB_NODELIST"])
+    job, nodes = printable(env.get("SLURM_JOB_ID", "")), printable(env["SLURM_JOB_NODELIST"])
     return f"this is in no step of Slurm job {job}, so srun starts one on {nodes}"
 
 

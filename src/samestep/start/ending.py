@@ -5,11 +5,12 @@ import signal
 from collections.abc import Container, Sequence
 from pathlib import Path
 
-from samestep.rundir import PulseReading, pulse_path, read_pulse
+from samestep.rundir import CHECKPOINTED, PulseReading, pulse_path, read_pulse
 from samestep.start.failure import Traceback, describe_end, last_words
 from samestep.start.memory import Kills, explain_kill
 from samestep.start.supervise import Outcome
-from samestep.start.worker import CHECKPOINTED, Worker
+from samestep.start.worker import Worker
+from samestep.text import duration, name_ranks
 
 
 def ending(
@@ -59,29 +60,6 @@ def pulse_step(run: Path, rank: int) -> int | None:
     """The step a worker was in, where it has said so."""
     pulse = read_pulse(pulse_path(run, rank))
     return pulse.step if pulse and pulse.step >= 0 else None
-
-
-def duration(seconds: float) -> str:
-    """3 min 12 s."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """rank 0; ranks 0, 2, 3; many of them as spans."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= 8:
-        return "ranks " + ", ".join(map(str, ranks))
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return "ranks " + ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def _where_and_when(run: Path, rank: int, seconds: float) -> str:

@@ -2,8 +2,9 @@
 
 import os
 import re
-from pathlib import Path
 from typing import NamedTuple
+
+from samestep.placement.cores import control_groups
 
 _GIB = 1 << 30
 
@@ -58,7 +59,7 @@ def _record(pid: int, log: int | None) -> str | None:
 
 
 def _count() -> int | None:
-    for group in _groups():
+    for group in control_groups("memory"):
         for name in ("memory.events", "memory.oom_control"):
             try:
                 found = re.search(r"^oom_kill (\d+)$", (group / name).read_text(), re.MULTILINE)
@@ -70,27 +71,12 @@ def _count() -> int | None:
 
 
 def _limit() -> int | None:
-    for group in _groups():
+    for group in control_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             try:
                 limit = int((group / name).read_text())
             except (OSError, ValueError):
                 continue
-            # Version 1 writes its largest number for no limit.
-            return limit if limit < 1 << 60 else None
+            if limit < 1 << 60:  # version 1 writes its largest number for no limit
+                return limit
     return None
-
-
-def _groups() -> list[Path]:
-    """The control groups that may count this process's memory; a container sees only the topmost."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            top = Path("/sys/fs/cgroup", *(["memory"] if controllers else []))
-            found += [top / path.lstrip("/"), top]
-    return found

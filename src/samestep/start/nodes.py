@@ -20,8 +20,7 @@ from samestep.rendezvous import addresses
 from samestep.rendezvous import note as board
 from samestep.rendezvous.join import Member, free_door, host, join, listen
 from samestep.rendezvous.star import Circle
-from samestep.rundir import read_record
-from samestep.start.worker import CHECKPOINTED
+from samestep.rundir import CHECKPOINTED, read_record
 
 _SILENCE_S = 10.0
 _TORCHRUN_PORT = 29_400

@@ -11,6 +11,7 @@ from pathlib import Path
 from samestep.errors import UsageError
 from samestep.placement.place import Placement, exports
 from samestep.rundir import (
+    CHECKPOINTED,
     better_place,
     create_run,
     log_path,
@@ -30,6 +31,7 @@ from samestep.start.port import hold_port
 from samestep.start.signals import PASSED_ON, Signals
 from samestep.start.supervise import Gang, Outcome
 from samestep.start.worker import Guardian, Order
+from samestep.text import reason_of
 
 _SAME_PLACE_S = 10
 
@@ -94,7 +96,7 @@ def run_script(script: Script) -> int:
     try:
         write_record(run / ("result.json" if share.node == 0 else f"result-node-{share.node}.json"), record)
     except OSError as error:
-        terminal.say(f"result.json in {run} cannot be written ({(error.strerror or '').lower()})")
+        terminal.say(f"result.json in {run} cannot be written ({reason_of(error)})")
     if text:
         terminal.say(text)
     terminal.flush()
@@ -191,7 +193,7 @@ def _verdict(
 ) -> Verdict:
     code, spot = exit_code(outcome.status), _spot(run, outcome, gang)
     asked = outcome.asked
-    if asked is None and code == os.EX_TEMPFAIL and (stop_path(run).exists() or time_up_path(run).exists()):
+    if asked is None and code == CHECKPOINTED and (stop_path(run).exists() or time_up_path(run).exists()):
         asked = signal.SIGTERM
     if crew is None:
         return Verdict(0, code, text, spot, asked)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UsageError
+from samestep.files import write_atomically
+from samestep.rundir import CHECKPOINTED
 from samestep.start.profiles import Profile
 
 LAUNCHERS = ("srun", "torchrun")
@@ -100,7 +102,7 @@ def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
         again = shlex.quote(f"stopped after a commit; go on with: sbatch {shlex.quote(str(written))}")
         requeue = 'scontrol requeue "$SLURM_JOB_ID" || ' if job.profile.requeue else ""
         goes_on = ' && [ ! -e "$SAMESTEP_RUN/stop" ]' if job.keeps_run else ""
-        lines += [f'if [ "$code" -eq 75 ]{goes_on}; then\n    {requeue}echo {again}\nfi']
+        lines += [f'if [ "$code" -eq {CHECKPOINTED} ]{goes_on}; then\n    {requeue}echo {again}\nfi']
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
@@ -109,8 +111,7 @@ def write_script(job: Job, said: Sequence[str]) -> Path:
     path = job.script_path
     text = batch_script(job, said, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    path.chmod(0o700)
+    write_atomically(path, text.encode(errors="surrogateescape"), 0o700)
     return path
 
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from samestep.rundir import CHECKPOINTED
 from samestep.start.failure import Traceback
 from samestep.start.output import Stream, Terminal
-from samestep.start.worker import CHECKPOINTED, Guardian, Order, Worker
+from samestep.start.worker import Guardian, Order, Worker
 
 # How long a rank that only tells of another's end waits for that other to be seen.
 _ECHO_S = 0.7

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.rundir import CHECKPOINTED
 from samestep.start.failure import Traceback, read_traceback
 from samestep.start.output import ERR, OUT, Console, Log, Stream
 
-CHECKPOINTED = 75
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 # Python ignores these two, and what is ignored stays so in the programs it starts.
 _RESTORED = [signal.SIGPIPE, signal.SIGXFSZ]

@@ -17,8 +17,9 @@ from platform import node
 from typing import Generic, TypeVar
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import sync_directory
+from samestep.files import is_alive, make_private_directory
 from samestep.state import file as carry
+from samestep.text import size
 
 T = TypeVar("T")
 _UNFINISHED = re.compile(r"\.writing-([0-9a-f]{16})-(\d{1,9})-[0-9a-f]{8}")
@@ -86,9 +87,7 @@ class Vault:
     def _make(self) -> None:
         # once: under a mount that went away the same path is another disk
         if not self._made:
-            if not self.directory.is_dir():
-                self.directory.mkdir(mode=0o700, parents=True)
-                sync_directory(self.directory.parent)
+            make_private_directory(self.directory)
             self._made = True
 
     @contextmanager
@@ -143,30 +142,25 @@ class Vault:
 
     def _is_abandoned(self, dir_fd: int, name: str, place: str, pid: int) -> bool:
         if place == _here():
-            return not _is_alive(pid)
+            return not is_alive(pid)
         # both times are the file server's, so no two clocks are compared
         os.utime(dir_fd)
         return os.fstat(dir_fd).st_mtime - os.stat(name, dir_fd=dir_fd).st_mtime > _ABANDONED_SECONDS
 
-    def _why(self, error: OSError, size: int) -> str:
+    def _why(self, error: OSError, num_bytes: int) -> str:
         if not self.directory.is_dir():
             return f"{self.directory} is gone"
         if error.errno == errno.ENOSPC:
             with suppress(OSError):
                 free = _free(os.statvfs(self.directory))
-                if free < size * _MARGIN:
-                    return f"{_part(free, size * _MARGIN)} free on {self.directory}"
+                if free < num_bytes * _MARGIN:
+                    return f"{size(free, of=num_bytes * _MARGIN)} free on {self.directory}"
         return f"{self.directory} cannot be written ({error.strerror})"
 
 
 def _free(room: os.statvfs_result) -> float:
     # a file system that reports no blocks at all does not know
     return room.f_bavail * room.f_frsize if room.f_blocks else float("inf")
-
-
-def _part(some: float, whole: float) -> str:
-    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if whole >= u), (1e3, "kB"))
-    return f"{some / unit:.1f} of {whole / unit:.1f} {name}"
 
 
 def _identity(dir_fd: int, name: str) -> tuple[int, int, int]:
@@ -182,13 +176,3 @@ def _here() -> str:
     except OSError:
         place = node()
     return blake2b(place.encode(), digest_size=8).hexdigest()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

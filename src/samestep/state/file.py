@@ -23,7 +23,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.state.tree import ITEMSIZE, Bad, Blob, Leaf, Packer, Unpacker, shown
+from samestep.state.tree import ITEMSIZE, Bad, Blob, Leaf, Packer, Unpacker
+from samestep.text import printable
 
 VERSION = 1
 ALIGN = 64
@@ -193,7 +194,7 @@ def _outline(fd: int) -> Outline:
         )
         meta, table, tree = described["meta"], described["blobs"], described["tree"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Bad(f"has a header that is not one ({shown(error)})") from error
+        raise Bad(f"has a header that is not one ({printable(error)})") from error
     if not isinstance(meta, dict) or len(described) != 3:
         raise Bad("has a header that is not one")
     blobs = _blobs(table, count)
@@ -214,7 +215,7 @@ def _blobs(table: Any, count: int) -> tuple[Blob, ...]:
             case [str(dtype), list(shape)] if dtype in ITEMSIZE and _is_shape(shape, dtype):
                 blobs.append(Blob(dtype, tuple(shape)))
             case _:
-                raise Bad(f"describes blob {len(blobs)} as {shown(row)}")
+                raise Bad(f"describes blob {len(blobs)} as {printable(row)}")
     return tuple(blobs)
 
 
@@ -240,7 +241,7 @@ def _pull(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> Non
             parts = _pieces(memory[index])
         jobs += [(at + i * _PIECE, part) for i, part in enumerate(parts)]
         if any(_read_exactly(fd, gap, at + length)):
-            raise Bad(f"is damaged after {shown(outline.names[index])}")
+            raise Bad(f"is damaged after {printable(outline.names[index])}")
 
     def pull(job: tuple[int, memoryview | int]) -> bytes:
         at, part = job
@@ -252,7 +253,7 @@ def _pull(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> Non
         pulled = _map(pool, pull, jobs)
         for blob, name, digest in zip(outline.blobs, outline.names, outline.digests, strict=True):
             if _blob_digest(pulled, blob.nbytes) != digest:
-                raise Bad(f"has a damaged {shown(name)}")
+                raise Bad(f"has a damaged {printable(name)}")
 
 
 @contextmanager
@@ -268,9 +269,9 @@ def _opened(file: str | os.PathLike[str], dir_fd: int | None) -> Iterator[int]:
             os.close(fd)
     except OSError as error:
         reason = "is a symbolic link" if error.errno == ELOOP else f"cannot be read ({error.strerror})"
-        raise CheckpointError(f"{shown(os.fspath(file))} {reason}") from error
+        raise CheckpointError(f"{printable(os.fspath(file))} {reason}") from error
     except Bad as bad:
-        raise CheckpointError(f"{shown(os.fspath(file))} {bad}") from bad.__cause__
+        raise CheckpointError(f"{printable(os.fspath(file))} {bad}") from bad.__cause__
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from samestep.errors import UsageError
+from samestep.text import printable
 
 ITEMSIZE = {
     **dict.fromkeys(("bytes", "bool", "uint8", "int8"), 1),
@@ -149,7 +150,7 @@ class Unpacker:
 
     def blob(self, tag: str, index: int, where: Path) -> object:
         if not 0 <= index <= len(self.names) or index >= len(self.blobs):
-            raise Bad(f"refers to blob {shown(index)} of {len(self.blobs)}")
+            raise Bad(f"refers to blob {printable(index)} of {len(self.blobs)}")
         if (self.blobs[index].dtype == "bytes") != (tag == "bytes"):
             raise Bad(f"takes blob {index} for {tag}")
         if index == len(self.names):
@@ -159,13 +160,7 @@ class Unpacker:
 
 def place(where: Path) -> str:
     """Where in a state something stands, safe to print."""
-    return shown(".".join(str(key)[:200] for key in where)) or "the state"
-
-
-def shown(text: object) -> str:
-    """Text from a file, safe to print: no control characters, and not endless."""
-    plain = str(text).encode("unicode_escape").decode("ascii")
-    return plain if len(plain) <= 200 else plain[:197] + "..."
+    return printable(".".join(str(key)[:200] for key in where)) or "the state"
 
 
 def _number(value: Any) -> object:

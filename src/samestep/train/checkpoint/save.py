@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from samestep.errors import CheckpointError
-from samestep.files import write_whole
+from samestep.files import write_atomically
 from samestep.train.group.control import meet
 from samestep.train.group.world import init
 
@@ -19,7 +19,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     failure = ""
     if init().rank == 0:
         try:
-            write_whole(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
+            write_atomically(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
         except Exception as error:  # whatever it is, the others wait to hear of it
             reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
             failure = f"{path} cannot be written ({reason}); what was there is intact"

@@ -1,0 +1,62 @@
+"""Facts in words: lists of ranks, sizes, durations, reasons, and foreign text that is safe to print."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+_MOST_LISTED = 8
+
+
+def name_ranks(ranks: Iterable[int], hosts: Sequence[str] = (), noun: str = "rank") -> str:
+    """`rank 2`; `ranks 0, 1`; `ranks 2, 3 (node02), 5 (node03)`; many as `ranks 3, 5-12 and 40 more`."""
+    ordered = sorted(set(ranks))
+    by_host: dict[str, list[int]] = {}
+    for rank in ordered:
+        by_host.setdefault(hosts[rank] if rank < len(hosts) else "", []).append(rank)
+    longest = 1 if len(ordered) <= _MOST_LISTED else len(ordered)
+    spans = [(host, span) for host, group in by_host.items() for span in _spans(group, longest)]
+    listed = spans[:_MOST_LISTED]
+    parts = []
+    for host, group_of_spans in groupby(listed, key=lambda item: item[0]):
+        numbers = ", ".join(f"{s[0]}" if len(s) == 1 else f"{s[0]}-{s[-1]}" for _, s in group_of_spans)
+        parts.append(f"{numbers} ({host})" if host else numbers)
+    more = len(ordered) - sum(len(span) for _, span in listed)
+    plural = "" if len(ordered) == 1 else "s"
+    return f"{noun}{plural} {', '.join(parts)}{f' and {more} more' if more else ''}"
+
+
+def size(num_bytes: float, of: float | None = None) -> str:
+    """`1.2 GB`, or with `of` in the larger number's unit `0.4 of 2.1 GB`."""
+    largest = num_bytes if of is None else of
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if largest >= u), (1e3, "kB"))
+    part = f"{num_bytes / unit:.1f}"
+    return f"{part} {name}" if of is None else f"{part} of {of / unit:.1f} {name}"
+
+
+def duration(seconds: float) -> str:
+    """`4.2 s`, `3 min 12 s` or `2 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def reason_of(error: OSError) -> str:
+    """What the operating system says of an error, as a part of a sentence."""
+    return (error.strerror or str(error)).lower()
+
+
+def printable(text: object, limit: int = 200) -> str:
+    """Foreign text on one line: control characters escaped, and no longer than `limit`."""
+    escaped = str(text)[: limit + 1].encode("unicode_escape").decode("ascii")
+    return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
+
+
+def _spans(numbers: Sequence[int], longest: int) -> list[list[int]]:
+    """Neighbouring numbers together, at most `longest` of them."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1 and len(spans[-1]) < longest:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return spans
