@@ -5,7 +5,14 @@ import pickle
 import cloudpickle
 import pytest
 
-from samestep.errors import CheckpointError, PlacementError, RankMissing, RanksDiffer, UsageError, WorkerFailed
+from samestep.errors import (
+    CheckpointError,
+    PlacementError,
+    RankMissing,
+    RanksDiffer,
+    UsageError,
+    WorkerFailed,
+)
 
 ERRORS = [
     RankMissing("rank 2 did not come", ranks=[2], call="samestep.sum (train.py:29)"),
