@@ -17,7 +17,8 @@ demo: .venv/made
 
 test: .venv/made
 	.ci/setup system
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadgroup -m "not alone"; others=$$?; \
+	    .venv/bin/python -m pytest -m alone && exit $$others
 
 check: .venv/made
 	.venv/bin/ruff format --check

@@ -2,17 +2,35 @@
 
 import os
 import secrets
+import signal
 from collections.abc import Generator, Iterator
 
 import psutil
 import pytest
 
 _NEEDS = {"slurm", "mpi", "root"}
-_MARK = {"STARTED_BY_TESTS": secrets.token_hex(8)}
+_MARK = "STARTED_BY_TESTS"
+_OFTEN_IGNORED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
-def pytest_configure() -> None:
-    os.environ.update(_MARK)
+def pytest_configure(config: pytest.Config) -> None:
+    if _starts_all(config):
+        os.environ[_MARK] = secrets.token_hex(8)
+    _start_children_with_default_signals()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if "_up" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -27,7 +45,29 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    yield
+    # With xdist its workers have ended only now.
+    if _starts_all(session.config):
+        _end_what_is_left(session)
+
+
+def _starts_all(config: pytest.Config) -> bool:
+    """Whether this is pytest itself and no worker of xdist."""
+    return not hasattr(config, "workerinput")
+
+
+def _start_children_with_default_signals() -> None:
+    """Under nohup and in a shell's background some signals are ignored, and children would inherit that."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in _OFTEN_IGNORED:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            # Also ignores it here, but does not outlive an exec.
+            signal.signal(number, lambda *_: None)
+
+
+def _end_what_is_left(session: pytest.Session) -> None:
     _, left = psutil.wait_procs(list(_started_here()), timeout=5)
     for process in left:
         command = " ".join(process.info["cmdline"])
@@ -41,5 +81,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _started_here() -> Iterator[psutil.Process]:
     for process in psutil.process_iter(["environ", "cmdline"]):
         environ, command = process.info["environ"] or {}, process.info["cmdline"] or []
-        if environ.items() >= _MARK.items() and "multiprocessing.resource_tracker" not in " ".join(command):
+        ours = environ.get(_MARK) == os.environ[_MARK]
+        if ours and "multiprocessing.resource_tracker" not in " ".join(command):
             yield process

@@ -33,12 +33,18 @@ class Rank:
     rank: int
     pid: int
     log: Path
+    errors: Path
     code: int | None = None
     ended_at: float = 0.0
 
     @property
     def said(self) -> str:
         return self.log.read_text(errors="replace")
+
+    @property
+    def complained(self) -> str:
+        """What it wrote to stderr, where that is kept apart from stdout."""
+        return self.errors.read_text(errors="replace")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         if self.code is None:
@@ -76,9 +82,15 @@ class Nest:
         self._process.stdout.close()
 
     def start(
-        self, script: Path, size: int, *argv: object, env: Mapping[str, str] | None = None
+        self,
+        script: Path,
+        size: int,
+        *argv: object,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        apart: bool = False,
     ) -> list[Rank]:
-        """The script on ranks 0 to size - 1."""
+        """The script on ranks 0 to size - 1; with apart, stdout and stderr go to files of their own."""
         self._held.close()
         self._held, port = hold_port()
         world = {
@@ -91,15 +103,18 @@ class Nest:
         for rank in range(size):
             self._count += 1
             log = self.home / f"said-{self._count}"
+            errors = self.home / f"complained-{self._count}" if apart else log
             variables = {**world, "RANK": rank, "LOCAL_RANK": rank, **(env or {})}
             order = {
                 "argv": [str(script), *map(str, argv)],
                 "env": {name: str(value) for name, value in variables.items()},
+                "cwd": str(cwd or Path.cwd()),
                 "log": str(log),
+                "errors": str(errors),
             }
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
-            ranks.append(Rank(rank, self._forked(), log))
+            ranks.append(Rank(rank, self._forked(), log, errors))
             self.living[ranks[-1].pid] = ranks[-1]
         return ranks
 
@@ -195,12 +210,17 @@ if __name__ == "__main__":
     _load_torch()
     asked = _nest()
     os.setsid()
-    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
-    for fd, number in ((null, 0), (log, 1), (log, 2)):
+    log, errors = (
+        os.open(asked[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("log", "errors")
+    )
+    for fd, number in ((null, 0), (log, 1), (errors, 2)):
         os.dup2(fd, number)
+        os.close(fd)
     os.environ.update(asked["env"])
+    os.chdir(asked["cwd"])
     sys.argv = asked["argv"]
+    sys.path[0] = os.path.dirname(sys.argv[0])
     code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -3,55 +3,31 @@
 import inspect
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import cloudpickle
 import pytest
-from forked import Nest
+from forked import Nest, Rank, end_group
 
 from samestep.start.port import hold_port
 
 _PATIENCE_S = 50
-_RANK = str(Path(__file__).with_name("ranks.py"))
-
-
-def start(argv: Sequence[str], size: int, port: int, rank: int, **options: Any) -> "subprocess.Popen[str]":
-    """A Python process that is a rank of a world, and of which nobody takes care."""
-    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    # torch.compile looks a function's module up by its name
-    here = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1, "PYTHONPATH": Path(__file__).parents[2]}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
-    return subprocess.Popen(
-        [sys.executable, *argv],
-        env=clean | {name: str(fact) for name, fact in (world | here).items()},
-        text=True,
-        start_new_session=True,
-        **options,
-    )
-
-
-def end(processes: Sequence["subprocess.Popen[str]"]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+_RANK = Path(__file__).with_name("ranks.py")
 
 
 class Pool:
     """Ranks that wait for functions; one in which a test failed is thrown away."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, nest: Nest) -> None:
         self.size = size
-        self._processes: list[subprocess.Popen[str]] = []
+        self._nest = nest
+        self._ranks: list[Rank] = []
         self._lines: list[Connection] = []
 
     def call(self, function: Callable[..., None], arguments: dict[str, Any]) -> None:
@@ -82,25 +58,22 @@ class Pool:
         """Let the ranks end by themselves, and see that they do."""
         for line in self._lines:
             line.close()
-        until = time.monotonic() + 5
-        while any(one.poll() is None for one in self._processes) and time.monotonic() < until:
-            time.sleep(0.01)
-        end(self._processes)
-        self._processes, self._lines = [], []
+        self._nest.wait(self._ranks, 5)
+        for rank in self._ranks:
+            end_group(rank)
+        self._nest.wait(self._ranks, 5)
+        self._ranks, self._lines = [], []
 
     def _start(self) -> None:
-        held, port = hold_port()
-        pipes = [Pipe() for _ in range(self.size)]
-        with held:
-            self._lines = [ours for ours, _ in pipes]
-            self._processes = [
-                start([_RANK, str(theirs.fileno())], self.size, port, rank, pass_fds=[theirs.fileno()])
-                for rank, (_, theirs) in enumerate(pipes)
-            ]
-            for _, theirs in pipes:
-                theirs.close()
-            if failures := [text for rank in range(self.size) if (text := self._answer(rank))]:
-                raise RuntimeError(f"the ranks did not start: {failures}")
+        with Listener(family="AF_UNIX") as listener:
+            self._ranks = self._nest.start(_RANK, self.size, listener.address)
+            by_rank = {}
+            for _ in range(self.size):
+                line = listener.accept()
+                by_rank[line.recv()] = line
+        self._lines = [by_rank[rank] for rank in range(self.size)]
+        if failures := [text for rank in range(self.size) if (text := self._answer(rank))]:
+            raise RuntimeError(f"the ranks did not start: {failures}")
 
     def _answer(self, rank: int) -> str | None:
         try:
@@ -109,7 +82,7 @@ class Pool:
             text: str | None = cloudpickle.loads(self._lines[rank].recv_bytes())
             return text
         except EOFError:
-            return "it ended"
+            return f"it ended: {self._ranks[rank].said}"
 
 
 @pytest.fixture(scope="session")
@@ -143,8 +116,8 @@ def run(nest, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def _pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    pool = Pool(int(request.param))
+def _pool(request: pytest.FixtureRequest, nest: Nest) -> Iterator[Pool]:
+    pool = Pool(int(request.param), nest)
     yield pool
     pool.stop()
 
@@ -179,35 +152,53 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 class Script:
-    """A script of its own processes, for what happens when they end."""
+    """A script on processes of its own, for what happens when they end."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self._started: list[subprocess.Popen[str]] = []
-        self._held: list[socket.socket] = []
+    def __init__(self, home: Path, nest: Nest) -> None:
+        self.path = home / "train.py"
+        self._nest = nest
 
-    def start(self, source: str, size: int, *arguments: str) -> list["subprocess.Popen[str]"]:
-        path = self.home / "train.py"
-        path.write_text(dedent(source))
+    def run(self, source: str, size: int) -> list[tuple[int | None, str, str]]:
+        """Exit code, stdout and stderr of every rank, each forked from a process that has torch."""
+        self.path.write_text(dedent(source))
+        ranks = self._nest.start(self.path, size, cwd=self.path.parent, apart=True)
+        codes = self._nest.wait(ranks, _PATIENCE_S)
+        return [(code, rank.said, rank.complained) for code, rank in zip(codes, ranks, strict=True)]
+
+    def run_interpreters(self, source: str, size: int) -> list[tuple[int | None, str, str]]:
+        """The same on interpreters of their own, which also take themselves to pieces when they end."""
+        self.path.write_text(dedent(source))
         held, port = hold_port()
-        self._held.append(held)
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.home}
-        started = [start([str(path), *arguments], size, port, rank, **options) for rank in range(size)]
-        self._started += started
-        return started
-
-    def run(self, source: str, size: int, *arguments: str) -> list[tuple[int, str, str]]:
-        """Exit code, stdout and stderr of every rank."""
-        return [(one.wait(_PATIENCE_S), *one.communicate()) for one in self.start(source, size, *arguments)]
-
-    def stop(self) -> None:
-        end(self._started)
-        for held in self._held:
-            held.close()
+        world = {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+        ranks = []
+        with held:
+            for rank in range(size):
+                here = world | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, self.path],
+                        env=clean | {name: str(fact) for name, fact in here.items()},
+                        cwd=self.path.parent,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        start_new_session=True,
+                    )
+                )
+            try:
+                return [(one.wait(_PATIENCE_S), *one.communicate()) for one in ranks]
+            finally:
+                for one in ranks:
+                    if one.poll() is None:
+                        os.killpg(one.pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Iterator[Script]:
-    found = Script(tmp_path)
-    yield found
-    found.stop()
+def script(tmp_path: Path, nest: Nest) -> Script:
+    return Script(tmp_path, nest)

@@ -1,11 +1,13 @@
 """One rank of a pool that lives as long as the tests: calls what it is sent and says how it went."""
 
 import gc
+import os
 import sys
 import traceback
 import warnings
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
 
 import cloudpickle
 
@@ -18,7 +20,6 @@ def serve(line: Connection) -> None:
     """Call one function after another until the other side is gone."""
     warnings.simplefilter("error")
     world = samestep.init(timeout=TIMEOUT)
-    gc.freeze()  # what torch is made of need not be looked through after each test
     failure = None
     while True:
         line.send_bytes(cloudpickle.dumps(failure))
@@ -36,4 +37,8 @@ def serve(line: Connection) -> None:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    # torch.compile looks a function's module up by its name.
+    sys.path.append(str(Path(__file__).parents[2]))
+    with Client(sys.argv[1], family="AF_UNIX") as connection:
+        connection.send(int(os.environ["RANK"]))
+        serve(connection)

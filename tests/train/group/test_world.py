@@ -257,7 +257,7 @@ FORGETFUL = """
 
 
 def test_a_script_that_forgets_everything_ends_well_and_leaves_no_process(script):
-    ranks = run(script, 3, FORGETFUL)
+    ranks = script.run_interpreters(START + FORGETFUL, 3)
     assert codes(ranks) == [0, 0, 0], ranks
     assert [error for _, _, error in ranks][1:] == ["", ""]
     pids = [int(pid) for _, out, _ in ranks for pid in out.split()]
@@ -269,12 +269,14 @@ def test_a_script_that_forgets_everything_ends_well_and_leaves_no_process(script
 
 
 def test_a_script_that_destroys_the_group_itself_ends_well(script):
-    ranks = run(script, 2, "    samestep.sum(1)\n    torch.distributed.destroy_process_group()")
+    ranks = script.run_interpreters(
+        START + "    samestep.sum(1)\n    torch.distributed.destroy_process_group()", 2
+    )
     assert [(code, error) for code, _, error in ranks] == [(0, ""), (0, "")]
 
 
 def test_a_group_that_the_script_made_is_adopted(script):
-    ranks = script.run(
+    ranks = script.run_interpreters(
         """
     import torch.distributed as dist
     dist.init_process_group("gloo")
