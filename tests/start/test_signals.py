@@ -17,6 +17,7 @@ def sent_sigterm(launcher):
     return code, err
 
 
+@pytest.mark.alone
 def test_ctrl_c_once_lets_workers_end_in_order(launcher, gone):
     launcher.write(
         """
@@ -41,6 +42,7 @@ def test_ctrl_c_once_lets_workers_end_in_order(launcher, gone):
     gone(pids, 0.2)
 
 
+@pytest.mark.alone
 def test_ctrl_c_twice_ends_stubborn_workers_within_a_second(launcher, gone):
     started, pids = launcher.start_stubborn()
     started.process.send_signal(signal.SIGINT)
@@ -54,6 +56,7 @@ def test_ctrl_c_twice_ends_stubborn_workers_within_a_second(launcher, gone):
     gone(pids, 0.2)
 
 
+@pytest.mark.alone
 def test_workers_that_ignore_ctrl_c_have_a_time_limit(launcher, gone):
     started, pids = launcher.start_stubborn("--shutdown-timeout", "0.2")
     started.process.send_signal(signal.SIGINT)
