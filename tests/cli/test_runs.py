@@ -65,7 +65,7 @@ def test_what_other_programs_keep_in_runs_is_no_run(tmp_path, record):
     (tmp_path / "runs" / "1" / "run.json").write_text(record)
     assert samestep(tmp_path, "runs").stdout == "no runs in runs\n"
     assert "there is no run in runs" in samestep(tmp_path, "status").stderr
-    assert "1 is no run's directory" in samestep(tmp_path, "logs", "1").stderr
+    assert "there is no run in 1 or runs/1" in samestep(tmp_path, "logs", "1").stderr
 
 
 def test_a_command_of_several_lines_is_one_line_of_the_list(tmp_path):
@@ -93,9 +93,9 @@ def test_logs_shows_one_rank_or_all(home):
         (["logs", "--rank", "5"], "rank 5 has no log in runs/"),
         (
             ["logs", "nowhere"],
-            "nowhere is no run's directory, nor is runs/nowhere; `samestep runs` lists those",
+            "there is no run in nowhere or runs/nowhere; see `samestep runs`",
         ),
-        (["status", "nowhere"], "nowhere is no run's directory"),
+        (["status", "nowhere"], "there is no run in nowhere"),
         (["stop"], "is failed (7), so there is nothing to stop"),
     ],
 )
@@ -131,4 +131,4 @@ def test_a_run_whose_launcher_was_killed_is_not_taken_for_running(tmp_path):
         assert running.stdout is not None
         running.stdout.readline()
         running.kill()
-    assert "ended without a word" in samestep(tmp_path, "runs").stdout
+    assert "ended without a result" in samestep(tmp_path, "runs").stdout

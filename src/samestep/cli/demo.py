@@ -1,19 +1,18 @@
 """`samestep demo`: one small network trained at 1 and at 2 processes, side by side."""
 
-import json
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
 import click
 
+from samestep.cli.output import HELP, finite, print_json
 from samestep.errors import SamestepError
+from samestep.measure.trial import end_on_signals
 
 if TYPE_CHECKING:
     from samestep.measure.demo import Result, Run, Setup
@@ -25,13 +24,17 @@ Next: read the script, {script}
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=HELP)
 @click.option(
     "--epochs", default=20, show_default=True, type=click.IntRange(1), help="Passes over the digits."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; what is read goes to stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the text goes to stderr.")
 def command(epochs: int, as_json: bool) -> None:
-    """Train a small network at 1 and 2 processes and compare batches, accuracy, weights and speed.
+    """Train a small network at 1 and 2 processes; compare batches, accuracy, weights and speed.
+
+    \b
+    samestep demo
+    samestep demo --epochs 5 --json
 
     It needs no download and no GPU, takes about half a minute, and leaves no files.
 
@@ -42,9 +45,7 @@ def command(epochs: int, as_json: bool) -> None:
         "once by one process and once by two.",
         err=as_json,
     )
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end)
+    end_on_signals()
     try:
         result = _trained(epochs)
     except SamestepError as error:
@@ -54,13 +55,8 @@ def command(epochs: int, as_json: bool) -> None:
         raise SystemExit(130) from None
     click.echo(_text(result), err=as_json)
     if as_json:
-        click.echo(json.dumps(_facts(result)))
+        print_json(_facts(result))
     raise SystemExit(not result.same)
-
-
-def _end(number: int, _: object) -> None:
-    """So that the processes and files of the demo go with it."""
-    raise SystemExit(128 + number)
 
 
 def _trained(epochs: int) -> "Result":
@@ -69,7 +65,7 @@ def _trained(epochs: int) -> "Result":
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="samestep-") as directory:
         for setup in setups():
-            # Of the third only the speed counts.
+            # The third run is for its speed alone.
             some = epochs if len(runs) < 2 else -(-epochs // 4)
             with _progress(setup, some) as told:
                 runs.append(train(setup, Path(directory), some, told))
@@ -134,11 +130,10 @@ def _facts(result: "Result") -> dict[str, object]:
     from samestep.measure.demo import in_words
 
     return {
-        "schema_version": 1,
         "same": result.same,
         "same_batches": result.same_batches,
         "same_accuracy": result.same_accuracy,
-        "largest_difference": result.largest if isfinite(result.largest) else None,
+        "largest_difference": finite(result.largest),
         "verdict": result.comparison.verdict,
         "steps": result.one.saved["steps"],
         "speed": in_words(result),

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from samestep.errors import UsageError
-from samestep.verify.runs import Run, find_run, log_of, read_run
+from samestep.measure.runs import Run, find_run, log_of, read_run
 
 _LOOK_S = 0.2
 _CHUNK = 1 << 16

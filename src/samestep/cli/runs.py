@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from samestep.verify.runs import list_runs, root_of
+from samestep.measure.runs import list_runs, root_of
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from samestep.errors import UsageError
-from samestep.verify.runs import Run, find_run, read_run
+from samestep.measure.runs import Run, find_run, read_run
 
 _LOOK_S = 1.0
 

@@ -3,8 +3,8 @@
 import click
 
 from samestep.errors import UsageError
+from samestep.measure.runs import find_run
 from samestep.rundir import stop_path
-from samestep.verify.runs import find_run
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

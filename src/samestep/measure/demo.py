@@ -2,11 +2,7 @@
 
 import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +11,12 @@ from typing import Any
 from samestep.compare.compare import Comparison, compare
 from samestep.compare.weights import read
 from samestep.errors import WorkerFailed
+from samestep.measure.trial import Trial
 from samestep.placement.cores import cores
-from samestep.start.devices import share_cores
 
 SCRIPT = Path(__file__).parents[1] / "data" / "demo_train.py"
 _EPOCH = re.compile(r"epoch (\d+) of \d+: (\S+)")
-# Two runs of one and the same thing differ by about this much.
+# The speeds of two equal runs differ by about this much.
 _NOISE = 0.05
 
 
@@ -58,12 +54,12 @@ class Run:
 
     @property
     def samples_per_second(self) -> float:
-        """In the quickest epoch, the one that others who use the machine disturbed least."""
+        """In the fastest epoch, which other programs disturbed least."""
         return float(self.saved["trained"] / min(self.saved["seconds"]))
 
     @property
     def disturbed(self) -> bool:
-        """Whether a quarter of the epochs took half as long again as the quickest."""
+        """Whether a quarter of the epochs took 1.5 times as long as the fastest."""
         ordered = sorted(self.saved["seconds"])
         return bool(ordered[len(ordered) * 3 // 4] > 1.5 * ordered[0])
 
@@ -109,52 +105,43 @@ class Result:
 
 
 def setups() -> list[Setup]:
-    """What can be compared here."""
+    """What can be compared on this machine."""
     return [Setup(1, 1), Setup(2, 2), Setup(1, 2)] if len(cores()) > 1 else [Setup(1, 1), Setup(2, 1)]
 
 
 def train(setup: Setup, directory: Path, epochs: int, told: Callable[[int, str], None]) -> Run:
-    """Run the script as a user would, tell each epoch's number and accuracy, and read what was saved."""
+    """Run the script, tell each epoch's number and accuracy, and read what it saved."""
     out = directory / f"{setup.processes}-{setup.cores}.pt"
-    # -P: what lies in the user's directory is not taken for a module.
-    start = [sys.executable, "-P", "-m", "samestep", "run", "-n", str(setup.processes)]
-    began = time.monotonic()
-    with _on_cores(setup.cores):
-        process = subprocess.Popen(
-            [*start, "--run-dir", directory, SCRIPT, "--epochs", str(epochs), "--out", out],
-            env={
-                # On a busy machine threads that spin for each other take ten times as long.
-                "OMP_WAIT_POLICY": "PASSIVE",
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": "",
-                "HIP_VISIBLE_DEVICES": "",
-                "SAMESTEP_EXACT_THREADS": str(max(1, setup.cores // setup.processes)),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    assert process.stdout is not None
     lines = []
-    try:
-        for line in process.stdout:
-            if epoch := _EPOCH.match(line):
-                told(int(epoch[1]), epoch[2])
-            else:
-                lines.append(line)
-        process.wait()
-    finally:
-        process.terminate()
-        process.communicate()
-    if process.returncode:
-        raise WorkerFailed(f"{setup} ended with exit code {process.returncode}:\n{''.join(lines)}".rstrip())
+
+    def heard(line: str) -> None:
+        if epoch := _EPOCH.match(line):
+            told(int(epoch[1]), epoch[2])
+        else:
+            lines.append(line)
+
+    result = Trial(
+        [str(SCRIPT), "--epochs", str(epochs), "--out", str(out)],
+        setup.processes,
+        directory / out.stem,
+        env={
+            # On a busy machine threads that spin for each other take ten times as long.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "HIP_VISIBLE_DEVICES": "",
+            "SAMESTEP_EXACT_THREADS": str(max(1, setup.cores // setup.processes)),
+        },
+        cores=setup.cores,
+    ).run(heard)
+    if result.code:
+        raise WorkerFailed("\n".join([f"{setup} ended with exit code {result.code}:", *lines]))
     saved = read(out).state
     assert isinstance(saved, dict)
-    return Run(setup, saved, time.monotonic() - began)
+    return Run(setup, saved, result.seconds)
 
 
 def in_words(result: Result) -> str:
-    """What the speeds say, to someone who wonders whether more processes pay."""
+    """Says from the speeds whether more processes pay."""
     if result.wide is None:
         return (
             "This machine gives one core: two processes take turns on it and cannot be faster. "
@@ -175,24 +162,8 @@ def in_words(result: Result) -> str:
         second = f"One process with both cores is as fast as two ({wide:.2f} times)."
     last = f"{first} {second} More processes pay where each brings a device or cores of its own."
     if any(run.disturbed for run in result.runs):
-        last += " Epochs took unlike times: the machine was busy, so try again when it is quiet."
+        last += " Some epochs took much longer than others: the machine was busy. Try again when it is idle."
     return last
-
-
-@contextmanager
-def _on_cores(count: int) -> Iterator[None]:
-    """What is started inside has one core, or two that are far apart; under a quota all are as good."""
-    shares, _ = share_cores(2)
-    chosen = {share[0] for share in shares[:count] if share}
-    if len(chosen) < count:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, chosen)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _count(number: int, noun: str) -> str:

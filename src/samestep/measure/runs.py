@@ -1,4 +1,4 @@
-"""What ran in a directory, in which state it is, and what each rank does, from files alone."""
+"""Reads from files alone what was run in a directory, its state, and what each rank does."""
 
 import os
 import time
@@ -42,13 +42,13 @@ class Run:
             code = self.result.get("exit_code", 1)
             return _ENDS.get(code, f"failed ({code})")
         if self.record.get("host") == os.uname().nodename:
-            return "running" if _lives(self.record.get("pid")) else "ended without a word"
+            return "running" if _is_alive(self.record.get("pid")) else "ended without a result"
         silent = time.time() - max([self.started, self.written, *(one.unix for one in self.pulses.values())])
         return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
 
     @property
     def is_over(self) -> bool:
-        """Known to be; one that is silent on another machine may yet be heard of."""
+        """Whether it has surely ended; a silent run on another machine may still be alive."""
         return self.state != "running" and not self.state.startswith("silent")
 
     @property
@@ -83,7 +83,7 @@ class Run:
         return last.step / max(last.unix - self.started, 1e-3)
 
     def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The same as JSON."""
         return {
             "run": str(self.path),
             "state": self.state,
@@ -105,7 +105,7 @@ def root_of(directory: str | None) -> Path:
 
 
 def read_run(path: Path) -> Run | None:
-    """What lies in a run's directory; None where it is none."""
+    """The run in a directory, or None where there is none."""
     record = read_record(path / "run.json")
     if record is None or not _is_ours(record):
         return None
@@ -118,19 +118,19 @@ def read_run(path: Path) -> Run | None:
 
 
 def job_output(run: Path) -> Path:
-    """Where the output of all ranks lies where Slurm keeps it."""
+    """Where Slurm keeps the output of all ranks of a batch job."""
     return run.with_name(f"{run.name}.out")
 
 
 def list_runs(root: Path) -> list[Run]:
-    """All runs there, the newest first."""
+    """All runs in a directory, the newest first."""
     paths = list(root.iterdir()) if root.is_dir() else []
     found = [run for path in paths if path.is_dir() and (run := read_run(path))]
     return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
 
 
 def find_run(name: str | None) -> Run:
-    """A run by its directory or by its name below ./runs; the newest where none is named."""
+    """The run of a directory or of a name below ./runs; the newest where no name is given."""
     root = root_of(None)
     if name is None:
         if newest := list_runs(root)[:1]:
@@ -139,9 +139,7 @@ def find_run(name: str | None) -> Run:
     for path in (Path(name), root / name):
         if run := read_run(path):
             return run
-    raise UsageError(
-        f"{name} is no run's directory, nor is {root / name}; `samestep runs` lists those in {root}"
-    )
+    raise UsageError(f"there is no run in {name} or {root / name}; see `samestep runs`")
 
 
 def log_of(run: Run, rank: int) -> Path:
@@ -155,7 +153,7 @@ def log_of(run: Run, rank: int) -> Path:
 
 
 def _is_ours(record: dict[str, Any]) -> bool:
-    """Other programs keep a run.json too, some of them in ./runs."""
+    """Whether samestep wrote it: other programs keep a run.json in ./runs too."""
     kinds = {"argv": list, "size": int, "started": int | float}
     return all(isinstance(record.get(name), kind) for name, kind in kinds.items())
 
@@ -166,7 +164,7 @@ def _numbers(folder: Path, before: str, after: str) -> list[int]:
     return [int(middle) for middle in middles if middle.isdigit()]
 
 
-def _lives(pid: object) -> bool:
+def _is_alive(pid: object) -> bool:
     if not isinstance(pid, int):
         return False
     try:

@@ -1,0 +1,165 @@
+"""Runs a script at a size with settings, under the launcher of `samestep run`, and returns what came out.
+
+Covered: the script, its launcher and all that they start end with the trial: when it is over, when its time limit
+has passed, at an exception such as Ctrl-C, and when this process is killed.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread, Timer
+
+from samestep.errors import UsageError, WorkerFailed
+from samestep.measure.runs import Run, read_run
+from samestep.rundir import log_path
+from samestep.start.devices import share_cores
+from samestep.start.script import Script, run_script
+
+_STOP_S = 2.0  # what workers have to end in once they are told to
+_LAUNCHER_STOP_S = 10.0
+TIMED_OUT = 124
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a trial."""
+
+    code: int
+    seconds: float  # with the start of Python and torch
+    text: str  # what rank 0 and the launcher printed
+    run: Run
+
+    @property
+    def failure(self) -> str | None:
+        """The launcher's report of the first failure."""
+        return self.run.result.get("failure") if self.run.result else None
+
+    def printed(self, rank: int = 0) -> list[str]:
+        """The lines that a rank printed."""
+        return log_path(self.run.path, rank).read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A script to run: a file, or `-m` and a module, and its arguments; and how to run it."""
+
+    script: Sequence[str]
+    size: int
+    directory: Path  # where the run's directory with its logs is made
+    env: Mapping[str, str] = field(default_factory=dict)
+    cores: int | None = None  # for all processes together; None: all that this process may use
+    time_limit_s: float | None = None
+    through: Sequence[str] = ()  # a module that runs the script, such as a recorder, and its own arguments
+
+    def run(self, heard: Callable[[str], None] = lambda line: None) -> Result:
+        """Run it to its end; `heard` gets each line of rank 0 and of the launcher as it is printed."""
+        began = time.monotonic()
+        lines = []
+        with _started(self._order()) as launcher:
+            timer = Timer(self.time_limit_s or 0, launcher.terminate)
+            timer.daemon = True
+            if self.time_limit_s is not None:
+                timer.start()
+            assert launcher.stdout is not None
+            for line in launcher.stdout:
+                lines.append(line)
+                heard(line.rstrip("\n"))
+            code = launcher.wait()
+            timed_out = timer.finished.is_set()
+            timer.cancel()
+        text = "".join(lines)
+        runs = [run for path in self.directory.glob("*") if (run := read_run(path))]
+        if not runs:
+            raise WorkerFailed(text.strip() or f"the launcher ended with exit code {code}")
+        return Result(TIMED_OUT if timed_out else code, time.monotonic() - began, text, runs[0])
+
+    def _order(self) -> dict[str, object]:
+        """What the launcher process reads from its stdin."""
+        through = ["-m", *self.through] if self.through else []
+        return {
+            "name": self.script[1] if self.script[0] == "-m" else self.script[0],
+            "command": [sys.executable, *through, *self.script],
+            "size": self.size,
+            "run_dir": str(self.directory),
+            "env": dict(self.env),
+            "cores": self.cores,
+        }
+
+
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this process as an exception, so that trials and their files end with it."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+
+
+@contextmanager
+def _started(order: Mapping[str, object]) -> Iterator[subprocess.Popen[str]]:
+    """The launcher, in a process group of its own, which ends on leaving."""
+    process = subprocess.Popen(
+        # -P: a file in the user's directory must not be imported instead of a module.
+        [sys.executable, "-P", "-m", "samestep.measure.trial"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,
+    )
+    try:
+        assert process.stdin is not None
+        print(json.dumps(order), file=process.stdin, flush=True)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=_LAUNCHER_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def main() -> int:
+    """In the launcher process: run the script that is described on stdin, until stdin is closed."""
+    # The workers get an empty stdin; the pipe tells this process when the trial's own process is gone.
+    pipe = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with open(pipe, encoding="utf-8", closefd=False) as lines:
+        order = json.loads(lines.readline())
+    Thread(target=_end_with, args=(pipe,), daemon=True).start()
+    if cores := order.pop("cores"):
+        _use_cores(cores)
+    try:
+        return run_script(Script(**order, patience_s=_STOP_S))
+    except (UsageError, OSError) as error:
+        print(f"samestep: {error}", file=sys.stderr)
+        return 2
+
+
+def _end_with(pipe: int) -> None:
+    while os.read(pipe, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _use_cores(count: int) -> None:
+    """Keep to one core, or to some that are far apart; under a quota all cores are as good."""
+    shares, _ = share_cores(max(2, count))
+    chosen = {share[0] for share in shares[:count] if share}
+    if len(chosen) == count:
+        os.sched_setaffinity(0, chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""A trial returns what a script did, and nothing of it is left running however the trial ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from samestep.measure.trial import TIMED_OUT, Trial
+
+WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+
+
+def script(directory: Path, source: str) -> str:
+    path = directory / "script.py"
+    path.write_text(source)
+    return str(path)
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone within five seconds."""
+    try:
+        psutil.Process(pid).wait(5)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_a_trial_returns_exit_code_output_failure_and_run(tmp_path):
+    source = """
+import os, sys
+print("rank", os.environ["RANK"], sys.argv[1:], os.environ["TOLD"], sys.stdin.read(), flush=True)
+if os.environ["RANK"] == "1":
+    raise ValueError("seven")
+"""
+    heard = []
+    trial = Trial([script(tmp_path, source), "--lr", "1"], 2, tmp_path / "trial", {"TOLD": "me"})
+    result = trial.run(heard.append)
+    assert result.code == 1
+    assert result.printed()[0] == "rank 0 ['--lr', '1'] me "
+    assert "rank 1" in result.printed(1)[0]
+    assert result.printed()[0] in heard
+    assert result.failure is not None
+    assert "script.py failed on rank 1 of 2" in result.failure
+    assert "ValueError: seven" in result.failure
+    assert result.run.size == 2
+    assert result.run.path.parent == tmp_path / "trial"
+    assert 0 < result.seconds < 30
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_trial_on_one_core_has_one(tmp_path):
+    source = "import os\nprint(len(os.sched_getaffinity(0)))\n"
+    result = Trial([script(tmp_path, source)], 1, tmp_path / "trial", cores=1).run()
+    assert (result.code, result.printed()) == (0, ["1"])
+    assert len(os.sched_getaffinity(0)) > 1
+
+
+def test_a_module_runs_the_script_where_one_is_named(tmp_path):
+    path = script(tmp_path, "print('here')\n")
+    result = Trial(
+        [path, "a"], 1, tmp_path / "trial", through=["trace", "--count", "-C", str(tmp_path)]
+    ).run()
+    assert result.code == 0
+    assert "here" in result.printed()
+    assert list(tmp_path.glob("*.cover"))
+
+
+def test_a_time_limit_ends_the_script(tmp_path):
+    result = Trial([script(tmp_path, WAITS)], 1, tmp_path / "trial", time_limit_s=2).run()
+    assert result.code == TIMED_OUT
+    assert ended(int(result.printed()[0]))
+
+
+def test_an_exception_ends_the_script(tmp_path):
+    pids = []
+
+    def interrupt(line):
+        pids.append(int(line))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Trial([script(tmp_path, WAITS)], 1, tmp_path / "trial").run(interrupt)
+    assert ended(pids[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_script_ends_with_the_process_that_tries_it(tmp_path, number):
+    source = f"""
+from pathlib import Path
+from samestep.measure.trial import Trial, end_on_signals
+end_on_signals()
+Trial([{script(tmp_path, WAITS)!r}], 1, Path({str(tmp_path)!r}) / "trial").run(lambda line: print(line, flush=True))
+"""
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        began = time.monotonic()
+        process.send_signal(number)
+    assert ended(pid)
+    assert time.monotonic() - began < 10
