@@ -18,9 +18,10 @@ from samestep.cli.verify import _document, command
 from samestep.train.digest import digests
 from samestep.verify.causes import explain, explain_rounding
 from samestep.verify.convert import SEVEN_LINES, conversion, converted
+from samestep.verify.loss import reduction_of
 from samestep.verify.printed import is_steady, printed_otherwise
-from samestep.verify.record import Recorder, _root
-from samestep.verify.recorded import Run, Step
+from samestep.verify.read import Digest, Run, Step
+from samestep.verify.record import Recorder
 from samestep.verify.trajectory import Difference, first_fact, follow
 from samestep.verify.verify import Outcome, Report
 
@@ -189,8 +190,8 @@ def _trained(distances: list[float], rate: float = 0.1) -> Run:
             0,
             [{"loss": 1.0 + apart, "mine": 4, "all": 4, "samples": [0, 1, 2, 3]}],
             [{"lr": rate if at else 0.1}],
-            {"w": (1.0, 1.0 + apart, hash(apart))},
-            {"w": (1.0, 1.0, 0)},
+            {"w": Digest(1.0, 1.0 + apart, hash(apart))},
+            {"w": Digest(1.0, 1.0, 0)},
             {},
         )
         for at, apart in enumerate(distances)
@@ -283,7 +284,7 @@ def test_what_a_loss_is_divided_by_is_read_from_how_it_was_made(
     loss: Callable[..., torch.Tensor], count: float | None, picked: bool
 ) -> None:
     x, y = torch.randn(8, 3, requires_grad=True), torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
-    made = _root(loss(x, y))
+    made = reduction_of(loss(x, y))
     assert (made["count"], made["picked"]) == (count, picked)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from samestep.errors import UsageError
+from samestep.measure.trial import end_on_signals
 from samestep.start.devices import visible_devices
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def command(
     """Say whether SCRIPT takes the same step on any number of processes, and if not, why."""
     from samestep.verify.verify import SerialScript, verify
 
+    end_on_signals()
     try:
         if not module and not os.path.isfile(script):
             raise UsageError(f"{script} is no file in {Path.cwd()}; name the script to verify")
@@ -65,6 +67,8 @@ def command(
         if diff and not as_json:
             click.echo(f"\n{diff}")
         raise SystemExit(2) from None
+    if report.worst.failure:
+        click.echo(report.worst.failure, err=True)
     if as_json:
         click.echo(json.dumps(_document(report), indent=2))
     else:
@@ -122,7 +126,7 @@ def _document(report: "Report") -> dict[str, Any]:
         "same": report.is_same,
         "verdict": report.verdict,
         "sentence": str(report),
-        "cause": report.cause,
+        "cause": report.worst.cause,
         "sizes": [_outcome(one) for one in report.outcomes],
     }
 

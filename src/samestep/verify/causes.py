@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from samestep.verify.recorded import Digest, Run, Step
+from samestep.verify.read import Digest, Run, Step
 from samestep.verify.trajectory import Difference, total
 
 _SAME = 1e-4
@@ -44,7 +44,7 @@ def explain(first: Run, other: Run, difference: Difference, again: Callable[[], 
             )
         case "steps":
             return (
-                f"{first.length} steps at {_processes(first)} and {other.length} at {other.size}: their number "
+                f"{first.length} steps at {first.processes} and {other.length} at {other.size}: their number "
                 "is made from one that depends on the processes; use len() of samestep.loader, without world.size"
             )
     return next(_arithmetic(first, other, difference, again), None)
@@ -72,7 +72,7 @@ def _first_weights(first: Run, again: Callable[[], Run]) -> str:
             "number, before anything that differs between ranks draws random numbers"
         )
     return (
-        f"no seed is set, and two runs at {_processes(first)} start from other weights too; call "
+        f"no seed is set, and two runs at {first.processes} start from other weights too; call "
         "torch.manual_seed before the model is made"
     )
 
@@ -108,8 +108,8 @@ def _unreplicated(run: Run) -> str | None:
 def _batch(first: Run, other: Run, step: int) -> str:
     if not other.steps[step].is_ours:
         return _foreign(other)
-    mine, theirs = first.whole(step), other.whole(step)
-    said = f"a step has {mine} samples at {_processes(first)} and {theirs} at {other.size}"
+    mine, theirs = first.num_samples(step), other.num_samples(step)
+    said = f"a step has {mine} samples at {first.processes} and {theirs} at {other.size}"
     if sampler := other.fact("sampler"):
         return f"{said}; {_sampler(sampler)}"
     if theirs * first.size == mine * other.size:
@@ -164,9 +164,7 @@ def _hyper(first: Run, other: Run, difference: Difference) -> str:
         if step == 0
         else "its schedule is made from a length or count that depends on the number of processes"
     )
-    return (
-        f"{name} is {_short(mine)} at {_processes(first)} and {_short(theirs)} at {other.size}{since}; {why}"
-    )
+    return f"{name} is {_short(mine)} at {first.processes} and {_short(theirs)} at {other.size}{since}; {why}"
 
 
 def _two(name: str, one: Step, other: Step) -> tuple[object, object]:
@@ -217,9 +215,9 @@ def _careless(run: Run) -> Iterator[str]:
 def _inputs_differ(first: Run, other: Run, step: int) -> bool:
     """Whether the same samples came with other content, as far as each row of the input is a sample."""
     runs = (first, other)
-    if not all(len(rank[step].rows) == len(rank[step].samples) for run in runs for rank in run.ranks):
+    if not all(len(rank[step].each("rows")) == len(rank[step].samples) for run in runs for rank in run.ranks):
         return False
-    mine, theirs = ([row for rank in run.ranks for row in rank[step].rows] for run in runs)
+    mine, theirs = (run.each("rows", step) for run in runs)
     return len(mine) == len(theirs) and mine != theirs
 
 
@@ -227,10 +225,10 @@ def _inputs(first: Run, other: Run, step: int, again: Callable[[], Run]) -> str:
     once_more = again()
     if once_more.length > step and _inputs_differ(first, once_more, step):
         return (
-            f"no seed is set, and two runs at {_processes(first)} get other inputs for the same samples; seed "
+            f"no seed is set, and two runs at {first.processes} get other inputs for the same samples; seed "
             "what the data are made with"
         )
-    mine, theirs = ([row for rank in run.ranks for row in rank[step].given] for run in (first, other))
+    mine, theirs = (run.each("given", step) for run in (first, other))
     if mine and mine == theirs:
         if any(part.get("loop_drew") for part in other.steps[step].parts):
             return (
@@ -267,12 +265,12 @@ def _scaled(first: Run, other: Run, step: int) -> Iterator[str]:
         return
     if _near(loss, 1):
         yield (
-            f"gradients are {gradients:.3g} times those at {_processes(first)} and the loss is the same; they are "
+            f"gradients are {gradients:.3g} times those at {first.processes} and the loss is the same; they are "
             "averaged over the ranks already: do not divide, multiply or all-reduce them"
         )
     elif _near(loss, gradients):
         yield (
-            f"the loss is {loss:.3g} times that at {_processes(first)}: a number that depends on the processes "
+            f"the loss is {loss:.3g} times that at {first.processes}: a number that depends on the processes "
             "(world.size, the length of a share) is a factor of it; leave it out"
         )
 
@@ -302,7 +300,7 @@ def _counted(first: Run, other: Run, step: int) -> Iterator[str]:
         if not _near(part["count"] / part["mine"], one["count"] / one["mine"]):
             yield (
                 f"the loss is divided by a count in each rank's share ({one['count']:g} for {one['mine']} samples "
-                f"at {_processes(first)}, {part['count']:g} for {part['mine']} on rank {rank} of {other.size}); "
+                f"at {first.processes}, {part['count']:g} for {part['mine']} on rank {rank} of {other.size}); "
                 "divide the sum of its terms by len(y) and by samestep.mean(count / len(y)), or "
                 f"{_MICROBATCHES}"
             )
@@ -315,18 +313,14 @@ def _common_factor(first: dict[str, Digest], other: dict[str, Digest]) -> float 
     if not whole or first.keys() != other.keys():
         return None
     factor = total(other) / whole
-    for name, (_, along, _) in first.items():
-        if not abs(other[name][1] - factor * along) <= _SAME * factor * whole:
+    for name, digest in first.items():
+        if not abs(other[name].along - factor * digest.along) <= _SAME * factor * whole:
             return None
     return factor if math.isfinite(factor) else None
 
 
 def _near(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_SAME)
-
-
-def _processes(run: Run) -> str:
-    return "1 process" if run.size == 1 else f"{run.size} processes"
 
 
 def _short(value: object) -> str:

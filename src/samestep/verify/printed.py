@@ -1,9 +1,9 @@
-"""Finds a number that two runs of a script printed differently though both trained the same."""
+"""Finds the numbers that two runs print differently although both train alike."""
 
 import re
 from collections.abc import Iterator, Sequence
 
-from samestep.verify.recorded import Run
+from samestep.verify.read import Run
 from samestep.verify.trajectory import Difference
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -13,10 +13,10 @@ _MOST_LINES = 10_000
 
 
 def printed_otherwise(first: Run, other: Run, same_bits: bool) -> list[tuple[Difference, str]]:
-    """The numbers that differ, each with the kind of line it stands in.
+    """The first number that differs in each kind of line, with that kind.
 
-    Where bits differ a count may be off by one or two; a number on which the ranks do not agree is not
-    everyone's, however near it is.
+    Runs that differ in bits may print slightly different numbers. Where ranks print different numbers, though, each
+    of them is one rank's own, however close they are.
     """
     found = []
     ours, theirs = _by_kind(first.printed[0]), _by_kind(other.printed[0])
@@ -34,13 +34,13 @@ def printed_otherwise(first: Run, other: Run, same_bits: bool) -> list[tuple[Dif
 
 
 def is_steady(kind: str, first: Run, again: Run) -> bool:
-    """Whether lines of this kind are the same whenever the script runs."""
+    """Whether a second run of the script at the same size prints the same lines of this kind."""
     ours, theirs = _by_kind(first.printed[0])[kind], _by_kind(again.printed[0]).get(kind, [])
     return not any(_unlike(a, b, 0.0, (1, 1)) for a, b in zip(ours, theirs, strict=False))
 
 
 def _by_kind(lines: Sequence[str]) -> dict[str, list[str]]:
-    """Lines that differ in their numbers alone, together."""
+    """Lines by kind: lines that differ only in their numbers are of one kind."""
     found: dict[str, list[str]] = {}
     for line in lines[:_MOST_LINES]:
         if "\r" not in line and not line.startswith("samestep:") and _NUMBER.search(line):
@@ -53,7 +53,7 @@ def _unlike(line: str, other: str, near: float, sizes: tuple[int, int]) -> bool:
 
 
 def _numbers(line: str) -> Iterator[str]:
-    """The numbers in a line that are no durations, rates or amounts of memory."""
+    """The numbers in a line, without durations, rates and amounts of memory."""
     for match in _NUMBER.finditer(line):
         if not _MEASURED.match(line, match.end()):
             yield match[0]
@@ -63,7 +63,7 @@ def _alike(a: str, b: str, near: float, sizes: tuple[int, int]) -> bool:
     x, y = float(a), float(b)
     unit = max(_unit(a), _unit(b))
     if "." not in a + b and sizes[0] != sizes[1]:
-        # A script may well say how many processes it has, and how many samples each of them gets.
+        # A script may print how many processes it has, or how many samples each of them gets.
         whole, part = (x, y) if sizes[0] < sizes[1] else (y, x)
         size = max(sizes) // min(sizes)
         if (x, y) == sizes or part in (whole // size, -(-whole // size)):
@@ -72,6 +72,6 @@ def _alike(a: str, b: str, near: float, sizes: tuple[int, int]) -> bool:
 
 
 def _unit(number: str) -> float:
-    """What one more in the last printed digit means."""
+    """The value of 1 in the last printed digit."""
     digits, _, exponent = number.lower().partition("e")
     return float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))

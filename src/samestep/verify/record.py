@@ -1,16 +1,18 @@
-"""Writes down what each optimizer step of a run was made of, for whoever compares it with another run.
+"""Runs a script and records what each optimizer step of one rank was made of; read.py has the format.
 
 Covered: samples, inputs, losses, gradients, parameters, buffers and hyper-parameters of torch's own optimizers.
 Not covered: a backward pass that does not begin at a tensor's `backward()`.
 """
 
-import contextlib
+import argparse
 import hashlib
 import json
 import os
 import random
+import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +34,22 @@ from samestep.train.group.control import users_line
 from samestep.train.model.batchnorm import Synced
 from samestep.train.model.exact import ExactReplica
 from samestep.train.model.replica import replica_of
-from samestep.verify.recorded import Digest
+from samestep.verify.loss import reduction_of
+from samestep.verify.read import Digest, Step, record_path, state_path
 
 _MOST_ROWS = 4096
-_PICKING = {"Topk", "Sort", "Kthvalue"}
-_PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "View", "Squeeze", "Clone")
 
 
 class Recorder:
     """One rank's record, from its first forward pass to the end of its script."""
 
     def __init__(self, directory: Path, most_steps: int | None, nudge: bool) -> None:
-        """With `nudge` the first step starts from weights whose last bit is another."""
+        """With `nudge` the first step starts from weights whose last bit is changed."""
         self._directory = directory
         self._most_steps = most_steps
         self._nudge = nudge
-        self._rank, self._size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._file = (directory / f"rank-{self._rank}.jsonl").open("w", encoding="utf-8")
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._file = record_path(directory, self._rank).open("w", encoding="utf-8")
         self._roots: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._taken: list[int] = []
@@ -63,33 +64,30 @@ class Recorder:
         self._facts: dict[str, Any] = {"foreign": [], "sampler": None, "precision": "float32", "careless": ""}
 
     def begin(self) -> None:
-        """Watch from here on what torch does."""
+        """Record from here on."""
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         torch.Tensor.backward = self._backward(torch.Tensor.backward)  # type: ignore[method-assign]
         DataLoader.__iter__ = self._iterated(DataLoader.__iter__)  # type: ignore[assignment,method-assign]
-        Loader._pass = self._handed_out(Loader._pass)  # type: ignore[method-assign]
-        Vault.__init__ = self._elsewhere(Vault.__init__)  # type: ignore[method-assign]
+        _watch_batches(self._before_batch)
+        _move_checkpoints(self._directory / "checkpoints")
 
     def finish(self) -> None:
-        """Write the state at the end, rank 0 as it is and the others its digest."""
-        self._facts["serial"] = not self._is_parallel()
+        """Write the facts and digests of the state at the end; rank 0 writes the state itself too."""
+        self._facts["serial"] = not _is_parallel()
         self._facts["optimizers"] = len(self._optimizers)
         self._facts["roots"] = [_described(root) for root in self._outermost()]
-        self._facts["end"] = self._watched(torch.nn.Module.named_parameters)
+        self._facts["end"] = _digests_of(self._named(torch.nn.Module.named_parameters))
         self._write({"facts": self._facts})
         self._file.close()
         if self._rank == 0:
             models: dict[str, Any] = {}
             for prefix, root in self._prefixed():
-                models |= {f"{prefix}{name}": one for name, one in _plain(root.state_dict()).items()}
-            optimizers = [_plain(one.state_dict()) for one in self._optimizers]
-            torch.save({"model": models, "optimizer": optimizers}, self._directory / "state.pt")
-
-    def _is_parallel(self) -> bool:
-        return world._world is not None or dist.is_initialized()
+                models |= {f"{prefix}{name}": value for name, value in _plain(root.state_dict()).items()}
+            optimizers = [_plain(optimizer.state_dict()) for optimizer in self._optimizers]
+            torch.save({"model": models, "optimizer": optimizers}, state_path(self._directory))
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -101,7 +99,7 @@ class Recorder:
         if module not in self._roots:
             self._roots.append(module)
         if not torch.is_grad_enabled():
-            if module.training and any(isinstance(one, _BatchNorm) for one in module.modules()):
+            if module.training and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
                 self._facts["careless"] = users_line()
             return
         self._forward = {"training": module.training, "rows": _rows(args)}
@@ -122,7 +120,7 @@ class Recorder:
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self._note_loss(loss)
+            self._record_loss(loss)
             self._in_backward = True
             try:
                 original(loss, *args, **kwargs)
@@ -132,19 +130,14 @@ class Recorder:
 
         return backward
 
-    def _note_loss(self, loss: torch.Tensor) -> None:
-        at_hand = share.current()
-        part = {"loss": float(loss.detach().double().sum()), **_root(loss), **self._forward}
-        if at_hand is not None and at_hand.all:
-            part |= {"mine": at_hand.mine, "all": at_hand.all, "samples": at_hand.samples.tolist()}
-            if isinstance(at_hand.of, Loader):
-                part["epoch"] = at_hand.of.epoch
-                if at_hand.of.sampler is not None:
-                    self._facts["sampler"] = type(at_hand.of.sampler).__name__
-        elif self._foreign is not None and self._foreign not in self._facts["foreign"]:
-            self._facts["foreign"].append(self._foreign)
-        self._parts.append(part)
+    def _record_loss(self, loss: torch.Tensor) -> None:
+        shared = _current_share()
+        self._facts["sampler"] = shared.pop("sampler", None) or self._facts["sampler"]
+        value = float(loss.detach().double().sum())
+        self._parts.append({"loss": value, **reduction_of(loss), **self._forward, **shared})
         self._forward = {}
+        if not shared and self._foreign is not None and self._foreign not in self._facts["foreign"]:
+            self._facts["foreign"].append(self._foreign)
 
     def _iterated(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -155,52 +148,39 @@ class Recorder:
 
         return iterate
 
-    def _handed_out(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def hand_out(loader: Loader, training: bool) -> Iterator[Any]:
-            with contextlib.closing(original(loader, training)) as batches:  # type: ignore[type-var]
-                for batch in batches:
-                    self._given, self._at_batch = _rows(batch), _streams()
-                    yield batch
-            self._given = []
-
-        return hand_out
-
-    def _elsewhere(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Runs that are compared all begin at the beginning, and leave the script's own commits alone."""
-
-        def begin(vault: Vault, directory: str | os.PathLike[str], *args: Any) -> None:
-            original(vault, self._directory / "checkpoints" / Path(directory).name, *args)
-
-        return begin
+    def _before_batch(self, batch: Any) -> None:
+        """Before the loop gets a batch of samestep.loader; None after the last."""
+        self._given, self._at_batch = _rows(batch), _streams()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
             self._taken.append(0)
-        if not self._is_parallel():
+        if not _is_parallel():
             raise SystemExit(0)
         number = self._optimizers.index(optimizer)
-        names = {id(one): name for name, one in self._named(torch.nn.Module.named_parameters)}
-        owned = [one for group in optimizer.param_groups for one in group["params"]]
-        called = [names.get(id(one), f"optimizer {number}, tensor {at}") for at, one in enumerate(owned)]
-        moved = [(name, one.grad) for name, one in zip(called, owned, strict=True) if one.grad is not None]
-        self._write(
-            {
-                "optimizer": number,
-                "parts": self._parts,
-                "hyper": [_hyper(group) for group in optimizer.param_groups],
-                "grad": _named_digests(moved),
-                "param": _named_digests(zip(called, owned, strict=True)),
-                "buffer": self._watched(torch.nn.Module.named_buffers),
-                "drew_after": bool(self._parts) and _streams() != self._at_backward,
-            }
+        names = {id(tensor): name for name, tensor in self._named(torch.nn.Module.named_parameters)}
+        owned = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        named = [
+            (names.get(id(tensor), f"optimizer {number}, tensor {at}"), tensor)
+            for at, tensor in enumerate(owned)
+        ]
+        step = Step(
+            optimizer=number,
+            parts=self._parts,
+            hyper=[_hyper(group) for group in optimizer.param_groups],
+            grad=_digests_of((name, tensor.grad) for name, tensor in named if tensor.grad is not None),
+            param=_digests_of(named),
+            buffer=_digests_of(self._named(torch.nn.Module.named_buffers)),
+            drew_after=bool(self._parts) and _streams() != self._at_backward,
         )
+        self._write(vars(step))
         self._parts = []
         if self._nudge and not self._taken[number]:
             with torch.no_grad():
-                for one in owned:
-                    if one.is_floating_point():
-                        one.mul_(1 + torch.finfo(one.dtype).eps)
+                for tensor in owned:
+                    if tensor.is_floating_point():
+                        tensor.mul_(1 + torch.finfo(tensor.dtype).eps)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         number = self._optimizers.index(optimizer)
@@ -213,6 +193,7 @@ class Recorder:
         return [root for root in self._roots if id(root) not in inner]
 
     def _prefixed(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Each model, with a prefix that makes its names unique where there are several."""
         roots = self._outermost()
         kinds = [type(root).__name__ for root in roots]
         for at, root in enumerate(roots):
@@ -222,35 +203,81 @@ class Recorder:
 
     def _named(self, kind: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, root in self._prefixed():
-            yield from ((f"{prefix}{name}", one) for name, one in kind(root))
-
-    def _watched(self, kind: Callable[..., Any]) -> dict[str, Digest]:
-        return _named_digests(self._named(kind))
+            yield from ((f"{prefix}{name}", tensor) for name, tensor in kind(root))
 
 
-def _named_digests(named: Any) -> dict[str, Digest]:
-    pairs = list(named)
-    return dict(zip((name for name, _ in pairs), digests(one for _, one in pairs), strict=True))
+# All contact with samestep's own training is in the next six functions.
+
+
+def _is_parallel() -> bool:
+    return world._world is not None or dist.is_initialized()
 
 
 def _is_ours(loader: DataLoader[Any]) -> bool:
-    """Whether samestep.loader made this loader, for which it chooses the samples."""
+    """Whether samestep.loader made this loader, and so chooses its samples."""
     return type(loader.batch_sampler).__module__.startswith("samestep.")
 
 
+def _current_share() -> dict[str, Any]:
+    """What of the current batch is this rank's; nothing outside of samestep's loaders."""
+    current = share.current()
+    if current is None or not current.all:
+        return {}
+    shared = {"mine": current.mine, "all": current.all, "samples": current.samples.tolist()}
+    if isinstance(current.of, Loader):
+        sampler = current.of.sampler
+        shared |= {"epoch": current.of.epoch, "sampler": None if sampler is None else type(sampler).__name__}
+    return shared
+
+
+def _watch_batches(heard: Callable[[Any], None]) -> None:
+    """Have `heard` called with each batch before the loop gets it, and with None after the last."""
+    original = Loader._pass
+
+    def watched(loader: Loader, training: bool) -> Iterator[Any]:
+        with closing(original(loader, training)) as batches:  # type: ignore[type-var]
+            for batch in batches:
+                heard(batch)
+                yield batch
+        heard(None)
+
+    Loader._pass = watched  # type: ignore[assignment,method-assign]
+
+
+def _move_checkpoints(directory: Path) -> None:
+    """Keep checkpoints here: every recorded run starts at the beginning and leaves the script's own alone."""
+    original = Vault.__init__
+
+    def moved(vault: Vault, place: str | os.PathLike[str], *args: Any) -> None:
+        original(vault, directory / Path(place).name, *args)
+
+    Vault.__init__ = moved  # type: ignore[assignment,method-assign]
+
+
 def _described(root: torch.nn.Module) -> dict[str, Any]:
-    """What may make a step of this model another one at another number of processes."""
+    """What may make this model's step depend on the number of processes."""
     replica = replica_of(root)
-    norms = [name for name, one in root.named_modules() if isinstance(one, _BatchNorm)]
-    synced = [name for name, one in root.named_modules() if isinstance(one, Synced | torch.nn.SyncBatchNorm)]
-    dropouts = [name for name, one in root.named_modules() if isinstance(one, _DropoutNd) and one.p]
+    synced = Synced | torch.nn.SyncBatchNorm
+    norms = [
+        name
+        for name, inner in root.named_modules()
+        if isinstance(inner, _BatchNorm) and not isinstance(inner, synced)
+    ]
     return {
         "kind": type(root).__name__,
         "replicated": replica is not None or isinstance(root, DistributedDataParallel),
         "exact": isinstance(replica, ExactReplica),
-        "batchnorm": [name for name in norms if name not in synced],
-        "dropout": dropouts,
+        "batchnorm": norms,
+        "dropout": [
+            name for name, inner in root.named_modules() if isinstance(inner, _DropoutNd) and inner.p
+        ],
     }
+
+
+def _digests_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Digest]:
+    pairs = list(named)
+    sums = digests(tensor for _, tensor in pairs)
+    return {name: Digest(*numbers) for (name, _), numbers in zip(pairs, sums, strict=True)}
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, float | list[float]]:
@@ -260,49 +287,12 @@ def _hyper(group: Mapping[str, Any]) -> dict[str, float | list[float]]:
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             found[name] = float(value)
         elif isinstance(value, tuple | list) and name != "params":
-            found[name] = [float(one) for one in value if isinstance(one, int | float)]
+            found[name] = [float(number) for number in value if isinstance(number, int | float)]
     return found
 
 
-def _root(loss: torch.Tensor) -> dict[str, Any]:
-    """How the loss was made of its samples and by which count it is a mean, as the last few operations tell."""
-    node: Any = loss.grad_fn
-    divisor: float | None = None
-    while node is not None:
-        name = node.name().partition("Backward")[0]
-        reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
-        if reduction in (1, 2):
-            count = divisor if reduction == 2 else _count(node)
-            return {"reduction": ("mean", "sum")[reduction - 1], "count": count, "picked": _picked(node)}
-        if not name.startswith(_PASSED) or not node.next_functions:
-            break
-        divisor = _single(getattr(node, "_saved_other", None)) if name == "Div" else divisor
-        node = node.next_functions[0][0]
-    return {"reduction": None}
-
-
-def _count(node: Any) -> float | None:
-    """What a mean divides by: cross entropy by the weights of the targets that it does not ignore."""
-    return _single(getattr(node, "_saved_total_weight", getattr(node, "_saved_self_sym_numel", None)))
-
-
-def _single(value: Any) -> float | None:
-    is_single = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    return float(value) if is_single else None
-
-
-def _picked(node: Any) -> bool:
-    """Whether only some terms, chosen by comparing them, were reduced."""
-    for _ in range(4):
-        if not node.next_functions or (node := node.next_functions[0][0]) is None:
-            return False
-        if node.name().partition("Backward")[0] in _PICKING:
-            return True
-    return False
-
-
 def _rows(value: Any) -> list[str]:
-    """What each row of the first tensor in a nested value is, as a digest."""
+    """A digest of each row of the first tensor in a nested value."""
     tensor = _first_tensor(value)
     if tensor is None or not tensor.dim():
         return []
@@ -315,7 +305,7 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         return value
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((one for one in map(_first_tensor, inner) if one is not None), None)
+    return next((tensor for tensor in map(_first_tensor, inner) if tensor is not None), None)
 
 
 def _streams() -> bytes:
@@ -334,7 +324,36 @@ def _plain(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.detach().cpu()
     if isinstance(state, Mapping):
-        return {key: _plain(one) for key, one in state.items() if not callable(one)}
+        return {key: _plain(value) for key, value in state.items() if not callable(value)}
     if isinstance(state, list | tuple):
-        return [_plain(one) for one in state]
+        return [_plain(value) for value in state]
     return state if isinstance(state, bool | int | float | str | None) else repr(state)
+
+
+def main() -> None:
+    """`record DIRECTORY [--steps K] [--nudge] -- [-m] SCRIPT ARGS…`: run it as `python` would, and record it."""
+    parser = argparse.ArgumentParser(prog="record")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--nudge", action="store_true")
+    end = sys.argv.index("--")
+    asked = parser.parse_args(sys.argv[1:end])
+    is_module = sys.argv[end + 1] == "-m"
+    del sys.argv[: end + 1 + is_module]
+    script = sys.argv[0]
+    recorder = Recorder(asked.directory, asked.steps, asked.nudge)
+    recorder.begin()
+    try:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end_of_script:
+        recorder.finish()
+        raise end_of_script
+    recorder.finish()
+
+
+if __name__ == "__main__":
+    main()

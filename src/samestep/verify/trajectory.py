@@ -1,14 +1,14 @@
-"""Finds the first thing in which two recorded runs differ: in bits, and by more than rounding grows to.
+"""Finds the first difference between two recorded runs: in bits, and beyond rounding.
 
-Rounding begins at the last bit and grows by little from step to step; a mistake is a jump. A distance counts
-as more than rounding where it is above the dtype's own bound and ten times what all steps before have shown.
+Rounding starts at the last bit and grows slowly from step to step; a mistake makes a jump. A distance is beyond
+rounding where it is above the dtype's bound and above ten times the largest distance of all earlier steps.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from samestep.verify.recorded import Digest, Run
+from samestep.verify.read import Digest, Run
 
 _EPSILON = {
     "float64": 2.0**-52,
@@ -24,11 +24,11 @@ _FACTS = {"steps", "uneven", "apart", "batch", "samples", "mode", "hyper"}
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing in which a run is not what the first run is."""
+    """One thing that a run has different from the first run."""
 
     kind: str
     step: int | None  # counted from 0
-    rank: int | None  # None: all of them alike
+    rank: int | None  # None: all ranks
     name: str
     distance: float
 
@@ -41,14 +41,14 @@ class Difference:
     def _when(self) -> str:
         if self.step is None:
             return ""
-        # Weights were looked at before the step: what they show is the work of the one before.
+        # Weights are recorded before the step, so they show what the step before did.
         done = self.step + (self.kind not in ("weights", "apart"))
         return f"step {done}, " if done else "before step 1, "
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """How far two runs are apart; `largest` is the distance that all steps before `beyond` kept within."""
+    """How far two runs are apart; `largest` is the largest distance in the steps before `beyond`."""
 
     bits: Difference | None
     beyond: Difference | None
@@ -56,7 +56,7 @@ class Trajectory:
 
 
 def follow(first: Run, other: Run) -> Trajectory:
-    """The first difference in bits and the first beyond rounding, of one run from the first."""
+    """The first difference in bits and the first beyond rounding between a run and the first run."""
     bound = max(_EPSILON.get(run.fact("precision"), _EPSILON["float32"]) for run in (first, other)) ** 0.75
     bits: Difference | None = None
     largest = 0.0
@@ -72,7 +72,7 @@ def follow(first: Run, other: Run) -> Trajectory:
 
 
 def first_fact(first: Run, other: Run) -> Difference | None:
-    """The first thing that rounding cannot touch: samples, a rate, the number of steps."""
+    """The first difference that rounding cannot cause: samples, a learning rate, the number of steps."""
     for step in range(max(first.length, other.longest)):
         for one in _differences(first, other, step):
             if one.kind in _FACTS:
@@ -81,7 +81,7 @@ def first_fact(first: Run, other: Run) -> Difference | None:
 
 
 def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
-    """What differs in one step, in the order in which things come about."""
+    """The differences in one step, causes before effects."""
     if other.length <= step < other.longest:
         yield _uneven(other)
         return
@@ -101,7 +101,7 @@ def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
 
 
 def _uneven(run: Run) -> Difference:
-    """The rank that took the fewest steps, beside the one that took the most."""
+    """Names the ranks that took the fewest and the most steps."""
     took = [len(steps) for steps in run.ranks]
     few, most = took.index(min(took)), took.index(max(took))
     said = f"rank {few} took {_steps(took[few])} and rank {most} {took[most]}"
@@ -111,18 +111,18 @@ def _uneven(run: Run) -> Difference:
 def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
     for rank, steps in enumerate(run.ranks):
         for name, digest in steps[step].param.items():
-            if digest[2] != run.steps[step].param.get(name, digest)[2]:
-                # A step that not all ranks take leaves them with other weights too.
+            if digest.bits != run.steps[step].param.get(name, digest).bits:
+                # A step that only some ranks take makes the weights differ too.
                 is_even = run.longest == run.length
                 yield Difference("apart", step, rank, name, math.inf) if is_even else _uneven(run)
 
 
 def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
-    """What has to be the same, not merely close."""
+    """What must be equal, not merely close."""
     one, another = first.steps[step], other.steps[step]
-    if first.whole(step) != other.whole(step):
+    if first.num_samples(step) != other.num_samples(step):
         yield Difference("batch", step, None, "samples of the batch", math.inf)
-    if first.samples(step) != other.samples(step):
+    if first.each("samples", step) != other.each("samples", step):
         yield Difference("samples", step, None, "samples", math.inf)
     for rank, steps in enumerate(other.ranks):
         if steps[step].training != one.training and steps[step].parts:
@@ -142,22 +142,24 @@ def _tensors(
     floor: float,
     scale: float | None = None,
 ) -> Iterator[Difference]:
-    """Each tensor's distance, over its own norm (a part of all their norms at least), or over the scale."""
+    """Each tensor's distance over `scale`, or over its own norm, which counts as `floor` of the total at least."""
     least = floor * total(first)
     for name in [*first, *(name for name in other if name not in first)]:
         if name not in first or name not in other:
             yield Difference(kind, step, None, name, math.inf)
             continue
         a, b = first[name], other[name]
-        if a[2] == b[2] and a[1] == b[1]:
+        if a.bits == b.bits and a.along == b.along:
             continue
-        over = scale if scale is not None else max(a[0], least)
-        yield Difference(kind, step, None, name, max(_apart(a[0], b[0], over), _apart(a[1], b[1], over)))
+        over = scale if scale is not None else max(a.norm, least)
+        yield Difference(
+            kind, step, None, name, max(_apart(a.norm, b.norm, over), _apart(a.along, b.along, over))
+        )
 
 
 def total(digests: Mapping[str, Digest]) -> float:
     """The norm of all tensors together."""
-    return math.sqrt(math.fsum(one[0] ** 2 for one in digests.values() if math.isfinite(one[0])))
+    return math.sqrt(math.fsum(digest.norm**2 for digest in digests.values() if math.isfinite(digest.norm)))
 
 
 def _apart(a: float, b: float, scale: float) -> float:

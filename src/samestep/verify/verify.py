@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +12,10 @@ from typing import Literal
 from samestep.compare.compare import compare
 from samestep.compare.weights import read
 from samestep.errors import CheckpointError, UsageError
-from samestep.start.script import Script, run_script
+from samestep.measure.trial import Trial
 from samestep.verify.causes import explain, explain_printed, explain_rounding
 from samestep.verify.printed import is_steady, printed_otherwise
-from samestep.verify.recorded import Run, read_run
+from samestep.verify.read import Run, in_words, read_record
 from samestep.verify.trajectory import Difference, Trajectory, first_fact, follow
 
 Verdict = Literal["bits", "rounding", "different", "failed"]
@@ -26,7 +25,7 @@ _SOFT = {"weights", "buffer", "loss", "grad"}
 
 
 class SerialScript(UsageError):
-    """The script trained, and nothing in it shares the work."""
+    """The script trains, and nothing in it shares the work."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Outcome:
     distance: float = 0.0
     cause: str | None = None
     note: str | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,48 +54,45 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         order: tuple[Verdict, ...] = ("bits", "rounding", "different", "failed")
-        return max((one.verdict for one in self.outcomes), key=order.index)
+        return max((outcome.verdict for outcome in self.outcomes), key=order.index)
 
     @property
     def is_same(self) -> bool:
         return self.verdict == "bits" or (self.verdict == "rounding" and not self.wants_bits)
 
     @property
-    def cause(self) -> str | None:
-        return self._telling.cause
-
-    @property
-    def _telling(self) -> Outcome:
-        return next(one for one in self.outcomes if one.verdict == self.verdict)
+    def worst(self) -> Outcome:
+        """The first outcome with the report's verdict."""
+        return next(outcome for outcome in self.outcomes if outcome.verdict == self.verdict)
 
     def __str__(self) -> str:
-        one = self._telling
+        worst = self.worst
         match self.verdict:
             case "bits":
                 return "same to the bit"
             case "failed":
-                return f"the script failed at {_processes(one.size)}"
+                return f"the script failed at {in_words(worst.size)}"
             case "different":
-                return f"different: {one.difference}" + (f"; {one.cause}" if one.cause else "")
-        rounding = f"same to rounding: {max(one.distance for one in self.outcomes):.1e}"
-        if notes := [one.note for one in self.outcomes if one.note]:
+                return f"different: {worst.difference}" + (f"; {worst.cause}" if worst.cause else "")
+        rounding = f"same to rounding: {max(outcome.distance for outcome in self.outcomes):.1e}"
+        if notes := [outcome.note for outcome in self.outcomes if outcome.note]:
             rounding += f"; {notes[0]}"
         if not self.wants_bits:
             return rounding
-        what = one.cause or "use steps and replicate(exact=True) for the same bits"
-        return f"{rounding}, not the same bits: {one.difference}; {what}"
+        remedy = worst.cause or "use steps and replicate(exact=True) for the same bits"
+        return f"{rounding}, not the same bits: {worst.difference}; {remedy}"
 
 
 def verify(
     script: Sequence[str], sizes: Sequence[int], *, exact: bool = False, steps: int | None = None
 ) -> Report:
-    """Run `script` (a file, or `-m` and a module, and its arguments) at each size; the first is compared with."""
+    """Run `script` (a file, or `-m` and a module, and its arguments) at each size; compare with the first size."""
     directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     report: Report | None = None
     try:
         report = Report(tuple(_outcomes(script, sizes, steps, directory)), exact)
     finally:
-        # Of a script that failed the logs are kept: what was printed about its end says where they lie.
+        # The report of a failure names its logs, so they are kept.
         if report is None or report.verdict != "failed":
             shutil.rmtree(directory)
     return report
@@ -108,68 +105,52 @@ def _outcomes(
 
     @cache
     def again(nudge: bool = False) -> Run:
-        return _run(script, sizes[0], directory / ("nudged" if nudge else "again"), steps, nudge)
+        return _record(script, sizes[0], directory / ("nudged" if nudge else "again"), steps, nudge)
 
     for size in sizes:
-        run = _run(script, size, directory / str(size), steps)
+        run = _record(script, size, directory / str(size), steps)
         if run.code:
-            yield Outcome(size, run.length, 0, None, "failed")
+            yield Outcome(size, run.length, 0, None, "failed", failure=run.failure)
             return
-        _check_is_whole(run, script)
+        _check_is_complete(run, script)
         if first is None:
             _check_is_parallel(run, script)
             first = run
         yield _outcome(first, run, again)
 
 
-def _run(script: Sequence[str], size: int, directory: Path, steps: int | None, nudge: bool = False) -> Run:
+def _record(script: Sequence[str], size: int, directory: Path, steps: int | None, nudge: bool = False) -> Run:
     record = directory / "record"
     record.mkdir(parents=True)
-    told = {
-        "SAMESTEP_RECORD": str(record),
-        "SAMESTEP_RECORD_STEPS": str(steps or ""),
-        "SAMESTEP_RECORD_NUDGE": "1" if nudge else "",
-    }
-    code = run_script(
-        Script(
-            name=_name(script),
-            command=[sys.executable, "-m", "samestep.verify.watch", *script],
-            size=size,
-            shown=frozenset(),
-            run_dir=str(directory / "runs"),
-            env=told,
-        )
-    )
-    (run,) = (directory / "runs").iterdir()
-    return read_run(record, run, size, code)
+    options = [*(["--steps", str(steps)] if steps else []), *["--nudge"] * nudge]
+    recorder = ["samestep.verify.record", str(record), *options, "--"]
+    return read_record(record, size, Trial(script, size, directory, through=recorder).run())
 
 
 def _name(script: Sequence[str]) -> str:
     return script[1] if script[0] == "-m" else script[0]
 
 
-def _check_is_whole(run: Run, script: Sequence[str]) -> None:
-    """A process that leaves without Python's own end writes no facts, and maybe not all of its steps."""
+def _check_is_complete(run: Run, script: Sequence[str]) -> None:
+    """A process that ends without Python's own exit writes no facts, and perhaps not all of its steps."""
     for rank, facts in enumerate(run.facts):
         if not facts:
             raise UsageError(
                 f"{_name(script)} left on rank {rank} of {run.size} before its end could be recorded, as os._exit "
-                "and os.exec do; let it end by itself, or with sys.exit"
+                "and os.exec do; end it with sys.exit or at its last line"
             )
 
 
 def _check_is_parallel(run: Run, script: Sequence[str]) -> None:
     name = _name(script)
-    if run.fact("serial"):
-        if not run.fact("optimizers"):
-            raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
+    if run.fact("serial") and run.fact("optimizers"):
         raise SerialScript(f"{name} is serial; change these lines, then verify it again")
     if not run.longest:
         raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
 
 
 def _outcome(first: Run, run: Run, again: Callable[..., Run]) -> Outcome:
-    samples = sum(map(run.whole, range(run.length)))
+    samples = sum(map(run.num_samples, range(run.length)))
     plain = Outcome(run.size, run.length, samples, run.losses[-1] if run.losses else None, "bits")
 
     def different(found: Difference, cause: str | None) -> Outcome:
@@ -186,57 +167,53 @@ def _outcome(first: Run, run: Run, again: Callable[..., Run]) -> Outcome:
         path = _with_the_end(first, run, path)
     if path.beyond is not None:
         cause = explain(first, run, path.beyond, again)
-        if cause is not None or (note := _of_itself(first, path.beyond, again)) is None:
+        if cause is not None or (note := _amplified(first, path.beyond, again)) is None:
             return different(path.beyond, cause)
         if fact := first_fact(first, run):
             return different(fact, explain(first, run, fact, again))
         return rounding(path, note)
     if run is first:
         return plain
-    for odd, kind in printed_otherwise(first, run, path.bits is None):
+    for found, kind in printed_otherwise(first, run, path.bits is None):
         if is_steady(kind, first, again()):
-            return different(odd, explain_printed())
+            return different(found, explain_printed())
     return plain if path.bits is None else rounding(path)
 
 
-def _of_itself(first: Run, found: Difference, again: Callable[..., Run]) -> str | None:
-    """Whether the training lets rounding grow that far: one process with other last bits goes apart too."""
+def _amplified(first: Run, found: Difference, again: Callable[..., Run]) -> str | None:
+    """Says so where the training amplifies rounding this far at the first size too, from changed last bits."""
     if found.kind not in _SOFT or not found.step:
         return None
     nudged = follow(first, again(nudge=True)).beyond
     if nudged is None or nudged.kind not in _SOFT or not nudged.step:
         return None
     return (
-        f"from step {found.step + 1} on the training itself makes more of it, as it does from step "
-        f"{nudged.step + 1} on where {_processes(first.size)} start{'s' * (first.size == 1)} from other last bits"
+        f"from step {found.step + 1} on the training itself amplifies rounding, as it does from step "
+        f"{nudged.step + 1} on where {first.processes} start{'s' * (first.size == 1)} from changed last bits"
     )
 
 
 def _with_the_end(first: Run, run: Run, path: Trajectory) -> Trajectory:
-    """The same, with what the states at the end of the script show beside the steps."""
+    """The same, with the differences between the states at the end of the script."""
     bits, largest = path.bits, path.largest
-    for one in _at_the_end(first, run):
-        bits = bits or one
-        if one.distance > max(_END, _END_JUMP * largest):
-            return Trajectory(bits, one, largest)
+    for found in _at_the_end(first, run):
+        bits = bits or found
+        if found.distance > max(_END, _END_JUMP * largest):
+            return Trajectory(bits, found, largest)
     return Trajectory(bits, None, largest)
 
 
 def _at_the_end(first: Run, run: Run) -> Iterator[Difference]:
     for rank, facts in enumerate(run.facts):
         for name, digest in facts["end"].items():
-            if digest[2] != run.facts[0]["end"].get(name, digest)[2]:
+            if digest != run.facts[0]["end"].get(name, digest):
                 yield Difference("apart", run.length, rank, name, math.inf)
     try:
         states = read(first.state).state, read(run.state).state
     except CheckpointError as error:
         raise UsageError(f"the state at the end cannot be compared ({error})") from error
-    names = (_processes(first.size), _processes(run.size))
-    for one in compare(*states, names=names).differences:
-        # What an optimizer averages may well be noise about zero; the gradients it averages were compared.
-        noise = one.name.startswith("optimizer.") and one.kind == "value" and not one.exact
-        yield Difference("end", None, None, f"{one.name} at the end", 0.0 if noise else one.relative)
-
-
-def _processes(size: int) -> str:
-    return "1 process" if size == 1 else f"{size} processes"
+    for found in compare(*states, names=(first.processes, run.processes)).differences:
+        # An optimizer's averages may be noise about zero; the gradients that it averages were compared.
+        is_noise = found.name.startswith("optimizer.") and found.kind == "value" and not found.exact
+        distance = 0.0 if is_noise else found.relative
+        yield Difference("end", None, None, f"{found.name} at the end", distance)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from samestep.errors import RankMissing, RanksDiffer
 
-_NOT_THE_USERS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), contextlib.__file__)
+_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), contextlib.__file__)
 _SLOT = 1024
 _PLACE = 160
 _PIECE = 1 << 26

@@ -1,0 +1,49 @@
+"""Reads from a loss's autograd graph how it was reduced, and by which count."""
+
+from typing import Any
+
+import torch
+
+_PICKING = {"Topk", "Sort", "Kthvalue"}
+_PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "View", "Squeeze", "Clone")
+
+
+def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
+    """The last reduction (mean or sum), the count it divides by, and whether it took only some terms."""
+    node: Any = loss.grad_fn
+    divisor: float | None = None
+    while node is not None:
+        name = _name(node)
+        reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
+        if reduction in (1, 2):
+            count = divisor if reduction == 2 else _count(node)
+            return {"reduction": ("mean", "sum")[reduction - 1], "count": count, "picked": _is_picked(node)}
+        if not name.startswith(_PASSED) or not node.next_functions:
+            break
+        divisor = _single(getattr(node, "_saved_other", None)) if name == "Div" else divisor
+        node = node.next_functions[0][0]
+    return {"reduction": None}
+
+
+def _name(node: Any) -> str:
+    return str(node.name()).partition("Backward")[0]
+
+
+def _count(node: Any) -> float | None:
+    """What a mean divides by: cross entropy divides by the weights of the targets that it does not ignore."""
+    return _single(getattr(node, "_saved_total_weight", getattr(node, "_saved_self_sym_numel", None)))
+
+
+def _single(value: Any) -> float | None:
+    is_single = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return float(value) if is_single else None
+
+
+def _is_picked(node: Any) -> bool:
+    """Whether the reduced terms were chosen by comparing them with each other."""
+    for _ in range(4):
+        if not node.next_functions or (node := node.next_functions[0][0]) is None:
+            return False
+        if _name(node) in _PICKING:
+            return True
+    return False
