@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 
 import psutil
 import pytest
+from forked import Nest
 
 _NEEDS = {"slurm", "mpi", "root"}
 _MARK = "STARTED_BY_TESTS"
@@ -31,6 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "_up" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
+@pytest.fixture(scope="session")
+def nest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nest]:
+    """Forks ranks from a process that has torch, for tests that are not about starting."""
+    with Nest(tmp_path_factory.mktemp("nest")) as found:
+        yield found
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,10 @@ class Nest:
         cwd: Path | None = None,
         apart: bool = False,
     ) -> list[Rank]:
-        """The script on ranks 0 to size - 1; with apart, stdout and stderr go to files of their own."""
+        """The script on ranks 0 to size - 1, or for size 0 on a process that belongs to no world.
+
+        With apart, stdout and stderr go to files of their own.
+        """
         self._held.close()
         self._held, port = hold_port()
         world = {
@@ -100,11 +104,12 @@ class Nest:
             "MASTER_PORT": port,
         }
         ranks = []
-        for rank in range(size):
+        for rank in range(max(size, 1)):
             self._count += 1
             log = self.home / f"said-{self._count}"
             errors = self.home / f"complained-{self._count}" if apart else log
-            variables = {**world, "RANK": rank, "LOCAL_RANK": rank, **(env or {})}
+            here = {**world, "RANK": rank, "LOCAL_RANK": rank} if size else {}
+            variables = {**here, **(env or {})}
             order = {
                 "argv": [str(script), *map(str, argv)],
                 "env": {name: str(value) for name, value in variables.items()},
@@ -221,11 +226,15 @@ if __name__ == "__main__":
     os.chdir(asked["cwd"])
     sys.argv = asked["argv"]
     sys.path[0] = os.path.dirname(sys.argv[0])
+    if action := asked["env"].get("PYTHONWARNINGS"):
+        warnings.simplefilter(action)
     code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Nest
 
 import samestep
 from samestep import cli
@@ -98,14 +99,15 @@ def run(directory: Path, *command: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_python_block_runs(tmp_path: Path, size: int) -> None:
+def test_every_python_block_runs(nest: Nest, tmp_path: Path, size: int) -> None:
     found = blocks("python")
     assert len(found) > 8
     (tmp_path / "blocks.json").write_text(json.dumps(found))
     (tmp_path / "run_all.py").write_text(RUN_ALL)
-    done = run(tmp_path, BIN / "samestep", "run", "-n", size, "run_all.py", "blocks.json")
-    assert done.returncode == 0, done.stderr
-    assert f"all of {len(found)}" in done.stdout
+    env = {"CUDA_VISIBLE_DEVICES": "", "SAMESTEP_RUN_DIR": "runs"}
+    ranks = nest.start(tmp_path / "run_all.py", size, "blocks.json", env=env, cwd=tmp_path)
+    assert nest.wait(ranks) == [0] * size, "".join(rank.said for rank in ranks)
+    assert f"all of {len(found)}" in ranks[0].said
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block[0])

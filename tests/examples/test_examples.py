@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from forked import Nest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAMESTEP = Path(sys.executable).with_name("samestep")
@@ -48,6 +49,15 @@ def run(directory: Path, size: int, script: str, *args: object) -> str:
     return done.stdout
 
 
+def run_forked(nest: Nest, directory: Path, size: int, script: Path, *args: object) -> str:
+    """What rank 0 prints on forked ranks, or a process without a world for size 0, which start sooner."""
+    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error"}
+    ranks = nest.start(script, size, *args, env=env, cwd=directory, apart=True)
+    codes = nest.wait(ranks)
+    assert not any(codes), "".join(rank.said + rank.complained for rank in ranks)
+    return ranks[0].said
+
+
 def test_the_digits_before_and_after_samestep_differ_in_seven_lines() -> None:
     before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("digits_serial.py", "digits.py"))
     diff = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
@@ -55,31 +65,35 @@ def test_the_digits_before_and_after_samestep_differ_in_seven_lines() -> None:
     assert "import samestep" not in before
 
 
-def learn_digits(directory: Path, size: int, script: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    printed = run(directory, size, script, "--epochs", 3)
+def learn_digits(
+    nest: Nest, directory: Path, size: int, script: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    printed = run_forked(nest, directory, size, EXAMPLES / script, "--epochs", 3)
     found = [float(one) for one in re.findall(r"^epoch \d+: ([\d.]+)%$", printed, re.MULTILINE)]
     assert len(found) == 3
     return found, torch.load(directory / "digits.pt", weights_only=True)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return learn_digits(tmp_path_factory.mktemp("alone"), 0, "digits.py")
+def alone(
+    nest: Nest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return learn_digits(nest, tmp_path_factory.mktemp("alone"), 0, "digits.py")
 
 
 def test_the_serial_digits_are_learnt_as_well_in_another_order(
-    tmp_path: Path, alone: tuple[list[float], dict[str, torch.Tensor]]
+    nest: Nest, tmp_path: Path, alone: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
-    accuracies, weights = learn_digits(tmp_path, 0, "digits_serial.py")
+    accuracies, weights = learn_digits(nest, tmp_path, 0, "digits_serial.py")
     assert min(accuracies[-1], alone[0][-1]) > 93
     assert weights.keys() == alone[1].keys()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_digits_are_learnt_alike_by_one_process_and_by_more(
-    tmp_path: Path, alone: tuple[list[float], dict[str, torch.Tensor]], size: int
+    nest: Nest, tmp_path: Path, alone: tuple[list[float], dict[str, torch.Tensor]], size: int
 ) -> None:
-    accuracies, weights = learn_digits(tmp_path, size, "digits.py")
+    accuracies, weights = learn_digits(nest, tmp_path, size, "digits.py")
     assert accuracies == alone[0]
     for name, one in alone[1].items():
         torch.testing.assert_close(weights[name], one, rtol=0, atol=1e-5)
@@ -105,39 +119,50 @@ DRY_RUNS = {
 }
 
 
-@pytest.mark.parametrize(("script", "size"), [*((script, 2) for script in DRY_RUNS), ("mnist.py", 0)])
-def test_a_dry_run_takes_one_step_and_stops(tmp_path: Path, data: Path, script: str, size: int) -> None:
-    printed = run(tmp_path, size, script, "--data-dir", data, "--dry-run", *DRY_RUNS[script])
+def check_dry_run(printed: str, directory: Path) -> None:
     assert re.findall(r"^epoch (\d+):", printed, re.MULTILINE) == ["1"]
-    (written,) = tmp_path.glob("*.pt")
+    (written,) = directory.glob("*.pt")
     assert torch.load(written, weights_only=True)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_dry_run_by_python_and_by_samestep_run_takes_one_step_and_stops(
+    tmp_path: Path, data: Path, size: int
+) -> None:
+    args = ("--data-dir", data, "--dry-run", *DRY_RUNS["mnist.py"])
+    check_dry_run(run(tmp_path, size, "mnist.py", *args), tmp_path)
+
+
+@pytest.mark.parametrize("script", [script for script in DRY_RUNS if script != "mnist.py"])
+def test_a_dry_run_of_every_example_takes_one_step_and_stops(
+    nest: Nest, tmp_path: Path, data: Path, script: str
+) -> None:
+    args = ("--data-dir", data, "--dry-run", *DRY_RUNS[script])
+    check_dry_run(run_forked(nest, tmp_path, 2, EXAMPLES / script, *args), tmp_path)
 
 
 @pytest.mark.parametrize(("script", "size"), [("digits_serial.py", 0), ("digits.py", 2)])
 def test_a_dry_run_of_the_digits_takes_one_step_too(
-    tmp_path: Path, data: Path, script: str, size: int
+    nest: Nest, tmp_path: Path, data: Path, script: str, size: int
 ) -> None:
-    assert len(run(tmp_path, size, script, "--data-dir", data, "--dry-run").splitlines()) == 1
+    printed = run_forked(nest, tmp_path, size, EXAMPLES / script, "--data-dir", data, "--dry-run")
+    assert len(printed.splitlines()) == 1
 
 
-def test_all_of_ucis_digits_to_test_on_are_one_batch(tmp_path: Path, tiny: ModuleType) -> None:
+def test_all_of_ucis_digits_to_test_on_are_one_batch(nest: Nest, tmp_path: Path, tiny: ModuleType) -> None:
     tiny.write_digits(tmp_path, 1797)
-    source = "import runpy, sys; sys.argv.pop(0); print(len(runpy.run_path(sys.argv[0])['test']))"
-    command = [sys.executable, "-c", source, EXAMPLES / "digits.py", "--data-dir", tmp_path, "--dry-run"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES)}, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines()[-1] == "1", done.stderr
+    source = f"import runpy; print(len(runpy.run_path({str(EXAMPLES / 'digits.py')!r})['test']))"
+    (tmp_path / "count.py").write_text(f"import sys\nsys.path.append({str(EXAMPLES)!r})\n{source}\n")
+    printed = run_forked(nest, tmp_path, 0, tmp_path / "count.py", "--data-dir", tmp_path, "--dry-run")
+    assert printed.splitlines()[-1] == "1"
 
 
-def test_a_missing_data_set_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "mnist.py", "--data-dir", tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith(f"{tmp_path} has no train-images-idx3-ubyte")
-    assert done.stderr.count("\n") == 1
+def test_a_missing_data_set_is_one_sentence_without_a_traceback(nest: Nest, tmp_path: Path) -> None:
+    (rank,) = nest.start(EXAMPLES / "mnist.py", 0, "--data-dir", tmp_path, apart=True)
+    assert nest.wait([rank]) == [1]
+    assert rank.said == ""
+    assert rank.complained.startswith(f"{tmp_path} has no train-images-idx3-ubyte")
+    assert rank.complained.count("\n") == 1
 
 
 @pytest.mark.parametrize(

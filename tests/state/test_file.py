@@ -165,7 +165,7 @@ class Thing:
         ({True: 1}, "optimizer.state.3.foo has a key that is a bool; use str"),
         ({2**63: 1}, "optimizer.state.3.foo has a key that is a int; use str, or int of at most 64 bits"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_cannot_be_carried_is_refused_by_its_place(value, reason):
     with pytest.raises(UsageError, match=re.escape(reason)):

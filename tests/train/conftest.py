@@ -85,12 +85,6 @@ class Pool:
             return f"it ended: {self._ranks[rank].said}"
 
 
-@pytest.fixture(scope="session")
-def nest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nest]:
-    with Nest(tmp_path_factory.mktemp("nest")) as found:
-        yield found
-
-
 SMALL = """
     import os, sys, time
     import torch, samestep
