@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,84 @@ Pulse(Path({str(path)!r}), "cuda:3").beat(417, epoch=2)
     reading = read_pulse(path)
     assert reading is not None
     assert (reading.step, reading.epoch, reading.device) == (417, 2, "cuda:3")
-    assert path.stat().st_size == 32
+    assert (reading.phase, reading.call) == ("start", "")
+
+
+def test_a_pulse_tells_the_phase_the_call_and_since_when(tmp_path):
+    pulse = Pulse(tmp_path / "rank-0")
+    pulse.beat(3)
+    began = time.monotonic()
+    pulse.enter("exchange", "samestep.sum (train.py:29)")
+    reading = read_pulse(tmp_path / "rank-0")
+    assert reading is not None
+    assert (reading.step, reading.phase, reading.call) == (3, "exchange", "samestep.sum (train.py:29)")
+    assert began <= reading.phase_began <= time.monotonic()
+    pulse.beat(4, epoch=1)
+    later = read_pulse(tmp_path / "rank-0")
+    assert later is not None
+    assert later[3:] != reading[3:]
+    assert (later.step, later.epoch, later[5:]) == (4, 1, reading[5:])
+
+
+def test_a_call_of_any_length_and_script_fits_in_a_pulse(tmp_path):
+    pulse = Pulse(tmp_path / "rank-0")
+    pulse.enter("a phase of another version", "é" * 200)
+    reading = read_pulse(tmp_path / "rank-0")
+    assert reading is not None
+    assert (reading.phase, reading.call) == ("other", "é" * 80)
+    pulse.enter("data", "é" * 80 + "x")
+    assert read_pulse(tmp_path / "rank-0").call == "é" * 80
+
+
+def test_half_a_write_is_never_read_as_a_pulse(tmp_path):
+    path = tmp_path / "rank-0"
+    pulse = Pulse(path)
+    pulse.beat(1)
+    before = path.read_bytes()
+    pulse.beat(2)
+    pulse.enter("data", "next")
+    after = path.read_bytes()
+    for cut in range(9, len(after)):
+        path.write_bytes(after[:cut] + before[cut:])
+        reading = read_pulse(path)
+        assert reading is None or (reading.step, reading.call) == (2, "next"), cut
+
+
+def test_a_reader_beside_a_fast_writer_sees_only_whole_pulses(tmp_path):
+    path = tmp_path / "rank-0"
+    write = f"""
+from pathlib import Path
+from samestep.rundir import Pulse
+pulse = Pulse(Path({str(path)!r}))
+print(flush=True)
+step = 0
+while True:
+    step += 1
+    pulse.beat(step, step)
+    pulse.enter("data" if step % 2 else "compute", str(step))
+"""
+    with subprocess.Popen([sys.executable, "-c", write], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        seen = set()
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            if (reading := read_pulse(path)) and reading.step > 1:
+                assert reading.step == reading.epoch
+                assert int(reading.call) in (reading.step, reading.step - 1)
+                seen.add(reading.step)
+        writer.kill()
+    assert len(seen) > 10
+
+
+def test_a_pulse_of_another_version_is_none(tmp_path):
+    path = tmp_path / "rank-0"
+    Pulse(path).beat(1)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"pulse\0\0\2", b"pulse\0\0\3"))
+    assert read_pulse(path) is None
+    path.write_bytes(data[:32])
+    assert read_pulse(path) is None
 
 
 def test_a_pulse_before_the_first_step_says_so(tmp_path):

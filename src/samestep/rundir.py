@@ -15,56 +15,88 @@ from samestep.files import write_atomically
 from samestep.text import reason_of
 
 CHECKPOINTED = 75  # the exit code that asks to be started again
-_PULSE = struct.Struct("<qihhdd")
 _KINDS = ("cpu", "cuda", "xpu", "mps", "other")
+PHASES = ("start", "data", "compute", "exchange", "checkpoint", "end", "other")
+
+# A pulse file holds _MAGIC, then _BEAT, then _CALL. A reader that finds two different counters saw half a write.
+_MAGIC = b"pulse\0\0\2"
+_BEAT = struct.Struct("<Qqihhdd")  # counter, step, epoch, device kind and index, Unix time, monotonic time
+_CALL = struct.Struct("<hd160sQ")  # phase, monotonic time of its begin, call, counter
+_COUNTER = struct.Struct("<Q")
+_PULSE_BYTES = len(_MAGIC) + _BEAT.size + _CALL.size
+_AT_BEAT, _AT_CALL, _AT_END = len(_MAGIC), len(_MAGIC) + _BEAT.size, _PULSE_BYTES - _COUNTER.size
 
 
 class PulseReading(NamedTuple):
-    """What a worker last wrote: its step (-1: none yet), epoch, device, and when."""
+    """What a worker last wrote: its step (-1: none yet), epoch, device, when, and what it does since when."""
 
     step: int
     epoch: int
     device: str
     unix: float
     monotonic: float
+    phase: str = "start"
+    call: str = ""
+    phase_began: float = 0.0
 
 
 class Pulse:
-    """A worker's sign of life: 32 bytes that others may read at any moment."""
+    """A worker's sign of life: a small file in memory that others may read at any moment."""
 
     def __init__(self, path: Path, device: str = "cpu") -> None:
         kind, _, index = device.partition(":")
         self._kind = _KINDS.index(kind if kind in _KINDS else "other")
         self._index = int(index) if index else -1
+        self._counter, self._step, self._epoch = 0, -1, 0
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             # Written, not just sized: a hole in a full file system would be a SIGBUS at the first beat.
-            os.pwrite(descriptor, self._pack(-1, 0), 0)
-            self._memory = mmap.mmap(descriptor, _PULSE.size)
+            os.pwrite(descriptor, _MAGIC + bytes(_PULSE_BYTES - len(_MAGIC)), 0)
+            os.ftruncate(descriptor, _PULSE_BYTES)
+            self._memory = mmap.mmap(descriptor, _PULSE_BYTES)
         finally:
             os.close(descriptor)
+        self.enter("start")
 
     def beat(self, step: int, epoch: int = 0) -> None:
         """Say that this step is being taken."""
-        _PULSE.pack_into(self._memory, 0, step, epoch, self._kind, self._index, time.time(), time.monotonic())
+        self._step, self._epoch = step, epoch
+        self._write_beat(time.monotonic())
+        _COUNTER.pack_into(self._memory, _AT_END, self._counter)
 
-    def _pack(self, step: int, epoch: int) -> bytes:
-        return _PULSE.pack(step, epoch, self._kind, self._index, time.time(), time.monotonic())
+    def enter(self, phase: str, call: str = "") -> None:
+        """Say what this process does from now on: one of PHASES, and the call with its file and line."""
+        now = time.monotonic()
+        number = PHASES.index(phase if phase in PHASES else "other")
+        self._write_beat(now)
+        _CALL.pack_into(self._memory, _AT_CALL, number, now, call.encode(errors="replace"), self._counter)
+
+    def _write_beat(self, now: float) -> None:
+        self._counter += 1
+        here = (self._counter, self._step, self._epoch, self._kind, self._index, time.time(), now)
+        _BEAT.pack_into(self._memory, _AT_BEAT, *here)
 
 
 def read_pulse(path: Path) -> PulseReading | None:
-    """The last beat in a pulse file, or None where no worker has opened it."""
-    try:
-        data = path.read_bytes()
-    except OSError:
+    """The last beat in a pulse file, or None where no worker of this version has opened it."""
+    for _ in range(8):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if len(data) != _PULSE_BYTES or not data.startswith(_MAGIC):
+            return None
+        counter, step, epoch, kind, index, unix, monotonic = _BEAT.unpack_from(data, _AT_BEAT)
+        phase, phase_began, call, counter_after = _CALL.unpack_from(data, _AT_CALL)
+        if counter == counter_after > 0:
+            break
+    else:
         return None
-    if len(data) != _PULSE.size:
-        return None
-    step, epoch, kind, index, unix, monotonic = _PULSE.unpack(data)
-    if not 0 <= kind < len(_KINDS):
+    if not (0 <= kind < len(_KINDS) and 0 <= phase < len(PHASES)):
         return None
     device = _KINDS[kind] if index < 0 else f"{_KINDS[kind]}:{index}"
-    return PulseReading(step, epoch, device, unix, monotonic)
+    text = call.rstrip(b"\0").decode(errors="ignore")
+    return PulseReading(step, epoch, device, unix, monotonic, PHASES[phase], text, phase_began)
 
 
 def log_path(run: Path, rank: int) -> Path:
