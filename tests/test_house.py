@@ -16,14 +16,15 @@ EVERYWHERE = [
     *(path for part in ("tests", "examples", "benchmarks") for path in (ROOT / part).rglob("*.py")),
 ]
 
-PURE = {"errors", "text", "files", "rundir"}
+PURE = {"errors", "text", "files", "rundir", "failure"}
 BELOW_TRAIN = PURE | {"placement", "rendezvous", "state"}
 OUTSIDE = PURE | {"placement", "rendezvous", "start"}
 MAY_IMPORT = {
     "errors": set(),
     "text": set(),
     "files": set(),
-    "rundir": PURE,
+    "rundir": PURE - {"failure"},
+    "failure": PURE,
     "state": PURE,
     "placement": PURE,
     "rendezvous": PURE | {"placement"},

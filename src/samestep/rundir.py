@@ -1,4 +1,4 @@
-"""What lies where in a run's directory: what was started, the logs, the pulses and the result."""
+"""What lies where in a run's directory: what was started, the logs, the pulses, the failures and the result."""
 
 import json
 import mmap
@@ -109,6 +109,11 @@ def pulse_path(run: Path, rank: int) -> Path:
     return run / "pulse" / f"rank-{rank}"
 
 
+def failure_path(run: Path, rank: int) -> Path:
+    """Where a rank that fails says why."""
+    return run / "failures" / f"rank-{rank}.json"
+
+
 def stop_path(run: Path) -> Path:
     """Where a file asks a run to commit its state and end, and not to be started again."""
     return run / "stop"
@@ -140,9 +145,9 @@ def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, obje
 
 def begin_run(run: Path, started: Mapping[str, Any]) -> None:
     """Begin a run in the directory that its batch script named, or, after a requeue, go on there."""
-    for part in (run, run / "pulse"):
+    for part in (run, run / "pulse", run / "failures"):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for over in (run / "result.json", time_up_path(run)):
+    for over in (run / "result.json", time_up_path(run), *(run / "failures").iterdir()):
         over.unlink(missing_ok=True)
     write_record(run / "run.json", started)
 
@@ -153,7 +158,7 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
     try:
         parent.mkdir(parents=True, exist_ok=True)
         run = _new_directory(parent)
-        for part in ("logs", "pulse"):
+        for part in ("logs", "pulse", "failures"):
             (run / part).mkdir(mode=0o700)
         write_record(run / "run.json", started)
     except OSError as error:

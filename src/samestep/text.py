@@ -47,7 +47,10 @@ def reason_of(error: OSError) -> str:
 
 def printable(text: object, limit: int = 200) -> str:
     """Foreign text on one line: control characters escaped, and no longer than `limit`."""
-    escaped = str(text)[: limit + 1].encode("unicode_escape").decode("ascii")
+    escaped = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+        for letter in str(text)[: limit + 1]
+    )
     return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
 
 

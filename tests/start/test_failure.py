@@ -1,12 +1,18 @@
 """What a worker's stderr says of its end, read from what Python really prints."""
 
+import json
+import os
+import re
 import subprocess
 import sys
 from textwrap import dedent
 
 import pytest
 
-from samestep.start.failure import Traceback, describe_end, exit_code, read_traceback
+from samestep.failure import read_failure
+from samestep.rundir import failure_path
+from samestep.start.failure import Traceback, describe_end, exit_code, of_record, read_traceback
+from samestep.start.output import _TRACEBACK
 
 
 def traceback_of(tmp_path, source: str) -> Traceback | None:
@@ -15,6 +21,33 @@ def traceback_of(tmp_path, source: str) -> Traceback | None:
     ended = subprocess.run([sys.executable, "-X", "faulthandler", script], capture_output=True, text=True)
     assert ended.returncode != 0
     return read_traceback(ended.stderr)
+
+
+_RECORDED = """
+import os, runpy, sys
+from samestep.failure import write_failure
+def note_failure(kind, error, trace):
+    sys.__excepthook__(kind, error, trace)
+    write_failure(os.environ, error, 1)
+sys.excepthook = note_failure
+sys.path[0] = os.path.dirname(sys.argv[1])
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def record_of(tmp_path, source: str) -> Traceback | None:
+    """What the record of a worker says that failed in this way."""
+    script = tmp_path / "train.py"
+    script.write_text(dedent(source))
+    run = tmp_path / "run"
+    (run / "failures").mkdir(parents=True)
+    env = os.environ | {"SAMESTEP_RUN": str(run), "RANK": "2"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _RECORDED, script], stderr=subprocess.PIPE, text=True, env=env
+    ) as worker:
+        worker.communicate()
+    failure = read_failure(failure_path(run, 2), worker.pid)
+    return of_record(failure) if failure else None
 
 
 def one_line(traceback: Traceback | None) -> tuple[int, str, str, str]:
@@ -118,8 +151,104 @@ def test_the_users_own_line_and_the_exception_are_found(tmp_path, name):
     assert found[3].startswith(exception)
 
 
-def test_how_a_loader_worker_ended_is_told(tmp_path):
-    found = traceback_of(
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"crash"}))
+def test_a_record_says_the_same_as_stderr(tmp_path, name):
+    source, (line, function, code, exception) = CASES[name]
+    found = one_line(record_of(tmp_path, source))
+    assert found[:3] == (line, function, code)
+    assert found[3].startswith(exception)
+
+
+def test_a_process_that_crashed_left_no_record(tmp_path):
+    assert record_of(tmp_path, "import os\nos._exit(3)") is None
+
+
+# What Python 3.13 writes under FORCE_COLOR=1.
+_COLOURED = {
+    "plain": (
+        "Traceback (most recent call last):\n"
+        '  File \x1b[35m"/tmp/t.py"\x1b[0m, line \x1b[35m3\x1b[0m, in \x1b[35m<module>\x1b[0m\n'
+        "    \x1b[31mf\x1b[0m\x1b[1;31m()\x1b[0m\n"
+        "    \x1b[31m~\x1b[0m\x1b[1;31m^^\x1b[0m\n"
+        '  File \x1b[35m"/tmp/t.py"\x1b[0m, line \x1b[35m2\x1b[0m, in \x1b[35mf\x1b[0m\n'
+        "    return \x1b[31m[]\x1b[0m\x1b[1;31m[3]\x1b[0m\n"
+        "           \x1b[31m~~\x1b[0m\x1b[1;31m^^^\x1b[0m\n"
+        "\x1b[1;35mIndexError\x1b[0m: \x1b[35mlist index out of range\x1b[0m\n",
+        (2, "f", "return [][3]", "IndexError: list index out of range"),
+    ),
+    "syntax error": (
+        '  File \x1b[35m"/tmp/t.py"\x1b[0m, line \x1b[35m2\x1b[0m\n'
+        "    def f(\x1b[1;31m:\x1b[0m\n"
+        "          \x1b[1;31m^\x1b[0m\n"
+        "\x1b[1;35mSyntaxError\x1b[0m: \x1b[35minvalid syntax\x1b[0m\n",
+        (2, "", "def f(:", "SyntaxError: invalid syntax"),
+    ),
+    "group": (
+        "  + Exception Group Traceback (most recent call last):\n"
+        '  |   File \x1b[35m"/tmp/t.py"\x1b[0m, line \x1b[35m6\x1b[0m, in \x1b[35m<module>\x1b[0m\n'
+        "  |     raise ExceptionGroup('many', [ExceptionGroup('inner', [e]), TypeError('t')])\n"
+        "  | \x1b[1;35mExceptionGroup\x1b[0m: \x1b[35mmany (1 sub-exception)\x1b[0m\n"
+        "  +-+---------------- 1 ----------------\n"
+        "    | Traceback (most recent call last):\n"
+        '    |   File "/tmp/t.py", line 2, in g\n'
+        "    |     raise KeyError('k')\n"
+        "    | KeyError: 'k'\n"
+        "    +------------------------------------\n",
+        (2, "g", "raise KeyError('k')", "KeyError: 'k'"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _COLOURED)
+def test_a_coloured_traceback_is_read(name):
+    stderr, expected = _COLOURED[name]
+    assert one_line(read_traceback(stderr)) == expected
+
+
+@pytest.mark.parametrize("name", _COLOURED)
+def test_a_coloured_traceback_is_held_back_as_any_other(name):
+    found = _TRACEBACK.search(b"loss 0.3\n" + _COLOURED[name][0].encode())
+    assert found is not None
+    assert found.start() == len(b"loss 0.3\n")
+
+
+_HARD_TO_PRINT = {
+    "a str() that raises": (
+        "class E(Exception):\n def __str__(self): 1/0\nraise E",
+        r"E: <exception str\(\) failed>",
+    ),
+    "control characters": ("raise ValueError('\\x1b[2J\\x07\\udc80')", r"ValueError: \\x1b\[2J\\x07\\udc80"),
+    "a message of 100 MB": ("raise ValueError('x' * 10**8)", "ValueError: x{385}\\.\\.\\."),
+    "no exception to speak of": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+}
+
+
+@pytest.mark.parametrize("name", _HARD_TO_PRINT)
+def test_a_record_of_what_is_hard_to_print_is_bounded_and_plain(tmp_path, name):
+    source, exception = _HARD_TO_PRINT[name]
+    found = record_of(tmp_path, source)
+    assert found is not None
+    assert re.fullmatch(exception, found.exception[0])
+    path = failure_path(tmp_path / "run", 2)
+    assert path.stat().st_size < 40_000
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_of_another_process_or_a_torn_one_is_not_believed(tmp_path):
+    path = tmp_path / "rank-0.json"
+    whole = {"exception": "E: x", "group": "", "cause": "", "frames": [], "code": 1, "pid": 7}
+    path.write_text(json.dumps(whole))
+    assert read_failure(path, 7) is not None
+    assert read_failure(path, 8) is None
+    path.write_text(json.dumps(whole | {"frames": [["a"]]}))
+    assert read_failure(path, 7) is None
+    path.write_text(json.dumps(whole)[:40])
+    assert read_failure(path, 7) is None
+
+
+@pytest.mark.parametrize("read", [traceback_of, record_of])
+def test_how_a_loader_worker_ended_is_told(tmp_path, read):
+    found = read(
         tmp_path,
         """
         import os
@@ -147,8 +276,9 @@ def test_a_syntax_error_in_an_imported_file_is_shown_there(tmp_path):
     assert (found.frame.file, found.frame.code) == (str(tmp_path / "model.py"), "x = = 3")
 
 
-def test_a_long_message_keeps_its_beginning(tmp_path):
-    found = traceback_of(tmp_path, "raise ValueError('\\n'.join('abcdefgh'))")
+@pytest.mark.parametrize("read", [traceback_of, record_of])
+def test_a_long_message_keeps_its_beginning(tmp_path, read):
+    found = read(tmp_path, "raise ValueError('\\n'.join('abcdefgh'))")
     assert found is not None
     assert found.exception == ("ValueError: a", "b", "c", "... (5 more lines in the log)")
 

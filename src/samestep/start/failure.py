@@ -1,11 +1,13 @@
-"""What a worker's end says: its traceback's lines that matter, its signal or code, whose fault it was."""
+"""Why a worker ended: from its failure record, or where it left none, from what it wrote to stderr."""
 
 import linecache
-import os
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from samestep.failure import Failure, Frame, is_users
+from samestep.text import printable
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _BAR = re.compile(r"^ *\| ?")
@@ -28,21 +30,12 @@ _ECHO = re.compile(
     r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
     r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
 )
-_STANDARD = os.path.dirname(os.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-class Frame(NamedTuple):
-    """One frame of a traceback."""
-
-    file: str
-    line: int
-    name: str
-    code: str
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ORIGINAL = "Original Traceback (most recent call last):"
 
 
 class Traceback(NamedTuple):
-    """The last traceback a process printed: the user's own innermost frame, and the exception's lines."""
+    """The exception that ended a worker: the user's own innermost frame, and the exception's lines."""
 
     frame: Frame | None
     exception: tuple[str, ...]
@@ -77,50 +70,69 @@ class _Block:
             self.frames[-1] = self.frames[-1]._replace(code=line.strip())
 
 
-def read_traceback(stderr: str) -> Traceback | None:
-    """The last traceback in what a process wrote to its stderr."""
-    crash = None
-    in_group = False
-    read = [[_Block()]]
-    for raw in stderr.splitlines():
-        line = _RANK.sub("", raw)
-        last = read[-1][-1]
-        if crash is not None:
-            crash.append(line)
-        elif _CRASH.match(line):
-            crash = [line]
-        elif _GROUP.match(line) and not in_group:
-            in_group = True
-            read.append([_Block()])
-        elif in_group and _END_OF_GROUP.match(line):
-            in_group = False
-            last.ended = True
-        elif in_group and (_PART.match(line) or _HEADER.match(_BAR.sub("", line))):
-            read[-1].append(_Block())
-        elif in_group:
-            last.take(_BAR.sub("", line))
+class _Reader:
+    """Sorts the lines of a stderr into tracebacks: lists of blocks, of which an exception group has several."""
+
+    def __init__(self) -> None:
+        self.crash: list[str] = []
+        self.tracebacks = [[_Block()]]
+        self._in_group = False
+
+    def take(self, line: str) -> None:
+        last = self.tracebacks[-1][-1]
+        if self.crash or _CRASH.match(line):
+            self.crash.append(line)
+        elif self._in_group:
+            self._take_of_group(line)
+        elif _GROUP.match(line):
+            self._in_group = True
+            self.tracebacks.append([_Block()])
         elif _HEADER.match(line) or (_is_syntax_error(line) and (last.exception or last.ended)):
-            read.append([_Block()])
-            read[-1][-1].take(line)
+            self.tracebacks.append([_Block()])
+            self.tracebacks[-1][-1].take(line)
         else:
             last.take(line)
-    if crash is not None:
-        return _crash(crash)
+
+    def _take_of_group(self, line: str) -> None:
+        inner = _BAR.sub("", line)
+        if _END_OF_GROUP.match(line):
+            self._in_group = False
+            self.tracebacks[-1][-1].ended = True
+        elif _PART.match(line) or _HEADER.match(inner):
+            self.tracebacks[-1].append(_Block())
+        else:
+            self.tracebacks[-1][-1].take(inner)
+
+
+def read_traceback(stderr: str) -> Traceback | None:
+    """The last traceback in what a process wrote to its stderr."""
+    reader = _Reader()
+    for line in stderr.splitlines():
+        reader.take(_RANK.sub("", _COLOUR.sub("", line)))
+    if reader.crash:
+        return _crash(reader.crash)
     # A message may quote a traceback's first lines, and a printed stack has no exception: neither is the last.
-    found = [traceback for blocks in read if (traceback := _traceback(blocks))]
+    found = [traceback for blocks in reader.tracebacks if (traceback := _traceback(blocks))]
     if not found:
         return None
-    cause = found[-2].exception if len(found) > 1 else ()
-    # torch tells how a loader's worker ended only in the cause of this.
-    if cause and _WORKER in cause[0] and f"{_WORKER}(s)" in found[-1].exception[0]:
-        return found[-1]._replace(exception=cause)
-    return found[-1]
+    return _with_loaders_cause(found[-1], found[-2].exception if len(found) > 1 else ())
+
+
+def of_record(failure: Failure) -> Traceback:
+    """The same from the record that a worker left."""
+    if _ORIGINAL in failure.exception and (original := read_traceback(failure.exception)):
+        return original  # the frames of a loader's worker, which torch puts into the message
+    exception = _shortened(failure.exception.splitlines())
+    if failure.group:
+        exception += (f"in {printable(failure.group.splitlines()[0], _MOST_COLUMNS)}",)
+    traceback = Traceback(failure.frames[-1] if failure.frames else None, exception)
+    return _with_loaders_cause(traceback, _shortened(failure.cause.splitlines()))
 
 
 def last_words(stderr: str) -> tuple[str, ...]:
     """The end of what a process wrote that printed no traceback."""
-    lines = [_RANK.sub("", line).rstrip()[:_MOST_COLUMNS] for line in stderr.splitlines() if line.strip()]
-    return tuple(lines[-2:])
+    lines = [_RANK.sub("", _COLOUR.sub("", line)) for line in stderr.splitlines()]
+    return tuple(_printed(line) for line in [line for line in lines if line.strip()][-2:])
 
 
 def describe_end(status: int) -> str:
@@ -172,17 +184,22 @@ def _is_syntax_error(line: str) -> bool:
 
 def _innermost(frames: Iterable[Frame]) -> Frame | None:
     ordered = list(frames)
-    return next(reversed([frame for frame in ordered if _is_users(frame.file)] or ordered), None)
+    return next(reversed([frame for frame in ordered if is_users(frame.file)] or ordered), None)
 
 
-def _is_users(file: str) -> bool:
-    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
-        return False
-    return not file.startswith((_STANDARD, _OURS))
+def _with_loaders_cause(traceback: Traceback, cause: Sequence[str]) -> Traceback:
+    """torch tells how a loader's worker ended only in the cause of its own exception."""
+    if cause and _WORKER in cause[0] and f"{_WORKER}(s)" in traceback.exception[0]:
+        return traceback._replace(exception=tuple(cause))
+    return traceback
 
 
-def _shortened(lines: list[str]) -> tuple[str, ...]:
-    full = [line.rstrip()[:_MOST_COLUMNS] for line in lines if line.strip()]
+def _shortened(lines: Iterable[str]) -> tuple[str, ...]:
+    full = [_printed(line) for line in lines if line.strip()]
     if len(full) <= _MOST_LINES:
         return tuple(full)
     return (*full[: _MOST_LINES - 1], f"... ({len(full) - _MOST_LINES + 1} more lines in the log)")
+
+
+def _printed(line: str) -> str:
+    return printable(line.expandtabs().rstrip(), _MOST_COLUMNS)

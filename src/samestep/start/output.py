@@ -25,7 +25,7 @@ _TAIL = 1 << 16
 _TRACEBACK = re.compile(
     rb"^(?:\[rank\d+\]: ?)?"
     rb"(?:Traceback \(most recent|  \+ Exception Group Traceback|Fatal Python error: "
-    rb"|  File \"[^\"\n]*\", line \d+$)",
+    rb"|  File (?:\x1b\[[0-9;]*m)?\"[^\"\n]*\"(?:\x1b\[[0-9;]*m)?, line (?:\x1b\[[0-9;]*m)?\d+(?:\x1b\[[0-9;]*m)?$)",
     re.MULTILINE,
 )
 

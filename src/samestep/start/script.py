@@ -14,6 +14,7 @@ from samestep.rundir import (
     CHECKPOINTED,
     better_place,
     create_run,
+    failure_path,
     log_path,
     pulse_path,
     start_record,
@@ -160,7 +161,8 @@ def _attempt(
     for local_rank in range(script.size):
         place = _place(share, local_rank, script.size)
         rank = place.rank
-        pulse_path(run, rank).unlink(missing_ok=True)
+        for path in (pulse_path(run, rank), failure_path(run, rank)):
+            path.unlink(missing_ok=True)
         orders.append(
             Order(
                 rank,
@@ -171,6 +173,7 @@ def _attempt(
                 Log(log_path(run, rank), lost),
                 terminal if rank in script.shown else None,
                 (f"[rank {rank}] ".encode() if rank else b"") if marked else None,
+                failure_path(run, rank),
             )
         )
     try:

@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.failure import read_failure
 from samestep.rundir import CHECKPOINTED
-from samestep.start.failure import Traceback, read_traceback
+from samestep.start.failure import Traceback, of_record, read_traceback
 from samestep.start.output import ERR, OUT, Console, Log, Stream
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -29,6 +30,7 @@ class Order(NamedTuple):
     log: Log
     console: Console | None
     prefix: bytes | None
+    record: Path | None = None
 
 
 class Guardian:
@@ -80,6 +82,7 @@ class Worker:
         self.ended_at = float("inf")
         self.was_stopped = False
         self._guardian = guardian
+        self._record = order.record
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         self.out = Stream(out, OUT, order.log, order.console, order.prefix)
@@ -107,7 +110,11 @@ class Worker:
         return min(self.ended_at, self.err.traceback_at)
 
     def traceback(self) -> Traceback | None:
-        """The last one it printed."""
+        """The exception that ended it, by its own record or else by what it printed."""
+        failure = read_failure(self._record, self.pid) if self._record else None
+        # After its record it may have gone on, or crashed: then what it printed last tells more.
+        if failure and (self.was_stopped or self.status == failure.code):
+            return of_record(failure)
         return read_traceback(self.err.tail.decode(errors="replace"))
 
     def send(self, number: int) -> None:

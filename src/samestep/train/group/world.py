@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import RanksDiffer, SamestepError, UsageError
+from samestep.failure import write_failure
 from samestep.placement.cores import cores
 from samestep.placement.place import Placement, device_index, exports, idle_devices, this_process
 from samestep.rundir import begin_run, start_record
@@ -240,6 +241,7 @@ def _watch_failure() -> None:
         global _failed
         _failed = 130 if issubclass(kind, KeyboardInterrupt) else 1
         before(kind, error, traceback)
+        write_failure(os.environ, error, _failed)
 
     sys.excepthook = note_failure
 

@@ -1,0 +1,112 @@
+"""A failure as a record: a worker leaves it in the run's directory, and its launcher reads it; no torch."""
+
+import json
+import linecache
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import dropwhile
+from pathlib import Path
+from typing import NamedTuple
+
+from samestep.files import write_atomically
+from samestep.rundir import failure_path, pulse_path, read_pulse, read_record
+
+_MOST_FRAMES = 20
+_MOST_CHARACTERS = 1 << 14
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_OURS = os.path.dirname(__file__) + os.sep
+
+
+class Frame(NamedTuple):
+    """One frame of a traceback."""
+
+    file: str
+    line: int
+    name: str
+    code: str
+
+
+class Failure(NamedTuple):
+    """What a record says: the exception's last lines, its group's, its cause's, the user's frames, the exit code."""
+
+    exception: str
+    group: str
+    cause: str
+    frames: tuple[Frame, ...]
+    code: int
+
+
+def is_users(file: str) -> bool:
+    """Whether a frame in this file is the user's own, not a library's."""
+    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
+        return False
+    return not file.startswith((_STANDARD, _OURS))
+
+
+def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> None:
+    """Record that this process ends with `code` for this exception; never raises, never hides the exception."""
+    if not (run := env.get("SAMESTEP_RUN")):
+        return
+    with suppress(Exception):
+        rank = int(env.get("RANK", "0"))
+        pulse = read_pulse(pulse_path(Path(run), rank))
+        first = _first_of_group(error)
+        cause = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
+        record = {
+            "type": type(error).__qualname__,
+            "exception": _text(first),
+            "group": "" if first is error else _text(error),
+            "cause": _text(cause) if cause else "",
+            "frames": _frames(first) or _frames(error),
+            "rank": rank,
+            "step": pulse.step if pulse and pulse.step >= 0 else None,
+            "call": pulse.call if pulse else "",
+            "code": code,
+            "pid": os.getpid(),
+            "time": time.time(),
+        }
+        write_atomically(failure_path(Path(run), rank), json.dumps(record, indent=1).encode(), 0o600)
+
+
+def read_failure(path: Path, pid: int) -> Failure | None:
+    """The record that the process of this number left, or None where it left none."""
+    record = read_record(path)
+    if record is None or record.get("pid") != pid:
+        return None
+    try:
+        frames = tuple(Frame(*frame) for frame in record["frames"])
+        exception, group, cause = (str(record[name]) for name in ("exception", "group", "cause"))
+        return Failure(exception, group, cause, frames, int(record["code"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _first_of_group(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _text(error: BaseException) -> str:
+    """The exception's type and message as a traceback ends with them, shortened in the middle."""
+    # A SyntaxError's lines begin with where it is, which is a frame here.
+    lines = dropwhile(lambda line: line.startswith("  "), traceback.format_exception_only(error))
+    text = "".join(lines).rstrip()
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    half = _MOST_CHARACTERS // 2
+    return f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def _frames(error: BaseException) -> list[Frame]:
+    """The user's own frames, the innermost last; of an exception that has none of them, the last one."""
+    steps = traceback.walk_tb(error.__traceback__)
+    frames = [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name, "") for frame, line in steps]
+    chosen = [frame for frame in frames if is_users(frame.file)][-_MOST_FRAMES:] or frames[-1:]
+    shown = [frame._replace(code=linecache.getline(frame.file, frame.line).strip()[:400]) for frame in chosen]
+    if isinstance(error, SyntaxError) and error.filename:
+        shown.append(Frame(error.filename, error.lineno or 0, "", (error.text or "").strip()))
+    return shown
