@@ -24,6 +24,11 @@ def name_ranks(ranks: Iterable[int], hosts: Sequence[str] = (), noun: str = "ran
     return f"{noun}{plural} {', '.join(parts)}{f' and {more} more' if more else ''}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`; `1 process`, `2 processes`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def size(num_bytes: float, of: float | None = None) -> str:
     """`1.2 GB`, or with `of` in the larger number's unit `0.4 of 2.1 GB`."""
     largest = num_bytes if of is None else of

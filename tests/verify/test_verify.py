@@ -118,7 +118,7 @@ def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
         (["-n", "1,2", "none.py"], "none.py took no optimizer step"),
         (["nowhere.py"], "nowhere.py is no file"),
         (["-n", "1", "none.py"], "-n 1 is one number of processes"),
-        (["-n", "one", "none.py"], "-n one is no list of numbers"),
+        (["-n", "one", "none.py"], "-n one is not a list of numbers"),
     ):
         result = _verify(*arguments)
         assert result.exit_code == 2, result.output

@@ -14,12 +14,12 @@ _VERBS = {
     "Run": {
         "run": "Run a script on N processes of this machine, or of several.",
         "submit": "Submit a script as a Slurm job.",
-        "profiles": "List what a job can be submitted as, or explain one.",
+        "profiles": "List the profiles of Slurm jobs, or explain one.",
         "stop": "Ask a run to commit its state and end.",
         "demo": "Train a small network at 1 and 2 processes and compare.",
     },
     "Look": {
-        "runs": "List what was run here: its state, its step, how fast.",
+        "runs": "List the runs here: state, step, speed.",
         "status": "Say what each rank of a run does.",
         "logs": "Show a run's output by rank; -f follows it.",
         "env": "Say who this process is, and which variable says so.",

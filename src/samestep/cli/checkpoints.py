@@ -9,21 +9,26 @@ from typing import Any
 
 import click
 
+from samestep.cli.output import HELP
 from samestep.errors import CheckpointError
 from samestep.state import file as carry
-from samestep.text import printable
+from samestep.text import printable, size
 
 _IN_COLUMNS = ("step", "time")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=HELP)
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--verify", is_flag=True, help="Read every byte and compare the digests.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for each checkpoint, newest first.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")
 def command(directory: Path, verify: bool, as_json: bool) -> None:
     """List the checkpoints of DIRECTORY, newest first; exit with 1 if one of them is bad.
 
-    Without --verify only the header of each is checked: "whole" has all its bytes, "good" has the right ones.
+    \b
+    samestep checkpoints runs/checkpoints
+    samestep checkpoints runs/checkpoints --verify
+
+    Without --verify only each header is checked. "whole": no byte is missing; "good": every byte is right.
     """
     try:
         rows = [_row(directory, entry, verify) for entry in carry.listing(directory)]
@@ -54,7 +59,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         meta = row.get("meta", {})
         made = " ".join(f"{key}={value}" for key, value in meta.items() if key not in _IN_COLUMNS)
-        columns = f"{row['step']:>10}  {_when(meta):<19}  {_size(row.get('bytes', 0)):>9}  {row['state']:<5}"
+        columns = f"{row['step']:>10}  {_when(meta):<19}  {size(row.get('bytes', 0)):>9}  {row['state']:<5}"
         click.echo(f"{columns}  {printable(row.get('why', made))}".rstrip())
 
 
@@ -63,8 +68,3 @@ def _when(meta: dict[str, Any]) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(meta["time"]))
     except (KeyError, TypeError, ValueError, OverflowError, OSError):
         return "-"
-
-
-def _size(number: int) -> str:
-    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if number >= u), (1e3, "kB"))
-    return f"{number / unit:.1f} {name}"

@@ -1,6 +1,5 @@
 """`samestep compare`: reads weights files without running their code and prints what differs between them."""
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -11,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from samestep.cli.output import HELP, finite, print_json
 from samestep.errors import CheckpointError
 
 if TYPE_CHECKING:
     from samestep.compare.compare import Comparison, Difference
+    from samestep.compare.weights import Weights
 
 _LINES = 20
 _DIFFERENT, _UNREADABLE = 1, 2
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=HELP)
 @click.argument("files", nargs=-1, required=True, metavar="A B [C …]")
 @click.option(
-    "--tolerance", type=click.FloatRange(0), help="Largest relative difference that counts as equal."
+    "--tolerance", type=click.FloatRange(0), help="Largest relative difference that counts as equal  [none]"
 )
 @click.option("--all", "everything", is_flag=True, help=f"List every difference, not the {_LINES} largest.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -35,34 +36,60 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
     samestep compare rank-*.pt --tolerance 1e-6
     samestep compare model.safetensors runs/checkpoints --json
 
-    Reads checkpoints of samestep (a directory is its newest good one), files of torch.save and safetensors.
-    No code from a file is run. Every file is compared with the first. Relative means: the largest absolute
-    difference in a tensor over the largest finite value of that tensor in both files.
+    Reads samestep's checkpoints (of a directory the newest good one) and files of torch.save and safetensors,
+    without running code from them. Each file is compared with the first. A relative difference is the largest
+    absolute difference in a tensor over the largest finite value of that tensor in both files.
 
     Exit code: 0 same to the bit, or within --tolerance; 1 different; 2 a file cannot be read.
     """
     if len(files) < 2:
-        raise click.UsageError("one file has nothing to be compared with; name two or more")
+        raise click.UsageError("there is only one file; name two or more")
     if tolerance is not None and not math.isfinite(tolerance):
-        raise click.UsageError(
-            f"tolerance {tolerance} accepts or refuses everything; name a number such as 1e-6"
-        )
-    from samestep.compare.compare import compare
-    from samestep.compare.weights import damage, read
+        raise click.UsageError(f"--tolerance {tolerance} is not finite; name a number such as 1e-6")
+    report = _compared(files, _read(files, as_json), tolerance)
+    if as_json:
+        print_json(_document(report, tolerance), indent=2)
+    else:
+        _print(report, None if everything else _LINES)
+    raise SystemExit(_DIFFERENT if len(report.groups) > 1 else 0)
 
-    names = list(islice(_names(), len(files)))
+
+@dataclass(frozen=True)
+class _Report:
+    files: Sequence[str]
+    names: Sequence[str]
+    comparisons: Sequence["Comparison"]  # of each file after the first with the first
+    groups: Sequence[Sequence[int]]  # of equal files; the group of the first file comes first
+    notes: Sequence[str]
+
+    @property
+    def clusters(self) -> list[list[str]]:
+        return [[self.names[index] for index in group] for group in self.groups]
+
+
+def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
+    """All files; where one cannot be read, say so for each of them and exit."""
+    from samestep.compare.weights import read
+
     found, unreadable = [], []
     for file in files:
         try:
             found.append(read(file))
         except CheckpointError as error:
             unreadable.append(str(error))
+            click.echo(unreadable[-1], err=True)
     if unreadable:
-        for sentence in unreadable:
-            click.echo(sentence, err=True)
         if as_json:
-            click.echo(json.dumps({"schema_version": 1, "errors": unreadable}))
+            print_json({"errors": unreadable})
         raise SystemExit(_UNREADABLE)
+    return found
+
+
+def _compared(files: Sequence[str], found: Sequence["Weights"], tolerance: float | None) -> _Report:
+    from samestep.compare.compare import compare
+    from samestep.compare.weights import damage
+
+    names = list(islice(_names(), len(files)))
 
     def against(one: int, other: int) -> "Comparison":
         pair = (names[one], names[other])
@@ -76,32 +103,12 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
             groups.append([index])
         else:
             group.append(index)
-
     notes = [note for weights in found for note in weights.notes]
     notes += [note for comparison in comparisons for note in comparison.notes]
     if len(groups) > 1:
         damaged = ((weights.file, damage(weights.file)) for weights in found)
         notes += [f"{file} is damaged: {part} does not match its checksum" for file, part in damaged if part]
-    notes = list(dict.fromkeys(notes))
-    report = _Report(files, names, comparisons, groups, notes)
-    if as_json:
-        click.echo(json.dumps(_document(report, tolerance), indent=2))
-    else:
-        _print(report, None if everything else _LINES)
-    raise SystemExit(_DIFFERENT if len(groups) > 1 else 0)
-
-
-@dataclass(frozen=True)
-class _Report:
-    files: Sequence[str]
-    names: Sequence[str]
-    comparisons: Sequence["Comparison"]  # of the second file and on, each with the first
-    groups: Sequence[Sequence[int]]  # of equal files, the first file's first
-    notes: Sequence[str]
-
-    @property
-    def clusters(self) -> list[list[str]]:
-        return [[self.names[index] for index in group] for group in self.groups]
+    return _Report(files, names, comparisons, groups, list(dict.fromkeys(notes)))
 
 
 def _names() -> Iterator[str]:
@@ -116,22 +123,22 @@ def _print(report: _Report, limit: int | None) -> None:
     width = max(map(len, report.names))
     for name, file in zip(report.names, report.files, strict=True):
         click.echo(f"{name:{width}}  {file}")
-    # Of files that are equal to each other and not to the first, one stands for all.
+    # Of a group of files that differ from the first, only one table is shown.
     for index in [*report.groups[0][1:], *(group[0] for group in report.groups[1:])]:
         comparison = report.comparisons[index - 1]
         if comparison.differences:
-            click.echo()
-            for line in _table(comparison, limit):
-                click.echo(line)
-            if comparison.cause:
-                click.echo(f"\n{click.wrap_text(comparison.cause, width=80)}")
+            click.echo("\n" + "\n".join(_table(comparison, limit)))
+        if comparison.cause:
+            click.echo(f"\n{click.wrap_text(comparison.cause, width=80)}")
     click.echo()
-    if len(report.files) == 2:
-        click.echo(_bold(str(report.comparisons[0])))
-        return
-    for name, comparison in zip(report.names[1:], report.comparisons, strict=True):
-        click.echo(f"{name:{width}}  {comparison}")
-    click.echo(f"\n{_bold(_grouping(report.clusters))}")
+    verdict = str(report.comparisons[0])
+    if len(report.files) > 2:
+        for name, comparison in zip(report.names[1:], report.comparisons, strict=True):
+            click.echo(f"{name:{width}}  {comparison}")
+        verdict = _grouping(report.clusters)
+        click.echo()
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    click.echo(verdict if plain else click.style(verdict, bold=True))
 
 
 def _grouping(clusters: Sequence[Sequence[str]]) -> str:
@@ -144,7 +151,7 @@ def _grouping(clusters: Sequence[Sequence[str]]) -> str:
 
 
 def _table(comparison: "Comparison", limit: int | None) -> Iterator[str]:
-    """The largest differences in the order of the first file, each layer's under its name."""
+    """The largest differences in the order of the first file, under the name of their layer."""
     shown = comparison.differences
     if limit is not None and len(shown) > limit:
         kept = set(sorted(range(len(shown)), key=lambda i: -shown[i].relative)[:limit])
@@ -160,63 +167,47 @@ def _table(comparison: "Comparison", limit: int | None) -> Iterator[str]:
         yield f"and {hidden} smaller (--all lists them)"
 
 
-def _row(difference: "Difference", one: str, other: str) -> str:
+def _row(d: "Difference", one: str, other: str) -> str:
     from samestep.compare.compare import amount
 
-    d = difference
     label = f"  {d.name.removeprefix(f'{d.layer}.')}" if d.layer else d.name
-    apart = f"{amount(d.relative, d.nans)} relative"
     match d.kind:
         case "missing":
             text = f"only in {one if d.b is None else other}: {d.a or d.b}"
         case "shape":
             text = f"shape {d.a} and {d.b}"
         case "dtype":
-            text = f"{d.a} and {d.b}, {apart if d.elements else 'equal values'}"
+            values = f"{amount(d.relative, d.nans)} relative" if d.elements else "equal values"
+            text = f"{d.a} and {d.b}, {values}"
         case "value" if d.size == 1:
             text = f"{d.a} and {d.b}"
         case _:
             elements = f"{d.elements} of {d.size}"
-            apart = f"{amount(d.absolute, d.nans):>11}{amount(d.relative, d.nans):>11}"
-            return f"{label:26}{elements:>{max(0, 48 - max(26, len(label)))}}{apart}{d.bits:>10}"
+            numbers = f"{amount(d.absolute, d.nans):>11}{amount(d.relative, d.nans):>11}{d.bits:>10}"
+            return f"{label:26}{elements:>{max(0, 48 - max(26, len(label)))}}{numbers}"
     return f"{label:26}  {text}"
 
 
 def _document(report: _Report, tolerance: float | None) -> dict[str, Any]:
     return {
-        "schema_version": 1,
         "equal": len(report.groups) == 1,
         "tolerance": tolerance,
         "files": [{"name": n, "path": f} for n, f in zip(report.names, report.files, strict=True)],
         "clusters": report.clusters,
         "notes": report.notes,
-        "comparisons": [_comparison(comparison) for comparison in report.comparisons],
-    }
-
-
-def _comparison(comparison: "Comparison") -> dict[str, Any]:
-    return {
-        "a": comparison.names[0],
-        "b": comparison.names[1],
-        "verdict": comparison.verdict,
-        "equal": comparison.equal,
-        "sentence": str(comparison),
-        "cause": comparison.cause,
-        "tensors": comparison.tensors,
-        "values": comparison.values,
-        "bytes": comparison.bytes,
-        "differences": [
-            {"layer": d.layer} | {key: _finite(value) for key, value in asdict(d).items()}
-            for d in comparison.differences
+        "comparisons": [
+            {
+                "a": comparison.names[0],
+                "b": comparison.names[1],
+                "verdict": comparison.verdict,
+                "equal": comparison.equal,
+                "sentence": str(comparison),
+                "cause": comparison.cause,
+                "tensors": comparison.tensors,
+                "values": comparison.values,
+                "bytes": comparison.bytes,
+                "differences": finite([{"layer": d.layer} | asdict(d) for d in comparison.differences]),
+            }
+            for comparison in report.comparisons
         ],
     }
-
-
-def _finite(value: object) -> object:
-    """JSON has no infinity: null stands for it."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _bold(text: str) -> str:
-    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
-    return text if plain else click.style(text, bold=True)

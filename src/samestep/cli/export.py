@@ -1,24 +1,34 @@
-"""`samestep export` writes the plain weights of a checkpoint, for a program that never heard of samestep."""
+"""`samestep export` writes the plain weights of a checkpoint, for programs that do not use samestep."""
 
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
 
+from samestep.cli.output import HELP
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
 from samestep.text import printable
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=HELP)
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
-    "--part", default="model", show_default=True, help="Which part of the state; a dot goes deeper."
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write.",
 )
-@click.option("--force", is_flag=True, help="Replace the output if it exists.")
+@click.option("--part", default="model", show_default=True, help="Part of the state; a dot separates levels.")
+@click.option("--force", is_flag=True, help="Replace the output file.")
 def command(source: Path, output: Path, part: str, force: bool) -> None:
-    """Write the weights in SOURCE, a checkpoint or a directory of them, to a .safetensors or .pt file."""
+    """Write the weights in SOURCE, a checkpoint or a directory of them, to a .safetensors or .pt file.
+
+    \b
+    samestep export runs/checkpoints -o model.safetensors
+    samestep export runs/checkpoints -o weights.pt --part ema.model
+    """
     if output.suffix not in (".safetensors", ".pt"):
         raise click.UsageError(f"{output} ends in neither .safetensors nor .pt; choose one of them")
     if output.exists() and not force:

@@ -1,4 +1,4 @@
-"""`samestep logs`: a run's output by rank, from its files; -f goes on until the run is over."""
+"""`samestep logs`: shows a run's output by rank, from its files; -f follows it until the run is over."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from samestep.cli.output import HELP, errors_of
 from samestep.errors import UsageError
 from samestep.measure.runs import Run, find_run, log_of, read_run
 
@@ -15,19 +16,25 @@ _LOOK_S = 0.2
 _CHUNK = 1 << 16
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=HELP)
 @click.argument("run", required=False)
-@click.option("--rank", "ranks", metavar="0,2|all", default="0", show_default=True, help="Whose output.")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run is over.")
+@click.option(
+    "--rank", "ranks", metavar="0,2|all", default="0", show_default=True, help="Ranks whose output is shown."
+)
+@click.option("-f", "--follow", is_flag=True, help="Follow the output until the run is over.")
 def command(run: str | None, ranks: str, follow: bool) -> None:
-    """Show the output of RUN (a directory, or a name that `samestep runs` lists); the newest by default."""
-    try:
+    """Show the output of RUN.
+
+    \b
+    samestep logs
+    samestep logs -f --rank all runs/1120-2023
+
+    RUN is a directory, or a name that `samestep runs` lists  [the newest].
+    """
+    with errors_of("logs"):
         found = find_run(run)
         # a batch job's ranks write to one file
-        paths = {path: rank for rank in _chosen(found, ranks) for path in [log_of(found, rank)]}
-    except UsageError as error:
-        click.echo(f"samestep logs: {error}", err=True)
-        raise SystemExit(2) from None
+        paths = {log_of(found, rank): rank for rank in _chosen(found, ranks)}
     marks = [f"[rank {rank}] ".encode() if len(paths) > 1 else b"" for rank in paths.values()]
     tails = [Tail(path, mark) for path, mark in zip(paths, marks, strict=True)]
     try:
@@ -39,14 +46,14 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
 
 
 class Tail:
-    """What of a file was not shown yet."""
+    """The part of a file that was not shown yet."""
 
     def __init__(self, path: Path, prefix: bytes) -> None:
         self._path, self._prefix = path, prefix
         self._shown, self._rest = 0, b""
 
     def more(self, is_last: bool) -> bool:
-        """Show what is new, by whole lines where it is marked; False where nothing was."""
+        """Show what is new, with a prefix only complete lines; False where nothing is new."""
         with self._path.open("rb") as file:
             file.seek(self._shown)
             data = file.read(_CHUNK)
@@ -63,7 +70,7 @@ class Tail:
 
 def _show(run: Run, tails: list[Tail], follow: bool) -> None:
     while True:
-        # Whether it is over is asked first: what was written before its end is then read after.
+        # Asked before reading, so that what the run wrote before its end is read too.
         is_last = not follow or (read_run(run.path) or run).is_over
         more = True
         while more:
@@ -77,5 +84,5 @@ def _chosen(run: Run, text: str) -> list[int]:
     if text == "all":
         return list(run.logs) or [0]
     if not re.fullmatch(r"[0-9]{1,7}(,[0-9]{1,7})*", text):
-        raise UsageError(f"--rank {text} is no list of ranks; write all, or ranks such as 0,2")
+        raise UsageError(f"--rank {text} is not a list of ranks; write all, or ranks such as 0,2")
     return [int(part) for part in text.split(",")]

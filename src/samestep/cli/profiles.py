@@ -1,4 +1,4 @@
-"""`samestep profiles`: what jobs can be submitted as."""
+"""`samestep profiles`: lists the profiles of jobs, or explains one."""
 
 import json
 import os
@@ -6,19 +6,25 @@ from dataclasses import asdict
 
 import click
 
+from samestep.cli.output import HELP, print_json
 from samestep.errors import UsageError
 from samestep.start.profiles import MEANS, Profile, load_profile, profile_paths
 from samestep.start.slurm import Job
+from samestep.text import counted
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.command(context_settings=HELP)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.argument("name", required=False)
 def command(as_json: bool, name: str | None) -> None:
-    """List the profiles that `samestep submit --profile` takes, or explain the one called NAME.
+    """List the profiles that `samestep submit --profile` takes, or explain profile NAME.
 
-    A file NAME.toml in $SAMESTEP_PROFILES or in $XDG_CONFIG_HOME/samestep/profiles (~/.config) adds one; with
-    `base = "idris-v100"` it says only what differs from that one, also where it has that name itself.
+    \b
+    samestep profiles
+    samestep profiles idris-v100
+
+    A file NAME.toml in $SAMESTEP_PROFILES or $XDG_CONFIG_HOME/samestep/profiles (~/.config) adds a profile. With
+    `base = "idris-v100"` it contains only the differences from that profile, whose name it may have.
     """
     paths = profile_paths(os.environ)
     found, code = {}, 0
@@ -32,7 +38,7 @@ def command(as_json: bool, name: str | None) -> None:
         raise SystemExit(code)
     if as_json:
         profiles = {one: {"path": str(paths[one]), **asdict(profile)} for one, profile in found.items()}
-        click.echo(json.dumps({"schema_version": 1, "profiles": profiles}))
+        print_json({"profiles": profiles})
     elif name:
         _explain(found[name])
         click.echo(paths[name])
@@ -46,7 +52,7 @@ def command(as_json: bool, name: str | None) -> None:
 def _shape(profile: Profile) -> str:
     job = Job(profile, "script.py")
     cores = f", {job.cores} cores each" if job.cores else ""
-    return f"{job.tasks} {'process' if job.tasks == 1 else 'processes'} a node{cores}"
+    return f"{counted(job.tasks, 'process')} a node{cores}"
 
 
 def _explain(profile: Profile) -> None:

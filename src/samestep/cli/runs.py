@@ -1,23 +1,28 @@
-"""`samestep runs`: what was run, the newest first, read from files alone."""
+"""`samestep runs`: lists what was run, the newest first, from files alone."""
 
-import json
 import time
 from typing import Any
 
 import click
 
+from samestep.cli.output import HELP, print_json
 from samestep.measure.runs import list_runs, root_of
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=HELP)
 @click.argument("directory", required=False)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, with a schema_version.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(directory: str | None, as_json: bool) -> None:
-    """List the runs in DIRECTORY [$SAMESTEP_RUN_DIR, ./runs], the newest first."""
+    """List the runs in DIRECTORY  [$SAMESTEP_RUN_DIR, ./runs], the newest first.
+
+    \b
+    samestep runs
+    samestep runs /scratch/runs --json
+    """
     root = root_of(directory)
     rows = [run.facts() for run in list_runs(root)]
     if as_json:
-        click.echo(json.dumps({"schema_version": 1, "runs": rows}))
+        print_json({"runs": rows})
         return
     if not rows:
         click.echo(f"no runs in {root}")

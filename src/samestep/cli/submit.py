@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from samestep.cli.output import HELP, errors_of
 from samestep.errors import UsageError
 from samestep.rundir import better_place
 from samestep.start.profiles import MEANS, Profile, load_profile
@@ -29,17 +30,19 @@ def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(context_settings=HELP | {"allow_interspersed_args": False})
 @click.option("--profile", default="gpu-node", show_default=True, help="See `samestep profiles`.")
 @_profile_options
 @click.option("--requeue/--no-requeue", default=None, help=MEANS["requeue"])
 @click.option("--launcher", type=click.Choice(LAUNCHERS), help="What starts the processes  [srun]")
-@click.option("--array", help="Elements of a job array, each a run of its own.")
-@click.option("--array-gang", "gang", is_flag=True, help="One run whose ranks are an array's elements.")
+@click.option("--array", help="Job array, such as 0-3: each element is a run of its own.")
+@click.option(
+    "--array-gang", "gang", is_flag=True, help="One run whose ranks are the elements of the job array."
+)
 @click.option("--name", help="The job's name  [the script's]")
-@click.option("--run-dir", metavar="DIR", help="Where script and output go  [SAMESTEP_RUN_DIR; ./runs]")
-@click.option("-m", "module", is_flag=True, help="The script is a module's name, as in python -m.")
-@click.option("--dry-run", is_flag=True, help="Print the batch script, and do nothing.")
+@click.option("--run-dir", metavar="DIR", help="Where script and output go  [$SAMESTEP_RUN_DIR, ./runs]")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -54,7 +57,7 @@ def command(
     args: tuple[str, ...],
     **given: Any,
 ) -> None:
-    """Submit SCRIPT to Slurm, one process for each device; options go over the profile's.
+    """Submit SCRIPT to Slurm, one process for each device; an option replaces the profile's.
 
     \b
     samestep submit --dry-run train.py --epochs 10
@@ -62,7 +65,7 @@ def command(
     samestep submit --array 0-3 --gpus-per-node 1 train.py
     """
     folder = run_dir or os.environ.get("SAMESTEP_RUN_DIR")
-    try:
+    with errors_of("submit"):
         chosen = _over(load_profile(profile, os.environ), given)
         _check_there(chosen, script, module)
         job = Job(chosen, script, args, name, module, array, gang, folder)
@@ -76,25 +79,17 @@ def command(
         path = write_script(job, said)
         click.echo(f"wrote {path}")
         number = submit(path)
-    except UsageError as error:
-        click.echo(f"samestep submit: {error}", err=True)
-        raise SystemExit(2) from None
-    except OSError as error:
-        click.echo(
-            f"samestep submit: {job.folder} cannot be written ({(error.strerror or '').lower()})", err=True
-        )
-        raise SystemExit(1) from None
     click.echo(f"job {number}; follow it with `tail -F {shlex.quote(output_of(job, number))}`")
 
 
 def _check_there(profile: Profile, script: str, module: bool) -> None:
-    """A mistyped name is better found now than after hours in the queue."""
+    """Find a mistyped name now, not after hours in the queue."""
     if not (module or profile.container or profile.setup or script.startswith("-") or Path(script).is_file()):
         raise UsageError(f"script {script!r} is not in {Path.cwd()}; write its path")
 
 
 def _over(profile: Profile, given: dict[str, Any]) -> Profile:
-    """The profile with what was given over it; modules, set-up, variables and options add to its own."""
+    """The profile with the given options in it; modules, set-up, variables and options are added to its own."""
     pairs = [pair.partition("=") for pair in given.pop("env")]
     for name, equals, _ in pairs:
         if not equals:
@@ -103,4 +98,4 @@ def _over(profile: Profile, given: dict[str, Any]) -> Profile:
         key: (*getattr(profile, key), *given.pop(key)) for key in ("modules", "setup", "options")
     }
     changed["env"] = {**(profile.env or {}), **{name: value for name, _, value in pairs}}
-    return replace(profile, **changed, **{key: one for key, one in given.items() if one is not None})
+    return replace(profile, **changed, **{key: value for key, value in given.items() if value is not None})
