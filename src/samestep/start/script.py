@@ -31,7 +31,7 @@ from samestep.start.output import Log, Terminal
 from samestep.start.port import hold_port
 from samestep.start.signals import PASSED_ON, Signals
 from samestep.start.supervise import Gang, Outcome
-from samestep.start.worker import Guardian, Order
+from samestep.start.worker import Guardian, Order, fill_standard_descriptors
 from samestep.text import reason_of
 
 _SAME_PLACE_S = 10
@@ -58,6 +58,7 @@ class Script:
 
 def run_script(script: Script) -> int:
     """Run it, say how it ended, and give the exit code; OSError where it cannot be executed."""
+    fill_standard_descriptors()
     began = time.time()
     with ExitStack() as stack:
         crew = stack.enter_context(closing(Crew(script.where))) if script.where else None

@@ -21,7 +21,7 @@ from samestep.start.output import OUT, Log
 from samestep.start.port import hold_port
 from samestep.start.script import local_placement, worker_env
 from samestep.start.supervise import Gang
-from samestep.start.worker import Guardian, Order, Worker
+from samestep.start.worker import Guardian, Order, Worker, fill_standard_descriptors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,6 +36,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
     if size < 1:
         raise UsageError(f"launch on {size} processes cannot be; use at least 1")
     text = _pickled(fn, args, kwargs)
+    fill_standard_descriptors()
     kills = watch_kills()
     with ExitStack() as stack:
         held, port = hold_port()

@@ -152,7 +152,7 @@ class Worker:
 
 
 def fill_standard_descriptors() -> None:
-    """Where a standard descriptor is closed the next pipe would take its number, and its traffic."""
+    """Open /dev/null where a standard descriptor is closed: the next pipe would take its number."""
     for number in (0, OUT, ERR):
         try:
             os.fstat(number)

@@ -1,0 +1,33 @@
+"""A failure is told by the record that the worker left, of this attempt only."""
+
+_SILENT = """
+    import os, samestep
+    world = samestep.init()
+    if world.rank == 1:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+            os._exit(3)
+        raise ValueError("no shard 7")
+    samestep.sum(1)
+"""
+
+
+def test_a_failure_is_told_by_the_workers_record_where_stderr_shows_none(launcher):
+    launcher.write(_SILENT)
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[-5:-2] == [
+        "  train.py:8 in <module>",
+        '    raise ValueError("no shard 7")',
+        "ValueError: no shard 7",
+    ]
+    assert "failed on rank 1 of 2" in err
+
+
+def test_the_record_of_an_earlier_attempt_is_not_believed(launcher):
+    launcher.write(_SILENT)
+    code, _, err = launcher.run("-n", "2", "--max-restarts", "1", "train.py")
+    assert code == 3
+    assert "ValueError: no shard 7): restart 1 of 1" in err
+    assert "no shard 7" not in err[err.index("failed on rank 1 of 2") :]
