@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _start_children_with_default_signals()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
