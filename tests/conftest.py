@@ -27,12 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     _start_children_with_default_signals()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if "_up" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group("cluster"))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give all tests of the cluster to one worker, before xdist reads the groups."""
+    if item.config.pluginmanager.hasplugin("xdist") and "_up" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 @pytest.fixture(scope="session")
