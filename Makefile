@@ -17,7 +17,7 @@ demo: .venv/made
 
 test: .venv/made
 	.ci/setup system
-	.venv/bin/python -m pytest -n 2 --dist loadgroup -m "not alone"; others=$$?; \
+	.venv/bin/python -m pytest -n 2 -m "not alone"; others=$$?; \
 	    .venv/bin/python -m pytest -m alone && exit $$others
 
 check: .venv/made

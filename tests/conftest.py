@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -11,6 +12,9 @@ from forked import Nest
 
 _NEEDS = {"slurm", "mpi", "root"}
 _MARK = "STARTED_BY_TESTS"
+_CLUSTER = "tests/cluster/"
+# What takes long: two workers that begin with it end at about the same time.
+_BEGUN_FIRST = (_CLUSTER, "tests/train/checkpoint/", "tests/train/group/", "tests/start/", "tests/verify/")
 _OFTEN_IGNORED = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -27,10 +31,21 @@ def pytest_configure(config: pytest.Config) -> None:
     _start_children_with_default_signals()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Give all tests of the cluster to one worker, before xdist reads the groups."""
-    if item.config.pluginmanager.hasplugin("xdist") and "_up" in getattr(item, "fixturenames", ()):
-        item.add_marker(pytest.mark.xdist_group("cluster"))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(_BEGUN_FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Give each worker a file at a time, and one of them all of the cluster, which is there once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _CLUSTER if nodeid.startswith(_CLUSTER) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -110,25 +110,26 @@ def run(nest, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def _pool(request: pytest.FixtureRequest, nest: Nest) -> Iterator[Pool]:
-    pool = Pool(int(request.param), nest)
-    yield pool
-    pool.stop()
+def _pools(nest: Nest) -> Iterator[dict[int, Pool]]:
+    """The pools that tests have asked for, by size; each lives until the end."""
+    pools: dict[int, Pool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.stop()
 
 
 @pytest.fixture
-def world(_pool: Pool) -> Pool:
+def world(request: pytest.FixtureRequest, _pools: dict[int, Pool], nest: Nest) -> Pool:
     """Here the ranks; in the test itself, on each of them, its World."""
-    return _pool
+    size = int(request.param)
+    return _pools.setdefault(size, Pool(size, nest))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("sizes")
         sizes = mark.args if mark else (1, 2, 3)
-        metafunc.parametrize(
-            "_pool", sizes, indirect=True, scope="session", ids=[f"{one}-ranks" for one in sizes]
-        )
+        metafunc.parametrize("world", sizes, indirect=True, ids=[f"{size}-ranks" for size in sizes])
 
 
 def pytest_configure(config: pytest.Config) -> None:
