@@ -42,7 +42,7 @@ def _process(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("files", "code", "out", "err"),
     [
-        ((A, C), 0, "same to the bit (7 tensors, 232 bytes)\n", "names are compared without `module.`"),
+        ((A, C), 0, "same to the bit (7 tensors, 0.2 kB)\n", "names are compared without `module.`"),
         ((A, B), 1, "different: only BatchNorm statistics, 3 of 7 tensors", ""),
         ((A, "nowhere.pt"), 2, "", "nowhere.pt does not exist\n"),
     ],

@@ -119,6 +119,7 @@ def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
         (["nowhere.py"], "nowhere.py is no file"),
         (["-n", "1", "none.py"], "-n 1 is one number of processes"),
         (["-n", "one", "none.py"], "-n one is not a list of numbers"),
+        (["-n", "1,0", "none.py"], "-n 1,0 contains 0 processes"),
     ):
         result = _verify(*arguments)
         assert result.exit_code == 2, result.output

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import HELP
+from samestep.cli.output import HELP, numbers
 from samestep.errors import RankMissing, RanksDiffer, UsageError
 from samestep.placement.cores import cores
 from samestep.placement.place import place
@@ -127,6 +127,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             if options[name.removeprefix("--").replace("-", "_")]:
                 raise UsageError(f"{name} is not offered: {why}; leave it out")
         where = _where(options, script)
+        codes = options["restart_on"]
         env, size = _size(options, where.number if where else 0)
         code = run_script(
             Script(
@@ -139,7 +140,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
                 env={**env, **({"TORCHELASTIC_RUN_ID": options["rdzv_id"]} if options["rdzv_id"] else {})},
                 address=options["master_addr"] or "127.0.0.1",
                 port=options["master_port"],
-                restart_on=_codes(options["restart_on"]),
+                restart_on=frozenset(numbers("--restart-on", codes, "exit codes") if codes else ()),
                 max_restarts=_restarts(options),
                 patience_s=options["shutdown_timeout"],
                 signals=_signals(options["signals_to_handle"]),
@@ -255,22 +256,10 @@ def _shown(options: Mapping[str, Any], known: int | None) -> Container[int]:
 def _ranks(option: str, text: str | None, size: int) -> list[int]:
     if text is None:
         return [0] if option == "--tee" else list(range(size))
-    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
-        raise UsageError(f"{option} {text} is not a list of ranks; write ranks such as 0,1")
-    ranks = [int(part) for part in text.split(",")]
+    ranks = numbers(option, text, "ranks")
     if max(ranks) >= size:
         raise UsageError(f"{option} {text} names rank {max(ranks)}, but there are {size}; count from 0")
     return ranks
-
-
-def _codes(text: str | None) -> frozenset[int]:
-    if text is None:
-        return frozenset()
-    if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", text):
-        raise UsageError(
-            f"--restart-on {text} is not a list of exit codes; write for instance --restart-on 75"
-        )
-    return frozenset(int(part) for part in text.split(","))
 
 
 def _restarts(options: Mapping[str, Any]) -> int:
