@@ -87,7 +87,6 @@ class Tree:
 
     def _test(self, folder: Path, known: Known | None) -> int:
         os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(self.home)
         sys.path[0] = str(self.home / "src")
         os.environ |= {"PYTHONPATH": sys.path[0], "PYTHONDONTWRITEBYTECODE": "1", _MARK: str(self.home)}
@@ -225,12 +224,7 @@ def main() -> int:
     print(
         f"seed {args.seed}: {len(chosen)} of {len(every)} mutants, {len(chosen) - len(tried)} known as equivalent"
     )
-    possible = {(str(edit.path), edit.removed, edit.added) for edit in every}
-    for path, removed, _ in sorted(alike.keys() - possible):
-        if path in {str(edit.path) for edit in every}:
-            print(f"no edit any more, take it out of {EQUIVALENT.name}: {path}: {removed}")
     preload()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as base:
         trees = [Tree(Path(base, str(number))) for number in range(args.jobs)]

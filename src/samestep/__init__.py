@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from samestep.train.checkpoint.save import save as save
     from samestep.train.data.loader import loader as loader
     from samestep.train.data.steps import steps as steps
-    from samestep.train.group.totals import gather as gather
-    from samestep.train.group.totals import mean as mean
-    from samestep.train.group.totals import sum as sum
     from samestep.train.group.world import World as World
     from samestep.train.group.world import first as first
     from samestep.train.group.world import init as init
     from samestep.train.model.replicate import no_sync as no_sync
     from samestep.train.model.replicate import replicate as replicate
+    from samestep.train.totals import gather as gather
+    from samestep.train.totals import mean as mean
+    from samestep.train.totals import sum as sum
 
 __version__ = "0.1.0"
 _HOMES = {
@@ -34,9 +34,9 @@ _HOMES = {
     "no_sync": "train.model.replicate",
     "loader": "train.data.loader",
     "steps": "train.data.steps",
-    "sum": "train.group.totals",
-    "mean": "train.group.totals",
-    "gather": "train.group.totals",
+    "sum": "train.totals",
+    "mean": "train.totals",
+    "gather": "train.totals",
     "Checkpoint": "train.checkpoint.checkpoint",
     "save": "train.checkpoint.save",
     "load": "train.checkpoint.save",

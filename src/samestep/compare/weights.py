@@ -3,7 +3,7 @@
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,11 @@ def read(path: str | Path) -> Weights:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or printable(error)})") from None
     except Exception as error:
         raise CheckpointError(f"{path} {_why(error)}") from None
-    _check_values(path, flat)
+    if not flat:
+        raise CheckpointError(f"{path} holds no tensor and no value")
+    for name, value in flat.items():
+        if isinstance(value, Tensor):
+            _bounded(path, name, value)
     return Weights(path, state)
 
 
@@ -90,15 +94,7 @@ def _load(path: Path) -> object:
     )
 
 
-def _check_values(path: Path, flat: Mapping[str, object]) -> None:
-    if not flat:
-        raise CheckpointError(f"{path} holds no tensor and no value")
-    for name, value in flat.items():
-        if isinstance(value, Tensor):
-            _check_size(path, name, value)
-
-
-def _check_size(path: Path, name: str, tensor: Tensor) -> None:
+def _bounded(path: Path, name: str, tensor: Tensor) -> None:
     """A tensor must have its data, and no more of it than its file; an expanded one may claim any size."""
     if tensor.is_nested:
         raise CheckpointError(f"{path} holds {name} as a nested tensor, which has no shape; save its parts")

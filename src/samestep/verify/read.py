@@ -12,8 +12,6 @@ from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from samestep.text import counted
-
 if TYPE_CHECKING:
     from samestep.measure.trial import Result
 
@@ -79,7 +77,7 @@ class Run:
 
     @property
     def processes(self) -> str:
-        return counted(self.size, "process")
+        return in_words(self.size)
 
     @property
     def steps(self) -> list[Step]:
@@ -141,6 +139,11 @@ def read_record(directory: Path, size: int, result: "Result") -> Run:
     printed = [result.printed(rank) for rank in range(size)]
     state = state_path(directory)
     return Run(size, result.code, [*ranks], [*facts], state, printed, result.failure or result.text)
+
+
+def in_words(size: int) -> str:
+    """1 process; 2 processes."""
+    return "1 process" if size == 1 else f"{size} processes"
 
 
 def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any]]:

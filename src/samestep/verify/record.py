@@ -12,7 +12,6 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from samestep.state.directory import Vault
-from samestep.train.data import share
-from samestep.train.data.loader import Loader
 from samestep.train.digest import digests
 from samestep.train.group import world
 from samestep.train.group.control import users_line
 from samestep.train.model.batchnorm import Synced
-from samestep.train.model.exact import ExactReplica
 from samestep.train.model.replica import replica_of
+from samestep.train.step import Pass, Share, Spine
 from samestep.verify.loss import reduction_of
 from samestep.verify.read import Digest, Step, record_path, state_path
 
@@ -210,7 +207,7 @@ class Recorder:
 
 
 def _is_parallel() -> bool:
-    return world._world is not None or dist.is_initialized()
+    return world._group is not None or dist.is_initialized()
 
 
 def _is_ours(loader: DataLoader[Any]) -> bool:
@@ -220,28 +217,33 @@ def _is_ours(loader: DataLoader[Any]) -> bool:
 
 def _current_share() -> dict[str, Any]:
     """What of the current batch is this rank's; nothing outside of samestep's loaders."""
-    current = share.current()
+    current = world._group.the(Spine).at_hand if world._group is not None else None
     if current is None or not current.all:
         return {}
-    shared = {"mine": current.mine, "all": current.all, "samples": current.samples.tolist()}
-    if isinstance(current.of, Loader):
-        sampler = current.of.sampler
-        shared |= {"epoch": current.of.epoch, "sampler": None if sampler is None else type(sampler).__name__}
-    return shared
+    sampler = current.of.of.sampler
+    return {
+        "mine": current.mine,
+        "all": current.all,
+        "samples": current.samples.tolist(),
+        "epoch": current.of.epoch,
+        "sampler": None if sampler is None else type(sampler).__name__,
+    }
 
 
 def _watch_batches(heard: Callable[[Any], None]) -> None:
     """Have `heard` called with each batch before the loop gets it, and with None after the last."""
-    original = Loader._pass
+    hand_out, leave_pass = Spine.hand_out, Spine.leave_pass
 
-    def watched(loader: Loader, training: bool) -> Iterator[Any]:
-        with closing(original(loader, training)) as batches:  # type: ignore[type-var]
-            for batch in batches:
-                heard(batch)
-                yield batch
+    def watched(spine: Spine, share: Share, batch: Any = None) -> None:
+        hand_out(spine, share, batch)
+        if share.microbatch is None:
+            heard(batch)
+
+    def left(spine: Spine, passed: Pass) -> None:
+        leave_pass(spine, passed)
         heard(None)
 
-    Loader._pass = watched  # type: ignore[assignment,method-assign]
+    Spine.hand_out, Spine.leave_pass = watched, left  # type: ignore[assignment,method-assign]
 
 
 def _move_checkpoints(directory: Path) -> None:
@@ -266,7 +268,7 @@ def _described(root: torch.nn.Module) -> dict[str, Any]:
     return {
         "kind": type(root).__name__,
         "replicated": replica is not None or isinstance(root, DistributedDataParallel),
-        "exact": isinstance(replica, ExactReplica),
+        "exact": replica is not None and replica.exchange.needs_microbatches,
         "batchnorm": norms,
         "dropout": [
             name for name, inner in root.named_modules() if isinstance(inner, _DropoutNd) and inner.p

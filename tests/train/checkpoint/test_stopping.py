@@ -146,7 +146,7 @@ def test_a_signal_during_a_commit_waits_for_it_and_commits_the_newer_step(loop, 
             time.sleep(0.2)
             if number == 2:
                 run.commit()
-                assert world.rank or run._writer.is_alive()
+                assert world.rank or run._writer.is_writing
                 hear(rank=world.size - 1)
         """,
         size,

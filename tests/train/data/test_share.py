@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from samestep import UsageError
+from samestep.train import step as spine
 from samestep.train.data import share
 
 CASES = 10_000
@@ -94,7 +95,7 @@ def test_the_order_of_a_seed_stays_what_it_was_in_earlier_releases():
 def test_cuts_are_contiguous_and_even():
     for count in range(40):
         for size in range(1, 12):
-            cuts = [share.cut(count, size, rank) for rank in range(size)]
+            cuts = [spine.cut(count, size, rank) for rank in range(size)]
             assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts)][:-1]
             assert cuts[-1][1] == count
 
@@ -114,14 +115,3 @@ def test_a_batch_size_that_cannot_be_is_named(batch_size, size, message):
     with pytest.raises(UsageError) as raised:
         share.check_batch_size(batch_size, size)
     assert str(raised.value).startswith(message)
-
-
-def test_inner_loops_end_without_taking_the_outer_one_along():
-    order = torch.arange(4)
-    with share.open_pass("train", order) as outer:
-        outer.take(0, 2, 4, lent=False)
-        with share.open_pass("train", order) as inner:
-            inner.take(0, 2, 4, lent=False)
-            assert share.current() is inner
-        assert share.current() is outer
-    assert share.current() is None

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import UsageError
-from samestep.train.data import share
 from samestep.train.data.share import order
+from samestep.train.step import spine
 
 SAMPLES = 26
 
@@ -96,7 +96,7 @@ def test_a_penalty_an_opaque_output_and_chained_models_have_the_serial_gradient(
     for step, rows in zip(train, order(SAMPLES, 0, 0, True).split(8), strict=True):
         for x, y in step:
             loss = loss_past_the_outputs(models, x, y)
-            (loss * float("nan") if share.current().lent else loss).backward()
+            (loss * float("nan") if spine().at_hand.lent else loss).backward()
         x, y = dataset().tensors
         loss_past_the_outputs(plain, x[rows], y[rows]).backward()
         for model, other in zip(models, plain, strict=True):

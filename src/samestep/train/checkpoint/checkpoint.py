@@ -12,7 +12,6 @@ import platform
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Collection, Mapping
 from datetime import timedelta
@@ -24,21 +23,21 @@ import torch
 
 import samestep
 from samestep.errors import CheckpointError, SamestepError, UsageError
+from samestep.rundir import CHECKPOINTED
 from samestep.state.directory import Vault
 from samestep.train import streams
 from samestep.train.checkpoint import capture as carry
-from samestep.train.checkpoint.stopping import Wishes
+from samestep.train.checkpoint.stopping import StopRequests
+from samestep.train.checkpoint.writer import Writer
 from samestep.train.data.loader import Loader
-from samestep.train.data.share import seed_of
-from samestep.train.group.control import hand_out, meet
-from samestep.train.group.world import at_leaving, init
-from samestep.train.meter import count_on_from
-from samestep.train.model import replicate
-from samestep.train.model.exact import arithmetic, in_exact_run
+from samestep.train.group.group import Group, Member
+from samestep.train.group.world import joined
+from samestep.train.meter import Meter
+from samestep.train.model.arithmetic import arithmetic
+from samestep.train.model.replica import Replicas
 
-STOPPED = 75
 _OWN = "samestep"
-_TALK_SECONDS = 0.5
+_AGREE_SECONDS = 0.5
 _RETRY_SECONDS = 30.0
 _LEAVE_SECONDS = 10.0
 _MEANT = {
@@ -73,7 +72,8 @@ class Checkpoint:
     ) -> None:
         """Collective. A state is committed every so many steps or so much time; parts are what it consists of."""
         self.steps = self._asked_at = 0
-        self._world = init()
+        self._group = joined()
+        self._world = self._group.world
         self._every = _checked_every(every)
         self._accept = {accept} if isinstance(accept, str) else set(accept)
         if unknown := self._accept - set(_MEANT.values()):
@@ -85,18 +85,14 @@ class Checkpoint:
         for one in self._loaders.values():
             one.keep_ledger(self.finish)
         self._vault = Vault(directory, keep)
-        self._wishes = Wishes()
-        self._writer: threading.Thread | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._failure = ""
-        self._committed: list[Any] = [0]
+        self._requests = StopRequests()
+        self._writer = Writer(self._vault, self._world.device, self._note_commit)
         self._commit_seconds = 1.0
         self._told_of_limit = False
-        self._timed_at = self._talked_at = time.monotonic()
-        self._talked_step = self._talk_step = 0
+        self._agreed_at = time.monotonic()
+        self._agreed_step = self._agree_at_step = 0
         self._quiet_until = 0.0
-        _living.append(self)
-        at_leaving(self)
+        self._group.the(_Checkpoints).living.append(self)
 
     def resume(self) -> int:
         """Collective. Go on from the newest good commit; the steps it had done, 0 where there is none."""
@@ -112,7 +108,7 @@ class Checkpoint:
         read_seconds = time.monotonic() - begun
         path, size = (str(found.path), found.path.stat().st_size) if found else ("", 0)
         mine = json.dumps([failure, path, size]).encode()
-        failure, path, size = json.loads(meet("samestep.Checkpoint.resume", mine)[0])
+        failure, path, size = json.loads(self._group.all_gather("samestep.Checkpoint.resume", mine)[0])
         if failure:
             raise CheckpointError(failure)
         if not path:
@@ -126,9 +122,9 @@ class Checkpoint:
             self._note_commit(
                 max(kept if isinstance(kept, float) else 0.0, read_seconds, self._commit_seconds)
             )
-            hand_out(found.path)
+            self._group.hand_out(found.path)
         else:
-            state = _received(size * self._world.local_size)
+            state = _received(size * self._world.local_size, self._group)
         self._go_on_from(state)
         if self._world.rank == 0:
             print(f"samestep: going on after step {self.steps} from {path}", file=sys.stderr)
@@ -137,12 +133,12 @@ class Checkpoint:
     def step(self) -> None:
         """Collective. Say that a step was taken; commits when it is time, stops when that was asked for."""
         self.steps += 1
-        if self.steps < self._quiet_until and self._wishes.heard is None:
+        if self.steps < self._quiet_until and self._requests.heard is None:
             return
         due = isinstance(self._every, int) and self.steps % self._every == 0
         stop = ""
-        if self.steps >= self._talk_step or (self._wishes.heard is not None and self._world.size == 1):
-            stop, timed = self._talk()
+        if self.steps >= self._agree_at_step or (self._requests.heard is not None and self._world.size == 1):
+            stop, timed = self._agree()
             due = due or timed
         if stop:
             self._stop(stop)
@@ -151,17 +147,17 @@ class Checkpoint:
         next_due = (
             self.steps - self.steps % self._every + self._every if isinstance(self._every, int) else math.inf
         )
-        self._quiet_until = min(self._talk_step, next_due)
+        self._quiet_until = min(self._agree_at_step, next_due)
 
     def commit(self, *, wait: bool = False) -> str:
         """Collective. Commit the state now, in the background unless it is waited for; why that failed, or nothing."""
         self._asked_at = self.steps
-        replicate.settle_all()
-        kept = meet("samestep.Checkpoint.commit", streams.capture())
+        self._group.the(Replicas).settle()
+        kept = self._group.all_gather("samestep.Checkpoint.commit", streams.capture())
         if self._world.rank == 0:
             if wait:
-                self._await_writer()
-            if self._writer is None or not self._writer.is_alive():
+                self._writer.wait()
+            if not self._writer.is_writing:
                 self._start_writing(kept)
         return self._outcome() if wait else ""
 
@@ -171,58 +167,66 @@ class Checkpoint:
         What follows the last step, an epoch's own scheduler say, is part of it.
         """
         self._outcome()
-        is_newest = self._committed == self._place()
-        if not int(meet("samestep.Checkpoint.finish", b"%d" % is_newest)[0]):
+        is_newest = self._writer.committed == self._place()
+        if not int(self._group.all_gather("samestep.Checkpoint.finish", b"%d" % is_newest)[0]):
             self.commit(wait=True)
 
-    def leave(self) -> None:
-        self._await_writer()
-        if self._failure:
-            raise CheckpointError(
-                f"{self._failure}; the steps since {self._committed[0]} are in no checkpoint"
-            )
+    def unsaved(self) -> str:
+        """Local. What could not be committed and is lost when this process ends, or nothing."""
+        self._writer.wait()
+        if not self._writer.failure:
+            return ""
+        return f"{self._writer.failure}; the steps since {self._writer.committed[0]} are in no checkpoint"
 
-    def _talk(self) -> tuple[str, bool]:
+    def _agree(self) -> tuple[str, bool]:
         """What all ranks do next: whether to stop, and whether it is time to commit; often enough, not more."""
         now = time.monotonic()
-        pace = (now - self._talked_at) / max(1, self.steps - self._talked_step)
-        self._talked_at, self._talked_step = now, self.steps
+        pace = (now - self._agreed_at) / max(1, self.steps - self._agreed_step)
+        self._agreed_at, self._agreed_step = now, self.steps
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
-        timed = now - self._timed_at >= every
-        quiet = min(_TALK_SECONDS, every if timed else every - (now - self._timed_at))
-        retry = bool(self._failure) and now - self._timed_at >= _RETRY_SECONDS
+        timed = now - self._writer.begun_at >= every
+        quiet = min(_AGREE_SECONDS, every if timed else every - (now - self._writer.begun_at))
+        retry = bool(self._writer.failure) and now - self._writer.begun_at >= _RETRY_SECONDS
         said = {
-            "stop": self._wishes.asked(2 * (self._commit_seconds + pace) + _LEAVE_SECONDS),
+            "stop": self._requests.asked(2 * (self._commit_seconds + pace) + _LEAVE_SECONDS),
             "commit": timed or retry,
             "quiet": max(1, min(1000, int(quiet / max(pace, 1e-9)))),
         }
-        all_said = [json.loads(one) for one in meet("samestep.Checkpoint.step", json.dumps(said).encode())]
-        self._talk_step = self.steps + all_said[0]["quiet"]
+        all_said = [
+            json.loads(one)
+            for one in self._group.all_gather("samestep.Checkpoint.step", json.dumps(said).encode())
+        ]
+        self._agree_at_step = self.steps + all_said[0]["quiet"]
         return next((one["stop"] for one in all_said if one["stop"]), ""), all_said[0]["commit"]
 
     def _stop(self, why: str) -> None:
         # signals came to the newest alone
         here = self._vault.directory
-        others = [one for one in _living if one.steps != one._asked_at and one._vault.directory != here]
+        others = [
+            one
+            for one in self._group.the(_Checkpoints).living
+            if one.steps != one._asked_at and one._vault.directory != here
+        ]
         for one in (*others, self):
             if failure := one.commit(wait=True):
                 raise CheckpointError(failure)
-        self._wishes.fulfilled()
+        self._requests.fulfilled()
         if self._world.rank == 0:
             print(
                 f"samestep: stopped by {why} after step {self.steps}, which is committed in "
                 f"{self._vault.directory}; run it again to go on",
                 file=sys.stderr,
             )
-        raise SystemExit(STOPPED)
+        raise SystemExit(CHECKPOINTED)
 
-    def _start_writing(self, kept: list[bytes]) -> None:
+    def _start_writing(self, streams_of_ranks: list[bytes]) -> None:
+        exact = self._group.the(Replicas).exact
         own = {
             "step": self.steps,
-            # exact ranks draw alike, and what they commit does not tell how many they were
-            "streams": kept[:1] if in_exact_run() else kept,
+            # ranks of an exact run draw alike, and what they commit does not tell how many they were
+            "streams": streams_of_ranks[:1] if exact else streams_of_ranks,
             "facts": self._facts,
-            "arithmetic": arithmetic() if in_exact_run() else None,
+            "arithmetic": arithmetic() if exact else None,
         }
         state = {name: part.state_dict() for name, part in self._parts.items()} | {_OWN: own}
         meta = {
@@ -232,51 +236,24 @@ class Checkpoint:
             "size": self._world.size,
             "commit_seconds": self._commit_seconds,
         }
-        bulk = carry.bulk(state)
-        if len(self._buffer) < bulk:
-            pinned = self._world.device.type == "cuda"
-            self._buffer = torch.empty(bulk, dtype=torch.uint8, pin_memory=pinned)
-        packed = carry.pack(state, meta, into=self._buffer)
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._timed_at = time.monotonic()
-        self._writer = threading.Thread(
-            target=self._write, args=(packed, self._place()), name="samestep-commit"
-        )
-        self._writer.start()
-
-    def _write(self, packed: Any, place: list[Any]) -> None:
-        begun = time.monotonic()
-        try:
-            self._vault.commit(packed, place[0])
-        except Exception as error:
-            # also what no one foresaw: a writer that dies must not pass for one that committed
-            if not self._failure:
-                print(f"samestep: {error}; training goes on and tries again", file=sys.stderr)
-            self._failure = str(error) or type(error).__name__
-        else:
-            self._failure, self._committed = "", place
-            self._note_commit(time.monotonic() - begun)
+        self._writer.start(state, meta, self._place())
 
     def _note_commit(self, seconds: float) -> None:
         """How long a commit takes, which a job has to keep free before its time limit."""
         self._commit_seconds = seconds
-        if self._wishes.job_seconds < 2 * seconds + _LEAVE_SECONDS and not self._told_of_limit:
+        if self._requests.job_seconds < 2 * seconds + _LEAVE_SECONDS and not self._told_of_limit:
             self._told_of_limit = True
             print(
                 f"samestep: a commit takes {seconds:.1f} s and this job's time limit is "
-                f"{self._wishes.job_seconds:.0f} s, so next to nothing is trained between two stops; "
+                f"{self._requests.job_seconds:.0f} s, so next to nothing is trained between two stops; "
                 "ask for more --time",
                 file=sys.stderr,
             )
 
     def _outcome(self) -> str:
-        self._await_writer()
-        return meet("samestep.Checkpoint.commit", self._failure.encode())[0].decode()
-
-    def _await_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.join()
+        self._writer.wait()
+        failures = self._group.all_gather("samestep.Checkpoint.commit", self._writer.failure.encode())
+        return failures[0].decode()
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
         own = state[_OWN]
@@ -287,17 +264,17 @@ class Checkpoint:
         for name, part in self._parts.items():
             part.load_state_dict(self._adjusted(name, state[name]))
         self.steps = self._asked_at = int(own["step"])
-        self._committed = self._place()
-        count_on_from(self.steps)
-        self._talked_step = self._talk_step = self.steps
+        self._writer.committed = self._place()
+        self._group.the(Meter).count_on_from(self.steps)
+        self._agreed_step = self._agree_at_step = self.steps
         self._quiet_until = 0.0
         kept, rank = own["streams"], self._world.rank
-        if in_exact_run():
+        if self._group.the(Replicas).exact:
             streams.restore(kept[0])
         elif rank < len(kept):
             streams.restore(kept[rank])
         else:
-            streams.draw_as("rank", rank, seed_of(kept[0].hex()))
+            streams.draw_as("rank", rank, streams.seed_of(kept[0].hex()))
 
     def _adjusted(self, name: str, state: Any) -> Any:
         """A loader's state, whose changed facts are meant; an epoch in another order is begun anew."""
@@ -326,7 +303,7 @@ class Checkpoint:
                         f"the checkpoint's {name} had {what}, not {here}; use the same, or "
                         f"Checkpoint(accept={_MEANT[fact]!r}) where the change is meant"
                     )
-        if own["arithmetic"] and in_exact_run():
+        if own["arithmetic"] and self._group.the(Replicas).exact:
             for fact, here in arithmetic().items():
                 if (then := own["arithmetic"].get(fact)) != here:
                     print(
@@ -335,7 +312,17 @@ class Checkpoint:
                     )
 
 
-_living: list[Checkpoint] = []
+class _Checkpoints(Member):
+    """All of a group: a stop commits each, and none is left while its commit is being written."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.living: list[Checkpoint] = []
+
+    def close(self) -> None:
+        failures = [failure for checkpoint in self.living if (failure := checkpoint.unsaved())]
+        if failures:
+            raise CheckpointError("; ".join(failures))
 
 
 def _read_run(name: str, dir_fd: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -369,13 +356,13 @@ def _checked_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
     return dict(parts)
 
 
-def _received(size: int) -> Any:
+def _received(size: int, group: Group) -> Any:
     # containers often have 64 MB of it, for all ranks of a node together
     memory = "/dev/shm"
     fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > size
     with tempfile.TemporaryDirectory(dir=memory if fits else None) as directory:
         path = Path(directory, "state")
-        hand_out(path)
+        group.hand_out(path)
         return carry.read(path)[0]
 
 

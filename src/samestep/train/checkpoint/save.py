@@ -10,22 +10,21 @@ import torch
 
 from samestep.errors import CheckpointError
 from samestep.files import write_atomically
-from samestep.train.group.control import meet
-from samestep.train.group.world import init
+from samestep.train.group.world import joined
 
 
 def save(path: str | os.PathLike[str], state: Any) -> None:
     """Collective. Rank 0's state in one file for `torch.load`; it is there on every rank's return."""
     failure = ""
-    if init().rank == 0:
+    if joined().world.rank == 0:
         try:
             write_atomically(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
         except Exception as error:  # whatever it is, the others wait to hear of it
             reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
             failure = f"{path} cannot be written ({reason}); what was there is intact"
-    if failure := meet("samestep.save", failure.encode())[0].decode():
+    if failure := joined().all_gather("samestep.save", failure.encode())[0].decode():
         raise CheckpointError(failure)
-    if init().rank == 0:
+    if joined().world.rank == 0:
         _remark_others(path)
 
 

@@ -14,7 +14,7 @@ from samestep.rundir import stop_path, time_up_path
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Wishes:
+class StopRequests:
     """What this process has heard."""
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from samestep.train.data.share import seed_of
 from samestep.train.nested import map_tensors
+from samestep.train.streams import seed_of
 
 Indices = torch.Tensor
 

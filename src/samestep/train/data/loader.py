@@ -5,7 +5,7 @@ import inspect
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from numbers import Integral
 from typing import Any, TypeVar
@@ -18,11 +18,10 @@ from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
 from samestep.train.data.batches import FromMemory, FromWorkers, content, on_device
 from samestep.train.data.order import Order, Sampled
-from samestep.train.group.control import meet
-from samestep.train.group.world import World, init, own_cores
-from samestep.train.meter import count_step
-from samestep.train.model import replicate
-from samestep.train.model.divergence import compare_replicas
+from samestep.train.group.group import Group
+from samestep.train.group.world import joined
+from samestep.train.meter import Meter
+from samestep.train.step import Pass, Share, Spine
 
 Kind = TypeVar("Kind", bound="Loader")
 _OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
@@ -42,23 +41,24 @@ def loader(
 
     Options of torch's DataLoader are passed on; workers default to the cores this process may use.
     """
-    return agree("samestep.loader", Loader(dataset, batch_size, shuffle, drop_last, seed, options, init()))
+    return agree("samestep.loader", Loader(dataset, batch_size, shuffle, drop_last, seed, options, joined()))
 
 
 def agree(call: str, made: Kind) -> Kind:
     """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
     facts = json.dumps([made.facts(), _chosen(made.dataset)]).encode()
-    for rank, other in enumerate(meet(call, facts)):
+    group = joined()
+    for rank, other in enumerate(group.all_gather(call, facts)):
         if other != facts:
             theirs, _ = json.loads(other)
             if theirs == made.facts():
                 raise RanksDiffer(
-                    f"{call} got other samples on rank {init().rank} than on rank {rank}, by the indices of a "
+                    f"{call} got other samples on rank {group.world.rank} than on rank {rank}, by the indices of a "
                     "Subset or by labels; draw the split before replicate, or with a seed of its own"
                 )
             name = next(name for name, value in made.facts().items() if theirs[name] != value)
             raise RanksDiffer(
-                f"{call} got {name} {made.facts()[name]} on rank {init().rank} and {theirs[name]} on rank "
+                f"{call} got {name} {made.facts()[name]} on rank {group.world.rank} and {theirs[name]} on rank "
                 f"{rank}; give every rank the same dataset and options"
             )
     return made
@@ -94,8 +94,9 @@ class Loader:
         drop_last: bool,
         seed: int,
         options: dict[str, Any],
-        world: World,
+        group: Group,
     ) -> None:
+        world = group.world
         batch_size = as_int(batch_size)
         share.check_batch_size(batch_size, world.size)
         if type(seed := as_int(seed)) is not int:
@@ -108,6 +109,8 @@ class Loader:
         self._position = 0
         self._begun = self._remarked = False
         self._ledger = b""
+        self._spine = group.the(Spine)
+        self._spine.subscribe(group.the(Meter))
         self._on_done: list[Callable[[], None]] = []
         self._shuffle = shuffle
         self._seed = seed
@@ -118,7 +121,7 @@ class Loader:
         own = self.sampler is not None
         self._order = Sampled(self.sampler, seed) if own else Order(len(dataset), seed, shuffle)
         self._length = self._order.length
-        self._source = _source(dataset, seed, options, world)
+        self._source = _source(dataset, seed, options, world.device, group.own_cores)
 
     def __len__(self) -> int:
         whole, rest = divmod(self._length, self.batch_size)
@@ -128,7 +131,7 @@ class Loader:
         if self._begun:
             self.epoch, self._position = self.epoch + 1, 0
         self._begun = True
-        return self._pass(replicate.training(self._shuffle))
+        return self._pass(self._spine.is_training(self._shuffle))
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs still to do of count in all; the one this loader is in the middle of comes first."""
@@ -194,12 +197,12 @@ class Loader:
         }
 
     def _pass(self, training: bool) -> Iterator[Any]:
-        """One way through: every rank comes by equally often where it trains.
+        """One way through: in training every rank gets as many batches as the others.
 
-        A rank without a share of a tiny last batch then takes the step on that batch with weight 0; where
-        it does not train, the last batch is filled from the one before, or the rank has nothing to do.
+        A rank without a share of a tiny last batch then takes the step on that batch with weight 0. In evaluation
+        the last batch is filled from the one before, or the rank gets none.
         """
-        epoch, world = self.epoch, self._world
+        world = self._world
         pieces = list(
             share.pieces(
                 self._length,
@@ -213,24 +216,34 @@ class Loader:
         )
         if training and not self._shuffle and pieces and pieces[-1].all < world.size:
             self._remark_lending(pieces[-1].all)
-        mine = [piece for piece in pieces if piece.mine or training]
-        order = self._order.draw(epoch, alike=training)
+        order = self._order.draw(self.epoch, alike=training)
+        this = Pass(self, self.epoch, self._seed, order, training=training)
+        self._spine.begin_pass(this)
+        return self._batches(this, order, pieces)
+
+    def _batches(self, this: Pass, order: torch.Tensor, pieces: Sequence[share.Piece]) -> Iterator[Any]:
+        spine = self._spine
+        mine = [piece for piece in pieces if piece.mine or this.training]
         plan = (
             order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.stop]
             for piece in mine
         )
-        batches = self._on_device(plan, epoch)
-        with share.open_pass(self, order) as this:
-            for piece, batch in zip(mine, batches, strict=True):
-                this.take(piece.mine_start, piece.mine, piece.all, lent=not piece.mine)
-                self._hand_out(order, piece)
-                if training:
-                    compare_replicas(count_step(epoch))
+        try:
+            for piece, batch in zip(mine, self._on_device(plan, this.epoch), strict=True):
+                lent, step = not piece.mine, spine.steps
+                handed_out = Share(
+                    this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step
+                )
+                spine.hand_out(handed_out, batch)
+                self._note(order, piece)
+                spine.begin_step(handed_out)
                 yield batch
-        if pieces:
-            self._position = pieces[-1].stop
-        if training:
-            replicate.settle_all()
+                spine.end_step(handed_out)
+            if pieces:
+                self._position = pieces[-1].stop
+            spine.end_pass(this)
+        finally:
+            spine.leave_pass(this)
 
     def _remark_lending(self, count: int) -> None:
         """It may be an evaluation, in which neither the model nor autograd says so."""
@@ -243,7 +256,8 @@ class Loader:
                 file=sys.stderr,
             )
 
-    def _hand_out(self, order: torch.Tensor, piece: share.Piece) -> None:
+    def _note(self, order: torch.Tensor, piece: share.Piece) -> None:
+        """The samples of this batch are consumed, on all ranks."""
         self._position = piece.stop
         if self._ledger:
             samples = order[piece.start : piece.stop].numpy().tobytes()
@@ -268,7 +282,9 @@ def _check_dataset(dataset: Any) -> None:
         raise UsageError(f"loader got {type(dataset).__name__}, which has no length; give it a __len__")
 
 
-def _source(dataset: Any, seed: int, options: dict[str, Any], world: World) -> FromMemory | FromWorkers:
+def _source(
+    dataset: Any, seed: int, options: dict[str, Any], device: torch.device, own_cores: int
+) -> FromMemory | FromWorkers:
     if refused := options.keys() & _OURS:
         raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
     if unknown := options.keys() - inspect.signature(DataLoader.__init__).parameters.keys():
@@ -276,12 +292,12 @@ def _source(dataset: Any, seed: int, options: dict[str, Any], world: World) -> F
             f"loader knows no option {', '.join(sorted(unknown))}; it takes those of torch's DataLoader"
         )
     # elsewhere there is nothing to pin for, and torch may fail at it
-    pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and world.device.type == "cuda"
+    pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and device.type == "cuda"
     if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
         return FromMemory(dataset, pin)
     if "num_workers" not in options:
         forks = multiprocessing.get_start_method() == "fork"
-        options["num_workers"] = own_cores() - (world.device.type == "cpu") if forks else 0
+        options["num_workers"] = own_cores - (device.type == "cpu") if forks else 0
         if not options["num_workers"]:
             # said of workers, of which a rank with one core has none
             options = {name: value for name, value in options.items() if name not in _OF_WORKERS}

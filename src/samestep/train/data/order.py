@@ -13,8 +13,7 @@ import torch
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train import streams
 from samestep.train.data import share
-from samestep.train.group.control import meet
-from samestep.train.group.world import init
+from samestep.train.group.world import joined
 
 
 class Order:
@@ -72,10 +71,11 @@ class Sampled(Order):
 
     def _compare(self) -> None:
         name = type(self._sampler).__name__
-        for rank, digest in enumerate(meet("samestep.loader's sampler", self._digest.encode())):
+        group = joined()
+        for rank, digest in enumerate(group.all_gather("samestep.loader's sampler", self._digest.encode())):
             if digest.decode() != self._digest:
                 raise RanksDiffer(
-                    f"the sampler, {name}, gives rank {init().rank} another order than rank {rank}, and samestep "
+                    f"the sampler, {name}, gives rank {group.world.rank} another order than rank {rank}, and samestep "
                     "shares the batches of one order; leave it out where it chooses by rank, else seed it alike"
                 )
 
@@ -93,7 +93,7 @@ class Sampled(Order):
         try:
             streams.draw_as("sampler", self._seed, epoch)
             if isinstance(own := getattr(self._sampler, "generator", None), torch.Generator):
-                own.manual_seed(share.seed_of("sampler", self._seed, epoch))
+                own.manual_seed(streams.seed_of("sampler", self._seed, epoch))
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
             if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):

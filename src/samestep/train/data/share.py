@@ -1,27 +1,13 @@
 """Which samples of a step are this rank's: a pure function of length, seed, epoch and step, cut evenly."""
 
-import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from samestep.errors import UsageError
-
-
-def cut(count: int, size: int, rank: int) -> tuple[int, int]:
-    """Where rank's part of count things begins and ends; parts differ by at most one, larger ones first."""
-    small, larger = divmod(count, size)
-    start = rank * small + min(rank, larger)
-    return start, start + small + (rank < larger)
-
-
-def seed_of(*facts: int | str) -> int:
-    """A 63-bit seed that is a function of the facts alone, alike on every machine."""
-    digest = hashlib.blake2b("/".join(map(str, facts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+from samestep.train.step import cut
+from samestep.train.streams import seed_of
 
 
 def order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
@@ -83,90 +69,3 @@ def check_batch_size(batch_size: int, size: int) -> None:
             f"batch_size {batch_size} is smaller than the {size} ranks that share it; "
             f"use at least {size}, or fewer processes"
         )
-
-
-@dataclass(slots=True, eq=False)
-class Pass:
-    """One way through a loader: what this rank was given of the batch at hand, and so far.
-
-    In a step of microbatches, `index` is the one at hand of `count`, None between steps, and `last` is whether
-    it is this rank's last.
-    """
-
-    of: Any
-    order: torch.Tensor
-    start: int = 0
-    mine: int = 0
-    all: int = 0
-    mine_so_far: int = 0
-    lent: bool = False
-    training: bool = False
-    index: int | None = None
-    count: int = 0
-    last: bool = True
-
-    @property
-    def samples(self) -> torch.Tensor:
-        return self.order[self.start : self.start + self.mine]
-
-    def take(self, start: int, mine: int, whole: int, lent: bool) -> None:
-        self.start, self.mine, self.all, self.lent = start, mine, whole, lent
-        self.mine_so_far += mine
-
-
-_open: list[Pass] = []
-_counted: int | None = None
-_inside = 0
-
-
-@contextmanager
-def open_pass(of: object, order: torch.Tensor) -> Iterator[Pass]:
-    """While this is open its share is the current one; an inner pass (evaluation) comes before an outer."""
-    global _counted
-    one = Pass(of, order)
-    _open.append(one)
-    try:
-        yield one
-    finally:
-        _open.remove(one)
-        _counted = one.mine_so_far
-
-
-def current() -> Pass | None:
-    """The pass whose batch is being worked on, None outside every loop."""
-    return _open[-1] if _open else None
-
-
-def weight(size: int) -> float:
-    """What this rank's mean loss counts for in a plain average over ranks: 1.0 where shares are equal."""
-    if not _open or not _open[-1].all:
-        return 1.0
-    return _open[-1].mine * size / _open[-1].all
-
-
-def weight_to_come(size: int) -> float:
-    """What a gradient of this rank's loss is still to be multiplied by: inside of a model that weighs, it was."""
-    return 1.0 if _inside else weight(size)
-
-
-@contextmanager
-def inside_model() -> Iterator[None]:
-    """While this is open, gradients of what is computed come weighed from the model's output."""
-    global _inside
-    _inside += 1
-    try:
-        yield
-    finally:
-        _inside -= 1
-
-
-def unlike() -> bool:
-    """Whether loops within each other give this rank unlike parts of their batches."""
-    return len(_open) > 1 and len({one.mine / one.all for one in _open if one.all}) > 1
-
-
-def counted() -> int | None:
-    """The samples this rank was given: of the batch at hand, or after a loop of the whole pass."""
-    if _open:
-        return _open[-1].mine
-    return _counted

@@ -3,16 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from samestep.errors import UsageError
 from samestep.train.data import share
 from samestep.train.data.loader import Loader, agree, as_int
-from samestep.train.group.world import World, init
-from samestep.train.meter import count_step
-from samestep.train.model import replicate
-from samestep.train.model.divergence import compare_replicas
-from samestep.train.model.exact import in_exact_run
-from samestep.train.model.replica import Replica, replicas
-from samestep.train.streams import draw_as
+from samestep.train.group.group import Group
+from samestep.train.group.world import joined
+from samestep.train.step import Pass, Share, cut
 
 
 def steps(
@@ -31,7 +29,7 @@ def steps(
     mean over the microbatch, undivided.
     """
     return agree(
-        "samestep.steps", Steps(dataset, batch_size, microbatch, shuffle, drop_last, seed, options, init())
+        "samestep.steps", Steps(dataset, batch_size, microbatch, shuffle, drop_last, seed, options, joined())
     )
 
 
@@ -47,65 +45,71 @@ class Steps(Loader):
         drop_last: bool,
         seed: int,
         options: dict[str, Any],
-        world: World,
+        group: Group,
     ) -> None:
         batch_size, microbatch = as_int(batch_size), as_int(microbatch)
-        share.check_batch_size(batch_size, world.size)
+        size = group.world.size
+        share.check_batch_size(batch_size, size)
         if type(microbatch) is not int or not 1 <= microbatch <= batch_size:
             raise UsageError(
                 f"microbatch {microbatch!r} is no part of batch_size {batch_size}; "
                 f"use 1 to {batch_size} samples"
             )
         count = -(-batch_size // microbatch)
-        if count < world.size:
+        if count < size:
             raise UsageError(
                 f"batch_size {batch_size} in microbatches of {microbatch} is {count}, fewer than the "
-                f"{world.size} ranks that share them; use microbatch={batch_size // world.size}, "
-                "or fewer processes"
+                f"{size} ranks that share them; use microbatch={batch_size // size}, or fewer processes"
             )
         self.microbatch = microbatch
-        super().__init__(dataset, batch_size, shuffle, drop_last, seed, options, world)
+        super().__init__(dataset, batch_size, shuffle, drop_last, seed, options, group)
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "microbatch": self.microbatch}
 
     def _pass(self, training: bool) -> Iterator["Step"]:
         """One way through; a rank without a share of a tiny last batch takes it on a lent microbatch."""
-        epoch = self.epoch
-        if training:
-            replicate.weigh_alone()
         pieces = list(
             share.pieces(self._length, self.batch_size, 1, 0, start=self._position, drop_last=self.drop_last)
         )
-        order = self._order.draw(epoch, alike=training)
-        with share.open_pass(self, order) as this:
-            this.training = training
-            made = [Step(self, piece, this, epoch, training) for piece in pieces]
-            plan = (order[start:stop] for step in made for start, stop in step.parts)
-            batches = self._on_device(plan, epoch)
-            for step in made:
-                self._hand_out(order, step.piece)
-                if training:
-                    compare_replicas(count_step(epoch))
+        order = self._order.draw(self.epoch, alike=training)
+        this = Pass(self, self.epoch, self._seed, order, training=training, accumulates=True)
+        self._spine.begin_pass(this)
+        return self._steps(this, order, pieces)
+
+    def _steps(self, this: Pass, order: torch.Tensor, pieces: Sequence[share.Piece]) -> Iterator["Step"]:
+        spine = self._spine
+        steps = [Step(self, this, piece) for piece in pieces]
+        plan = (order[start:stop] for step in steps for start, stop in step.parts)
+        batches = self._on_device(plan, this.epoch)
+        try:
+            for step in steps:
+                self._note(order, step.piece)
+                step.number = spine.steps
+                handed_out = step.share()
+                spine.begin_step(handed_out)
                 step.batches = batches
                 yield step
                 step.skip_rest()
-        if training:
-            replicate.settle_all()
+                spine.end_step(handed_out)
+            spine.end_pass(this)
+        finally:
+            spine.leave_pass(this)
 
 
 class Step:
     """One optimizer step: iterate it once for this rank's microbatches."""
 
     batches: Iterator[Any]
+    number: int
 
-    def __init__(self, of: Steps, piece: share.Piece, this: share.Pass, epoch: int, training: bool) -> None:
+    def __init__(self, of: Steps, this: Pass, piece: share.Piece) -> None:
         world = of._world
         self.piece = piece
-        self.count = -(-piece.all // of.microbatch)
-        self._indices = range(*share.cut(self.count, world.size, world.rank))
-        self._of, self._this, self._epoch, self._training = of, this, epoch, training
-        self._lent = training and not self._indices
+        self._spine, self._pass = of._spine, this
+        self._count = -(-piece.all // of.microbatch)
+        self._indices = range(*cut(self._count, world.size, world.rank))
+        self._lent = this.training and not self._indices
         self.parts = [
             (piece.start + index * of.microbatch, min(piece.start + (index + 1) * of.microbatch, piece.stop))
             for index in self._indices
@@ -121,33 +125,32 @@ class Step:
                 "this step was iterated already; iterate each step once, its microbatches are gone"
             )
         self._taken = True
-        exact = self._training and in_exact_run()
-        held = replicas() if self._training else []
-        for replica in held:
-            replica.begin_step()
-        this = self._this
-        try:
-            yield from self._microbatches(exact, held)
-        finally:
-            this.index = None
-        this.mine = 0 if self._lent else sum(stop - start for start, stop in self.parts)
-        for replica in held:
-            replica.end_step(this)
-        if exact:
-            draw_as(self._of._seed, self._epoch, self.piece.start, "after")
-
-    def _microbatches(self, exact: bool, held: Sequence[Replica]) -> Iterator[Any]:
-        this = self._this
-        for index, (start, stop) in zip(self._indices or range(self._lent), self.parts, strict=True):
+        for at, index in enumerate(self._indices or range(self._lent)):
             self._left -= 1
             batch = next(self.batches)
-            this.index, this.count, this.last = index, self.count, not self._left
-            this.take(start, 0 if self._lent else stop - start, self.piece.all, self._lent)
-            if exact:
-                draw_as(self._of._seed, self._epoch, self.piece.start, index)
+            microbatch = self.share(at, index)
+            self._spine.hand_out(microbatch, batch)
+            self._spine.begin_microbatch(microbatch)
             yield batch
-            for replica in held:
-                replica.end_microbatch(this)
+            self._spine.end_microbatch(microbatch)
+        self._spine.leave_microbatches(self.share())
+
+    def share(self, at: int | None = None, index: int | None = None) -> Share:
+        """This rank's part of the step, or its microbatch number `at`, which is number `index` of all ranks'."""
+        mine = self.parts if at is None else self.parts[at : at + 1]
+        return Share(
+            self._pass,
+            self.piece.start,
+            mine[0][0] if mine else self.piece.start,
+            0 if self._lent else sum(stop - start for start, stop in mine),
+            self.piece.all,
+            lent=self._lent,
+            microbatch=index,
+            microbatches=self._count,
+            first=not at,
+            last=at is None or at == len(self.parts) - 1,
+            step=self.number,
+        )
 
     def skip_rest(self) -> None:
         """What the loop did not take must not be the next step's."""

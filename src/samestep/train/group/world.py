@@ -1,21 +1,17 @@
-"""Who this process is: adopts whatever started it, joins the group of all ranks, and leaves it cleanly."""
+"""Who this process is: adopts whatever started it, and joins the group of all ranks."""
 
 import atexit
-import gc
 import json
-import multiprocessing
 import os
 import platform
 import socket
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,19 +19,25 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import RanksDiffer, SamestepError, UsageError
-from samestep.failure import write_failure
 from samestep.placement.cores import cores
 from samestep.placement.place import Placement, device_index, exports, idle_devices, this_process
 from samestep.rundir import begin_run, start_record
-from samestep.train.group import control as meet
+from samestep.text import name_ranks
 from samestep.train.group import rendezvous
-
-_LEAVE = timedelta(seconds=1)
+from samestep.train.group.control import Control, Store
+from samestep.train.group.group import Group
 
 
 @dataclass(frozen=True)
 class World:
-    """Facts about this process and its run."""
+    """Facts about this process and its run.
+
+    rank, size: the number of this process, and how many there are.
+    local_rank, local_size: the same among the processes of this node.
+    node, nodes: the number of this node, and how many there are.
+    device: where the model and the batches of this process belong.
+    launcher: what started this process: "alone", "samestep", "torchrun", "slurm", "openmpi", …
+    """
 
     rank: int
     size: int
@@ -47,63 +49,101 @@ class World:
     launcher: str
 
 
-_world: World | None = None
-_failed: int | None = None
-_own_cores = 0
-_leavers: weakref.WeakSet[Any] = weakref.WeakSet()
+_group: Group | None = None
 
 
 def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> World:
-    """Collective. Adopts whatever started this process; a world of one under plain `python`."""
-    global _world
-    if _world is not None:
-        return _world
-    if backend is not None:
-        _check_backend(backend)
-    if not isinstance(timeout, timedelta):
-        raise UsageError(f"timeout={timeout!r} is no timedelta; write timedelta(minutes=10)")
+    """Collective. Join the group of all ranks that the launcher started; under plain `python` a group of one.
+
+    Call it first, before the model is made. A second call returns the same World. The process leaves the group by
+    itself when it ends.
+
+    backend: of torch.distributed, such as "gloo" or "nccl"; by default the one for this process's device.
+    timeout: how long a rank waits for the others before it raises RankMissing.
+
+    Returns the World: who this process is. Raises PlacementError where the environment contradicts itself,
+    RanksDiffer where the ranks run other versions, RankMissing where a rank does not come.
+
+        device = samestep.init().device
+        model = Net().to(device)
+    """
+    if _group is None:
+        if backend is not None:
+            _check_backend(backend)
+        if not isinstance(timeout, timedelta):
+            raise UsageError(f"timeout={timeout!r} is no timedelta; write timedelta(minutes=10)")
+        _open(backend, timeout)
+    return joined().world  # type: ignore[no-any-return]
+
+
+@contextmanager
+def first() -> Iterator[None]:
+    """Collective. One process of each node runs the block before the other processes of its node do.
+
+    For a download, or a file that is made once: the first process makes it, the others find it.
+
+        with samestep.first():
+            data = download("data/")
+    """
+    group = joined()
+    if group.world.local_rank == 0:
+        yield
+    group.all_gather("samestep.first")
+    if group.world.local_rank != 0:
+        yield
+
+
+def joined() -> Group:
+    """Collective. The group of this process; the first call joins it."""
+    if _group is None:
+        init()
+    assert _group is not None
+    return _group
+
+
+def close() -> None:
+    """Collective. Leave the group; `init` may join another one later."""
+    global _group
+    if _group is not None:
+        group, _group = _group, None
+        group.close()
+
+
+def _open(backend: str | None, timeout: timedelta) -> None:
+    global _group
+    atexit.unregister(_leave)
     atexit.register(_leave, os.getpid())
-    here, store = this_process(), None
+    before = dict(os.environ)
+    here, store, control = this_process(), None, None
     if here.size > 1 and not dist.is_initialized():
         here, store = rendezvous.find(here, timeout)
     device = _take_device(here)
     if here.rank == 0 and here.launcher == "slurm":
         _begin_run(here)
+    own_cores = len(cores())
     if here.size > 1:
         os.environ.update(exports(here, os.environ))
-        _join(here, store, device, backend, timeout)
+        control, own_cores = _join(here, store, device, backend, timeout)
     if here.rank == 0:
         for note in here.notes:
             print(f"samestep: {note}", file=sys.stderr)
-    _world = World(
-        here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes, device, here.launcher
-    )
-    return _world
+    facts = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
+    changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
+    _group = Group(World(*facts, device, here.launcher), control, own_cores, changed)
 
 
-@contextmanager
-def first() -> Iterator[None]:
-    """Collective. One process of each node goes through the block before the others of its node."""
-    world = init()
-    if world.local_rank == 0:
-        yield
-    meet.meet("samestep.first")
-    if world.local_rank != 0:
-        yield
-
-
-def own_cores() -> int:
-    """How many cores this process need not share with another rank."""
-    return _own_cores or len(cores())
-
-
-def at_leaving(thing: Any) -> None:
-    """Have thing.leave() called before this process leaves the group."""
-    _leavers.add(thing)
+def _leave(pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    if _group is not None:
+        _group.leave()
+    elif dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def _take_device(here: Placement) -> torch.device:
-    """The device of this process, chosen before any group is made: NCCL binds to the current one."""
+    """The device of this process, chosen before any group is made: NCCL binds to the current device."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or (kind.type == "mps" and here.size > 1):
         return torch.device("cpu")
@@ -136,12 +176,15 @@ def _check_backend(backend: str) -> None:
             raise UsageError(f"backend {name!r} is not in this build of torch; use one of {', '.join(known)}")
 
 
-def _join(here: Placement, found: Any, device: torch.device, backend: str | None, timeout: timedelta) -> None:
+def _join(
+    here: Placement, found: Any, device: torch.device, backend: str | None, timeout: timedelta
+) -> tuple[Control, int]:
+    """The control channel, and how many cores this process shares with no other rank."""
     backend = backend or dist.get_default_backend_for_device(device)
     _check_backend(backend)
     of_nccl = device.type == "cuda" and "nccl" in backend
     facts = json.dumps(_facts(here, device if of_nccl else None))
-    store: meet.Store | None = None
+    store: Store | None = None
     if found is not None:
         _check_alike(found, here.rank, here.size, facts, timeout)
         dist.init_process_group(
@@ -152,15 +195,17 @@ def _join(here: Placement, found: Any, device: torch.device, backend: str | None
             timeout=timeout,
             device_id=device if of_nccl else None,
         )
-        store = dist.PrefixStore("samestep/meet", found)  # type: ignore[attr-defined]
+        store = dist.PrefixStore("samestep/control", found)  # type: ignore[attr-defined]
     group = dist.new_group(backend="gloo", timeout=timeout)
-    meet.sit_down(group, store, here.rank, here.size, timeout)
-    ranks = [json.loads(one) for one in meet.meet("samestep.init", facts.encode())]
+    control = Control(group, store, here.rank, here.size, timeout)
+    ranks = [json.loads(fact) for fact in control.all_gather("samestep.init", facts.encode(), None)]
     if found is None and (objection := _objection(ranks)):
         raise objection
     mine = ranks[here.rank]
-    _set_threads(here, sum((one["node"], one["cores"]) == (mine["node"], mine["cores"]) for one in ranks))
-    _watch_failure()
+    sharing = sum((rank["node"], rank["cores"]) == (mine["node"], mine["cores"]) for rank in ranks)
+    own_cores = max(1, len(cores()) // sharing)
+    _set_threads(here, own_cores)
+    return control, own_cores
 
 
 def _facts(here: Placement, device: torch.device | None) -> dict[str, Any]:
@@ -177,24 +222,24 @@ def _facts(here: Placement, device: torch.device | None) -> dict[str, Any]:
 
 
 def _check_alike(found: Any, rank: int, size: int, facts: str, timeout: timedelta) -> None:
-    """Collective. Before the group is made: at other versions, or two on a device, NCCL fails in its own words."""
+    """Collective. Done before the group is made: NCCL names neither unlike versions nor a shared device."""
     store = dist.PrefixStore("samestep/facts", found)  # type: ignore[attr-defined]
     store.set(str(rank), facts)
 
     def everyones(name: str) -> list[str]:
-        keys = [f"{name}{one}" for one in range(size)]
+        keys = [f"{name}{rank}" for rank in range(size)]
         store.wait(keys, timeout)
         return keys
 
     def objection() -> SamestepError | None:
-        return _objection([json.loads(one) for one in store.multi_get(everyones(""))])
+        return _objection([json.loads(fact) for fact in store.multi_get(everyones(""))])
 
     if rank == 0:
         store.set("alike", "no" if objection() else "yes")
     store.wait(["alike"], timeout)
     if store.get("alike") == b"no" and (error := objection()):
         store.set(f"told {rank}", "")
-        if rank == 0:  # whose end is the store's
+        if rank == 0:  # rank 0 hosts the store and must exit last
             with suppress(RuntimeError):
                 everyones("told ")
         raise error
@@ -203,81 +248,28 @@ def _check_alike(found: Any, rank: int, size: int, facts: str, timeout: timedelt
 def _objection(ranks: Sequence[Mapping[str, Any]]) -> SamestepError | None:
     """Why these processes cannot be one world, if so."""
     for fact in ("torch", "samestep", "python"):
-        for rank, one in enumerate(ranks):
-            if one[fact] != ranks[0][fact]:
+        for rank, facts in enumerate(ranks):
+            if facts[fact] != ranks[0][fact]:
                 return RanksDiffer(
-                    f"{fact} is {ranks[0][fact]} on rank 0 ({ranks[0]['host']}) and {one[fact]} on rank {rank} "
-                    f"({one['host']}); start every rank from the same environment"
+                    f"{fact} is {ranks[0][fact]} on rank 0 ({ranks[0]['host']}) and {facts[fact]} on rank {rank} "
+                    f"({facts['host']}); start every rank from the same environment"
                 )
     holders: dict[Any, list[int]] = {}
-    for rank, one in enumerate(ranks):
-        if one["device"]:
-            holders.setdefault((one["node"], one["device"][1]), []).append(rank)
+    for rank, facts in enumerate(ranks):
+        if facts["device"]:
+            holders.setdefault((facts["node"], facts["device"][1]), []).append(rank)
     for sharing in holders.values():
         if len(sharing) > 1:
-            one = ranks[sharing[0]]
+            facts = ranks[sharing[0]]
             return UsageError(
-                f"{meet.ranks_in_words(sharing)} of {len(ranks)} share one device ({one['device'][0]} on "
-                f"{one['host']}), which NCCL cannot; start one process a device, or use init(backend='gloo')"
+                f"{name_ranks(sharing)} of {len(ranks)} share one device ({facts['device'][0]} on "
+                f"{facts['host']}), which NCCL cannot; start one process a device, or use init(backend='gloo')"
             )
     return None
 
 
-def _set_threads(here: Placement, sharing: int) -> None:
-    """As many threads as cores of its own; torchrun's OMP_NUM_THREADS=1 is its default, not a wish."""
-    global _own_cores
-    _own_cores = max(1, len(cores()) // sharing)
+def _set_threads(here: Placement, own_cores: int) -> None:
+    """Use as many threads as this process has cores; torchrun's OMP_NUM_THREADS=1 is only its default."""
     asked = os.environ.get("OMP_NUM_THREADS")
     if not asked or (here.launcher == "torchrun" and asked == "1"):
-        torch.set_num_threads(_own_cores)
-
-
-def _watch_failure() -> None:
-    before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = sys.excepthook
-
-    def note_failure(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        global _failed
-        _failed = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        before(kind, error, traceback)
-        write_failure(os.environ, error, _failed)
-
-    sys.excepthook = note_failure
-
-
-def _leave(pid: int) -> None:
-    """At the end of the interpreter, also where the script forgot everything.
-
-    Gloo's threads abort a process that exits under them, and a peer that is still sending does the same: so
-    the replicas go first, then all ranks come together for a moment, then the groups are destroyed. A failed
-    rank waits for nobody: it leaves at once with the code of its failure.
-    """
-    if os.getpid() != pid:
-        return
-    if _failed is not None:
-        for child in multiprocessing.active_children():
-            child.kill()
-        _exit(_failed)
-    lost = False
-    for thing in list(_leavers):
-        try:
-            thing.leave()
-        except SamestepError as error:
-            lost = True
-            print(f"samestep: {error}", file=sys.stderr)
-    if dist.is_initialized():
-        gc.collect()
-        with suppress(SamestepError, RuntimeError):
-            meet.meet("the end of the script", patience=_LEAVE)
-        with suppress(RuntimeError):
-            meet.stand_up()
-            dist.destroy_process_group()
-    if lost:
-        _exit(1)
-
-
-def _exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        torch.set_num_threads(own_cores)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import UsageError
-from samestep.train.data import share
+from samestep.train.step import spine
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
@@ -34,7 +34,7 @@ class Synced:
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, BATCH_NORMS)
-        at_hand = share.current()
+        at_hand = spine().trained
         everyone_has_some = at_hand is None or not at_hand.all or at_hand.all >= dist.get_world_size()
         if not self.training or (isinstance(self, torch.nn.SyncBatchNorm) and everyone_has_some):
             return super().forward(input)  # type: ignore[misc,no-any-return]

@@ -12,22 +12,39 @@ from collections import Counter
 from collections.abc import Sequence
 
 from samestep.errors import RanksDiffer, UsageError
+from samestep.text import name_ranks
 from samestep.train.digest import bit_sums
-from samestep.train.group.control import meet, ranks_in_words
-from samestep.train.group.world import init
-from samestep.train.model.replica import Replica, replicas
+from samestep.train.group.group import Group, Member
+from samestep.train.model.replica import Replica, Replicas
+from samestep.train.step import Share, Spine, Subscriber
 
 _CALL = "samestep's comparison of replicas"
 _WORD = 8
 
 
-def compare_replicas(step: int) -> None:
-    """Collective. Every $SAMESTEP_CHECK_EVERY steps (200; 0 is never) an error where parameters differ."""
-    every = _every()
-    if not every or step % every:
-        return
-    if init().size > 1:
-        _compare(step, every)
+class Divergence(Member, Subscriber):
+    """Compares the replicas every $SAMESTEP_CHECK_EVERY training steps (200; 0 is never)."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        group.the(Spine).subscribe(self)
+
+    def step_begins(self, share: Share) -> None:
+        """Collective. An error where parameters differ."""
+        if not share.of.training or not (every := _every()) or share.step % every:
+            return
+        if self.group.world.size > 1:
+            self._compare(share.step, every)
+
+    def _compare(self, step: int, every: int) -> None:
+        """Compare the replicas that are alive on every rank."""
+        replicas = self.group.the(Replicas)
+        sums = {replica.number: bit_sums(replica.equal_tensors().values()) for replica in replicas}
+        mine = json.dumps([(number, hashlib.sha256(sum).hexdigest()) for number, sum in sums.items()])
+        ranks = [dict(json.loads(rank)) for rank in self.group.all_gather(_CALL, mine.encode())]
+        for replica, digests in replicas.alive_everywhere(ranks):
+            if len(set(digests)) > 1:
+                _name_the_difference(replica, self.group.all_gather(_CALL, sums[replica.number]), step, every)
 
 
 def _every() -> int:
@@ -35,17 +52,6 @@ def _every() -> int:
     if not asked.isdigit():
         raise UsageError(f"SAMESTEP_CHECK_EVERY is {asked!r}, no number of steps; use 0 or more")
     return int(asked)
-
-
-def _compare(step: int, every: int) -> None:
-    """One that is gone on some ranks, and awaits its collection on others, is no one's business."""
-    mine = {one.number: one for one in replicas()}
-    sums = {number: bit_sums(one.equal_tensors().values()) for number, one in mine.items()}
-    said = json.dumps([(number, hashlib.sha256(one).hexdigest()) for number, one in sums.items()])
-    told = [dict(json.loads(one)) for one in meet(_CALL, said.encode())]
-    for number in sorted(set.intersection(*map(set, told))):
-        if len({one[number] for one in told}) > 1:
-            _name_the_difference(mine[number], meet(_CALL, sums[number]), step, every)
 
 
 def _name_the_difference(replica: Replica, ranks: Sequence[bytes], step: int, every: int) -> None:
@@ -61,11 +67,11 @@ def _difference(name: str, column: Sequence[bytes], since: int, step: int) -> st
     when = f"between steps {since} and {step}"
     if votes * 2 <= len(column):
         groups = [[rank for rank, one in enumerate(column) if one == kind] for kind in dict.fromkeys(column)]
-        sides = " and ".join(ranks_in_words(group) for group in groups)
+        sides = " and ".join(name_ranks(group) for group in groups)
         return f"replicas came apart {when}: {name} differs between {sides}; resume from the last checkpoint"
     odd = [rank for rank, one in enumerate(column) if one != commonest]
     most = [rank for rank, one in enumerate(column) if one == commonest]
     return (
-        f"replicas came apart {when}: {name} of {ranks_in_words(odd)} is not what {ranks_in_words(most)} "
+        f"replicas came apart {when}: {name} of {name_ranks(odd)} is not what {name_ranks(most)} "
         "have; memory of that process, or code that only it runs, changed it: resume from the last checkpoint"
     )

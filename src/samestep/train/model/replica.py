@@ -1,13 +1,12 @@
 """A model on this rank whose forward goes through torch's DistributedDataParallel, weighed by its share."""
 
 import copy
-import dataclasses
 import inspect
+import json
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,83 +16,98 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
-from samestep.train.data import share
-from samestep.train.group.control import meet
-from samestep.train.group.world import World, at_leaving
+from samestep.train.group.group import Group, Member
 from samestep.train.model.batchnorm import BATCH_NORMS
-from samestep.train.nested import map_tensors
+from samestep.train.model.exchange import Exchange
+from samestep.train.model.weighing import only_in, refuse_opaque, weigh_gradient, weighed_call
+from samestep.train.step import Pass, Share, Spine, Subscriber
+from samestep.train.streams import draw_as
 
 _PATCHED = ("forward", "__getstate__")
-_all: "weakref.WeakSet[Replica]" = weakref.WeakSet()
 
 
 class Replica:
     """Stands in the model's `forward`; everything else of the model is as it was."""
 
-    _made = 0
-    any_moves_buffers = False
-    _unlike_said = False
-
-    def __init__(self, model: torch.nn.Module, options: dict[str, Any], world: World) -> None:
-        self.number = Replica._made
-        Replica._made += 1
+    def __init__(
+        self, number: int, model: torch.nn.Module, options: dict[str, Any], exchange: Exchange, group: Group
+    ) -> None:
+        self.number = number
         self.model = model
-        self.world = world
+        self.exchange = exchange
         self.own_forward = model.forward
         self.patched_over = {name: model.__dict__[name] for name in _PATCHED if name in model.__dict__}
-        self.moves_buffers = (
-            world.size > 1 and next(model.buffers(), None) is not None and not _names_buffers(options)
-        )
-        Replica.any_moves_buffers |= self.moves_buffers
         self.dirty = False
+        self.ddp: DistributedDataParallel | None = None
+        self._group, self._spine = group, group.the(Spine)
         self._looked_at = False
         self._hooks: list[RemovableHandle] = []
-        self._weighs = False
-        self.ddp: DistributedDataParallel | None = None
-        if world.size > 1:
-            late = self.moves_buffers and _only_batchnorm_buffers(model)
+        self._weighs_microbatches = False
+        many = group.world.size > 1
+        moves = many and next(model.buffers(), None) is not None and not _names_buffers(options)
+        self.moves_buffers = moves and not exchange.sums_buffers
+        if many:
+            late = moves and _only_batchnorm_buffers(model)
             buffers = {_buffer_option(): False} if late else {}
+            fixed = exchange.ddp_options if exchange.needs_microbatches else {}
             self.ddp = DistributedDataParallel(
-                _Body(model, self.own_forward), **{"gradient_as_bucket_view": True, **buffers, **options}
+                _Body(model, self.own_forward), **{**exchange.ddp_options, **buffers, **options, **fixed}
             )
-        self._called: tuple[share.Pass | None, int] | None = None
-        self._seen_since: set[int] = set()
-        if self.ddp is not None:
+            exchange.attach(self.ddp)
             self._watch_calls()
+        self._called_at = -1
+        self._seen_since: set[int] = set()
         model.__dict__["forward"] = self
         model.__dict__["__getstate__"] = partial(_plain_state, model)
-        _all.add(self)
-        at_leaving(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        at_hand = share.current()
+        share, is_certain = self._spine.share_of(args, kwargs)
         if not self.model.training:
             self.settle()
-        elif torch.is_grad_enabled() or at_hand is not None:
+        elif torch.is_grad_enabled() or share is not None:
             self.dirty = self.moves_buffers
         if not torch.is_grad_enabled():
             return self.own_forward(*args, **kwargs)
-        self.note_call(at_hand)
-        weight = share.weight(self.world.size)
-        if at_hand is not None and at_hand.index is not None:
-            return self._in_microbatch(at_hand, weight, args, kwargs)
-        self._remark_unlike_shares()
-        output = _weighed_call(self.exchanged, weight, args, kwargs)
-        if not self._looked_at and not isinstance(output, torch.Tensor):
+        if self.exchange.needs_microbatches and not self._has_microbatch(share):
+            return self.own_forward(*args, **kwargs)
+        self.note_call()
+        if share is not None and share.microbatch is not None:
+            return self._in_microbatch(share, args, kwargs)
+        if not is_certain:
+            self._remark_unlike_shares()
+        weight = share.weight(self._group.world.size) if share is not None else 1.0
+        output = weighed_call(self.exchanged, weight, self._spine, args, kwargs)
+        if not self._looked_at:
             self._looked_at = True
-            _refuse_opaque(output)
+            refuse_opaque(output)
         return output
 
-    def _in_microbatch(self, at_hand: share.Pass, weight: float, args: Any, kwargs: Any) -> Any:
-        """Weighed where gradients reach the parameters: whatever the loss is, it is a mean over the microbatch."""
-        if weight != 1.0 and not self._weighs:
-            self._weighs = True
-            weigh = partial(_weigh_gradient, self.world.size)
-            trained = [one for one in self.model.parameters() if one.requires_grad]
-            self._hooks += [one.register_hook(weigh) for one in trained]  # type: ignore[no-untyped-call]
-        with nullcontext() if self.ddp is None or at_hand.last else self.ddp.no_sync():
-            output = self.exchanged(*args, **kwargs)
-        return only_in(at_hand, output)
+    def _has_microbatch(self, share: Share | None) -> bool:
+        """Whether a step of microbatches is being trained on; a model in eval() mode may be trained too."""
+        if not self.model.training and not (share is not None and share.of.training):
+            return False
+        if share is None or share.microbatch is None:
+            raise UsageError(
+                "replicate(exact=True) adds gradients over microbatches and there is none here; "
+                "take the training batches from samestep.steps"
+            )
+        return True
+
+    def _in_microbatch(self, share: Share, args: Any, kwargs: Any) -> Any:
+        """Gradients are weighed where they reach the parameters: any loss is a mean over the microbatch."""
+        in_tree = self.exchange.needs_microbatches
+        if not in_tree and not self._weighs_microbatches and share.weight(self._group.world.size) != 1.0:
+            self._weighs_microbatches = True
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._hooks += [one.register_hook(weigh_gradient) for one in trained]  # type: ignore[no-untyped-call]
+        if self.ddp is None or (in_tree and not share.last):
+            output = self.own_forward(*args, **kwargs)
+        elif share.last:
+            output = self.exchange.reached(self.exchanged(*args, **kwargs))
+        else:
+            with self.ddp.no_sync():
+                output = self.exchanged(*args, **kwargs)
+        return only_in(share, self._spine, output)
 
     def exchanged(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, whose gradients are exchanged; DDP's errors in words of this interface."""
@@ -109,22 +123,21 @@ class Replica:
                 "step; write replicate(model, find_unused_parameters=True), or freeze what is not used"
             ) from None
 
-    def note_call(self, at_hand: share.Pass | None) -> None:
+    def note_call(self) -> None:
         """The model itself is called: the gradients that follow are exchanged."""
-        self._called = _batch(at_hand)
+        self._called_at = self._spine.batches
         self._seen_since.clear()
 
     def _watch_calls(self) -> None:
-        trained = [one for one in self.model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         expect = partial(_expect_call, weakref.ref(self))
-        for one in trained[:1] + trained[1:][-1:]:
-            self._hooks.append(one.register_post_accumulate_grad_hook(expect))  # type: ignore[no-untyped-call]
+        for parameter in trained[:1] + trained[1:][-1:]:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(expect))  # type: ignore[no-untyped-call]
 
     def expect_call(self, parameter: torch.Tensor) -> None:
-        """A gradient has come: through a call of the model, or it stays this rank's own."""
-        at_hand = share.current()
-        again = self._called is None or id(parameter) in self._seen_since
-        if at_hand is not None and again and self._called != _batch(at_hand):
+        """A gradient has come; without a call of the model in this batch it would stay this rank's own."""
+        again = self._called_at < 0 or id(parameter) in self._seen_since
+        if again and self._called_at != self._spine.batches and self._spine.trained is not None:
             kind = type(self.model).__name__
             raise UsageError(
                 f"a gradient of {kind} came without a call of it in this batch, and only what model(...) computes "
@@ -133,17 +146,19 @@ class Replica:
         self._seen_since.add(id(parameter))
 
     def _without_gradient(self, error: str) -> str:
-        trained = [name for name, one in self.model.named_parameters() if one.requires_grad]
+        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
         names = [trained[int(at)] for at in found[1].split()] if found else []
         return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "") or "a parameter"
 
     def _remark_unlike_shares(self) -> None:
-        if share.unlike() and self.world.rank == 0 and not self._unlike_said:
-            Replica._unlike_said = True
+        replicas = self._group.the(Replicas)
+        if not replicas.unlike_said and self._spine.has_unlike_shares() and self._group.world.rank == 0:
+            replicas.unlike_said = True
             print(
-                "samestep: two loaders are gone through at once and give this rank unlike shares of their batches; "
-                "gradients count as the last one's, so let one dataset return both",
+                "samestep: two loaders are iterated together and give this rank unlike shares of their batches; "
+                "gradients of a model whose input is no tensor of a batch count as the last one's, so let one "
+                "dataset return both",
                 file=sys.stderr,
             )
 
@@ -154,7 +169,7 @@ class Replica:
     def settle(self) -> None:
         """Collective. Make rank 0's buffers everyone's, where training has moved them apart."""
         if self.dirty:
-            meet("samestep.replicate's BatchNorm statistics")
+            self._group.all_gather("samestep.replicate's BatchNorm statistics")
             self.share_buffers()
 
     def share_buffers(self) -> None:
@@ -165,34 +180,99 @@ class Replica:
 
     def equal_tensors(self) -> dict[str, torch.Tensor]:
         """By name, what has the same bits on every rank between two steps."""
-        return dict(self.model.named_parameters())
-
-    def begin_step(self) -> None:
-        """Called before the first microbatch of a step."""
-
-    def end_microbatch(self, at_hand: share.Pass) -> None:
-        """Called when the loop comes back from a microbatch."""
-
-    def end_step(self, at_hand: share.Pass) -> None:
-        """Called after this rank's last microbatch of a step."""
+        buffers = dict(self.model.named_buffers()) if self.exchange.sums_buffers else {}
+        return {**dict(self.model.named_parameters()), **buffers}
 
     def leave(self) -> None:
+        """Give the model back as it was before it was replicated."""
         for name in _PATCHED:
             self.model.__dict__.pop(name, None)
         self.model.__dict__.update(self.patched_over)
         for hook in self._hooks:
             hook.remove()
         self.ddp = None
+        self.exchange.close()
 
 
-def _batch(at_hand: share.Pass | None) -> tuple[share.Pass | None, int]:
-    """Which batch is being worked on, to tell it from others."""
-    return at_hand, at_hand.start if at_hand else 0
+class Replicas(Member, Subscriber):
+    """All replicas of a group, in the order they were made, which is the same on every rank."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.unlike_said = False
+        self.alone: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._living: weakref.WeakSet[Replica] = weakref.WeakSet()
+        self._made = 0
+        self._any_moves_buffers = False
+        group.the(Spine).subscribe(self)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(sorted(self._living, key=lambda replica: replica.number))
+
+    @property
+    def exact(self) -> bool:
+        """Whether gradients are added in the fixed tree."""
+        return any(replica.exchange.needs_microbatches for replica in self._living)
+
+    def add(self, model: torch.nn.Module, options: dict[str, Any], exchange: Exchange) -> None:
+        """Collective. Make this model a replica."""
+        replica = Replica(self._made, model, options, exchange, self.group)
+        self._made += 1
+        self._any_moves_buffers |= replica.moves_buffers
+        self._living.add(replica)
+
+    def trains(self, shuffled: bool) -> bool:
+        return any(replica.model.training for replica in self._living) or (shuffled and bool(self._living))
+
+    def pass_begins(self, begun: Pass) -> None:
+        """In a world of one a model is left as it is, until its microbatches have to be weighed."""
+        if begun.training and begun.accumulates:
+            for model in list(self.alone):
+                self.alone.discard(model)
+                self.add(model, {}, Exchange())
+
+    def microbatch_begins(self, share: Share) -> None:
+        if share.of.training:
+            for replica in self:
+                replica.exchange.microbatch_begins(share)
+            if self.exact:
+                draw_as(share.of.seed, share.of.epoch, share.batch_start, share.microbatch or 0)
+
+    def microbatch_ends(self, share: Share) -> None:
+        if share.of.training:
+            for replica in self:
+                replica.exchange.microbatch_ends(share)
+            if self.exact and share.last:
+                draw_as(share.of.seed, share.of.epoch, share.batch_start, "after")
+
+    def pass_ends(self, ended: Pass) -> None:
+        if ended.training:
+            self.settle()
+
+    def settle(self) -> None:
+        """Collective. Make rank 0's buffers everyone's, where training has moved them apart."""
+        if not self._any_moves_buffers:
+            return
+        message = json.dumps([(replica.number, replica.dirty) for replica in self]).encode()
+        ranks = self.group.all_gather("samestep.replicate's BatchNorm statistics", message)
+        for replica, dirty in self.alive_everywhere([dict(json.loads(rank)) for rank in ranks]):
+            if any(dirty):
+                replica.share_buffers()
+
+    def alive_everywhere(self, ranks: Sequence[Mapping[int, Any]]) -> Iterator[tuple[Replica, list[Any]]]:
+        """The replicas that live on every rank, with what each rank says of them; a rank may collect one later."""
+        for replica in self:
+            if all(replica.number in rank for rank in ranks):
+                yield replica, [rank[replica.number] for rank in ranks]
+
+    def close(self) -> None:
+        for replica in self:
+            replica.leave()
 
 
 def _expect_call(replica: "weakref.ref[Replica]", parameter: torch.Tensor) -> None:
-    if one := replica():
-        one.expect_call(parameter)
+    if found := replica():
+        found.expect_call(parameter)
 
 
 def _plain_state(model: torch.nn.Module) -> Any:
@@ -201,7 +281,7 @@ def _plain_state(model: torch.nn.Module) -> Any:
     if not isinstance(state, dict):
         return state
     replica = replica_of(model)
-    plain = {key: one for key, one in state.items() if key not in _PATCHED}
+    plain = {key: value for key, value in state.items() if key not in _PATCHED}
     return plain | (replica.patched_over if replica else {})
 
 
@@ -217,123 +297,12 @@ class _Body(torch.nn.Module):
         return self.own_forward(*args, **kwargs)
 
 
-class _Weigh(torch.autograd.Function):
-    """Identity, whose gradient counts as much as the share of the batch it was computed from."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.weight = weight
-        ctx.set_materialize_grads(False)
-        return tuple(one.clone() for one in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        times = _Times.apply if torch.is_grad_enabled() else _times
-        return (None, *(None if one is None else times(one, ctx.weight) for one in gradients))
-
-
-class _Times(torch.autograd.Function):
-    """A weighed gradient in a graph of its own, such as a gradient penalty's.
-
-    Derived again it is not weighed again: as a factor it is in whatever is derived from it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, weight: float) -> torch.Tensor:
-        return _times(gradient, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*gradient, None)
-
-
-def _times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
-    """What does not count is 0, also where it is no number."""
-    return gradient * weight if weight else torch.zeros_like(gradient)
-
-
-def _weigh_gradient(size: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """As a parameter's hook: what one microbatch of a step adds to it counts by that one's samples."""
-    at_hand = share.current()
-    if gradient is None or at_hand is None or at_hand.index is None:
-        return None
-    return _times(gradient, share.weight(size))
-
-
-def only_in(at_hand: share.Pass, output: Any) -> Any:
-    """The output, through which backward goes while its microbatch is at hand: later the weight is another's."""
-    if torch.compiler.is_compiling():
-        return output  # or each microbatch would be compiled anew
-    start = at_hand.start
-
-    def check(_: torch.Tensor) -> None:
-        if at_hand.index is None or at_hand.start != start:
-            raise UsageError(
-                "backward through a microbatch came after it was left, when its weight is gone; "
-                "call it inside the loop over the step's microbatches"
-            )
-
-    def watch(one: torch.Tensor) -> torch.Tensor:
-        if one.requires_grad:
-            one.register_hook(check)  # type: ignore[no-untyped-call]
-        return one
-
-    return map_tensors(watch, output)
-
-
-def _weighed_call(
-    forward: Callable[..., Any], weight: float, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """The output of forward, with the gradients of its parameters, and not of its inputs, times weight.
-
-    So a model whose inputs are another's outputs does not weigh that one's gradients again.
-    """
-    if weight == 1.0:
-        return forward(*args, **kwargs)
-    if weight:
-        args, kwargs = _weighed((args, kwargs), 1 / weight)
-    with share.inside_model():
-        output = forward(*args, **kwargs)
-    return _weighed(output, weight)
-
-
-def _weighed(value: Any, weight: float) -> Any:
-    found: dict[int, torch.Tensor] = {}
-
-    def note(one: Any) -> Any:
-        if one.requires_grad:
-            found[id(one)] = one
-        return one
-
-    map_tensors(note, value)
-    if not found:
-        return value
-    changed = dict(zip(found, _Weigh.apply(weight, *found.values()), strict=True))  # type: ignore[no-untyped-call]
-    return map_tensors(lambda one: changed.get(id(one), one), value)
-
-
-def _refuse_opaque(output: Any) -> None:
-    """Weighing would miss, in silence, the tensors of an object that only its class knows."""
-    inside = vars(output).values() if hasattr(output, "__dict__") else ()
-    hidden = any(isinstance(one, torch.Tensor) and one.requires_grad for one in inside)
-    if hidden and not isinstance(output, Mapping | tuple | list) and not dataclasses.is_dataclass(output):
-        raise UsageError(
-            f"forward returned a {type(output).__name__}, in which replicate cannot weigh the tensors; "
-            "return tensors, or a tuple, dict or dataclass of them"
-        )
-
-
 def broadcast(tensor: torch.Tensor) -> None:
     """Collective. Rank 0's values, in place, whatever the strides."""
     sent = tensor.detach().contiguous()
     dist.broadcast(sent, src=0)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(sent)
-
-
-def replicas() -> list[Replica]:
-    """All replicas that live, in the order they were made, which is the same on every rank."""
-    return sorted(_all, key=lambda one: one.number)
 
 
 def replica_of(model: torch.nn.Module) -> Replica | None:

@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import json
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -19,15 +18,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import RanksDiffer, UsageError
-from samestep.train.data import share
-from samestep.train.group.control import meet
-from samestep.train.group.world import World, init
+from samestep.train.group.group import Group, Member
+from samestep.train.group.world import World, joined
+from samestep.train.model.arithmetic import fix_arithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
-from samestep.train.model.exact import ExactReplica
-from samestep.train.model.replica import Replica, broadcast, replica_of, replicas
+from samestep.train.model.divergence import Divergence
+from samestep.train.model.exchange import Exchange, TreeExchange
+from samestep.train.model.replica import Replicas, broadcast, replica_of
+from samestep.train.streams import seed_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-_alone: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
 def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False, **ddp: Any) -> Model:
@@ -36,22 +36,17 @@ def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False
     Options of DistributedDataParallel are passed on. From here on each rank draws its own random numbers;
     with `exact`, and batches from `samestep.steps`, all of it has the same bits at any number of processes.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
-    target = getattr(model, "_orig_mod", model)
-    if replica_of(model) is not None or target in _alone or isinstance(model, DistributedDataParallel):
+    target = _checked(model, ddp)
+    group = joined()
+    replicas, world = group.the(Replicas), group.world
+    if replica_of(model) is not None or target in replicas.alone:
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
-    if unknown := ddp.keys() - inspect.signature(DistributedDataParallel.__init__).parameters.keys():
-        raise UsageError(
-            f"replicate knows no option {', '.join(sorted(unknown))}; it takes those of DistributedDataParallel"
-        )
-    world = init()
     if world.size == 1 and not exact:
-        _alone.add(target)
+        replicas.alone.add(target)
         return model
     if world.size > 1:
         _check_device(target, world)
-        _check_alike(target)
+        _check_alike(target, group)
     if sync_batchnorm and exact:
         raise UsageError(
             "replicate got sync_batchnorm=True and exact=True, which takes statistics per microbatch; "
@@ -60,28 +55,49 @@ def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False
     if sync_batchnorm:
         convert(target)
     if exact:
-        ExactReplica(target, ddp, world)
-        return model
-    _draw_apart(world)
-    if not any(one.requires_grad for one in target.parameters()):
+        fix_arithmetic()
+        tree = TreeExchange(target, group, some_unused=bool(ddp.get("find_unused_parameters")))
+        replicas.add(target, ddp, tree)
+    else:
+        group.the(_Streams).draw_apart()
+        _replicate_default(target, ddp, group)
+    group.the(Divergence)
+    return model
+
+
+def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
+    """The module itself, also of a compiled one."""
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError("this model is replicated already; call replicate once, on the model itself")
+    if unknown := ddp.keys() - inspect.signature(DistributedDataParallel.__init__).parameters.keys():
+        raise UsageError(
+            f"replicate knows no option {', '.join(sorted(unknown))}; it takes those of DistributedDataParallel"
+        )
+    target: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return target
+
+
+def _replicate_default(target: torch.nn.Module, ddp: dict[str, Any], group: Group) -> None:
+    if not any(parameter.requires_grad for parameter in target.parameters()):
         for tensor in (*target.parameters(), *target.buffers()):
             broadcast(tensor)
-        return model
-    if _own_statistics(target) and world.rank == 0:
+        return
+    if _own_statistics(target) and group.world.rank == 0:
         print(
             "samestep: BatchNorm takes its statistics from each rank's share alone; "
             "replicate(model, sync_batchnorm=True) takes them from the whole batch",
             file=sys.stderr,
         )
-    Replica(target, ddp, world)
-    return model
+    group.the(Replicas).add(target, ddp, Exchange())
 
 
 @contextmanager
 def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
     """Local. Backward passes inside add to this rank's gradients alone; the next outside exchanges them."""
     replica = replica_of(model)
-    if replica is None and init().size > 1:
+    if replica is None and joined().world.size > 1:
         raise UsageError("no_sync got a model that is not replicated; pass what replicate returned")
     if replica is None or replica.ddp is None or not enabled:
         yield
@@ -90,36 +106,16 @@ def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
         yield
 
 
-def training(shuffled: bool) -> bool:
-    """Whether what runs now is training, as far as autograd, the replicas and their samples' order tell."""
-    if not torch.is_grad_enabled() or init().size == 1:
-        return torch.is_grad_enabled()
-    held = replicas()
-    return any(one.model.training for one in held) or (shuffled and bool(held))
+class _Streams(Member):
+    """Ranks seeded alike would drop out the same units; rank 0 keeps the serial script's stream."""
 
+    apart: int | None = None
 
-def settle_all() -> None:
-    """Collective. Make rank 0's buffers everyone's, where training has moved them apart.
-
-    A model that is gone may live on in one rank until its garbage is collected: it is no rank's business.
-    """
-    if not Replica.any_moves_buffers:
-        return
-    mine = {one.number: one for one in replicas()}
-    message = json.dumps([(number, one.dirty) for number, one in mine.items()])
-    ranks = [
-        dict(json.loads(one)) for one in meet("samestep.replicate's BatchNorm statistics", message.encode())
-    ]
-    for number in sorted(set.intersection(*map(set, ranks))):
-        if any(one[number] for one in ranks):
-            mine[number].share_buffers()
-
-
-def weigh_alone() -> None:
-    """Local. In a world of one a model is left as it is, until its microbatches have to be weighed."""
-    for model in list(_alone):
-        _alone.discard(model)
-        Replica(model, {}, init())
+    def draw_apart(self) -> None:
+        rank = self.group.world.rank
+        if rank and torch.initial_seed() != self.apart:
+            self.apart = seed_of("rank", torch.initial_seed(), rank)
+            torch.manual_seed(self.apart)
 
 
 def _own_statistics(model: torch.nn.Module) -> bool:
@@ -138,7 +134,7 @@ def _check_device(model: torch.nn.Module, world: World) -> None:
         )
 
 
-def _check_alike(model: torch.nn.Module) -> None:
+def _check_alike(model: torch.nn.Module, group: Group) -> None:
     """DDP pairs parameters by position: another order, or a frozen one, would train wrong in silence."""
     facts = [
         (kind, name, f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}", one.requires_grad)
@@ -146,9 +142,9 @@ def _check_alike(model: torch.nn.Module) -> None:
         for name, one in named
     ]
     listing = json.dumps(facts).encode()
-    digests = meet("samestep.replicate", hashlib.sha256(listing).digest())
+    digests = group.all_gather("samestep.replicate", hashlib.sha256(listing).digest())
     if len(set(digests)) > 1:
-        ranks = [json.loads(one) for one in meet("samestep.replicate", listing)]
+        ranks = [json.loads(one) for one in group.all_gather("samestep.replicate", listing)]
         other = next(rank for rank, one in enumerate(ranks) if one != ranks[0])
         raise RanksDiffer(
             f"{_first_difference(ranks[0], other, ranks[other])}; build the same model on every rank"
@@ -177,14 +173,3 @@ def _count(kind: str, facts: list[Any]) -> int:
 
 def _fact(fact: Any) -> str:
     return f"{fact[1]} {fact[2]}{'' if fact[3] or fact[0] == 'buffers' else ' (frozen)'}"
-
-
-def _draw_apart(world: World) -> None:
-    """Ranks seeded alike would drop out the same units; rank 0 keeps the serial script's stream."""
-    global _apart
-    if world.rank and torch.initial_seed() != _apart:
-        _apart = share.seed_of("rank", torch.initial_seed(), world.rank)
-        torch.manual_seed(_apart)
-
-
-_apart: int | None = None

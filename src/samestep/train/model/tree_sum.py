@@ -1,19 +1,19 @@
 """Vectors are added in one binary tree over the microbatches of a step, whatever process holds which.
 
 The tree is fixed by the number of microbatches alone. A rank adds what lies wholly in its own share while it
-computes; what is left, at most two partial sums for each power of two, goes around once: every rank gets its
+computes. What is left, at most two partial sums for each power of two, is exchanged once: every rank gets its
 part of each vector (all-to-all), adds along the tree, and all parts are put together (all-gather).
 """
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from samestep.train.data.share import cut
+from samestep.train.step import cut
 
 Vectors = list[torch.Tensor]
 # torch 2.13 gave the function a new name and warns of the old one.
@@ -42,6 +42,9 @@ class Blocks:
             self._merge()
         return self.sums.pop()
 
+    def __iter__(self) -> Iterator[tuple[int, int, Vectors]]:
+        return zip(self.starts, self.sizes, self.sums, strict=True)
+
     def _are_siblings(self) -> bool:
         return self.starts[-2] % (2 * self.sizes[-1]) == 0
 
@@ -60,7 +63,7 @@ def layout(count: int, size: int) -> list[list[tuple[int, int]]]:
         blocks = Blocks()
         for index in range(*cut(count, size, rank)):
             blocks.push(index, 1, [])
-        ranks.append(list(zip(blocks.starts, blocks.sizes, strict=True)))
+        ranks.append([(start, width) for start, width, _ in blocks])
     return ranks
 
 
@@ -88,19 +91,19 @@ def add_up(
     return total[:length]
 
 
-class Courier:
-    """Takes vectors around in the order given, while backward goes on: in a thread, or on a CUDA stream."""
+class Sender:
+    """Runs exchanges one after another while backward goes on: in a thread, or on a CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.group = dist.new_group()
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="samestep-courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="samestep-exchange", daemon=True)
         self._thread.start()
 
     def send(self, job: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
-        """Have the job done after those before it; every rank has to send the same jobs."""
+        """Run the job after those before it; every rank has to send the same jobs."""
         if self._stream is not None:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device])
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -119,7 +122,7 @@ class Courier:
         return done
 
     def dismiss(self) -> None:
-        """End the thread after what it was given."""
+        """End the thread after the jobs that were sent."""
         self._work.put(None)
 
     def stop(self) -> None:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from samestep.errors import RanksDiffer, UsageError
-from samestep.train.data import share
-from samestep.train.group.control import meet, users_line
-from samestep.train.group.world import init
+from samestep.train.group.control import users_line
+from samestep.train.group.world import joined
+from samestep.train.step import spine
 
 Value = TypeVar("Value")
 _Back = Callable[[torch.Tensor], torch.Tensor]
@@ -30,9 +30,7 @@ _NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 def sum(value: Value) -> Value:
     """Collective. The total over all ranks of a tensor, a number, or a dict of them."""
-    at_hand = share.current()
-    weight = 0.0 if at_hand is not None and at_hand.lent else 1.0
-    return _weighted("samestep.sum", value, weight, divide=False)
+    return _weighted("samestep.sum", value, 0.0 if spine().is_lent else 1.0, divide=False)
 
 
 def mean(value: Value, weight: float | None = None) -> Value:
@@ -42,7 +40,7 @@ def mean(value: Value, weight: float | None = None) -> Value:
     pass after it; `weight` says otherwise.
     """
     if weight is None:
-        counted = share.counted()
+        counted = spine().counted
         weight = 1.0 if counted is None else float(counted)
     return _weighted("samestep.mean", value, weight, divide=True)
 
@@ -55,10 +53,9 @@ def gather(value: Value) -> Value:
             raise UsageError(
                 f"gather joins tensors with a first dimension and lists, not {_kind(leaf)}; use [x]"
             )
-    if init().size == 1:
+    if joined().world.size == 1:
         return value
-    at_hand = share.current()
-    lent = at_hand is not None and at_hand.lent
+    lent = spine().is_lent
     leaves = [leaf[:0] if lent else leaf for leaf in named.values()]
     kinds = [f"{name}{_kind(leaf, rows=True)}" for name, leaf in named.items()]
     ranks = _exchange("samestep.gather", kinds, leaves)
@@ -76,7 +73,7 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
             raise UsageError(
                 f"samestep.mean of {_kind(leaf)} is no whole number; use .float() or samestep.sum"
             )
-    if init().size == 1:
+    if joined().world.size == 1:
         return value
     kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
     small = [leaf for leaf in leaves if not _is_large(leaf)]
@@ -108,7 +105,7 @@ class _MadeByAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, call: str, back: _Back) -> torch.Tensor:
-        ctx.call, ctx.back, ctx.weight = call, back, share.weight_to_come(init().size)
+        ctx.call, ctx.back, ctx.weight = call, back, spine().weight_to_come()
         return whole.view_as(whole)
 
     @staticmethod
@@ -161,7 +158,7 @@ def _added(leaf: Any, column: Sequence[Any], weights: Sequence[float], whole: fl
 
 def _all_reduced(leaf: torch.Tensor, weight: float, whole: float, divide: bool) -> torch.Tensor:
     wide = leaf.dtype if leaf.dtype in _NARROW else torch.float32 if leaf.is_floating_point() else torch.int64
-    part = torch.zeros(leaf.shape, dtype=wide, device=init().device)
+    part = torch.zeros(leaf.shape, dtype=wide, device=joined().world.device)
     if weight:
         part.copy_(leaf.detach())
     if divide:
@@ -181,7 +178,7 @@ def _joined(leaf: Any, ranks: Sequence[Sequence[Any]], at: int, *, lent: bool) -
     parts = [one[at] for one in ranks]
     if not isinstance(leaf, torch.Tensor):
         return type(leaf)(one for part in parts for one in part)
-    start = builtins.sum(len(part) for part in parts[: init().rank])
+    start = builtins.sum(len(part) for part in parts[: joined().world.rank])
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(leaf) if lent else gradient[start : start + len(leaf)]
@@ -256,7 +253,7 @@ def _exchange(call: str, kinds: Sequence[str], leaves: Sequence[Any]) -> list[li
     packed.write(head.encode() + b"\n")
     for one in tensors:
         packed.write(one.reshape(-1).view(torch.uint8).numpy().data)
-    files = [BytesIO(message) for message in meet(call, packed.getvalue())]
+    files = [BytesIO(message) for message in joined().all_gather(call, packed.getvalue())]
     heads = [json.loads(file.readline()) for file in files]
     for rank, (theirs, _, _) in enumerate(heads):
         if theirs != heads[0][0]:

@@ -1,0 +1,131 @@
+"""All ranks of a run as one object, which can be closed and opened again in the same process."""
+
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from samestep.errors import SamestepError
+from samestep.failure import write_failure
+from samestep.train.group.control import Control
+
+T = TypeVar("T", bound="Member")
+_LEAVE = timedelta(seconds=1)
+
+
+class Member:
+    """Something of which a group has exactly one: made when first asked for, closed with the group."""
+
+    def __init__(self, group: "Group") -> None:
+        self.group = group
+
+    def close(self) -> None:
+        """Give back what this holds; the group is still open."""
+
+
+class Group:
+    """What this process shares with the other ranks: the world, the control channel and the members."""
+
+    def __init__(
+        self, world: Any, control: Control | None, own_cores: int, variables: Mapping[str, str | None]
+    ) -> None:
+        """`variables` are those that opening this group has set, with their values before: closing brings them back."""
+        self.world = world
+        self.own_cores = own_cores
+        self.failed: int | None = None
+        self._control = control
+        self._variables = variables
+        self._members: dict[type[Member], Member] = {}
+        self._excepthook: Callable[..., Any] = sys.excepthook
+        sys.excepthook = self._note_failure
+
+    def the(self, kind: type[T]) -> T:
+        """The group's only `kind`."""
+        found = self._members.get(kind)
+        if found is None:
+            found = self._members[kind] = kind(self)
+        return found  # type: ignore[return-value]
+
+    def all_gather(
+        self, call: str, payload: bytes = b"", *, patience: timedelta | None = None
+    ) -> list[bytes]:
+        """Collective. Every rank's payload, by rank; an error on all ranks where they are at different calls."""
+        return [payload] if self._control is None else self._control.all_gather(call, payload, patience)
+
+    def hand_out(self, file: Path) -> None:
+        """Collective. Copy rank 0's file to a new file on every other rank."""
+        if self._control is not None:
+            here = str(file.stat().st_size) if self.world.rank == 0 else "0"
+            size = int(self.all_gather("samestep's handing out of a file", here.encode())[0])
+            self._control.hand_out(file, size)
+
+    def close(self) -> bool:
+        """Collective. Close the members, wait for the other ranks for a moment, and leave the process groups.
+
+        Gloo's threads abort a process that exits under them, and a peer that is still sending does the same: so
+        the replicas go first, then all ranks come together, then the groups are destroyed. False where a member
+        could not save what it held.
+        """
+        saved = True
+        for member in reversed(self._members.values()):
+            try:
+                member.close()
+            except SamestepError as error:
+                saved = False
+                print(f"samestep: {error}", file=sys.stderr)
+        self._members.clear()
+        if dist.is_initialized():
+            gc.collect()
+            with suppress(SamestepError, RuntimeError):
+                self.all_gather("the end of the script", patience=_LEAVE)
+            with suppress(RuntimeError):
+                if self._control is not None:
+                    self._control.close()
+                dist.destroy_process_group()
+        if sys.excepthook == self._note_failure:
+            sys.excepthook = self._excepthook
+        self._control = None
+        self._restore_environment()
+        return saved
+
+    def leave(self) -> None:
+        """End the group at the end of the interpreter, also where the script forgot everything.
+
+        A failed rank waits for nobody: it leaves at once with the code of its failure.
+        """
+        if self.failed is not None:
+            for child in multiprocessing.active_children():
+                child.kill()
+            _exit(self.failed)
+        if not self.close():
+            _exit(1)
+
+    def _restore_environment(self) -> None:
+        for name, value in self._variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def _note_failure(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        if self._control is not None:
+            self.failed = code
+        self._excepthook(kind, error, traceback)
+        write_failure(os.environ, error, code)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

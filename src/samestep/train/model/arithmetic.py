@@ -1,0 +1,37 @@
+"""What equal bits rest on: deterministic kernels, one thread count, and facts that are recorded to be compared."""
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+from samestep.errors import UsageError
+
+
+def fix_arithmetic() -> None:
+    """Deterministic kernels, and one thread count at any size: $SAMESTEP_EXACT_THREADS, or 1."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
+    if not asked.isdigit() or not int(asked):
+        raise UsageError(f"SAMESTEP_EXACT_THREADS is {asked!r}, no number of threads; use 1 or more")
+    torch.set_num_threads(int(asked))
+
+
+def arithmetic() -> dict[str, Any]:
+    """What the promise of equal bits rests on; another value of any of these may change them."""
+    return {
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,228 @@
+"""How the gradients of a model's replicas become everyone's: a bucket goes in, a future of its total comes out.
+
+`Exchange` is DDP's own all-reduce. `TreeExchange` adds over the microbatches of a step in a fixed tree: the same
+bits at any number of processes. A replica is composed with one of them.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.errors import UsageError
+from samestep.train.group.group import Group
+from samestep.train.model.tree_sum import Blocks, Sender, Vectors, add_up, layout
+from samestep.train.nested import map_tensors
+from samestep.train.step import Share, Spine, Subscriber
+
+Total = torch.futures.Future[torch.Tensor]
+
+
+class Exchange(Subscriber):
+    """DDP's own all-reduce, weighed by the share; the buffers of the model are not its business."""
+
+    needs_microbatches = False
+    sums_buffers = False
+    ddp_options: ClassVar[dict[str, Any]] = {"gradient_as_bucket_view": True}
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Take over the exchange of this DDP."""
+
+    def reached(self, output: Any) -> Any:
+        """The model's output of this rank's last microbatch, before backward goes through it."""
+        return output
+
+    def close(self) -> None:
+        """Give back threads and process groups."""
+
+
+class _Reach(torch.autograd.Function):
+    """Identity that puts every parameter into the graph, so that DDP's hooks all fire."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.others = len(parameters)
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*gradient, *[None] * ctx.others)
+
+
+class TreeExchange(Exchange):
+    """Gradients of all but this rank's last microbatch stay here; the last takes their sums along.
+
+    Floating-point buffers change by the weighted mean of what each microbatch changed in them.
+    """
+
+    needs_microbatches = True
+    sums_buffers = True
+    # `find_unused_parameters` sees only the last microbatch; `reached` does its work for all of them.
+    ddp_options: ClassVar[dict[str, Any]] = {
+        "gradient_as_bucket_view": False,
+        "find_unused_parameters": False,
+    }
+
+    def __init__(self, model: torch.nn.Module, group: Group, *, some_unused: bool) -> None:
+        self._group, self._spine = group, group.the(Spine)
+        self._some_unused = some_unused
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._index = {id(one): at for at, one in enumerate(self._parameters)}
+        # By name: a forward that writes `self.mean = …` puts another tensor there. What counts comes last.
+        places = {
+            buffer: (module, name)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+        self._places = [
+            places[buffer] for buffer in sorted(places, key=lambda one: not one.is_floating_point())
+        ]
+        self._floating = sum(buffer.is_floating_point() for buffer in places)
+        self._gradients, self._changes = Blocks(), Blocks()
+        self._earlier: list[torch.Tensor | None] = []
+        self._sent: set[int] = set()
+        self._used = bytearray(len(self._parameters))
+        self._sender: Sender | None = None
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        self._sender = Sender(self._group.world.device)
+        weakref.finalize(self, self._sender.dismiss).atexit = False
+        # DDP must not hold the exchange whose replica holds DDP: the collector does not see through DDP.
+        ddp.register_comm_hook(weakref.ref(self), _sent_by)
+
+    def reached(self, output: Any) -> Any:
+        return map_tensors(self._reach, output) if self._some_unused else output
+
+    def _reach(self, tensor: torch.Tensor) -> Any:
+        return _Reach.apply(tensor, *self._parameters) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.stop()
+
+    def microbatch_begins(self, share: Share) -> None:
+        if not share.first:
+            return
+        self._gradients, self._changes = Blocks(), Blocks()
+        self._sent.clear()
+        self._used = bytearray(len(self._parameters))
+        self._earlier = [one.grad for one in self._parameters]
+        self._held = self._buffers()
+        self._before = [one.clone() for one in self._held]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def microbatch_ends(self, share: Share) -> None:
+        assert share.microbatch is not None
+        weight = share.mine / share.all
+        found = self._buffers()
+        floating, before = found[: self._floating], self._before[: self._floating]
+        if not share.lent:
+            pairs = zip(floating, before, strict=True)
+            changes = [(now.double() - then.double()) * weight for now, then in pairs]
+            self._changes.push(share.microbatch, 1, changes)
+        counting = (found if share.last else self._before)[self._floating :]
+        for (module, name), buffer, value in zip(self._places, self._held, before + counting, strict=True):
+            buffer.copy_(value)
+            setattr(module, name, buffer)
+        if self._sender is None or not share.last:
+            self._gradients.push(share.microbatch, 1, self._take_gradients(weight))
+        if share.last:
+            self._end_step(share)
+
+    def _end_step(self, share: Share) -> None:
+        if self._sender is None:
+            for parameter, total in zip(self._parameters, self._gradients.fold(), strict=True):
+                parameter.grad = total
+        if self._sender is None or self._some_unused:
+            everyones = self._group.all_gather("samestep.replicate's unused parameters", bytes(self._used))
+            for parameter, *used in zip(self._parameters, *everyones, strict=True):
+                if not any(used):
+                    parameter.grad = None
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+        self._earlier = []
+        if floating := self._held[: self._floating]:
+            for buffer, change in zip(floating, self._everyones_changes(share, floating), strict=True):
+                buffer.copy_(buffer.double() + change)
+
+    def send(self, bucket: dist.GradBucket) -> Total:  # type: ignore[name-defined]
+        """What earlier microbatches left joins the bucket of the last one, and all ranks' sums are added."""
+        share, sender = self._spine.trained, self._sender
+        assert share is not None
+        assert sender is not None
+        index, weight = share.microbatch, share.mine / share.all
+        assert index is not None
+        buffer, views, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
+        places = self._places_of(parameters)
+        for at in places:
+            self._used[at] |= not share.lent and self._parameters[at].grad is not None
+
+        def job() -> torch.Tensor:
+            blocks = Blocks()
+            for start, size, vectors in self._gradients:
+                flat = torch.zeros_like(buffer)
+                of_bucket = torch.view_as_complex(flat.view(-1, 2)) if parameters[0].is_complex() else flat
+                for at, view, parameter in zip(places, views, parameters, strict=True):
+                    offset = view.storage_offset() - buffer.storage_offset()
+                    of_bucket.as_strided(parameter.size(), _strides(parameter), offset).copy_(vectors[at])
+                blocks.push(start, size, [flat])
+            if not share.lent:
+                blocks.push(index, 1, [buffer.mul_(weight)])
+            own = [vectors[0] for _, _, vectors in blocks]
+            return add_up(own, buffer, layout(share.microbatches, self._group.world.size), sender.group)
+
+        return sender.send(job)
+
+    def _places_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        once = {id(parameter) for parameter in parameters}
+        if once & self._sent:
+            raise UsageError(
+                "backward ran twice in one microbatch of an exact step; add the losses and call backward once"
+            )
+        self._sent |= once
+        return [self._index[id(parameter)] for parameter in parameters]
+
+    def _buffers(self) -> Vectors:
+        return [getattr(module, name) for module, name in self._places]
+
+    def _take_gradients(self, weight: float) -> Vectors:
+        taken = []
+        for at, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            self._used[at] |= gradient is not None
+            taken.append(torch.zeros_like(parameter) if gradient is None else gradient.detach() * weight)
+            parameter.grad = None
+        return taken
+
+    def _everyones_changes(self, share: Share, floating: Vectors) -> Vectors:
+        sender = self._sender
+        if sender is None:
+            return self._changes.fold()
+        like = torch.cat([buffer.reshape(-1).double() for buffer in floating])
+        own = [torch.cat([vector.reshape(-1) for vector in vectors]) for _, _, vectors in self._changes]
+        ranks = layout(share.microbatches, self._group.world.size)
+        total = sender.send(lambda: add_up(own, like, ranks, sender.group)).wait()
+        parts = torch.split(total, [buffer.numel() for buffer in floating])
+        return [part.view_as(buffer) for part, buffer in zip(parts, floating, strict=True)]
+
+
+def _sent_by(exchange: "weakref.ref[TreeExchange]", bucket: dist.GradBucket) -> Total:  # type: ignore[name-defined]
+    """As DDP's comm hook."""
+    found = exchange()
+    assert found is not None
+    return found.send(bucket)
+
+
+def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """As DDP lays a gradient into its bucket: by the parameter's own strides, where these leave no gaps."""
+    own = parameter.stride()
+    if torch.empty_like(parameter, device="meta").stride() == own:
+        return own
+    return torch.empty(parameter.size(), device="meta").stride()

@@ -1,0 +1,122 @@
+"""Gradients that count as much as the share of the batch they were computed from."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from samestep.errors import UsageError
+from samestep.train.nested import map_tensors
+from samestep.train.step import Share, Spine, spine
+
+
+class _Weigh(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        multiply = _Times.apply if torch.is_grad_enabled() else times
+        return (None, *(None if one is None else multiply(one, ctx.weight) for one in gradients))
+
+
+class _Times(torch.autograd.Function):
+    """A weighed gradient in a graph of its own, such as a gradient penalty's.
+
+    It is not weighed again where it is differentiated: the factor is in what is differentiated already.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, weight: float) -> torch.Tensor:
+        return times(gradient, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*gradient, None)
+
+
+def times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    """The gradient times the weight; with weight 0 it is 0, also where it is not a number."""
+    return gradient * weight if weight else torch.zeros_like(gradient)
+
+
+def weighed_call(
+    forward: Callable[..., Any], weight: float, at: Spine, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The output of forward, with the gradients of its parameters, and not of its inputs, times weight.
+
+    So a model whose inputs are another model's outputs does not weigh that model's gradients again.
+    """
+    if weight == 1.0:
+        return forward(*args, **kwargs)
+    if weight:
+        args, kwargs = _weighed((args, kwargs), 1 / weight)
+    at.inside_model += 1
+    try:
+        output = forward(*args, **kwargs)
+    finally:
+        at.inside_model -= 1
+    return _weighed(output, weight)
+
+
+def _weighed(value: Any, weight: float) -> Any:
+    found: dict[int, torch.Tensor] = {}
+
+    def note(tensor: Any) -> Any:
+        if tensor.requires_grad:
+            found[id(tensor)] = tensor
+        return tensor
+
+    map_tensors(note, value)
+    if not found:
+        return value
+    changed = dict(zip(found, _Weigh.apply(weight, *found.values()), strict=True))  # type: ignore[no-untyped-call]
+    return map_tensors(lambda tensor: changed.get(id(tensor), tensor), value)
+
+
+def weigh_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """As a parameter's hook: what a microbatch adds to its gradient counts by the samples of that microbatch."""
+    at = spine()
+    share = at.trained
+    if gradient is None or share is None or share.microbatch is None:
+        return None
+    return times(gradient, share.weight(at.group.world.size))
+
+
+def only_in(microbatch: Share, at: Spine, output: Any) -> Any:
+    """The output, through which backward may go only while its microbatch is at hand: later the weight is another."""
+    if torch.compiler.is_compiling():
+        return output  # or each microbatch would be compiled anew
+
+    def check(_: torch.Tensor) -> None:
+        if at.trained is not microbatch:
+            raise UsageError(
+                "backward through a microbatch came after it was left, when its weight is gone; "
+                "call it inside the loop over the step's microbatches"
+            )
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(check)  # type: ignore[no-untyped-call]
+        return tensor
+
+    return map_tensors(watch, output)
+
+
+def refuse_opaque(output: Any) -> None:
+    """Weighing would miss, without a word, the tensors of an object that only its class knows."""
+    if isinstance(output, torch.Tensor):
+        return
+    inside = vars(output).values() if hasattr(output, "__dict__") else ()
+    hidden = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inside)
+    if hidden and not isinstance(output, Mapping | tuple | list) and not dataclasses.is_dataclass(output):
+        raise UsageError(
+            f"forward returned a {type(output).__name__}, in which replicate cannot weigh the tensors; "
+            "return tensors, or a tuple, dict or dataclass of them"
+        )

@@ -1,0 +1,247 @@
+"""The spine: where a pass, a step and a microbatch begin and end, and which samples of them this rank has.
+
+`loader` and `steps` publish here. Replicas, their comparison, the pulse and the random streams of exact runs
+subscribe. Data does not know of models, and models do not know of data.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from samestep.train.group.group import Group, Member
+from samestep.train.group.world import joined
+
+_MOST_PASSES = 8
+
+
+def cut(count: int, size: int, rank: int) -> tuple[int, int]:
+    """Where rank's part of count things begins and ends; parts differ by at most one, larger ones first."""
+    small, larger = divmod(count, size)
+    start = rank * small + min(rank, larger)
+    return start, start + small + (rank < larger)
+
+
+class Pass:
+    """One way through a loader; a pass that the script has left keeps neither loader nor order alive."""
+
+    def __init__(
+        self,
+        of: object,
+        epoch: int,
+        seed: int,
+        order: torch.Tensor,
+        *,
+        training: bool,
+        accumulates: bool = False,
+    ) -> None:
+        """`accumulates` says that its steps are made of microbatches."""
+        self.epoch, self.seed, self.training, self.accumulates = epoch, seed, training, accumulates
+        self.counted = 0
+        self.is_left = False
+        self.latest: Share | None = None
+        self.batch: tuple[weakref.ref[torch.Tensor], ...] = ()
+        self._of, self._order = weakref.ref(of), weakref.ref(order)
+
+    @property
+    def of(self) -> Any:
+        return self._of()
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        return self._order()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Share:
+    """This rank's samples of a batch, or of one microbatch of it, as positions in the order of the epoch."""
+
+    of: Pass
+    batch_start: int
+    start: int
+    mine: int
+    all: int
+    lent: bool = False
+    microbatch: int | None = None
+    microbatches: int = 1
+    first: bool = True
+    last: bool = True
+    step: int = -1
+
+    @property
+    def samples(self) -> torch.Tensor:
+        """The indices of this rank's samples, while the pass goes on."""
+        order = self.of.order
+        return (
+            torch.empty(0, dtype=torch.int64) if order is None else order[self.start : self.start + self.mine]
+        )
+
+    def weight(self, size: int) -> float:
+        """What this rank's mean loss counts for in a plain average over ranks: 1.0 where shares are equal."""
+        return self.mine * size / self.all if self.all else 1.0
+
+
+class Subscriber:
+    """Is told of every pass, step and microbatch; what it does not need it leaves out."""
+
+    def trains(self, shuffled: bool) -> bool:
+        """Whether a pass that begins now is one of training."""
+        return False
+
+    def pass_begins(self, begun: Pass) -> None: ...
+    def step_begins(self, share: Share) -> None: ...
+    def microbatch_begins(self, share: Share) -> None: ...
+    def microbatch_ends(self, share: Share) -> None: ...
+    def step_ends(self, share: Share) -> None: ...
+    def pass_ends(self, ended: Pass) -> None: ...
+
+
+class Spine(Member):
+    """Knows the passes of this process that are not finished, and the batch that was handed out last."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.steps = 0
+        self.batches = 0
+        self.inside_model = 0
+        self._subscribers: list[Subscriber] = []
+        self._passes: list[Pass] = []
+        self._left: Pass | None = None
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Tell it of all that comes; once is enough."""
+        if subscriber not in self._subscribers:
+            self._subscribers.append(subscriber)
+
+    def is_training(self, shuffled: bool) -> bool:
+        """Whether a pass that begins now is one of training, as far as autograd and the subscribers can tell."""
+        if not torch.is_grad_enabled() or self.group.world.size == 1:
+            return torch.is_grad_enabled()
+        return any(subscriber.trains(shuffled) for subscriber in self._subscribers)
+
+    def begin_pass(self, begun: Pass) -> None:
+        """A loader is iterated anew; what was left of its last pass is given up."""
+        # A pass that the script has left by `break` stays here until its loader is iterated again.
+        held = [old for old in self._passes if old.of is not None and old.of is not begun.of]
+        self._passes = [*held[1 - _MOST_PASSES :], begun]
+        for subscriber in self._subscribers:
+            subscriber.pass_begins(begun)
+
+    def hand_out(self, share: Share, batch: Any = None) -> None:
+        """This batch or microbatch is what the script works on from here."""
+        held = share.of
+        if self._passes[-1:] != [held]:
+            self._passes = [*(old for old in self._passes if old is not held), held]
+        held.latest = share
+        held.counted += share.mine
+        self.batches += held.training
+        if batch is not None:
+            held.batch = _tensors(batch)
+
+    def leave_microbatches(self, share: Share) -> None:
+        """All microbatches of this rank are done; `share` is its part of the step."""
+        share.of.latest = share
+
+    def begin_step(self, share: Share) -> None:
+        for subscriber in self._subscribers:
+            subscriber.step_begins(share)
+        if share.of.training:
+            self.steps += 1
+
+    def begin_microbatch(self, share: Share) -> None:
+        for subscriber in self._subscribers:
+            subscriber.microbatch_begins(share)
+
+    def end_microbatch(self, share: Share) -> None:
+        for subscriber in self._subscribers:
+            subscriber.microbatch_ends(share)
+
+    def end_step(self, share: Share) -> None:
+        for subscriber in self._subscribers:
+            subscriber.step_ends(share)
+
+    def end_pass(self, ended: Pass) -> None:
+        """The loader has no more batches in this pass."""
+        self._passes = [old for old in self._passes if old is not ended]
+        for subscriber in self._subscribers:
+            subscriber.pass_ends(ended)
+
+    def leave_pass(self, left: Pass) -> None:
+        """The pass is finished, or its iterator is gone; gradients do not depend on when that is."""
+        left.is_left = True
+        self._left = left
+
+    @property
+    def at_hand(self) -> Share | None:
+        """What totals count: the batch or microbatch handed out last by a pass that is still iterated."""
+        return next(
+            (held.latest for held in reversed(self._passes) if held.latest and not held.is_left), None
+        )
+
+    @property
+    def trained(self) -> Share | None:
+        """What gradients count for: the latest batch of a training pass that is iterated, else of any pass."""
+        for held in reversed(self._passes):
+            if held.training and held.latest is not None and not held.is_left:
+                return held.latest
+        return self.at_hand
+
+    def share_of(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[Share | None, bool]:
+        """The share that a model's input is from, and whether that is certain.
+
+        Certain is a tensor of a batch itself. What was computed from a batch counts as from the batch trained on,
+        or where all iterators are gone, as from the latest batch with as many rows.
+        """
+        if not self._passes or (len(self._passes) == 1 and not self._passes[0].is_left):
+            return self.trained, True
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        for held in reversed(self._passes):
+            if any(found() is tensor for found in held.batch for tensor in tensors):
+                return held.latest, True
+        if (share := self.trained) is not None:
+            return share, False
+        rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+        shares = (held.latest for held in reversed(self._passes) if held.latest is not None)
+        return next((share for share in shares if share.mine in rows), None), False
+
+    def has_unlike_shares(self) -> bool:
+        """Whether unfinished training passes give this rank unlike parts of their batches."""
+        shares = [held.latest for held in self._passes if held.training and not held.is_left]
+        return len({share.mine / share.all for share in shares if share is not None and share.all}) > 1
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the batch at hand is another rank's, on which this rank only takes the step along."""
+        return (share := self.at_hand) is not None and share.lent
+
+    @property
+    def counted(self) -> int | None:
+        """This rank's samples: of the batch at hand, or after a loop of the pass that was left last."""
+        if (share := self.at_hand) is not None:
+            return share.mine
+        return self._left.counted if self._left is not None else None
+
+    def weight_to_come(self) -> float:
+        """The factor that a gradient of this rank's loss still lacks; inside a model that weighs it lacks none."""
+        share = self.trained
+        return 1.0 if self.inside_model or share is None else share.weight(self.group.world.size)
+
+
+def spine() -> Spine:
+    """The spine of the group of this process."""
+    return joined().the(Spine)
+
+
+def _tensors(batch: Any) -> "tuple[weakref.ref[torch.Tensor], ...]":
+    return tuple(weakref.ref(value) for value in _values(batch) if isinstance(value, torch.Tensor))
+
+
+def _values(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        yield from batch.values()
+    elif isinstance(batch, list | tuple):
+        yield from batch
+    else:
+        yield batch
