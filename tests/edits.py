@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _COMPARISONS: dict[type[ast.cmpop], list[type[ast.cmpop]]] = {
     ast.Lt: [ast.LtE, ast.GtE],
@@ -77,25 +78,32 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _changed(node: ast.AST) -> Iterator[ast.AST]:
     """What may stand in the place of a node."""
+    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in _OPERATORS:
+        yield _with(node, op=_OPERATORS[type(node.op)]())
+    elif isinstance(node, ast.If | ast.IfExp):
+        yield _with(node, test=ast.Constant(False))
+        yield _with(node, test=ast.Constant(True))
+    else:
+        yield from _changed_expression(node) if isinstance(node, ast.expr) else _changed_statement(node)
+
+
+def _changed_expression(node: ast.expr) -> Iterator[ast.expr]:
     match node:
         case ast.Compare(ops=[operator]):
             for kind in _COMPARISONS[type(operator)]:
                 yield _with(node, ops=[kind()])
         case ast.BoolOp(op=operator):
             yield _with(node, op=ast.Or() if isinstance(operator, ast.And) else ast.And())
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             yield operand
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            yield operand
-        case ast.BinOp(op=operator) | ast.AugAssign(op=operator) if type(operator) in _OPERATORS:
-            yield _with(node, op=_OPERATORS[type(operator)]())
         case ast.Constant(value=bool(value)):
             yield ast.Constant(not value)
         case ast.Constant(value=int(value)):
             yield ast.Constant(value + 1)
-        case ast.If() | ast.IfExp():
-            yield _with(node, test=ast.Constant(False))
-            yield _with(node, test=ast.Constant(True))
+
+
+def _changed_statement(node: ast.AST) -> Iterator[ast.stmt]:
+    match node:
         case ast.Expr(value=ast.Call()) | ast.Raise():
             yield ast.Pass()
         case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
@@ -106,7 +114,7 @@ def _changed(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Break()
 
 
-def _with(node: ast.AST, **fields: object) -> ast.AST:
+def _with(node: Any, **fields: object) -> Any:
     changed = copy.copy(node)
     for name, value in fields.items():
         setattr(changed, name, value)
