@@ -85,22 +85,13 @@ def disturb(kind: str, run: Run, ranks: list[Rank], draw: random.Random) -> floa
     while time.monotonic() < begun + wait and all(one.code is None for one in ranks):
         nest.look(0.002)
     if kind == "system call":
-        # strace counts the calls of each thread, and every commit has one of its own
-        call = draw.choice(list(CALLS))
-        inject = f"inject={call}:signal=KILL:when={draw.randint(1, CALLS[call])}"
-        command = ["strace", "-f", "-qqq", "-o", os.devnull, "-p", str(ranks[0].pid), "-e", inject]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL):
-            while ranks[0].code is None and time.monotonic() < until:
-                nest.look(0.02)
-        return ranks[0].ended_at if ranks[0].code == -signal.SIGKILL else None
+        return kill_at_a_call(nest, ranks[0], until, draw)
     victims = {"all ranks": ranks, "rank 0": ranks[:1], "commit": ranks[:1]}.get(kind, [draw.choice(ranks)])
     if kind == "commit":
         while not unfinished(run.directory) and ranks[0].code is None and time.monotonic() < until:
             nest.look(0)
         time.sleep(draw.uniform(0, 0.01))
     nest.look()
-    if any(one.code is not None for one in ranks):
-        return None
     pids = [one.pid for one in victims]
     if kind == "loader worker":
         while not (pids := workers_of(victims[0])) and time.monotonic() < until:
@@ -108,6 +99,21 @@ def disturb(kind: str, run: Run, ranks: list[Rank], draw: random.Random) -> floa
             if any(one.code is not None for one in ranks):
                 return None
         pids = [draw.choice(pids)]
+    return None if any(one.code is not None for one in ranks) else kill_now(pids)
+
+
+def kill_at_a_call(nest: Nest, rank: Rank, until: float, draw: random.Random) -> float | None:
+    # strace counts the calls of each thread, and every commit has one of its own
+    call = draw.choice(list(CALLS))
+    inject = f"inject={call}:signal=KILL:when={draw.randint(1, CALLS[call])}"
+    command = ["strace", "-f", "-qqq", "-o", os.devnull, "-p", str(rank.pid), "-e", inject]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL):
+        while rank.code is None and time.monotonic() < until:
+            nest.look(0.02)
+    return rank.ended_at if rank.code == -signal.SIGKILL else None
+
+
+def kill_now(pids: list[int]) -> float | None:
     now = time.monotonic()
     for pid in pids:
         try:
