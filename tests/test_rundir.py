@@ -130,16 +130,18 @@ while True:
     pulse.enter("data" if step % 2 else "compute", str(step))
 """
     with subprocess.Popen([sys.executable, "-c", write], stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        seen = set()
-        until = time.monotonic() + 1
-        while time.monotonic() < until:
-            if (reading := read_pulse(path)) and reading.step > 1:
-                assert reading.step == reading.epoch
-                assert int(reading.call) in (reading.step, reading.step - 1)
-                seen.add(reading.step)
-        writer.kill()
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            seen = set()
+            until = time.monotonic() + 1
+            while time.monotonic() < until:
+                if (reading := read_pulse(path)) and reading.step > 1:
+                    assert reading.step == reading.epoch
+                    assert int(reading.call) in (reading.step, reading.step - 1)
+                    seen.add(reading.step)
+        finally:
+            writer.kill()
     assert len(seen) > 10
 
 
