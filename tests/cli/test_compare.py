@@ -42,16 +42,24 @@ def _process(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("files", "code", "out", "err"),
     [
-        ((A, C), 0, "same to the bit (7 tensors, 232 bytes)\n", "names are compared without `module.`"),
+        ((A, C), 0, "same to the bit (7 tensors, 0.2 kB)\n", "names are compared without `module.`"),
         ((A, B), 1, "different: only BatchNorm statistics, 3 of 7 tensors", ""),
         ((A, "nowhere.pt"), 2, "", "nowhere.pt does not exist\n"),
     ],
 )
-def test_a_process_answers_with_its_exit_code(files: tuple[str, ...], code: int, out: str, err: str) -> None:
-    ended = _process(*files)
-    assert ended.returncode == code, ended.stderr
-    assert out in ended.stdout
-    assert err in ended.stderr
+def test_the_exit_code_says_whether_files_differ(
+    files: tuple[str, ...], code: int, out: str, err: str
+) -> None:
+    result = _compare(*files)
+    assert result.exit_code == code, result.stderr
+    assert out in result.stdout
+    assert err in result.stderr
+
+
+def test_a_process_answers_without_colour_and_warnings() -> None:
+    ended = _process(A, B)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "different: only BatchNorm statistics, 3 of 7 tensors" in ended.stdout
     assert "\x1b" not in ended.stdout
 
 

@@ -40,7 +40,7 @@ class Shown:
 
     def __init__(self, directory: Path) -> None:
         terminal, other = pty.openpty()
-        process = start(directory, "--json", "--epochs", "5", stderr=other)
+        process = start(directory, "--json", "--epochs", "3", stderr=other)
         os.close(other)
         self.bytes = b"".join(_read(terminal))
         out = process.communicate()[0]
@@ -85,11 +85,11 @@ def test_the_demo_tells_the_same_in_json(shown: Shown) -> None:
     facts = shown.facts
     assert (facts["schema_version"], facts["same"], facts["verdict"]) == (1, True, "same")
     assert facts["largest_difference"] == 0
-    assert facts["steps"] == 5 * 8
+    assert facts["steps"] == 3 * 8
     one, two = facts["runs"][:2]
     assert (one["processes"], two["processes"]) == (1, 2)
     assert (one["batches"], one["accuracy"]) == (two["batches"], two["accuracy"])
-    assert one["accuracy"] > 0.85
+    assert one["accuracy"] > 0.7
     assert one["speedup"] == 1.0
 
 

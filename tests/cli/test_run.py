@@ -90,8 +90,8 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["-n", "0", "show.py"], 2, "-n 0 is no number of processes; write one from 1 to 9999"),
-        (["-n", "two", "show.py"], 2, "-n two is no number of processes"),
+        (["-n", "0", "show.py"], 2, "-n 0 is not a number of processes; write 1 to 9999"),
+        (["-n", "two", "show.py"], 2, "-n two is not a number of processes"),
         (["-n", "gpu", "show.py"], 2, "-n gpu asks for a process on each device, but none is visible"),
         (["--devices", "0", "show.py"], 2, "names devices, but none is visible here"),
         (["--nnodes", "2", "show.py"], 2, "--nodes 2 does not say where the nodes meet; add --rendezvous"),
@@ -127,10 +127,10 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["-n", "2,1", "--nodes=2", "--rdzv-endpoint=x:1", "show.py"], 2, "none of them for node -1"),
         (["-n2", "--tee", "5", "show.py"], 2, "--tee 5 names rank 5, but there are 2; count from 0"),
         (["-n2", "--tee", "1", "show.py"], 2, "--tee 1 shows a part of a rank's output"),
-        (["-n2", "-r", "1", "show.py"], 2, "output is always kept in files, so leave -r out"),
-        (["-n2", "--restart-on", "75", "show.py"], 2, "--restart-on needs to know how often"),
-        (["-n2", "--restart-on", "x", "--max-restarts", "1", "show.py"], 2, "is no list of exit codes"),
-        (["-n2", "--signals-to-handle", "SIGNOPE", "show.py"], 2, "is no signal to pass on"),
+        (["-n2", "-r", "1", "show.py"], 2, "all output is always kept in files, so leave -r out"),
+        (["-n2", "--restart-on", "75", "show.py"], 2, "--restart-on has no effect without --max-restarts"),
+        (["-n2", "--restart-on", "x", "--max-restarts", "1", "show.py"], 2, "is not a list of exit codes"),
+        (["-n2", "--signals-to-handle", "SIGNOPE", "show.py"], 2, "is not a signal that can be passed on"),
         (["-n2", "--numa-binding", "node", "show.py"], 2, "--numa-binding is not offered"),
         (
             ["-n2", "--virtual-local-rank", "show.py"],

@@ -34,8 +34,14 @@ def ended(pid: int) -> bool:
 
 def test_a_trial_returns_exit_code_output_failure_and_run(tmp_path):
     source = """
-import os, sys
+import os, sys, time
+from pathlib import Path
 print("rank", os.environ["RANK"], sys.argv[1:], os.environ["TOLD"], sys.stdin.read(), flush=True)
+printed = Path(__file__).with_name("printed")
+if os.environ["RANK"] == "0":
+    printed.touch()
+while not printed.exists():
+    time.sleep(0.01)
 if os.environ["RANK"] == "1":
     raise ValueError("seven")
 """

@@ -1,15 +1,13 @@
 """`samestep logs`: shows a run's output by rank, from its files; -f follows it until the run is over."""
 
 import os
-import re
 import sys
 import time
 from pathlib import Path
 
 import click
 
-from samestep.cli.output import HELP, errors_of
-from samestep.errors import UsageError
+from samestep.cli.output import HELP, errors_of, numbers
 from samestep.measure.runs import Run, find_run, log_of, read_run
 
 _LOOK_S = 0.2
@@ -83,6 +81,4 @@ def _show(run: Run, tails: list[Tail], follow: bool) -> None:
 def _chosen(run: Run, text: str) -> list[int]:
     if text == "all":
         return list(run.logs) or [0]
-    if not re.fullmatch(r"[0-9]{1,7}(,[0-9]{1,7})*", text):
-        raise UsageError(f"--rank {text} is not a list of ranks; write all, or ranks such as 0,2")
-    return [int(part) for part in text.split(",")]
+    return numbers("--rank", text, "ranks")

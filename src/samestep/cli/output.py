@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,13 @@ def finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def numbers(option: str, text: str, noun: str) -> list[int]:
+    """The numbers in an option's value such as 0,2."""
+    if not re.fullmatch(r"[0-9]{1,7}(,[0-9]{1,7})*", text):
+        raise UsageError(f"{option} {text} is not a list of {noun}; write numbers such as 1,2")
+    return [int(part) for part in text.split(",")]
 
 
 @contextmanager

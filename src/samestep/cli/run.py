@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from samestep.cli.output import HELP, numbers
 from samestep.errors import RankMissing, RanksDiffer, UsageError
 from samestep.placement.cores import cores
 from samestep.placement.place import place
@@ -30,22 +31,9 @@ _NOT_OFFERED = {
     "--duplicate-stderr-filters": "every rank's output is kept in the run's logs",
 }
 
-_EPILOG = """\b
-Examples:
-  samestep run -n 2 train.py --epochs 3
-  samestep run --devices 0,2 train.py
-  samestep run -n 4 --tee all -m package.train
-  samestep run -n 2 --restart-on 75 --max-restarts 10 train.py
-  samestep run -n 4 --nodes 2 --node-rank 1 --rendezvous tcp://node01:29500 train.py
-
-\b
-Everything after SCRIPT belongs to it. The exit code is the first failing worker's own;
-75: stopped at a checkpoint, 126 and 127: cannot be executed, 130: Ctrl-C, 128 + N: signal N.
-"""
-
 
 def _taken_from_torchrun(*names: str, **of_option: Any) -> Callable[[Any], Any]:
-    """Options of torchrun about what is decided otherwise here; unless refused they change nothing."""
+    """Accept options of torchrun that have no effect here, or are refused."""
 
     def added(command: Any) -> Any:
         for name in names:
@@ -56,12 +44,8 @@ def _taken_from_torchrun(*names: str, **of_option: Any) -> Callable[[Any], Any]:
 
 
 @click.command(
-    epilog=_EPILOG,
-    context_settings={
-        "allow_interspersed_args": False,
-        "token_normalize_func": lambda token: token.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-    },
+    context_settings=HELP
+    | {"allow_interspersed_args": False, "token_normalize_func": lambda token: token.replace("_", "-")},
 )
 @click.option(
     "-n",
@@ -70,37 +54,46 @@ def _taken_from_torchrun(*names: str, **of_option: Any) -> Callable[[Any], Any]:
     metavar="N",
     help="Processes on each node, or 4,2 by node  [one for each visible device]",
 )
-@click.option("--devices", metavar="0,2", help="One process on each of these devices; no other is visible.")
+@click.option(
+    "--devices", metavar="0,2", help="One process on each of these devices; others are hidden  [all]"
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program, not a Python file.")
 @click.option(
     "--run-dir", "--log-dir", metavar="DIR", help="Where runs are kept  [$SAMESTEP_RUN_DIR, ./runs]"
 )
-@click.option("-t", "--tee", metavar="all|0,3", help="Ranks whose output is shown  [0]; all of it is kept.")
+@click.option("-t", "--tee", metavar="all|0,3", help="Ranks whose output is shown  [0]; the logs keep all.")
 @click.option("--all-ranks", is_flag=True, help="The same as --tee all.")
-@click.option("--max-restarts", metavar="K", type=click.IntRange(0), help="Start again after a failure.")
-@click.option("--restart-on", metavar="75", help="Start again only after these exit codes.")
+@click.option(
+    "--max-restarts",
+    metavar="K",
+    type=click.IntRange(0),
+    help="Start again after a failure, K times at most  [0]",
+)
+@click.option("--restart-on", metavar="75", help="Start again only after these exit codes  [any]")
 @click.option(
     "--shutdown-timeout",
     metavar="S",
     type=click.FloatRange(0),
-    help="Seconds workers have to end in  [1 after a failure, 30 after Ctrl-C]",
+    help="Seconds that workers have to end  [1 after a failure, 30 after Ctrl-C]",
 )
-@click.option("--signals-to-handle", metavar="NAMES", help="Further signals to pass on to the workers.")
+@click.option(
+    "--signals-to-handle", metavar="NAMES", help="More signals to pass on to the workers, such as SIGQUIT."
+)
 @click.option("--nodes", "--nnodes", metavar="N", help="Machines that run this command together  [1]")
-@click.option("--node-rank", type=click.IntRange(0), metavar="K", help="Which of them this is, from 0.")
+@click.option("--node-rank", type=click.IntRange(0), metavar="K", help="Number of this machine, from 0.")
 @click.option(
     "--rendezvous",
     "--rdzv-endpoint",
     metavar="URL",
-    help="Where they meet: tcp://HOST:PORT of the first, or file:///PATH that all share.",
+    help="Where machines meet: tcp://HOST:PORT of machine 0, or a shared file:///PATH.",
 )
 @click.option(
     "--wait",
     metavar="S",
     type=click.FloatRange(0),
     default=1800.0,
-    help="Seconds to wait for the others  [1800]",
+    help="Seconds to wait for the other machines  [1800]",
 )
 @click.option("--standalone", is_flag=True, hidden=True)
 @click.option("--master-addr", hidden=True)
@@ -115,12 +108,26 @@ def _taken_from_torchrun(*names: str, **of_option: Any) -> Callable[[Any], Any]:
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], **options: Any) -> None:
-    """Run SCRIPT on N processes of this machine, or of several that run this command together."""
+    """Run SCRIPT on N processes of this machine, or of several that run this command together.
+
+    \b
+    samestep run -n 2 train.py --epochs 3
+    samestep run --devices 0,2 train.py
+    samestep run -n 4 --tee all -m package.train
+    samestep run -n 2 --restart-on 75 --max-restarts 10 train.py
+    samestep run -n 4 --nodes 2 --node-rank 1 --rendezvous tcp://node01:29500 train.py
+
+    Words after SCRIPT are its own arguments.
+
+    The exit code is that of the first worker that fails; 75: stopped at a checkpoint, 126 and 127: cannot be
+    executed, 130: Ctrl-C, 128 + N: signal N.
+    """
     try:
         for name, why in _NOT_OFFERED.items():
             if options[name.removeprefix("--").replace("-", "_")]:
                 raise UsageError(f"{name} is not offered: {why}; leave it out")
         where = _where(options, script)
+        codes = options["restart_on"]
         env, size = _size(options, where.number if where else 0)
         code = run_script(
             Script(
@@ -133,7 +140,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
                 env={**env, **({"TORCHELASTIC_RUN_ID": options["rdzv_id"]} if options["rdzv_id"] else {})},
                 address=options["master_addr"] or "127.0.0.1",
                 port=options["master_port"],
-                restart_on=_codes(options["restart_on"]),
+                restart_on=frozenset(numbers("--restart-on", codes, "exit codes") if codes else ()),
                 max_restarts=_restarts(options),
                 patience_s=options["shutdown_timeout"],
                 signals=_signals(options["signals_to_handle"]),
@@ -149,7 +156,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         code = 130
     except OSError as error:
         reason = error.strerror or str(error)
-        # No more than its first letter is made small: it may hold a path.
+        # Only the first letter: the rest may hold a path.
         click.echo(f"samestep: {script} cannot be executed ({reason[:1].lower()}{reason[1:]})", err=True)
         code = 127 if isinstance(error, FileNotFoundError) else 126
     raise SystemExit(code)
@@ -158,7 +165,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
 def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> list[str]:
     if options["no_python"]:
         if options["module"]:
-            raise UsageError("-m runs a module by Python and --no-python runs none; leave one of them out")
+            raise UsageError("-m runs a Python module and --no-python runs a program; leave one of them out")
         return [script, *args]
     if options["module"]:
         return [sys.executable, "-m", script, *args]
@@ -168,14 +175,14 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
 
 
 def _where(options: Mapping[str, Any], script: str) -> Where | None:
-    """Where the launchers of several nodes meet; in an allocation's own shell they are started first."""
+    """Where the launchers of several nodes meet; in the shell of an allocation, start them on all its nodes."""
     if options["standalone"]:
         if options["node_rank"] or options["nodes"] not in (None, "1", "1:1"):
             raise UsageError("--standalone is 1 node; leave it out, or --nodes and --node-rank")
         return None
     if options["nodes"]:
         return by_hand(options, _title(options, script))
-    # A rank's variables that are left in the environment say nothing of the processes to be started.
+    # Variables of a rank that this process inherited do not describe the processes to be started.
     here = place({name: value for name, value in os.environ.items() if name not in _OF_A_RANK})
     if here.launcher == "alone":
         step = whole_allocation(os.environ, sys.argv[2:], bool(options["count"] or options["devices"]))
@@ -189,7 +196,7 @@ def _where(options: Mapping[str, Any], script: str) -> Where | None:
 
 
 def _title(options: Mapping[str, Any], script: str) -> str:
-    """What has to be the same on every node: paths, arguments and the name of a program may well differ."""
+    """What must be the same on every node; paths, arguments and the name of a program may differ."""
     if options["no_python"]:
         return ""
     return f"-m {script}" if options["module"] else Path(script).name
@@ -221,7 +228,7 @@ def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
     if count in ("cpu", "auto"):
         return {}, (count == "auto" and visible) or len(cores())
     if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
-        raise UsageError(f"-n {count} is no number of processes; write one from 1 to 9999")
+        raise UsageError(f"-n {count} is not a number of processes; write 1 to 9999")
     return {}, int(count)
 
 
@@ -229,7 +236,9 @@ def _shown(options: Mapping[str, Any], known: int | None) -> Container[int]:
     size = _MANY if known is None else known
     tee, only, redirects = options["tee"], options["local_ranks_filter"], options["redirects"]
     if redirects not in (None, "0", "3"):
-        raise UsageError(f"-r {redirects} redirects a part; output is always kept in files, so leave -r out")
+        raise UsageError(
+            f"-r {redirects} redirects a part of the output; all output is always kept in files, so leave -r out"
+        )
     if tee in ("1", "2") or (tee and ":" in tee):
         raise UsageError(
             f"--tee {tee} shows a part of a rank's output; write --tee all, or ranks such as 0,1"
@@ -247,26 +256,18 @@ def _shown(options: Mapping[str, Any], known: int | None) -> Container[int]:
 def _ranks(option: str, text: str | None, size: int) -> list[int]:
     if text is None:
         return [0] if option == "--tee" else list(range(size))
-    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
-        raise UsageError(f"{option} {text} is no list of ranks; write ranks such as 0,1")
-    ranks = [int(part) for part in text.split(",")]
+    ranks = numbers(option, text, "ranks")
     if max(ranks) >= size:
         raise UsageError(f"{option} {text} names rank {max(ranks)}, but there are {size}; count from 0")
     return ranks
 
 
-def _codes(text: str | None) -> frozenset[int]:
-    if text is None:
-        return frozenset()
-    if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", text):
-        raise UsageError(f"--restart-on {text} is no list of exit codes; write for instance --restart-on 75")
-    return frozenset(int(part) for part in text.split(","))
-
-
 def _restarts(options: Mapping[str, Any]) -> int:
     most: int | None = options["max_restarts"]
     if options["restart_on"] and not most:
-        raise UsageError("--restart-on needs to know how often; add for instance --max-restarts 10")
+        raise UsageError(
+            "--restart-on has no effect without --max-restarts; add for instance --max-restarts 10"
+        )
     return most or 0
 
 
@@ -280,7 +281,7 @@ def _signals(names: str | None) -> tuple[signal.Signals, ...]:
             signal.SIGCHLD,
         ):
             raise UsageError(
-                f"--signals-to-handle {name} is no signal to pass on; write names such as SIGUSR1"
+                f"--signals-to-handle {name} is not a signal that can be passed on; write names such as SIGUSR1"
             )
         if number not in numbers:
             numbers.append(number)

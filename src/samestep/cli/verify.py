@@ -2,14 +2,13 @@
 
 import math
 import os
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import HELP, finite, print_json
+from samestep.cli.output import HELP, finite, numbers, print_json
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.start.devices import visible_devices
@@ -84,10 +83,8 @@ def _sizes(text: str | None) -> list[int]:
     devices = len(visible_devices(os.environ))
     if text is None:
         sizes = [size for size in _SIZES if not devices or size <= devices]
-    elif re.fullmatch(r"[1-9][0-9]{0,3}(,[1-9][0-9]{0,3})*", text):
-        sizes = list(dict.fromkeys(map(int, text.split(","))))
-    else:
-        raise UsageError(f"-n {text} is not a list of numbers of processes; write for instance -n 1,2,3")
+    elif not all(sizes := list(dict.fromkeys(numbers("-n", text, "numbers of processes")))):
+        raise UsageError(f"-n {text} contains 0 processes; write numbers such as 1,2")
     if devices and max(sizes) > devices:
         raise UsageError(
             f"-n {text} needs {max(sizes)} devices and {devices} are visible; use at most {devices}"

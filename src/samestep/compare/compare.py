@@ -1,4 +1,4 @@
-"""Says what differs between two states, by how much, and whether it is bits, rounding or more."""
+"""Says what differs between two states, by how much, and whether that is more than rounding."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,21 +11,22 @@ from torch import Tensor
 
 from samestep.compare.gap import inexact, measure, numbers
 from samestep.compare.names import flatten, inner_level
+from samestep.text import counted, size
 
 Verdict = Literal["same", "tolerance", "rounding", "different"]
 
 _TEXT = 30
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _BATCHNORM = (
-    "Only BatchNorm statistics differ: each rank takes them from its own share of the batch, and of what the "
-    "ranks have DDP keeps rank 0's. Use replicate(model, sync_batchnorm=True), or steps with exact=True, for "
+    "Only BatchNorm statistics differ: each rank computes them from its own share of the batch, and DDP keeps "
+    "rank 0's. Use replicate(model, sync_batchnorm=True), or steps with exact=True, for "
     "statistics that do not depend on the number of processes."
 )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor or value that is not the same to the bit in both states."""
+    """A tensor or value whose bits differ between the states."""
 
     name: str
     kind: Literal["missing", "shape", "dtype", "value"]
@@ -59,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between two states, in the first one's order."""
+    """What differs between two states, in the order of the first."""
 
     differences: tuple[Difference, ...]
     tensors: int  # in the first state
@@ -98,14 +99,14 @@ class Comparison:
 
     @property
     def cause(self) -> str | None:
-        """Why they differ, where what differs tells it."""
+        """Why they differ, where only one cause is possible."""
         return _BATCHNORM if self.beyond and all(d.batchnorm for d in self.beyond) else None
 
     @property
     def contents(self) -> str:
         """What the first state holds: 62 tensors and 5 values, 1.2 MB."""
-        values = f" and {_count(self.values, 'value')}" if self.values else ""
-        return f"{_count(self.tensors, 'tensor')}{values}, {_size(self.bytes)}"
+        values = f" and {counted(self.values, 'value')}" if self.values else ""
+        return f"{counted(self.tensors, 'tensor')}{values}, {size(self.bytes)}"
 
     def __str__(self) -> str:
         if self.worst is None:
@@ -158,7 +159,7 @@ def compare(
     if zeros := [d.name for d in differences if d.sign_of_zero]:
         notes.append(f"0.0 and -0.0 are equal values of different bits: {_some(zeros)}")
     if tolerance is not None and (odd := [d.name for d in differences if d.kind == "dtype"]):
-        notes.append(f"the dtype differs and only values are held to the tolerance: {_some(odd)}")
+        notes.append(f"dtypes differ; only the values are compared with the tolerance: {_some(odd)}")
     tensors = [value for value in left.values() if isinstance(value, Tensor)]
     return Comparison(
         tuple(differences),
@@ -174,7 +175,7 @@ def compare(
 def _aligned(
     a: object, b: object, names: tuple[str, str]
 ) -> tuple[dict[str, object], dict[str, object], list[str]]:
-    """Both states by plain names, from the level where their names meet, and what that left out."""
+    """Both states by plain names, from the level where their names agree, and notes on what was left out."""
     (left, stripped), (right, also) = flatten(a), flatten(b)
     prefixes = " and ".join(f"`{prefix}`" for prefix in sorted(stripped | also, reverse=True))
     notes = [f"names are compared without {prefixes}"] if prefixes else []
@@ -232,7 +233,7 @@ def _difference(name: str, left: object, right: object) -> tuple[Difference | No
 
 
 def _text(value: object, numbers: Tensor | None = None) -> str:
-    """A single value as it is, a tensor by dtype and shape."""
+    """A single value, or a tensor's dtype and shape."""
     if numbers is not None and numbers.numel() == 1:
         number = numbers.item()
         short = isinstance(number, float) and numbers.dtype != torch.float64
@@ -244,20 +245,9 @@ def _text(value: object, numbers: Tensor | None = None) -> str:
 
 
 def _dtype(value: object, numbers: Tensor) -> str:
-    """The dtype as it was saved, where its numbers had to be unpacked to be read."""
+    """The dtype in the file, which may be a packed form of the numbers."""
     return str((value if isinstance(value, Tensor) else numbers).dtype).removeprefix("torch.")
 
 
 def _some(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(count: int) -> str:
-    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
-        if count >= 10**power:
-            return f"{count / 10**power:.1f} {unit}"
-    return f"{count} bytes"

@@ -13,9 +13,9 @@ _ONES = torch.tensor([byte.bit_count() for byte in range(256)])
 
 @dataclass(frozen=True)
 class Gap:
-    """How far two tensors of one shape are apart; where both are NaN they are not."""
+    """How far two tensors of one shape are apart; NaN equals NaN."""
 
-    elements: int = 0  # of other bits, or of another value where the dtypes differ
+    elements: int = 0  # whose bits differ, or whose values differ where the dtypes differ
     bits: int = 0
     absolute: float = 0.0
     relative: float = 0.0  # the largest absolute difference over the largest finite value of both tensors
@@ -24,7 +24,7 @@ class Gap:
 
 
 def numbers(value: object) -> Tensor | None:
-    """A tensor, number or list of numbers as a dense CPU tensor; None for text and all else."""
+    """A tensor, number or list of numbers as a dense CPU tensor; None for anything else."""
     if isinstance(value, Tensor):
         dense = value.detach().cpu()
         dense = dense.dequantize() if dense.is_quantized else dense
@@ -45,13 +45,13 @@ def numbers(value: object) -> Tensor | None:
         if all(isinstance(item, kinds) for item in items):
             try:
                 return torch.tensor(value, dtype=dtype)
-            except (RuntimeError, ValueError, OverflowError):  # beyond 64 bits: compared as it is
+            except (RuntimeError, ValueError, OverflowError):  # beyond 64 bits
                 return None
     return None
 
 
 def measure(a: Tensor, b: Tensor) -> Gap:
-    """How far two tensors of the same shape are apart; of different dtypes, by their values in float64."""
+    """Compare two tensors of one shape; where their dtypes differ, by their values in float64."""
     a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
     elements = bits = nans = 0
     absolute, shared_nans = 0.0, False
@@ -72,7 +72,7 @@ def measure(a: Tensor, b: Tensor) -> Gap:
             bits += int(_ONES[(_bytes(x) ^ _bytes(y))[unlike].long()].sum())
         apart = (wide_x - wide_y)[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if not (inexact(x) or inexact(y)):
-            apart = apart.clamp(min=1)  # float64 may not tell large integers apart; unlike, they are 1 apart
+            apart = apart.clamp(min=1)  # float64 rounds large integers; different ones are at least 1 apart
         absolute = max(absolute, float(apart.max()))
     relative = absolute / max(_largest(a), _largest(b)) if 0 < absolute < math.inf else absolute
     return Gap(elements, bits, absolute, relative, nans, shared_nans)

@@ -1,4 +1,4 @@
-"""Gives every tensor and value of a state one plain dotted name, whatever wrapped the model that saved it."""
+"""Gives every tensor and value of a state a dotted name without the prefixes of wrappers such as DDP."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def flatten(state: object) -> tuple[dict[str, object], set[str]]:
-    """What a nested state holds by dotted name, and the wrappers' prefixes left out of the names."""
+    """The values of a nested state by dotted name, and the prefixes that were left out of the names."""
     leaves: list[tuple[tuple[object, ...], object]] = []
     dropped: set[str] = set()
     _walk((), state, leaves, dropped)
@@ -16,7 +16,7 @@ def flatten(state: object) -> tuple[dict[str, object], set[str]]:
     often = Counter(names)
     flat: dict[str, object] = {}
     for name, (keys, value) in zip(names, leaves, strict=True):
-        # `a.b` is not `b` in `a`, nor is 1 "1": where dots cannot tell them apart, all of them get brackets.
+        # A key "a.b" and a key "b" in "a" have one dotted name, as have 1 and "1": such names get brackets.
         unique = name if often[name] == 1 else "".join(f"[{key!r}]" for key in keys)
         if unique in flat:
             raise ValueError(f"two values are named {unique}")
@@ -57,7 +57,7 @@ def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> list[tuple[
             kept = kept[1:]
         plain[".".join(kept) if len(kept) < len(parts) else key] = value
         prefixes |= set(parts) - set(kept)
-    if len(plain) < len(state):  # without its prefix one value would hide another
+    if len(plain) < len(state):  # two values would have the same name without its prefix
         return list(state.items())
     dropped |= {f"{prefix}." for prefix in prefixes}
     return list(plain.items())

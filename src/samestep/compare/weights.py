@@ -1,9 +1,9 @@
-"""Reads the state in a weights file without running code from it, or says in one sentence why it cannot."""
+"""Reads the state in a weights file without running code from it; an error says why it cannot be read."""
 
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,16 +50,12 @@ def read(path: str | Path) -> Weights:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or printable(error)})") from None
     except Exception as error:
         raise CheckpointError(f"{path} {_why(error)}") from None
-    if not flat:
-        raise CheckpointError(f"{path} holds no tensor and no value")
-    for name, value in flat.items():
-        if isinstance(value, Tensor):
-            _bounded(path, name, value)
+    _check_values(path, flat)
     return Weights(path, state)
 
 
 def _newest(directory: Path) -> Weights:
-    """The newest checkpoint of a directory that is good."""
+    """The newest good checkpoint of a directory."""
     bad = []
     for entry in carry.listing(directory):
         try:
@@ -67,10 +63,12 @@ def _newest(directory: Path) -> Weights:
                 raise CheckpointError(f"{directory / entry.name} is a link that leads elsewhere")
             found = read(directory / entry.name)
         except CheckpointError as error:
-            bad.append(f"{error}; an older one is read")
+            bad.append(f"{error}; reading an older checkpoint")
         else:
             return Weights(
-                found.file, found.state, (*bad, f"{directory} is read as its newest, {entry.name}")
+                found.file,
+                found.state,
+                (*bad, f"{directory}: reading its newest good checkpoint, {entry.name}"),
             )
     raise CheckpointError(f"{directory} holds no good checkpoint; name a weights file")
 
@@ -80,7 +78,7 @@ def _load(path: Path) -> object:
         head = file.read(16)
     if not head:
         raise CheckpointError(f"{path} is empty")
-    # Loose sparse indices could read outside of their tensor; pickles of other versions warn but load.
+    # Wrong sparse indices could read outside of their tensor. Pickles of other versions warn but load.
     with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         warnings.simplefilter("ignore")
         if head.startswith(b"samestep"):
@@ -94,8 +92,16 @@ def _load(path: Path) -> object:
     )
 
 
-def _bounded(path: Path, name: str, tensor: Tensor) -> None:
-    """A tensor must have its data, and no more of it than its file; an expanded one may claim any size."""
+def _check_values(path: Path, flat: Mapping[str, object]) -> None:
+    if not flat:
+        raise CheckpointError(f"{path} holds no tensor and no value")
+    for name, value in flat.items():
+        if isinstance(value, Tensor):
+            _check_size(path, name, value)
+
+
+def _check_size(path: Path, name: str, tensor: Tensor) -> None:
+    """A tensor must not claim far more data than its file has: an expanded one may claim any size."""
     if tensor.is_nested:
         raise CheckpointError(f"{path} holds {name} as a nested tensor, which has no shape; save its parts")
     claimed = tensor.numel() * tensor.element_size()
@@ -131,7 +137,7 @@ def _why(error: Exception) -> str:
 
 
 def damage(path: Path) -> str | None:
-    """The first part of a `torch.save` file that does not match its own checksum, which torch never reads."""
+    """The first part of a `torch.save` file whose checksum is wrong; torch does not check it."""
     if not zipfile.is_zipfile(path):
         return None
     try:

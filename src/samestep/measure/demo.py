@@ -13,6 +13,7 @@ from samestep.compare.weights import read
 from samestep.errors import WorkerFailed
 from samestep.measure.trial import Trial
 from samestep.placement.cores import cores
+from samestep.text import counted
 
 SCRIPT = Path(__file__).parents[1] / "data" / "demo_train.py"
 _EPOCH = re.compile(r"epoch (\d+) of \d+: (\S+)")
@@ -28,7 +29,7 @@ class Setup:
     cores: int
 
     def __str__(self) -> str:
-        return f"{_count(self.processes, 'process')} on {_count(self.cores, 'core')}"
+        return f"{counted(self.processes, 'process')} on {counted(self.cores, 'core')}"
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,3 @@ def in_words(result: Result) -> str:
     if any(run.disturbed for run in result.runs):
         last += " Some epochs took much longer than others: the machine was busy. Try again when it is idle."
     return last
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"

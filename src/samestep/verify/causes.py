@@ -1,4 +1,4 @@
-"""Says why a run is not the first run, from what was recorded; where the evidence names no cause, nothing."""
+"""Names the cause of a difference from what was recorded, or none where the records show none."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,14 +10,14 @@ _SAME = 1e-4
 _APART = 1e-2
 _MICROBATCHES = "use steps, whose microbatches are the same at any number of processes"
 _OWN_DRAWS = (
-    "random numbers between backward and the step are each rank's own; draw them from a torch.Generator that is "
-    "seeded alike on every rank"
+    "each rank draws its own random numbers between backward and the step; draw them from a torch.Generator with the "
+    "same seed on every rank"
 )
 _STANDARD_ORDERS = {"RandomSampler", "SequentialSampler"}
 
 
 def explain(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> str | None:
-    """The cause of what is beyond rounding; `again` is the first run once more, where that decides."""
+    """The cause of a difference beyond rounding; `again` repeats the first run, where that decides."""
     step = difference.step or 0
     match difference.kind:
         case "weights" if step == 0:
@@ -30,50 +30,50 @@ def explain(first: Run, other: Run, difference: Difference, again: Callable[[], 
             return _order(first, other, step)
         case "mode":
             return (
-                f"rank {difference.rank} trains in evaluation mode and others do not, or the other way round; "
-                "call model.train() on every rank before the epoch"
+                f"rank {difference.rank} is in another mode (training or evaluation) than rank 0; call model.train() "
+                "on every rank before the epoch"
             )
         case "hyper":
             return _hyper(first, other, difference)
         case "uneven" if not other.length:
-            return "each rank trains with its own share of every batch; run the training loop on all of them"
+            return "each rank trains with its own share of every batch; run the training loop on all ranks"
         case "uneven":
             return (
-                "each rank has a share of every step; decide whether to step, and when to stop, from what is the "
-                "same on all of them, such as samestep.mean(loss)"
+                "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
+                "equal on all ranks, such as samestep.mean(loss)"
             )
         case "steps":
             return (
-                f"{first.length} steps at {first.processes} and {other.length} at {other.size}: their number "
-                "is made from one that depends on the processes; use len() of samestep.loader, without world.size"
+                f"{first.length} steps at {first.processes} and {other.length} at {other.size}: the number of steps "
+                "is computed from the number of processes; use len() of samestep.loader, without world.size"
             )
     return next(_arithmetic(first, other, difference, again), None)
 
 
 def explain_printed() -> str:
-    return "a metric of one rank alone; use samestep.sum or samestep.mean, which count every rank's share"
+    return "a metric of one rank alone; use samestep.sum or samestep.mean, which include every rank's share"
 
 
 def explain_rounding(run: Run) -> str | None:
-    """What is left where the bits should have been the same."""
+    """The remaining reasons for other bits where all models are exact."""
     if not run.roots or not all(root["exact"] for root in run.roots):
         return None
     return (
-        "exact=True does not cover what the script computes from a rank's share or from samestep.sum or mean of "
-        "floats, what depends on the rank or the time, and a kernel that is not deterministic; add what you need in "
-        "the order of microbatches, from samestep.gather"
+        "exact=True does not cover values that the script computes from a rank's share, from the rank or the time, "
+        "or with samestep.sum or mean of floats, nor nondeterministic kernels; add floats in the order of "
+        "microbatches, from samestep.gather"
     )
 
 
 def _first_weights(first: Run, again: Callable[[], Run]) -> str:
     if _same_weights(first, again()):
         return (
-            "the first weights depend on the number of processes; build the model from the same seed on any "
-            "number, before anything that differs between ranks draws random numbers"
+            "the first weights depend on the number of processes; build the model from the same seed on every rank, "
+            "before code that differs between ranks draws random numbers"
         )
     return (
-        f"no seed is set, and two runs at {first.processes} start from other weights too; call "
-        "torch.manual_seed before the model is made"
+        f"no seed is set: two runs at {first.processes} start from different weights too; call "
+        "torch.manual_seed before the model is built"
     )
 
 
@@ -89,10 +89,10 @@ def _ranks_apart(run: Run, difference: Difference) -> str:
             f"{difference.name} belongs to no replicated model, so each rank trains its own; make it a parameter "
             "of the model"
         )
-    step = (difference.step or 0) - 1  # weights were looked at before the step
+    step = (difference.step or 0) - 1  # weights are recorded before the step
     if step >= 0 and all(rank[step].drew_after for rank in run.ranks):
         return _OWN_DRAWS
-    return f"code that not every rank runs changes {difference.name}; do the same on every rank"
+    return f"code that only some ranks run changes {difference.name}; run it on every rank"
 
 
 def _unreplicated(run: Run) -> str | None:
@@ -131,7 +131,7 @@ def _order(first: Run, other: Run, step: int) -> str:
 def _foreign(run: Run) -> str:
     foreign = run.fact("foreign")
     if not foreign:
-        return "batches do not come from samestep.loader, which shares each of them; use it"
+        return "batches do not come from samestep.loader; use it, so that the ranks share each batch"
     sampler, line = foreign[0]["sampler"], foreign[0]["line"]
     if sampler in _STANDARD_ORDERS:
         return (
@@ -143,8 +143,8 @@ def _foreign(run: Run) -> str:
 
 def _sampler(name: str) -> str:
     return (
-        f"a sampler of the script's own ({name}) chooses samples by the number of ranks; leave it out: "
-        "samestep.loader shares each batch among them"
+        f"the script's own sampler ({name}) chooses samples by the number of ranks; leave it out: "
+        "samestep.loader shares each batch among the ranks"
     )
 
 
@@ -155,14 +155,14 @@ def _hyper(first: Run, other: Run, difference: Difference) -> str:
     if rank is not None:
         mine, theirs = _two(name, other.steps[step], other.ranks[rank][step])
         return (
-            f"{name} is {_short(mine)} on rank 0 and {_short(theirs)} on rank {rank}{since}; make the optimizer "
-            "and its schedule, and step it, alike on every rank"
+            f"{name} is {_short(mine)} on rank 0 and {_short(theirs)} on rank {rank}{since}; build the optimizer "
+            "and its schedule, and step both, in the same way on every rank"
         )
     mine, theirs = _two(name, first.steps[step], other.steps[step])
     why = (
-        "it is that of the whole batch, so do not scale it by the number of processes"
+        "every step has the whole batch, so do not scale it by the number of processes"
         if step == 0
-        else "its schedule is made from a length or count that depends on the number of processes"
+        else "its schedule uses a length or count that depends on the number of processes"
     )
     return f"{name} is {_short(mine)} at {first.processes} and {_short(theirs)} at {other.size}{since}; {why}"
 
@@ -173,7 +173,7 @@ def _two(name: str, one: Step, other: Step) -> tuple[object, object]:
 
 
 def _arithmetic(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> Iterator[str]:
-    """The same samples and weights gave another loss, gradient or buffer: the surest causes come first."""
+    """Causes of another loss, gradient or buffer from the same samples and weights, the surest first."""
     step = difference.step or 0
     if difference.kind == "end":
         yield from _careless(other)
@@ -186,7 +186,7 @@ def _arithmetic(first: Run, other: Run, difference: Difference, again: Callable[
     yield from _counted(first, other, step)
     if difference.kind == "grad" and first.steps[step].drew_after:
         yield _OWN_DRAWS
-    # What every step does shows in the first one.
+    # What every step does shows in the first step.
     is_new = not any(one.drew or one.training for one in other.steps[:step])
     exact = any(root["exact"] for root in other.roots)
     drew = is_new and not exact and (first.steps[step].drew or other.steps[step].drew)
@@ -213,7 +213,7 @@ def _careless(run: Run) -> Iterator[str]:
 
 
 def _inputs_differ(first: Run, other: Run, step: int) -> bool:
-    """Whether the same samples came with other content, as far as each row of the input is a sample."""
+    """Whether the same samples had different content, where each row of the input is a sample."""
     runs = (first, other)
     if not all(len(rank[step].each("rows")) == len(rank[step].samples) for run in runs for rank in run.ranks):
         return False
@@ -225,28 +225,28 @@ def _inputs(first: Run, other: Run, step: int, again: Callable[[], Run]) -> str:
     once_more = again()
     if once_more.length > step and _inputs_differ(first, once_more, step):
         return (
-            f"no seed is set, and two runs at {first.processes} get other inputs for the same samples; seed "
-            "what the data are made with"
+            f"no seed is set: two runs at {first.processes} get different inputs for the same samples; seed the "
+            "random numbers that the data are made with"
         )
     mine, theirs = (run.each("given", step) for run in (first, other))
     if mine and mine == theirs:
         if any(part.get("loop_drew") for part in other.steps[step].parts):
             return (
-                "the loop changes the inputs by random numbers that each rank draws for its own share; draw them "
-                f"in the dataset, for one sample, or {_MICROBATCHES}, with replicate(exact=True)"
+                "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
+                f"the dataset, for each sample, or {_MICROBATCHES}, with replicate(exact=True)"
             )
         return (
-            "the loop changes the inputs by what else is in a rank's share, such as its mean, or by the rank; use "
-            f"numbers of the whole data, or {_MICROBATCHES}"
+            "the loop changes the inputs by a value of the rank's share, such as its mean, or by the rank; use "
+            f"values of the whole data set, or {_MICROBATCHES}"
         )
     return (
-        "the same samples come with other inputs; make the data and their augmentation from the sample alone, "
-        "in the dataset, not from the rank"
+        "the same samples have different inputs; make and augment each sample from the sample alone, in the dataset, "
+        "not from the rank"
     )
 
 
 def _scaled(first: Run, other: Run, step: int) -> Iterator[str]:
-    """A factor that loss and gradients have in common, or the gradients alone."""
+    """A common factor in loss and gradients, or in the gradients alone."""
     mine, theirs = first.steps[step], other.steps[step]
     if not first.losses[step]:
         return
@@ -257,7 +257,7 @@ def _scaled(first: Run, other: Run, step: int) -> Iterator[str]:
         and _near(other.raw_loss(step), first.raw_loss(step))
     ):
         yield (
-            "the loss is a sum over each rank's samples, and gradients are averaged as those of means; use "
+            "the loss is a sum over each rank's samples, but gradients are averaged over the ranks; use "
             'reduction="mean", or divide by len(y)'
         )
     gradients = _common_factor(mine.grad, theirs.grad)
@@ -265,18 +265,18 @@ def _scaled(first: Run, other: Run, step: int) -> Iterator[str]:
         return
     if _near(loss, 1):
         yield (
-            f"gradients are {gradients:.3g} times those at {first.processes} and the loss is the same; they are "
-            "averaged over the ranks already: do not divide, multiply or all-reduce them"
+            f"gradients are {gradients:.3g} times those at {first.processes} and the loss is the same; samestep "
+            "averages gradients over the ranks: do not divide, multiply or all-reduce them"
         )
     elif _near(loss, gradients):
         yield (
-            f"the loss is {loss:.3g} times that at {first.processes}: a number that depends on the processes "
-            "(world.size, the length of a share) is a factor of it; leave it out"
+            f"the loss is {loss:.3g} times that at {first.processes}: one of its factors depends on the number of "
+            "processes (world.size, the length of a share); leave that factor out"
         )
 
 
 def _counted(first: Run, other: Run, step: int) -> Iterator[str]:
-    """A loss over some terms of a share, or by a count in it, is none over the batch's."""
+    """A loss over chosen terms of a share, or divided by a count in it, is not the batch's loss."""
     mine, theirs = (
         [
             (rank, part)
@@ -290,7 +290,7 @@ def _counted(first: Run, other: Run, step: int) -> Iterator[str]:
         return  # the same microbatches
     if all(part.get("picked") for _, part in mine + theirs):
         yield (
-            "the loss chooses terms by comparing those of one rank's share, which are not the batch's; choose each "
+            "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
             f"term by itself, or {_MICROBATCHES}"
         )
     if not mine or not all(part.get("count") for _, part in mine + theirs):
@@ -308,7 +308,7 @@ def _counted(first: Run, other: Run, step: int) -> Iterator[str]:
 
 
 def _common_factor(first: dict[str, Digest], other: dict[str, Digest]) -> float | None:
-    """By what all gradients were multiplied, where it is one number."""
+    """The factor between the gradients of two steps, where all tensors have the same one."""
     whole = total(first)
     if not whole or first.keys() != other.keys():
         return None

@@ -1,4 +1,4 @@
-"""Shows how a serial script becomes one for any number of processes, in its own lines where it knows them."""
+"""Converts the lines of a serial script that it recognises to run on any number of processes."""
 
 import ast
 import re
@@ -20,11 +20,11 @@ SEVEN_LINES = """\
 _MEAN = re.compile(r"\b(\w+)(\s*/\s*len\()")
 _DEVICE = re.compile(r"^(\s*)(\w+)\s*=\s*torch\.device\(.*\)\s*$")
 _IMPORT = re.compile(r"^(\s*)from torch\.utils\.data import DataLoader\s*$")
-_FIRST_IMPORT = re.compile(r"^(?:import|from) ")
+_PARAMETERS = re.compile(r"\b(\w+)\.parameters\(")
 
 
 def conversion(source: str) -> str:
-    """What to change in a serial script, as a diff of its own lines; the usual one where it knows none."""
+    """A diff of a serial script's own lines, or of a usual script where it recognises none of them."""
     changed = converted(source)
     if "samestep.loader" not in changed and "samestep.replicate" not in changed:
         return SEVEN_LINES
@@ -33,18 +33,18 @@ def conversion(source: str) -> str:
 
 
 def converted(source: str) -> str:
-    """The script with its lines changed; a statement over several lines is left to the reader."""
-    lines = source.splitlines()
-    new = list(lines)
+    """The script with its lines changed; statements over several lines are left as they are."""
     try:
-        tree = ast.parse(source)
+        nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:
         return source
-    for node in ast.walk(tree):
+    lines = source.splitlines()
+    new = list(lines)
+    for node in nodes:
         if isinstance(node, ast.Call) and node.lineno == node.end_lineno:
             at = node.lineno - 1
             new[at] = _call(new[at], ast.get_source_segment(source, node) or "", node)
-    for line, name in _made(tree, _models(tree)).items():
+    for name, line in _models(source, nodes).items():
         head, equals, made = new[line - 1].partition("=")
         if head.strip() == name:
             new[line - 1] = f"{head}{equals} samestep.replicate({made.strip()})"
@@ -52,45 +52,30 @@ def converted(source: str) -> str:
 
 
 def _call(line: str, old: str, node: ast.Call) -> str:
-    """The line with this call of the serial world replaced."""
+    """The line with this call replaced by samestep's."""
     name = ast.unparse(node.func)
     if name in ("DataLoader", "data.DataLoader", "torch.utils.data.DataLoader"):
         return line.replace(old, f"samestep.loader{old[len(name) :]}")
     if name == "torch.save" and len(node.args) >= 2:
-        state, path = (ast.unparse(one) for one in node.args[:2])
-        return line.replace(old, f"samestep.save({_quoted(path)}, {state})")
+        state, path = (ast.unparse(argument) for argument in node.args[:2])
+        path = f'"{path[1:-1]}"' if path.startswith("'") and '"' not in path else path
+        return line.replace(old, f"samestep.save({path}, {state})")
     return _MEAN.sub(r"samestep.sum(\1)\2", line) if name == "print" else line
 
 
-def _quoted(path: str) -> str:
-    return f'"{path[1:-1]}"' if path.startswith("'") and '"' not in path else path
-
-
-def _models(tree: ast.AST) -> set[str]:
-    """The names whose parameters() are asked for: what is trained."""
-    return {
-        node.func.value.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "parameters"
-        and isinstance(node.func.value, ast.Name)
-    }
-
-
-def _made(tree: ast.AST, models: set[str]) -> dict[int, str]:
-    """The line in which each of these models is last assigned."""
-    last: dict[str, int] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and node.lineno == node.end_lineno and len(node.targets) == 1:
-            target = node.targets[0]
-            if isinstance(target, ast.Name) and target.id in models:
-                last[target.id] = max(node.lineno, last.get(target.id, 0))
-    return {line: name for name, line in last.items()}
+def _models(source: str, nodes: list[ast.AST]) -> dict[str, int]:
+    """The names whose parameters() are used, which are trained, and the line where each is last assigned."""
+    trained = set(_PARAMETERS.findall(source))
+    assigned = [
+        (node.lineno, ast.unparse(node.targets[0]))
+        for node in nodes
+        if isinstance(node, ast.Assign) and node.lineno == node.end_lineno and len(node.targets) == 1
+    ]
+    return {name: line for line, name in sorted(assigned) if name in trained}
 
 
 def _begun(lines: list[str], new: list[str]) -> list[str]:
-    """With the import and init(), on the lines that they replace or before which they fit."""
+    """With the import and init(), in place of lines that they replace or before the lines that need them."""
     imported = begun = False
     for at, line in enumerate(lines):
         if match := _IMPORT.match(line):
@@ -98,7 +83,7 @@ def _begun(lines: list[str], new: list[str]) -> list[str]:
         elif match := _DEVICE.match(line):
             new[at], begun = f"{match[1]}{match[2]} = samestep.init().device", True
     if not imported:
-        first = next((at for at, line in enumerate(lines) if _FIRST_IMPORT.match(line)), 0)
+        first = next((at for at, line in enumerate(lines) if line.startswith(("import ", "from "))), 0)
         new[first] = f"import samestep\n{new[first]}"
     shared = next((at for at, line in enumerate(new) if "samestep.loader" in line), None)
     if not begun and shared is not None:

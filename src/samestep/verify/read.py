@@ -12,6 +12,8 @@ from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from samestep.text import counted
+
 if TYPE_CHECKING:
     from samestep.measure.trial import Result
 
@@ -77,7 +79,7 @@ class Run:
 
     @property
     def processes(self) -> str:
-        return in_words(self.size)
+        return counted(self.size, "process")
 
     @property
     def steps(self) -> list[Step]:
@@ -139,11 +141,6 @@ def read_record(directory: Path, size: int, result: "Result") -> Run:
     printed = [result.printed(rank) for rank in range(size)]
     state = state_path(directory)
     return Run(size, result.code, [*ranks], [*facts], state, printed, result.failure or result.text)
-
-
-def in_words(size: int) -> str:
-    """1 process; 2 processes."""
-    return "1 process" if size == 1 else f"{size} processes"
 
 
 def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any]]:

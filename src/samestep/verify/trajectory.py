@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from samestep.text import counted
 from samestep.verify.read import Digest, Run
 
 _EPSILON = {
@@ -104,7 +105,7 @@ def _uneven(run: Run) -> Difference:
     """Names the ranks that took the fewest and the most steps."""
     took = [len(steps) for steps in run.ranks]
     few, most = took.index(min(took)), took.index(max(took))
-    said = f"rank {few} took {_steps(took[few])} and rank {most} {took[most]}"
+    said = f"rank {few} took {counted(took[few], 'step')} and rank {most} {took[most]}"
     return Difference("uneven", None, None, said, math.inf)
 
 
@@ -168,10 +169,6 @@ def _apart(a: float, b: float, scale: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return abs(a - b) / scale if scale else math.inf
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _unlike(mine: Sequence[Mapping[str, object]], theirs: Sequence[Mapping[str, object]]) -> Iterator[str]:

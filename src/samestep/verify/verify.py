@@ -13,9 +13,10 @@ from samestep.compare.compare import compare
 from samestep.compare.weights import read
 from samestep.errors import CheckpointError, UsageError
 from samestep.measure.trial import Trial
+from samestep.text import counted
 from samestep.verify.causes import explain, explain_printed, explain_rounding
 from samestep.verify.printed import is_steady, printed_otherwise
-from samestep.verify.read import Run, in_words, read_record
+from samestep.verify.read import Run, read_record
 from samestep.verify.trajectory import Difference, Trajectory, first_fact, follow
 
 Verdict = Literal["bits", "rounding", "different", "failed"]
@@ -71,7 +72,7 @@ class Report:
             case "bits":
                 return "same to the bit"
             case "failed":
-                return f"the script failed at {in_words(worst.size)}"
+                return f"the script failed at {counted(worst.size, 'process')}"
             case "different":
                 return f"different: {worst.difference}" + (f"; {worst.cause}" if worst.cause else "")
         rounding = f"same to rounding: {max(outcome.distance for outcome in self.outcomes):.1e}"
