@@ -42,7 +42,7 @@ class Group:
         self.own_cores = own_cores
         self.failed: int | None = None
         self._control = control
-        self._variables = variables
+        self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
@@ -66,6 +66,11 @@ class Group:
             here = str(file.stat().st_size) if self.world.rank == 0 else "0"
             size = int(self.all_gather("samestep's handing out of a file", here.encode())[0])
             self._control.hand_out(file, size)
+
+    def set_variable(self, name: str, value: str) -> None:
+        """Set a variable of the environment until the group is closed."""
+        self._variables.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
 
     def close(self) -> bool:
         """Collective. Close the members, wait for the other ranks for a moment, and leave the process groups.

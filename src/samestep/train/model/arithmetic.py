@@ -7,17 +7,31 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
+from samestep.train.group.group import Group, Member
 
 
-def fix_arithmetic() -> None:
-    """Deterministic kernels, and one thread count at any size: $SAMESTEP_EXACT_THREADS, or 1."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
-    if not asked.isdigit() or not int(asked):
-        raise UsageError(f"SAMESTEP_EXACT_THREADS is {asked!r}, no number of threads; use 1 or more")
-    torch.set_num_threads(int(asked))
+class FixedArithmetic(Member):
+    """Deterministic kernels, and one thread count at any size ($SAMESTEP_EXACT_THREADS, or 1), until it is closed."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
+        if not asked.isdigit() or not int(asked):
+            raise UsageError(f"SAMESTEP_EXACT_THREADS is {asked!r}, no number of threads; use 1 or more")
+        self._before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.benchmark,
+            torch.get_num_threads(),
+        )
+        group.set_variable("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        torch.set_num_threads(int(asked))
+
+    def close(self) -> None:
+        deterministic, torch.backends.cudnn.benchmark, threads = self._before
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
 
 
 def arithmetic() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import World, joined
-from samestep.train.model.arithmetic import fix_arithmetic
+from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence
 from samestep.train.model.exchange import Exchange, TreeExchange
@@ -55,7 +55,7 @@ def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False
     if sync_batchnorm:
         convert(target)
     if exact:
-        fix_arithmetic()
+        group.the(FixedArithmetic)
         tree = TreeExchange(target, group, some_unused=bool(ddp.get("find_unused_parameters")))
         replicas.add(target, ddp, tree)
     else:
