@@ -87,6 +87,7 @@ class Tree:
 
     def _test(self, folder: Path, known: Known | None) -> int:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(self.home)
         sys.path[0] = str(self.home / "src")
         os.environ |= {"PYTHONPATH": sys.path[0], "PYTHONDONTWRITEBYTECODE": "1", _MARK: str(self.home)}
@@ -133,11 +134,15 @@ class Tree:
 
 
 def tests_of(path: Path) -> Path:
-    """The folder of tests beside a source file, or the nearest one above that has tests."""
+    """The folder of tests beside a source file, or the nearest one above that has tests.
+
+    Where that folder has others in it, only the file of tests named like the source, if there is one.
+    """
     folder = Path("tests") / path.relative_to(PACKAGE).parent
     while not list((ROOT / folder).rglob("test_*.py")):
         folder = folder.parent
-    return folder
+    named = folder / f"test_{path.stem}.py"
+    return named if (ROOT / named).exists() and list((ROOT / folder).glob("*/test_*.py")) else folder
 
 
 def equivalents() -> dict[tuple[str, str, str], str]:
@@ -224,7 +229,12 @@ def main() -> int:
     print(
         f"seed {args.seed}: {len(chosen)} of {len(every)} mutants, {len(chosen) - len(tried)} known as equivalent"
     )
+    possible = {(str(edit.path), edit.removed, edit.added) for edit in every}
+    for path, removed, _ in sorted(alike.keys() - possible):
+        if path in {str(edit.path) for edit in every}:
+            print(f"no edit any more, take it out of {EQUIVALENT.name}: {path}: {removed}")
     preload()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as base:
         trees = [Tree(Path(base, str(number))) for number in range(args.jobs)]

@@ -1,0 +1,155 @@
+"""The numbers and the order of calls that a state's file and a commit stand on; `make mutants` asked for these."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from samestep.errors import CheckpointError, UsageError
+from samestep.state import file as pure
+from samestep.state.directory import _ABANDONED_SECONDS, Vault, _free
+from samestep.state.tree import Blob, place
+from samestep.train.checkpoint import capture as carry
+
+COMMIT = """
+import sys
+from samestep.state.directory import Vault
+from samestep.state.file import pack
+Vault(sys.argv[1]).commit(pack({"a": bytes(100)}), 1)
+"""
+
+
+@pytest.mark.skipif(not shutil.which("strace") and "CI" not in os.environ, reason="strace is not installed")
+def test_a_commit_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts(tmp_path):
+    trace = tmp_path / "trace"
+    calls = "--trace=/^(fallocate|pwritev2?|fsync|rename.*)$"
+    words = ["strace", "--follow-forks", "--decode-fds=path", calls, f"--output={trace}"]
+    subprocess.run([*words, sys.executable, "-c", COMMIT, tmp_path / "run"], check=True, timeout=50)
+    seen = re.findall(
+        rf"(fallocate|pwritev|fsync|rename)\w*\(.*{tmp_path}/run(/\.writing)?", trace.read_text()
+    )
+    assert seen == [
+        ("fallocate", "/.writing"),
+        ("pwritev", "/.writing"),
+        ("fsync", "/.writing"),
+        ("pwritev", "/.writing"),
+        ("fsync", "/.writing"),
+        ("rename", ""),
+        ("fsync", ""),
+    ]
+
+
+@pytest.mark.parametrize("edge", [2**63 - 1, -(2**63)])
+def test_an_int_above_64_bits_is_text_which_every_reader_of_json_keeps(edge):
+    beyond = edge + (1 if edge > 0 else -1)
+    tree = json.loads(pure.pack([edge, beyond]).header)["tree"]
+    assert tree == [edge, {"int": format(beyond, "x")}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "possible"),
+    [
+        ([], "float32", True),
+        ([1] * 64, "float32", True),
+        ([1] * 65, "float32", False),
+        ([2**57, 0, 1], "float32", True),
+        ([2**58, 0], "float32", False),
+        ([2**29, 2**29], "float32", False),
+        ([-1], "float32", False),
+        ([True], "float32", False),
+        ([3], "bytes", True),
+        ([3, 1], "bytes", False),
+        ([], "bytes", False),
+    ],
+)
+def test_only_shapes_that_a_tensor_can_have_are_written_or_believed(shape, dtype, possible):
+    assert pure._is_shape(shape, dtype) == possible
+
+
+def test_a_tensor_whose_strides_no_file_holds_is_refused_when_it_is_packed():
+    with pytest.raises(UsageError, match=r"has the shape \(0, 288230376151711744\), which no file holds"):
+        carry.pack(torch.empty(0, 2**58))
+
+
+def test_a_good_file_of_several_pieces_is_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr(pure, "_PIECE", 1000)
+    for count in (1, 999, 1000, 1001, 2500):
+        path = tmp_path / "state"
+        with path.open("wb") as file:
+            pure.write(file.fileno(), pure.pack(bytes(range(256)) * (count // 256) + bytes(count % 256)))
+        assert pure.verify(path) == pure.peek(path)
+
+
+def test_many_small_buffers_are_written_in_their_order(tmp_path):
+    state = [bytes([index]) * (index + 1) for index in range(150)]
+    with (tmp_path / "state").open("wb") as file:
+        pure.write(file.fileno(), pure.pack(state))
+    assert pure.read(tmp_path / "state")[0] == state
+
+
+def test_bytes_are_never_read_as_a_tensor_nor_a_tensor_as_bytes():
+    for dtype, tag in (("bytes", "tensor"), ("uint8", "bytes")):
+        with pytest.raises(pure.Bad, match=f"takes blob 0 for {tag}"):
+            pure.Unpacker([Blob(dtype, (1,))]).unpack({tag: 0})
+
+
+@pytest.mark.parametrize(("table", "count"), [([], 1), ([["uint8", [1]]], 0), ({}, 0), (None, 0)])
+def test_a_table_of_other_blobs_than_were_counted_is_refused(table, count):
+    with pytest.raises(pure.Bad, match=f"does not describe its {count} blobs"):
+        pure._blobs(table, count)
+
+
+def test_a_long_name_is_cut_at_200_characters():
+    assert place(("k" * 201,)) == "k" * 200
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has no blocks")
+def test_a_file_system_that_tells_no_number_of_blocks_is_not_full():
+    assert _free(os.statvfs("/proc")) == math.inf
+
+
+def test_a_pipe_in_the_directorys_place_is_named_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"run cannot be read \(Not a directory\)"):
+        Vault(tmp_path / "run").newest(lambda name, dir_fd: None)
+
+
+def test_a_commit_that_is_now_a_link_is_not_counted_as_good(tmp_path):
+    vault = Vault(tmp_path / "run")
+    paths = [vault.commit(pure.pack(step), step) for step in (1, 2)]
+    paths[1].rename(tmp_path / "elsewhere")
+    paths[1].symlink_to(tmp_path / "elsewhere")
+    vault.commit(pure.pack(3), 3)
+    assert [entry.step for entry in pure.listing(vault.directory)] == [3, 2, 1]
+
+
+def test_a_leftover_of_another_machine_is_old_by_the_file_servers_clock_now(tmp_path):
+    vault = Vault(tmp_path / "run")
+    vault.commit(pure.pack(1), 1)
+    left = vault.directory / f".writing-{'0' * 16}-1-00000000"
+    left.touch()
+    for path in (left, vault.directory):
+        os.utime(path, (time.time() - _ABANDONED_SECONDS - 60,) * 2)
+    vault.commit(pure.pack(2), 2)
+    assert not left.exists()
+
+
+@pytest.mark.root
+def test_a_disk_that_has_room_but_takes_no_more_files_is_not_said_to_be_full(tmp_path):
+    if os.geteuid():
+        pytest.skip("needs root to mount a small disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=3", "tmpfs", tmp_path], check=True)
+    try:
+        vault = Vault(tmp_path / "run")
+        vault.commit(pure.pack(1), 1)
+        with pytest.raises(CheckpointError, match=r"run cannot be written \(No space left on device\)$"):
+            vault.commit(pure.pack(2), 2)
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
