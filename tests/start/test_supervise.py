@@ -366,8 +366,8 @@ def test_a_disk_that_fills_up_ends_the_logs_not_the_run(launcher):
 def test_closed_standard_descriptors_confuse_nothing(launcher):
     launcher.write("""
         import sys, time
-        print("kept")
-        sys.stderr.write("too\\n" * 40_000)
+        sys.stderr.write("kept\\n" * 20_000)
+        sys.stderr.flush()
         time.sleep(1)
         sys.exit(3)
     """)
@@ -375,5 +375,5 @@ def test_closed_standard_descriptors_confuse_nothing(launcher):
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
     assert subprocess.run(closed, cwd=launcher.home, env=launcher.env).returncode == 3
     for rank in range(2):
-        assert sorted(launcher.log(rank).splitlines()) == ["kept", *["too"] * 40_000]
+        assert launcher.log(rank).splitlines() == ["kept"] * 20_000
     assert len(list((launcher.home / "runs").glob("*/result.json"))) == 1
