@@ -17,7 +17,7 @@ from pathlib import Path
 
 from samestep.errors import CheckpointError
 from samestep.state import file as carry
-from samestep.state.directory import Vault
+from samestep.state.directory import CheckpointDirectory
 
 CHANGING = ("fallocate", "pwritev2", "fsync", "renameat", "unlinkat")
 CALLS = (*CHANGING, "openat", "close", "fcntl", "fstatfs", "newfstatat", "getdents64")
@@ -30,7 +30,7 @@ def state(step):
 
 
 def commit(directory):
-    vault = Vault(directory)
+    vault = CheckpointDirectory(directory)
     assert vault.newest(read).value["step"] == 2
     packed = carry.pack(state(3), {"step": 3})
     os.path.exists("/begin")
@@ -89,8 +89,8 @@ def wrong(directory, code):
         return f"it left {good}"
     if code != -9 and len(names) > len(good):
         return f"it left {names}"
-    Vault(directory).commit(carry.pack(state(4)), 4)
-    if Vault(directory).newest(read).value != state(4) or any(
+    CheckpointDirectory(directory).commit(carry.pack(state(4)), 4)
+    if CheckpointDirectory(directory).newest(read).value != state(4) or any(
         ".writing" in name for name in os.listdir(directory)
     ):
         return f"the next commit left {os.listdir(directory)}"
@@ -108,7 +108,7 @@ def main():
     with tempfile.TemporaryDirectory() as base, ThreadPoolExecutor(os.cpu_count()) as at_once:
         old = Path(base, "old")
         for step in (1, 2):
-            Vault(old).commit(carry.pack(state(step)), step)
+            CheckpointDirectory(old).commit(carry.pack(state(step)), step)
 
         def tried(number, *options):
             """How a commit ended, its calls, and what is not as promised after it."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.start.port import hold_port
+from samestep.rendezvous.listen import hold_port
 
 _POLL_S = 0.005
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from samestep.start.port import hold_port
+from samestep.rendezvous.listen import hold_port
 
 FORGETFUL = """
 import torch, samestep

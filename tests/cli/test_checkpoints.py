@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from samestep.cli import checkpoints, export
-from samestep.state.directory import Vault
+from samestep.state.directory import CheckpointDirectory
 from samestep.train.checkpoint import capture as carry
 
 META = {"step": 4, "time": 1.7e9, "script": "train.py", "seed": 0, "evil": "\x1b[31m\n"}
@@ -19,7 +19,7 @@ META = {"step": 4, "time": 1.7e9, "script": "train.py", "seed": 0, "evil": "\x1b
 
 @pytest.fixture
 def directory(tmp_path):
-    vault = Vault(tmp_path / "run", keep=5)
+    vault = CheckpointDirectory(tmp_path / "run", keep=5)
     for step in (2, 4):
         torch.manual_seed(step)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))

@@ -16,14 +16,14 @@ _RANK = """
 import os, sys, time
 from samestep.errors import SamestepError
 from samestep.placement.place import this_process
-from samestep.rendezvous.ranks import circle_of
+from samestep.rendezvous.ranks import connect_ranks
 here = this_process()
 if os.environ.get("LATE") == str(here.rank):
     time.sleep(float(os.environ["LIMIT"]) + 3)
     sys.exit()
 try:
-    circle = circle_of(here, float(os.environ.get("LIMIT", "50")))
-    runs = circle.gather(here.run, 20)
+    peers = connect_ranks(here, float(os.environ.get("LIMIT", "50")))
+    runs = peers.gather(here.run, 20)
 except SamestepError as error:
     sys.exit(f"rank {here.rank}: {error}")
 print(f"rank {here.rank} of {here.run} met {sorted(set(runs))}", flush=True)

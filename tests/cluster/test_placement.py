@@ -11,10 +11,10 @@ pytestmark = pytest.mark.slurm
 
 _RANK = """
 from samestep.placement.place import this_process
-from samestep.rendezvous.ranks import circle_of
+from samestep.rendezvous.ranks import connect_ranks
 here = this_process()
-circle = circle_of(here, 30)
-print(f"rank {here.rank} on node {here.node} met {len(circle.gather(0, 20))}", flush=True)
+peers = connect_ranks(here, 30)
+print(f"rank {here.rank} on node {here.node} met {len(peers.gather(0, 20))}", flush=True)
 """
 
 

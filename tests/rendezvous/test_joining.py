@@ -16,11 +16,12 @@ import pytest
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
 from samestep.rendezvous import note as board
-from samestep.rendezvous.join import Member, host, join, listen
-from samestep.rendezvous.star import Circle
+from samestep.rendezvous.join import Member, host, join
+from samestep.rendezvous.listen import listen
+from samestep.rendezvous.peers import Peers
 
 
-def start(work: Callable[[], Circle]) -> Future[Circle]:
+def start(work: Callable[[], Peers]) -> Future[Peers]:
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work)
     pool.shutdown(wait=False)
@@ -32,21 +33,21 @@ def door() -> tuple[socket.socket, list[tuple[str, int]]]:
     return opened, [("127.0.0.1", opened.getsockname()[1])]
 
 
-def gathered(circle: Circle, word: str) -> list[str]:
-    return circle.gather(word, 20)
+def gathered(peers: Peers, word: str) -> list[str]:
+    return peers.gather(word, 20)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_hear_what_each_brings_by_number(size):
     opened, where = door()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, size))) for n in range(1, size)]
-    circles = [host(opened, Member("r", 0, size)), *(one.result(20) for one in coming)]
-    rest = [start(lambda c=c, n=n: gathered(c, f"word {n}")) for n, c in enumerate(circles) if n]
-    assert gathered(circles[0], "word 0") == [f"word {n}" for n in range(size)]
+    groups = [host(opened, Member("r", 0, size)), *(one.result(20) for one in coming)]
+    rest = [start(lambda c=c, n=n: gathered(c, f"word {n}")) for n, c in enumerate(groups) if n]
+    assert gathered(groups[0], "word 0") == [f"word {n}" for n in range(size)]
     assert [one.result(20) for one in rest] == [[f"word {n}" for n in range(size)]] * (size - 1)
-    assert circles[0].names == [socket.gethostname()] * size
-    for circle in circles:
-        circle.close()
+    assert groups[0].names == [socket.gethostname()] * size
+    for peers in groups:
+        peers.close()
 
 
 def test_a_member_of_another_run_is_told_whom_it_found_and_keeps_nobody_from_coming():
@@ -84,10 +85,11 @@ def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatc
     monkeypatch.setattr("samestep.rendezvous.join._SAY_S", 0.2)
     opened, where = door()
     present = start(lambda: join(lambda: where, Member("r", 1, 3, limit_s=5)))
-    with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$"):
+    with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$") as raised:
         host(opened, Member("r", 0, 3, limit_s=1, expected=["node01", "node01", "node02"]))
-    with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$"):
+    with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$") as heard:
         present.result(20)
+    assert raised.value.ranks == heard.value.ranks == (2,)
     assert "samestep: waiting for rank 2 (node02); " in capsys.readouterr().err
 
 
@@ -107,7 +109,7 @@ def test_a_rank_that_comes_twice_is_named_with_both_its_places():
 def test_ranks_that_count_differently_are_refused():
     opened, where = door()
     hosting = start(lambda: host(opened, Member("r", 0, 3)))
-    with pytest.raises(RankMissing, match=r"counts 3 ranks and one on .* counts 4"):
+    with pytest.raises(RankMissing, match=r"counts 3 ranks and rank 1 .* counts 4"):
         join(lambda: where, Member("r", 1, 4, limit_s=5))
     with pytest.raises(RanksDiffer):
         hosting.result(20)
@@ -130,10 +132,10 @@ def test_members_that_run_two_scripts_are_refused_whatever_their_numbers():
             one.result(20)
 
 
-def test_one_that_left_before_the_circle_was_complete_may_come_again():
+def test_one_that_left_before_all_were_there_may_come_again():
     opened, where = door()
     hosting = start(lambda: host(opened, Member("r", 0, 3, noun="node")))
-    early = "from samestep.rendezvous.join import *\n"
+    early = "from samestep.rendezvous.join import *\nfrom samestep.rendezvous.listen import listen\n"
     early += f"join(lambda: {where!r}, Member('r', 1, 3, noun='node'))"
     with subprocess.Popen([sys.executable, "-c", early]) as process:
         time.sleep(1)
@@ -146,16 +148,17 @@ def test_one_that_left_before_the_circle_was_complete_may_come_again():
 def test_a_member_without_a_number_gets_a_free_one():
     opened, where = door()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (-1, 2)]
-    circle = host(opened, Member("r", 0, 3))
+    peers = host(opened, Member("r", 0, 3))
     assert [one.result(20).rank for one in coming] == [1, 2]
-    for one in (circle, *(one.result() for one in coming)):
+    for one in (peers, *(one.result() for one in coming)):
         one.close()
 
 
 @pytest.fixture
 def hosting() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
     """A host of three nodes as a process, which can be stopped, and where it listens."""
-    work = "from samestep.rendezvous.join import *\nopened = listen([0])\n"
+    work = "from samestep.rendezvous.join import *\nfrom samestep.rendezvous.listen import listen\n"
+    work += "opened = listen([0])\n"
     work += "print(opened.getsockname()[1], flush=True)\nhost(opened, Member('r', 0, 3, 'node', limit_s=20))"
     with subprocess.Popen([sys.executable, "-c", work], stdout=-1, stderr=-1, text=True) as process:
         yield process, ("127.0.0.1", int(process.stdout.readline()))
@@ -177,7 +180,7 @@ def test_one_too_many_without_a_number_is_refused_where_all_come_at_once(hosting
     with ExitStack() as stack:
         lines = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
         # The last is answered, so the others are in; what they say while the host is stopped it hears in one turn.
-        assert answer(lines[3], hello(-1, run="another")) == b'{"stranger": "r"}\n'
+        assert answer(lines[3], hello(-1, run="another")) == b'{"unknown": "r"}\n'
         process.send_signal(signal.SIGSTOP)
         for line in lines[:3]:
             line.sendall(hello(-1))
@@ -196,7 +199,7 @@ def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_
     with ExitStack() as stack:
         before, again, other = (stack.enter_context(socket.create_connection(where)) for _ in range(3))
         assert answer(before, hello(1)) == b'{"welcome": 1}\n'
-        assert answer(other, hello(-1, run="another")) == b'{"stranger": "r"}\n'
+        assert answer(other, hello(-1, run="another")) == b'{"unknown": "r"}\n'
         process.send_signal(signal.SIGSTOP)
         again.sendall(hello(1))
         before.close()
@@ -210,32 +213,32 @@ def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_
 def test_a_lost_member_is_named_to_all():
     opened, where = door()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
-    circle = host(opened, Member("r", 0, 3))
+    peers = host(opened, Member("r", 0, 3))
     first, second = (one.result(20) for one in coming)
     first.close()
     told = start(lambda: gathered(second, "here"))
     with pytest.raises(RankMissing, match=r"^rank 1 \(.*\) was lost: its process has ended or"):
-        gathered(circle, "here")
+        gathered(peers, "here")
     with pytest.raises(RankMissing, match=r"^rank 1 \(.*\) was lost: its process has ended or"):
         told.result(20)
-    circle.close()
+    peers.close()
     second.close()
 
 
 def test_news_of_one_reach_all_others():
     opened, where = door()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
-    circle = host(opened, Member("r", 0, 3))
+    peers = host(opened, Member("r", 0, 3))
     first, second = (one.result(20) for one in coming)
     first.tell({"failed": 1})
-    for one in (circle, second):
+    for one in (peers, second):
         until = time.monotonic() + 10
         while not one.news and time.monotonic() < until:
-            circle.turn(0.01)
+            peers.turn(0.01)
             second.turn(0.01)
         assert one.news == [(1, {"failed": 1})]
     assert first.news == []
-    for one in (first, circle, second):
+    for one in (first, peers, second):
         one.close()
 
 
@@ -247,9 +250,9 @@ def test_a_note_that_a_crash_left_is_replaced(tmp_path):
     time.sleep(0.3)
     opened = listen([0])
     with board.posted(note, opened.getsockname()[1]):
-        circle = host(opened, Member("r", 0, 2))
+        peers = host(opened, Member("r", 0, 2))
     assert not note.exists()
-    for one in (circle, coming.result(20)):
+    for one in (peers, coming.result(20)):
         one.close()
 
 
@@ -260,9 +263,9 @@ def test_a_note_that_never_comes_ends_in_advice_where_all_were_started_together(
 
 
 def test_a_rank_of_mpirun_does_not_wait_for_a_note_longer_than_its_limit(tmp_path: Path):
-    rank = "import sys\nfrom samestep.rendezvous.ranks import circle_of\n"
+    rank = "import sys\nfrom samestep.rendezvous.ranks import connect_ranks\n"
     rank += "from samestep.placement.place import this_process\n"
-    rank += "circle_of(this_process(), 0.5)"
+    rank += "connect_ranks(this_process(), 0.5)"
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "PMI"))}
     env |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     env |= {

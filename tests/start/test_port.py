@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-from samestep.start.port import hold_port
+from samestep.rendezvous.listen import hold_port
 
 STORES = """
 import sys

@@ -1,4 +1,4 @@
-"""A vault gives back the newest good commit and keeps two; a failing disk costs only the commit tried."""
+"""A directory of checkpoints gives back the newest good commit and keeps two; a failing disk costs only the commit tried."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import torch
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.state import file as pure
-from samestep.state.directory import Vault, _here
+from samestep.state.directory import CheckpointDirectory, _here
 from samestep.train.checkpoint import capture as carry
 
 TESTS = Path(__file__).parents[1]
@@ -39,13 +39,13 @@ def damage(path):
 
 
 def committed(tmp_path, *counts, keep=10):
-    vault = Vault(tmp_path / "run", keep)
+    vault = CheckpointDirectory(tmp_path / "run", keep)
     return vault, [vault.commit(packed(step), step) for step in counts]
 
 
 def test_the_newest_commit_comes_back(tmp_path):
     vault, paths = committed(tmp_path, 1, 5, 9)
-    found = Vault(vault.directory).newest(read)
+    found = CheckpointDirectory(vault.directory).newest(read)
     assert (found.value, found.path, found.refused) == (9, paths[-1], ())
     assert re.fullmatch(r"000003-step-9-[0-9a-f]{8}\.samestep", paths[-1].name)
 
@@ -53,15 +53,15 @@ def test_the_newest_commit_comes_back(tmp_path):
 def test_newest_is_the_last_committed_whatever_its_step_and_the_clock(tmp_path):
     vault, paths = committed(tmp_path, 900, 3)
     os.utime(paths[0], (2e9, 2e9))
-    assert Vault(vault.directory).newest(read).value == 3
+    assert CheckpointDirectory(vault.directory).newest(read).value == 3
 
 
 def test_where_nothing_was_committed_nothing_is_found(tmp_path):
-    assert Vault(tmp_path / "run").newest(read) is None
+    assert CheckpointDirectory(tmp_path / "run").newest(read) is None
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
-    assert Vault(tmp_path / "run").newest(read) is None
+    assert CheckpointDirectory(tmp_path / "run").newest(read) is None
 
 
 def test_only_the_owner_may_read(tmp_path):
@@ -80,12 +80,12 @@ def test_fewer_than_two_are_never_kept(tmp_path):
     with pytest.raises(
         UsageError, match="keep=1 leaves nothing to go back to when one file is damaged; use keep=2"
     ):
-        Vault(tmp_path, keep=1)
+        CheckpointDirectory(tmp_path, keep=1)
 
 
 def test_a_negative_step_is_refused(tmp_path):
     with pytest.raises(UsageError, match="step -1 is negative"):
-        Vault(tmp_path).commit(packed(1), -1)
+        CheckpointDirectory(tmp_path).commit(packed(1), -1)
 
 
 def test_each_bad_one_is_named_and_an_older_one_is_used(tmp_path):
@@ -94,7 +94,7 @@ def test_each_bad_one_is_named_and_an_older_one_is_used(tmp_path):
     paths[3].write_bytes(paths[3].read_bytes()[:-64])
     paths[2].unlink()
     paths[2].symlink_to(paths[0])
-    found = Vault(vault.directory).newest(read)
+    found = CheckpointDirectory(vault.directory).newest(read)
     assert found.value == 2
     assert found.refused == (
         f"{paths[4].name} has a damaged w",
@@ -108,7 +108,7 @@ def test_a_run_does_not_begin_anew_in_silence_where_all_are_bad(tmp_path):
     for path in paths:
         damage(path)
     with pytest.raises(CheckpointError) as raised:
-        Vault(vault.directory).newest(read)
+        CheckpointDirectory(vault.directory).newest(read)
     reasons = "; ".join(f"{path.name} has a damaged w" for path in reversed(paths))
     assert str(raised.value) == f"{vault.directory} holds no good checkpoint: {reasons}"
 
@@ -116,7 +116,7 @@ def test_a_run_does_not_begin_anew_in_silence_where_all_are_bad(tmp_path):
 def test_an_older_one_goes_only_when_enough_newer_ones_are_known_to_be_good(tmp_path):
     vault, paths = committed(tmp_path, 1, 2, 3, 4)
     damage(paths[3])
-    later = Vault(vault.directory)
+    later = CheckpointDirectory(vault.directory)
     assert later.newest(read).value == 3
     later.commit(packed(5), 5)
     assert steps(vault.directory) == [5, 4, 3]
@@ -126,7 +126,7 @@ def test_an_older_one_goes_only_when_enough_newer_ones_are_known_to_be_good(tmp_
 
 def test_without_having_read_any_a_vault_keeps_the_old_until_it_wrote_two(tmp_path):
     vault, _ = committed(tmp_path, 1, 2, 3)
-    later = Vault(vault.directory)
+    later = CheckpointDirectory(vault.directory)
     later.commit(packed(4), 4)
     assert steps(vault.directory) == [4, 3, 2, 1]
     later.commit(packed(5), 5)
@@ -149,7 +149,7 @@ def test_what_cannot_be_removed_stays_and_stops_nothing(tmp_path):
     for step in (2, 3, 4):
         vault.commit(packed(step), step)
     assert stuck.is_dir()
-    assert Vault(vault.directory).newest(read).value == 4
+    assert CheckpointDirectory(vault.directory).newest(read).value == 4
 
 
 def test_leftovers_of_dead_writers_are_removed_and_of_living_ones_kept(tmp_path):
@@ -189,9 +189,9 @@ def test_a_vanished_directory_is_named_and_not_made_again(tmp_path):
 def test_a_directory_that_is_a_file_is_named(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(CheckpointError, match=r"run cannot be read \(Not a directory\)"):
-        Vault(tmp_path / "run").newest(read)
+        CheckpointDirectory(tmp_path / "run").newest(read)
     with pytest.raises(CheckpointError, match="checkpoint skipped: "):
-        Vault(tmp_path / "run").commit(packed(1), 1)
+        CheckpointDirectory(tmp_path / "run").commit(packed(1), 1)
 
 
 def test_a_file_larger_than_this_process_may_write_is_skipped_without_a_trace(tmp_path):
@@ -233,7 +233,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.root
 def test_a_full_disk_costs_only_the_commit_tried(small_disk):
-    vault = Vault(small_disk / "run")
+    vault = CheckpointDirectory(small_disk / "run")
     kept = [vault.commit(packed(step, 125_000), step).name for step in (1, 2)]
     (small_disk / "data").write_bytes(bytes(800_000))
     reason = rf"^checkpoint skipped: \d+\.\d of 550\.\d kB free on {vault.directory}$"
@@ -248,7 +248,7 @@ def test_a_full_disk_costs_only_the_commit_tried(small_disk):
 
 @pytest.mark.root
 def test_a_disk_that_became_read_only_costs_only_the_commit_tried(small_disk):
-    vault = Vault(small_disk / "run")
+    vault = CheckpointDirectory(small_disk / "run")
     vault.commit(packed(1), 1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(CheckpointError, match=r"run cannot be written \(Read-only file system\)$"):

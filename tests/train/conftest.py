@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 from forked import Nest, Rank, end_group
 
-from samestep.start.port import hold_port
+from samestep.rendezvous.listen import hold_port
 
 _PATIENCE_S = 50
 _RANK = Path(__file__).with_name("ranks.py")

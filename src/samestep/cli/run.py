@@ -14,9 +14,9 @@ from samestep.cli.output import HELP, numbers
 from samestep.errors import RankMissing, RanksDiffer, UsageError
 from samestep.placement.cores import cores
 from samestep.placement.place import place
-from samestep.start.allocation import explanation, whole_allocation
+from samestep.start.allocation import explanation, allocation_command
 from samestep.start.devices import masked, visible_devices
-from samestep.start.nodes import Where, by_hand, by_step, check_alone
+from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
 from samestep.start.script import Script, run_script
 from samestep.start.signals import PASSED_ON
 
@@ -174,7 +174,7 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
     return [sys.executable, script, *args]
 
 
-def _where(options: Mapping[str, Any], script: str) -> Where | None:
+def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
     """Where the launchers of several nodes meet; in the shell of an allocation, start them on all its nodes."""
     if options["standalone"]:
         if options["node_rank"] or options["nodes"] not in (None, "1", "1:1"):
@@ -185,7 +185,7 @@ def _where(options: Mapping[str, Any], script: str) -> Where | None:
     # Variables of a rank that this process inherited do not describe the processes to be started.
     here = place({name: value for name, value in os.environ.items() if name not in _OF_A_RANK})
     if here.launcher == "alone":
-        step = whole_allocation(os.environ, sys.argv[2:], bool(options["count"] or options["devices"]))
+        step = allocation_command(os.environ, sys.argv[2:], bool(options["count"] or options["devices"]))
         if step:
             click.echo(f"samestep: {explanation(os.environ)}", err=True)
             os.execv(step[0], step)

@@ -61,7 +61,7 @@ BATCH_STEP = str((1 << 32) - 5)
 _FIRST_PORT, _NUM_PORTS = 10_000, 18_999
 
 
-class Found(NamedTuple):
+class LauncherFacts(NamedTuple):
     """What started this process, as far as its variables say."""
 
     launcher: str
@@ -69,15 +69,15 @@ class Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def recognise(env: Env) -> Found:
+def recognise(env: Env) -> LauncherFacts:
     """The nearest launcher; torch's variables win where they describe a world of their own."""
     torch = _read(env, _TORCH)
     complete = "rank" in torch and "size" in torch
     if complete and text(env, "SAMESTEP_RUN"):
-        return Found("samestep", torch)
+        return LauncherFacts("samestep", torch)
     if complete and text(env, "TORCHELASTIC_RUN_ID"):
         notes = _by_itself(env, torch, "start one torchrun on each node with --nnodes")
-        return Found("torchrun", torch, notes)
+        return LauncherFacts("torchrun", torch, notes)
     found = _outer(env)
     if "rank" not in torch and "size" not in torch:
         if found.launcher == "alone" and count(env, "SLURM_PROCID") and not text(env, "SLURM_STEP_ID"):
@@ -92,9 +92,9 @@ def recognise(env: Env) -> Found:
             raise PlacementError(
                 f"{said(torch[there])} but {missing} is not set; start this with `samestep run` or set both"
             )
-        return Found("torchrun", torch)
+        return LauncherFacts("torchrun", torch)
     if complete and _is_another_world(torch, found.facts):
-        return Found("torchrun", torch, _by_itself(env, torch, "unset RANK and WORLD_SIZE"))
+        return LauncherFacts("torchrun", torch, _by_itself(env, torch, "unset RANK and WORLD_SIZE"))
     for field in ("rank", "size"):
         mine, theirs = torch.get(field), found.facts.get(field)
         if mine and theirs and mine[0] != theirs[0]:
@@ -117,7 +117,7 @@ def without_leftovers(env: Env) -> Env:
     return {name: env[name] for name in kept}
 
 
-def meeting(env: Env, found: Found, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
+def meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
     """Address and port that every rank derives alike, as far as the launcher's variables allow."""
     if found.launcher == "slurm":
         # A host file may begin with any node, and the list is sorted: it does not say which.
@@ -207,23 +207,25 @@ def _read(env: Env, names: tuple[str, ...]) -> Facts:
     return {field: fact for field, fact in found.items() if fact is not None}
 
 
-def _outer(env: Env) -> Found:
+def _outer(env: Env) -> LauncherFacts:
     for launcher, sign, names in _CLOSER_THAN_A_STEP:
         if text(env, sign):
-            return Found(launcher, _read(env, names))
+            return LauncherFacts(launcher, _read(env, names))
     step = number(env, "SLURM_STEP_ID")
     if step and step[0] < _FIRST_PSEUDO_STEP and text(env, "SLURM_PROCID"):
         facts = _step(env)
         if text(env, "SLURM_PTY_PORT") and facts.get("size", (0, ""))[0] == 1:
-            return Found("alone", {}, (_advice(env, "this is an interactive step of", "srun --overlap"),))
-        return Found("slurm", facts)
+            return LauncherFacts(
+                "alone", {}, (_advice(env, "this is an interactive step of", "srun --overlap"),)
+            )
+        return LauncherFacts("slurm", facts)
     # What is set beside a step of Slurm's own was set by it, for the shell it started.
     for launcher, sign, names in () if step else _OUTSIDE_A_STEP:
         if text(env, sign):
-            return Found(launcher, _read(env, names))
+            return LauncherFacts(launcher, _read(env, names))
     if text(env, "SLURM_JOB_ID"):
-        return Found("alone", {}, (_advice(env, "this is in no step of", "srun"),))
-    return Found("alone", {})
+        return LauncherFacts("alone", {}, (_advice(env, "this is in no step of", "srun"),))
+    return LauncherFacts("alone", {})
 
 
 def _is_another_world(torch: Facts, outer: Facts) -> bool:

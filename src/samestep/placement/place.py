@@ -13,7 +13,7 @@ from samestep.placement.launchers import (
     FIELDS,
     Fact,
     Facts,
-    Found,
+    LauncherFacts,
     count,
     in_step,
     meeting,
@@ -78,10 +78,10 @@ def place(
         raise PlacementError(
             f"{said(next(iter(given.values())))} but rank and size are not both given; give both"
         )
-    found = Found("flags", given) if given else recognise(env)
+    found = LauncherFacts("flags", given) if given else recognise(env)
     facts, notes = _complete(found.facts)
     _check(facts)
-    found = Found(found.launcher, facts, found.notes + notes)
+    found = LauncherFacts(found.launcher, facts, found.notes + notes)
     address, port = _meeting(env, found, master_addr, master_port, run)
     origin = {name: facts[name][1] for name in FIELDS}
     if address:
@@ -220,7 +220,11 @@ def _check(facts: Facts) -> None:
 
 
 def _meeting(
-    env: Mapping[str, str], found: Found, given_address: str | None, given_port: int | None, run: str | None
+    env: Mapping[str, str],
+    found: LauncherFacts,
+    given_address: str | None,
+    given_port: int | None,
+    run: str | None,
 ) -> tuple[tuple[str, str] | None, Fact | None]:
     if found.launcher == "alone":
         return None, None
@@ -241,7 +245,7 @@ def _meeting(
     return (host, f"MASTER_ADDR={host}") if host else derived_address, port or derived_port
 
 
-def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tuple[str, ...]:
+def _lost_cores(env: Mapping[str, str], found: LauncherFacts, usable: int | None) -> tuple[str, ...]:
     asked = count(env, "SLURM_CPUS_PER_TASK")
     if not _is_of_a_step(env, found) or usable is None or usable >= asked:
         return ()
@@ -251,7 +255,7 @@ def _lost_cores(env: Mapping[str, str], found: Found, usable: int | None) -> tup
     )
 
 
-def _one_core(env: Mapping[str, str], found: Found, bound_of: int | None) -> tuple[str, ...]:
+def _one_core(env: Mapping[str, str], found: LauncherFacts, bound_of: int | None) -> tuple[str, ...]:
     """A launcher's default that makes loading and the host's part of every step slow, and shows nowhere."""
     # Of torchrun and `samestep run` a node has one, whose processes share the cores of its task.
     binder, here = found.launcher, found.facts["local_size"][0]
@@ -264,7 +268,7 @@ def _one_core(env: Mapping[str, str], found: Found, bound_of: int | None) -> tup
     return (f"{binder} has bound this process to 1 of {bound_of} cores; {write}",)
 
 
-def _is_of_a_step(env: Mapping[str, str], found: Found) -> bool:
+def _is_of_a_step(env: Mapping[str, str], found: LauncherFacts) -> bool:
     return found.launcher == "slurm" or (found.launcher in _BELOW_TASKS and in_step(env))
 
 

@@ -1,4 +1,4 @@
-"""A note in a directory that all nodes share: where number 0 of a circle listens, as long as it does."""
+"""A file in a directory that all nodes share: it says where number 0 listens, as long as it does."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from samestep.text import reason_of
 
 @contextmanager
 def posted(path: Path, port: int) -> Iterator[None]:
-    """While entered, the note is there; one that a crash left is replaced."""
+    """While entered, the note is there; a note that a crash left is replaced."""
     mine = {"addresses": own_addresses() or ["127.0.0.1"], "port": port, "mark": secrets.token_hex(8)}
     text = json.dumps(mine | {"host": os.uname().nodename, "pid": os.getpid()})
     try:

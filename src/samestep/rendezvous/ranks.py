@@ -1,4 +1,4 @@
-"""Where the ranks of a run come together: at a port given or derived, or where a note says; no torch."""
+"""Connects the ranks of a run: at a given or derived port, or where a note says; no torch."""
 
 import os
 import zlib
@@ -9,17 +9,17 @@ from pathlib import Path
 from samestep.errors import PlacementError
 from samestep.placement.launchers import hosts_of_ranks, port_choices
 from samestep.placement.place import Placement
-from samestep.rendezvous import addresses
-from samestep.rendezvous import note as board
-from samestep.rendezvous.join import Member, host, join, listen
-from samestep.rendezvous.star import Circle
+from samestep.rendezvous import addresses, note
+from samestep.rendezvous.join import Member, host, join
+from samestep.rendezvous.listen import listen
+from samestep.rendezvous.peers import Peers
 
 _LOOP = "127.0.0.1"
-_UNTOLD_S = 120.0
+_NO_NOTE_S = 120.0
 
 
-def circle_of(here: Placement, limit_s: float) -> Circle:
-    """Collective. The circle of the run that this process belongs to, at its given or derived meeting point."""
+def connect_ranks(here: Placement, limit_s: float) -> Peers:
+    """Collective. Connect this process with all ranks of its run."""
     expected = hosts_of_ranks(os.environ, here.size)
     me = Member(here.run or "", here.rank, here.size, limit_s=limit_s, expected=expected)
     if here.master_addr is None or here.master_port is None:
@@ -33,8 +33,8 @@ def circle_of(here: Placement, limit_s: float) -> Circle:
     return join(lambda: [(name, port) for port in ports for name in names], me)
 
 
-def _by_note(here: Placement, me: Member) -> Circle:
-    """mpirun says of no rank where it runs, so rank 0 leaves a note where the run's files go."""
+def _by_note(here: Placement, me: Member) -> Peers:
+    """mpirun does not say where rank 0 runs, so rank 0 leaves a note where the run's files go."""
     if here.run is None or here.master_addr is not None:
         names = ("MASTER_ADDR", "MASTER_PORT") if here.master_addr is None else ("MASTER_PORT",)
         raise PlacementError(
@@ -43,16 +43,16 @@ def _by_note(here: Placement, me: Member) -> Circle:
     folder = Path(os.environ.get("SAMESTEP_RUN_DIR") or "runs").absolute()
     path = folder / f".meet-{zlib.crc32(here.run.encode(errors='replace')):08x}"
     if here.rank == 0:
-        door = listen([0])
-        with board.posted(path, door.getsockname()[1]):
-            return host(door, me)
+        listener = listen([0])
+        with note.posted(path, listener.getsockname()[1]):
+            return host(listener, me)
     nowhere = (
         f"{here.launcher} does not say where rank 0 listens, and there is no note of it at {path}; "
         "set MASTER_ADDR to rank 0's host, or SAMESTEP_RUN_DIR to a directory that all nodes share"
     )
     # mpirun starts all ranks together: where no note comes soon, the directory is not shared.
-    untold_s = min(me.limit_s, _UNTOLD_S)
-    return join(lambda: board.read(path), replace(me, nowhere=nowhere, untold_s=untold_s))
+    no_note_s = min(me.limit_s, _NO_NOTE_S)
+    return join(lambda: note.read(path), replace(me, nowhere=nowhere, untold_s=no_note_s))
 
 
 def _names(here: Placement, master: str) -> Sequence[str]:

@@ -22,7 +22,7 @@ _UNSET = (
 )
 
 
-def whole_allocation(env: Mapping[str, str], args: Sequence[str], is_counted: bool) -> list[str] | None:
+def allocation_command(env: Mapping[str, str], args: Sequence[str], is_counted: bool) -> list[str] | None:
     """The command that has `samestep run args` on each node; None where this process is where it should be.
 
     Where the arguments do not say how many processes a node has, the allocation's tasks do, or its devices.

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from samestep.errors import RankMissing, UsageError
 from samestep.placement.launchers import port_choices
 from samestep.placement.place import Placement
-from samestep.rendezvous import addresses
-from samestep.rendezvous import note as board
-from samestep.rendezvous.join import Member, free_door, host, join, listen
-from samestep.rendezvous.star import Circle
+from samestep.rendezvous import addresses, note
+from samestep.rendezvous.join import Member, host, join
+from samestep.rendezvous.listen import listen, listen_at
+from samestep.rendezvous.peers import Peers
 from samestep.rundir import CHECKPOINTED, read_record
 
 _SILENCE_S = 10.0
@@ -30,8 +30,8 @@ _LONE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Where:
-    """Which of how many nodes this is (-1: whichever is free), and where they find each other."""
+class NodeMeeting:
+    """Which of how many nodes this is (-1: any that is free), and where their launchers meet."""
 
     number: int
     count: int
@@ -43,8 +43,8 @@ class Where:
     script: str = ""
 
 
-class Share(NamedTuple):
-    """This node's part of an attempt."""
+class NodeRanks(NamedTuple):
+    """Which ranks of an attempt this node runs, and where they meet."""
 
     first: int
     total: int
@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
     asked: int | None
 
 
-def by_hand(options: Mapping[str, Any], script: str = "") -> Where | None:
+def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
     """What the command line says of several nodes; None where it is about one."""
     text = str(options["nodes"] or "1")
     number = options["node_rank"]
@@ -81,7 +81,7 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> Where | None:
             f"--nodes {count} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node 0, or "
             "file:///PATH in a directory that all share"
         )
-    given = Where(-1 if number is None else number, count, limit_s=options["wait"], script=script)
+    given = NodeMeeting(-1 if number is None else number, count, limit_s=options["wait"], script=script)
     kind, _, rest = at.rpartition("://")
     if kind == "file":
         if number is None:
@@ -105,7 +105,7 @@ def check_alone(options: Mapping[str, Any]) -> None:
         )
 
 
-def by_step(here: Placement, limit_s: float) -> Where | None:
+def by_step(here: Placement, limit_s: float) -> NodeMeeting | None:
     """One launcher on each node of a Slurm step; None where this is not one of several."""
     if here.size == 1 or here.launcher == "alone":
         return None
@@ -115,16 +115,16 @@ def by_step(here: Placement, limit_s: float) -> Where | None:
             "(srun --ntasks-per-node=1), or the script itself, or add --standalone"
         )
     ports = port_choices(here.master_port)
-    return Where(here.node, here.nodes, [here.master_addr], ports, None, here.run or "", limit_s)
+    return NodeMeeting(here.node, here.nodes, [here.master_addr], ports, None, here.run or "", limit_s)
 
 
-class Crew:
-    """This launcher among those of all nodes."""
+class Launchers:
+    """The launchers of all nodes, of which this is one."""
 
-    def __init__(self, where: Where) -> None:
+    def __init__(self, where: NodeMeeting) -> None:
         """Waits until all have come; RankMissing says who has not."""
-        self._circle = _circle(where)
-        self.node, self.nodes = self._circle.rank, where.count
+        self._peers = _peers(where)
+        self.node, self.nodes = self._peers.rank, where.count
         self.lost: str | None = None
         self._began = 0.0
         self._stop_at: float | None = None
@@ -133,7 +133,7 @@ class Crew:
         """The directory node 0 has made, where this node sees it too."""
         name = str(run) if run else None
         record = read_record(run / "run.json") if run else None
-        told, its_record = self._circle.gather([name, record], _END_S)[0]
+        told, its_record = self._peers.gather([name, record], _END_S)[0]
         self.run_name = Path(told).name
         path = Path(told)
         for _ in range(10):
@@ -142,31 +142,31 @@ class Crew:
             time.sleep(0.1)
         return None
 
-    def begin(self, size: int, port: int) -> Share:
+    def begin(self, size: int, port: int) -> NodeRanks:
         """What is this node's in the next attempt."""
-        self._circle.news.clear()
+        self._peers.news.clear()
         self._stop_at = None
-        sizes, ports = zip(*self._circle.gather([size, port], _END_S), strict=True)
+        sizes, ports = zip(*self._peers.gather([size, port], _END_S), strict=True)
         self._began = time.monotonic()
         first = sum(sizes[: self.node])
-        return Share(first, sum(sizes), self.node, self.nodes, self._circle.address, ports[0])
+        return NodeRanks(first, sum(sizes), self.node, self.nodes, self._peers.address, ports[0])
 
     def should_stop(self) -> bool:
         """Whether another node's end is a reason to stop this one's workers; to be asked often."""
         if self.lost is not None:
             return True
         try:
-            self._circle.turn()
+            self._peers.turn()
         except RankMissing as error:
             self.lost = str(error)
             return True
         now = time.monotonic()
-        for _, ended in self._circle.news:
+        for _, ended in self._peers.news:
             if ended["code"]:
                 is_known = ended["echo"] or ended["asked"]
                 wait = _LONE_S if ended["code"] == CHECKPOINTED else _ECHO_S if is_known else 0.0
                 self._stop_at = min(self._stop_at or float("inf"), now + wait)
-        self._circle.news.clear()
+        self._peers.news.clear()
         return self._stop_at is not None and now >= self._stop_at
 
     def end(
@@ -192,8 +192,8 @@ class Crew:
         try:
             if self.lost is None:
                 if mine["code"]:
-                    self._circle.tell(mine)
-                return _judge(self._circle.gather(mine, _END_S))
+                    self._peers.tell(mine)
+                return _judge(self._peers.gather(mine, _END_S))
         except RankMissing as error:
             self.lost = str(error)
         if own and not echo:
@@ -201,7 +201,7 @@ class Crew:
         return Verdict(-1, 1, self.lost, None, asked)
 
     def close(self) -> None:
-        self._circle.close()
+        self._peers.close()
 
 
 def _judge(ends: Sequence[dict[str, Any]]) -> Verdict:
@@ -220,7 +220,7 @@ def _judge(ends: Sequence[dict[str, Any]]) -> Verdict:
     return Verdict(node, ends[node]["code"], ends[node]["text"], ends[node]["place"], ends[node]["asked"])
 
 
-def _circle(where: Where) -> Circle:
+def _peers(where: NodeMeeting) -> Peers:
     expected = where.names if len(where.names) == where.count else ()
     me = Member(
         where.run,
@@ -236,14 +236,14 @@ def _circle(where: Where) -> Circle:
     if where.file:
         if where.number:
             path = where.file
-            return join(lambda: board.read(path), me)
-        door = listen([0])
-        with board.posted(where.file, door.getsockname()[1]):
-            return host(door, me)
+            return join(lambda: note.read(path), me)
+        listener = listen([0])
+        with note.posted(where.file, listener.getsockname()[1]):
+            return host(listener, me)
     if where.number == 0:
         return host(listen(where.ports, "--rendezvous"), me)
     if where.number < 0 and _is_here(where.names[0]):
-        own = free_door(where.ports[0])
+        own = listen_at(where.ports[0])
         if own is not None:
             return host(own, replace(me, number=0))
     suffix = os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "") if len(where.ports) > 1 else ""

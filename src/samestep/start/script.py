@@ -10,6 +10,7 @@ from pathlib import Path
 
 from samestep.errors import UsageError
 from samestep.placement.place import Placement, exports
+from samestep.rendezvous.listen import hold_port
 from samestep.rundir import (
     CHECKPOINTED,
     better_place,
@@ -26,12 +27,11 @@ from samestep.start.devices import share_cores
 from samestep.start.ending import ending, pulse_step, restarting
 from samestep.start.failure import exit_code
 from samestep.start.memory import watch_kills
-from samestep.start.nodes import Crew, Share, Verdict, Where
+from samestep.start.nodes import Launchers, NodeMeeting, NodeRanks, Verdict
 from samestep.start.output import Log, Terminal
-from samestep.start.port import hold_port
 from samestep.start.signals import PASSED_ON, Signals
-from samestep.start.supervise import Gang, Outcome
-from samestep.start.worker import Guardian, Order, fill_standard_descriptors
+from samestep.start.supervise import Outcome, WorkerGroup
+from samestep.start.worker import Guardian, WorkerSpec, fill_standard_descriptors
 from samestep.text import reason_of
 
 _SAME_PLACE_S = 10
@@ -45,7 +45,7 @@ class Script:
     command: Sequence[str]
     size: int
     shown: Container[int] = frozenset({0})
-    where: Where | None = None
+    where: NodeMeeting | None = None
     run_dir: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     address: str = "127.0.0.1"
@@ -61,8 +61,8 @@ def run_script(script: Script) -> int:
     fill_standard_descriptors()
     began = time.time()
     with ExitStack() as stack:
-        crew = stack.enter_context(closing(Crew(script.where))) if script.where else None
-        run = _directory(script, crew, began)
+        launchers = stack.enter_context(closing(Launchers(script.where))) if script.where else None
+        run = _directory(script, launchers, began)
         terminal, kills = Terminal(), watch_kills()
         if advice := better_place(run, os.environ):
             terminal.say(f"samestep: {advice}")
@@ -70,10 +70,10 @@ def run_script(script: Script) -> int:
         restarts = 0
         previous: str | None = None
         while True:
-            outcome, gang, share = _attempt(script, run, restarts, guardian, terminal, signals, crew)
+            outcome, group, share = _attempt(script, run, restarts, guardian, terminal, signals, launchers)
             seconds = time.time() - began
-            text = ending(script.name, run, outcome, gang.workers, script.shown, seconds, kills, share.total)
-            verdict = _verdict(script, run, outcome, gang, text, crew)
+            text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, share.total)
+            verdict = _verdict(script, run, outcome, group, text, launchers)
             if restarts == script.max_restarts or not _wants_restart(script, verdict):
                 break
             if verdict.place is not None and verdict.place == previous:
@@ -94,7 +94,7 @@ def run_script(script: Script) -> int:
         "restarts": restarts,
         "failure": verdict.text,
     }
-    record["statuses"] = [worker.status for worker in gang.workers]
+    record["statuses"] = [worker.status for worker in group.workers]
     try:
         write_record(run / ("result.json" if share.node == 0 else f"result-node-{share.node}.json"), record)
     except OSError as error:
@@ -119,7 +119,7 @@ def local_placement(rank: int, size: int, address: str, port: int) -> Placement:
     return Placement(rank, size, rank, size, 0, 1, "samestep", address, port)
 
 
-def _directory(script: Script, crew: Crew | None, began: float) -> Path:
+def _directory(script: Script, launchers: Launchers | None, began: float) -> Path:
     """Node 0 makes the run's directory; another node makes one of its own only where it does not see that."""
     try:
         started = start_record(script.command, script.size, began)
@@ -127,11 +127,11 @@ def _directory(script: Script, crew: Crew | None, began: float) -> Path:
         raise UsageError(
             "the directory this was started in was removed; change to one that exists"
         ) from error
-    if crew is None:
+    if launchers is None:
         return create_run(script.run_dir, os.environ, started)
-    started["nodes"] = crew.nodes
-    own = create_run(script.run_dir, os.environ, started) if crew.node == 0 else None
-    return crew.agree_on_run(own) or create_run(script.run_dir, os.environ, started)
+    started["nodes"] = launchers.nodes
+    own = create_run(script.run_dir, os.environ, started) if launchers.node == 0 else None
+    return launchers.agree_on_run(own) or create_run(script.run_dir, os.environ, started)
 
 
 def _attempt(
@@ -141,13 +141,17 @@ def _attempt(
     guardian: Guardian,
     terminal: Terminal,
     signals: Signals,
-    crew: Crew | None,
-) -> tuple[Outcome, Gang, Share]:
+    launchers: Launchers | None,
+) -> tuple[Outcome, WorkerGroup, NodeRanks]:
     held, port = (nullcontext(), script.port) if script.port else hold_port()
-    share = crew.begin(script.size, port) if crew else Share(0, script.size, 0, 1, script.address, port)
+    share = (
+        launchers.begin(script.size, port)
+        if launchers
+        else NodeRanks(0, script.size, 0, 1, script.address, port)
+    )
     shares, threads = share_cores(script.size)
     told = {
-        "TORCHELASTIC_RUN_ID": crew.run_name if crew else run.name,
+        "TORCHELASTIC_RUN_ID": launchers.run_name if launchers else run.name,
         **script.env,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(script.max_restarts),
@@ -158,14 +162,14 @@ def _attempt(
         terminal.say(f"logs in {run} cannot be written any more ({reason}); the run goes on")
 
     marked = script.shown != {0}
-    orders = []
+    specs = []
     for local_rank in range(script.size):
         place = _place(share, local_rank, script.size)
         rank = place.rank
         for path in (pulse_path(run, rank), failure_path(run, rank)):
             path.unlink(missing_ok=True)
-        orders.append(
-            Order(
+        specs.append(
+            WorkerSpec(
                 rank,
                 script.command,
                 worker_env(place, threads, told),
@@ -179,30 +183,35 @@ def _attempt(
         )
     try:
         with held:
-            gang = Gang(orders, guardian, terminal, script.patience_s)
-            return gang.watch(signals.fd, crew.should_stop if crew else None), gang, share
+            group = WorkerGroup(specs, guardian, terminal, script.patience_s)
+            return group.watch(signals.fd, launchers.should_stop if launchers else None), group, share
     finally:
-        for order in orders:
-            order.log.close()
+        for spec in specs:
+            spec.log.close()
 
 
-def _place(share: Share, local_rank: int, local_size: int) -> Placement:
+def _place(share: NodeRanks, local_rank: int, local_size: int) -> Placement:
     rank = share.first + local_rank
     at = (share.node, share.nodes, "samestep", share.address, share.port)
     return Placement(rank, share.total, local_rank, local_size, *at)
 
 
 def _verdict(
-    script: Script, run: Path, outcome: Outcome, gang: Gang, text: str | None, crew: Crew | None
+    script: Script,
+    run: Path,
+    outcome: Outcome,
+    group: WorkerGroup,
+    text: str | None,
+    launchers: Launchers | None,
 ) -> Verdict:
-    code, spot = exit_code(outcome.status), _spot(run, outcome, gang)
+    code, spot = exit_code(outcome.status), _spot(run, outcome, group)
     asked = outcome.asked
     if asked is None and code == CHECKPOINTED and (stop_path(run).exists() or time_up_path(run).exists()):
         asked = signal.SIGTERM
-    if crew is None:
+    if launchers is None:
         return Verdict(0, code, text, spot, asked)
-    ends = [worker.ended_at for worker in gang.workers if worker.status and not worker.was_stopped]
-    return crew.end(
+    ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]
+    return launchers.end(
         code,
         text,
         echo=bool(outcome.traceback and outcome.traceback.is_echo),
@@ -219,10 +228,10 @@ def _wants_restart(script: Script, verdict: Verdict) -> bool:
     return not script.restart_on or verdict.code in script.restart_on
 
 
-def _spot(run: Path, outcome: Outcome, gang: Gang) -> str | None:
+def _spot(run: Path, outcome: Outcome, group: WorkerGroup) -> str | None:
     """What says that two failures are one: the traceback and the step, or where none was told, about when."""
     if outcome.cause is None or outcome.traceback is None:
         return None
     step = pulse_step(run, outcome.cause.rank)
-    seconds = time.monotonic() - gang.began
+    seconds = time.monotonic() - group.began
     return repr((outcome.traceback, step, None if step is not None else int(seconds) // _SAME_PLACE_S))

@@ -13,15 +13,15 @@ from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
 import cloudpickle
 
 from samestep.errors import UsageError, WorkerFailed
+from samestep.rendezvous.listen import hold_port
 from samestep.start.call import BOOT, ERROR, VALUE
 from samestep.start.devices import share_cores
 from samestep.start.failure import describe_end, last_words
 from samestep.start.memory import explain_kill, watch_kills
 from samestep.start.output import OUT, Log
-from samestep.start.port import hold_port
 from samestep.start.script import local_placement, worker_env
-from samestep.start.supervise import Gang
-from samestep.start.worker import Guardian, Order, Worker, fill_standard_descriptors
+from samestep.start.supervise import WorkerGroup
+from samestep.start.worker import Guardian, Worker, WorkerSpec, fill_standard_descriptors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,8 +45,8 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         shares, threads = share_cores(size)
         # A run's directory that keeps nothing; the worker still knows who started it.
         told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
-        orders = [
-            Order(
+        specs = [
+            WorkerSpec(
                 rank,
                 [sys.executable, "-c", BOOT],
                 worker_env(local_placement(rank, size, "127.0.0.1", port), threads, told),
@@ -58,8 +58,8 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
             )
             for rank, call in enumerate(calls)
         ]
-        gang = Gang(orders, stack.enter_context(Guardian()))
-        outcome = gang.watch()
+        group = WorkerGroup(specs, stack.enter_context(Guardian()))
+        outcome = group.watch()
         if outcome.cause is not None:
             _raise(outcome.cause, calls[outcome.cause.rank], size, explain_kill(outcome.cause.pid, kills))
         return [_value(rank, call) for rank, call in enumerate(calls)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from samestep.rundir import CHECKPOINTED
 from samestep.start.failure import Traceback
 from samestep.start.output import Stream, Terminal
-from samestep.start.worker import Guardian, Order, Worker
+from samestep.start.worker import Guardian, Worker, WorkerSpec
 
 # How long a rank that only tells of another's end waits for that other to be seen.
 _ECHO_S = 0.7
@@ -24,7 +24,7 @@ _TOLD = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE
 
 
 class Outcome(NamedTuple):
-    """How a gang of workers ended."""
+    """How a group of workers ended."""
 
     status: int
     cause: Worker | None
@@ -32,12 +32,12 @@ class Outcome(NamedTuple):
     asked: int | None
 
 
-class Gang:
+class WorkerGroup:
     """The workers of one run, as one."""
 
     def __init__(
         self,
-        orders: Sequence[Order],
+        specs: Sequence[WorkerSpec],
         guardian: Guardian,
         terminal: Terminal | None = None,
         patience_s: float | None = None,
@@ -53,8 +53,8 @@ class Gang:
         self._stopping = False
         self._is_over_elsewhere: Callable[[], bool] | None = None
         try:
-            for order in orders:
-                self.workers.append(Worker(order, guardian))
+            for spec in specs:
+                self.workers.append(Worker(spec, guardian))
         except OSError:
             self.kill()
             raise

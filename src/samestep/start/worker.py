@@ -19,7 +19,7 @@ _GUARDIAN = Path(__file__).with_name("guardian.py")
 _RESTORED = [signal.SIGPIPE, signal.SIGXFSZ]
 
 
-class Order(NamedTuple):
+class WorkerSpec(NamedTuple):
     """What to start for one rank, and where its output goes."""
 
     rank: int
@@ -75,20 +75,20 @@ class Guardian:
 class Worker:
     """A started rank."""
 
-    def __init__(self, order: Order, guardian: Guardian) -> None:
+    def __init__(self, spec: WorkerSpec, guardian: Guardian) -> None:
         """Raises OSError where the command cannot be executed."""
-        self.rank = order.rank
+        self.rank = spec.rank
         self.status: int | None = None
         self.ended_at = float("inf")
         self.was_stopped = False
         self._guardian = guardian
-        self._record = order.record
+        self._record = spec.record
         out, out_end = os.pipe()
         err, err_end = os.pipe()
-        self.out = Stream(out, OUT, order.log, order.console, order.prefix)
-        self.err = Stream(err, ERR, order.log, order.console, order.prefix)
+        self.out = Stream(out, OUT, spec.log, spec.console, spec.prefix)
+        self.err = Stream(err, ERR, spec.log, spec.console, spec.prefix)
         try:
-            self.pid = _spawn(order, out_end, err_end)
+            self.pid = _spawn(spec, out_end, err_end)
         except OSError:
             self.out.finish()
             self.err.finish()
@@ -160,22 +160,22 @@ def fill_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _spawn(order: Order, out: int, err: int) -> int:
+def _spawn(spec: WorkerSpec, out: int, err: int) -> int:
     actions: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
-    if order.stdin is None:
+    if spec.stdin is None:
         actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
-    elif order.stdin != 0:
-        actions.append((os.POSIX_SPAWN_DUP2, order.stdin, 0))
+    elif spec.stdin != 0:
+        actions.append((os.POSIX_SPAWN_DUP2, spec.stdin, 0))
     actions += [(os.POSIX_SPAWN_DUP2, out, OUT), (os.POSIX_SPAWN_DUP2, err, ERR)]
-    before = os.sched_getaffinity(0) if order.cores else None
-    if order.cores:
+    before = os.sched_getaffinity(0) if spec.cores else None
+    if spec.cores:
         # A process inherits its cores, so they are set here for a moment: no code runs between fork and exec.
-        os.sched_setaffinity(0, order.cores)
+        os.sched_setaffinity(0, spec.cores)
     try:
         return os.posix_spawnp(
-            order.command[0],
-            list(order.command),
-            order.env,
+            spec.command[0],
+            list(spec.command),
+            spec.env,
             file_actions=actions,
             setsid=True,
             setsigdef=_RESTORED,

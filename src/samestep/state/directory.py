@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import is_alive, make_private_directory
-from samestep.state import file as carry
+from samestep.state import file as state_file
 from samestep.text import size
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ _MARGIN = 1.1
 
 
 @dataclass(frozen=True)
-class Found(Generic[T]):
+class Newest(Generic[T]):
     """The newest good commit, as its reader gave it, and why each newer one was refused."""
 
     value: T
@@ -36,7 +36,7 @@ class Found(Generic[T]):
     refused: tuple[str, ...]
 
 
-class Vault:
+class CheckpointDirectory:
     """The commits of one run; one process at a time writes here."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
@@ -47,7 +47,7 @@ class Vault:
         self._made = False
         self._good: dict[str, tuple[int, int, int]] = {}
 
-    def commit(self, packed: carry.Packed, step: int) -> Path:
+    def commit(self, packed: state_file.Packed, step: int) -> Path:
         """Write a state as the newest commit; a CheckpointError means all older ones are as they were."""
         if step < 0:
             raise UsageError(f"step {step} is negative; count the steps taken")
@@ -63,19 +63,19 @@ class Vault:
             raise CheckpointError(f"checkpoint skipped: {self._why(error, packed.size)}") from error
         return self.directory / name
 
-    def newest(self, read: Callable[[str, int], T]) -> Found[T] | None:
+    def newest(self, read: Callable[[str, int], T]) -> Newest[T] | None:
         """What `read(name, dir_fd)` makes of the newest commit it accepts; None where there never was one."""
         refused: list[str] = []
         try:
             with self._opened() as dir_fd:
-                for entry in carry.listing(dir_fd):
+                for entry in state_file.listing(dir_fd):
                     try:
                         value = read(entry.name, dir_fd)
                         self._good[entry.name] = _identity(dir_fd, entry.name)
                     except (CheckpointError, OSError) as error:
                         refused.append(str(error))
                     else:
-                        return Found(value, self.directory / entry.name, tuple(refused))
+                        return Newest(value, self.directory / entry.name, tuple(refused))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -99,8 +99,8 @@ class Vault:
         finally:
             os.close(fd)
 
-    def _write(self, dir_fd: int, packed: carry.Packed, step: int) -> str:
-        number = 1 + max((entry.number for entry in carry.listing(dir_fd)), default=0)
+    def _write(self, dir_fd: int, packed: state_file.Packed, step: int) -> str:
+        number = 1 + max((entry.number for entry in state_file.listing(dir_fd)), default=0)
         nonce = secrets.token_hex(4)
         unfinished = f".writing-{_here()}-{os.getpid()}-{nonce}"
         name = f"{number:06d}-step-{step}-{nonce}.samestep"
@@ -108,7 +108,7 @@ class Vault:
         fd = os.open(unfinished, flags, 0o600, dir_fd=dir_fd)
         try:
             try:
-                carry.write(fd, packed)
+                state_file.write(fd, packed)
             finally:
                 os.close(fd)
             os.rename(unfinished, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -123,7 +123,7 @@ class Vault:
     def _prune(self, dir_fd: int) -> None:
         """Remove what is older than the `keep` newest commits known to be good, and unchanged since."""
         good = 0
-        for entry in carry.listing(dir_fd):
+        for entry in state_file.listing(dir_fd):
             # a commit that stands is not undone because an old one cannot be removed; the next tries again
             with suppress(OSError):
                 if good >= self.keep:

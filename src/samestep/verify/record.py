@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from samestep.state.directory import Vault
+from samestep.state.directory import CheckpointDirectory
 from samestep.train.digest import digests
 from samestep.train.group import world
 from samestep.train.group.control import users_line
@@ -248,12 +248,12 @@ def _watch_batches(heard: Callable[[Any], None]) -> None:
 
 def _move_checkpoints(directory: Path) -> None:
     """Keep checkpoints here: every recorded run starts at the beginning and leaves the script's own alone."""
-    original = Vault.__init__
+    original = CheckpointDirectory.__init__
 
-    def moved(vault: Vault, place: str | os.PathLike[str], *args: Any) -> None:
+    def moved(vault: CheckpointDirectory, place: str | os.PathLike[str], *args: Any) -> None:
         original(vault, directory / Path(place).name, *args)
 
-    Vault.__init__ = moved  # type: ignore[assignment,method-assign]
+    CheckpointDirectory.__init__ = moved  # type: ignore[assignment,method-assign]
 
 
 def _described(root: torch.nn.Module) -> dict[str, Any]:

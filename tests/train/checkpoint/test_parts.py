@@ -21,14 +21,15 @@ def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):
 
 def test_a_whole_file_that_is_no_state_of_a_run_is_passed_over(run, tmp_path):
     source = """
-        from samestep.state.directory import Vault
+        from samestep.state.directory import CheckpointDirectory
         checkpoint = samestep.Checkpoint(sys.argv[1], model=model, train=train)
         if checkpoint.resume() == 0:
             for _ in train.epochs(1):
                 for x, in train:
                     checkpoint.step()
             if world.rank == 0:
-                Vault(sys.argv[1], 9).commit(__import__("samestep.state.file", fromlist=["pack"]).pack([1, 2]), 5)
+                packed = __import__("samestep.state.file", fromlist=["pack"]).pack([1, 2])
+                CheckpointDirectory(sys.argv[1], 9).commit(packed, 5)
     """
     directory = tmp_path / "commits"
     assert run(source, 1, directory)[0] == [0]

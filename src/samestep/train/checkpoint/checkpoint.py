@@ -24,7 +24,7 @@ import torch
 import samestep
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.rundir import CHECKPOINTED
-from samestep.state.directory import Vault
+from samestep.state.directory import CheckpointDirectory
 from samestep.train import streams
 from samestep.train.checkpoint import capture as carry
 from samestep.train.checkpoint.stopping import StopRequests
@@ -84,7 +84,7 @@ class Checkpoint:
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
         for one in self._loaders.values():
             one.keep_ledger(self.finish)
-        self._vault = Vault(directory, keep)
+        self._vault = CheckpointDirectory(directory, keep)
         self._requests = StopRequests()
         self._writer = Writer(self._vault, self._world.device, self._note_commit)
         self._commit_seconds = 1.0

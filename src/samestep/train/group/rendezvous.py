@@ -16,9 +16,10 @@ import torch.distributed as dist
 from samestep.errors import PlacementError
 from samestep.placement.place import ASSUMED, Placement
 from samestep.rendezvous import addresses
-from samestep.rendezvous.join import listen, say
-from samestep.rendezvous.ranks import circle_of
-from samestep.rendezvous.star import Circle
+from samestep.rendezvous.join import say
+from samestep.rendezvous.listen import listen
+from samestep.rendezvous.peers import Peers
+from samestep.rendezvous.ranks import connect_ranks
 
 _LOOP = "127.0.0.1"
 _MOST_TRIED = 64
@@ -30,16 +31,16 @@ def find(here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
         store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))  # type: ignore[attr-defined]
         _take_interface(_own_address(here, store))
         return here, store
-    with closing(circle_of(here, timeout.total_seconds())) as circle:
-        return _meet(circle, here, timeout)
+    with closing(connect_ranks(here, timeout.total_seconds())) as peers:
+        return _meet(peers, here, timeout)
 
 
-def _meet(circle: Circle, here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
+def _meet(peers: Peers, here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
     """Three rounds: on which machines, at which addresses, and whether these were reached."""
     limit_s = timeout.total_seconds()
     machine = addresses.machine()
-    reached = circle.own_address if here.rank else ""
-    roster = [tuple(one) for one in circle.gather([machine, reached], limit_s)]
+    reached = peers.own_address if here.rank else ""
+    roster = [tuple(one) for one in peers.gather([machine, reached], limit_s)]
     everyones = [one for one, _ in roster]
     machines = list(dict.fromkeys(everyones))
     here = _placed(here, everyones)
@@ -53,14 +54,14 @@ def _meet(circle: Circle, here: Placement, timeout: timedelta) -> tuple[Placemen
     if here.rank == 0:
         store = dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
     with listen([0]) as door:
-        at = circle.gather([address, door.getsockname()[1], store and store.port, interface], limit_s)
+        at = peers.gather([address, door.getsockname()[1], store and store.port, interface], limit_s)
         firsts = [everyones.index(one) for one in machines]
         before = firsts[: firsts.index(here.rank)][-_MOST_TRIED:] if here.rank in firsts else []
         places = {(at[rank][0], at[rank][1]): rank for rank in before}
         lost = [places[place] for place in addresses.unreachable(places)]
-        tried = circle.gather(lost, limit_s)
-    _check_reached(tried, circle.names, at)
-    meeting, port = at[0][0] if machine == machines[0] else circle.address, at[0][2]
+        tried = peers.gather(lost, limit_s)
+    _check_reached(tried, peers.names, at)
+    meeting, port = at[0][0] if machine == machines[0] else peers.address, at[0][2]
     if store is None:
         store = dist.TCPStore(meeting, port, None, False, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
     elif len(machines) > 1:

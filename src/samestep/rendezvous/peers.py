@@ -1,8 +1,8 @@
-"""A circle of processes: who has come, who is missing, and what each says to all, by way of number 0.
+"""The processes of a run connected through number 0: they gather values, and hear when a peer is lost.
 
-Number 0 listens; the others find it, and each side says which run it belongs to before anything else, so that
-two runs at one port never mix. Covered: members that come late, twice, from another run, or are lost.
-Not covered: a member that lies about its run.
+Both ends of a connection first say which run they belong to, so that two runs at one port never mix.
+Covered: members that come late, twice, from another run, or are lost. Not covered: a member that lies about
+its run.
 """
 
 import json
@@ -23,8 +23,8 @@ _CHUNK = 1 << 16
 _MOST_BYTES = 1 << 24
 
 
-class Line:
-    """A connection that carries one JSON object a line."""
+class JsonSocket:
+    """A connection that carries JSON objects, one a line."""
 
     def __init__(self, connection: socket.socket, peer: str = "") -> None:
         self.connection, self.peer = connection, peer
@@ -49,9 +49,8 @@ class Line:
         self._rest += data
         if len(self._rest) > _MOST_BYTES:
             raise ValueError("a line without end")
-        *whole, rest = self._rest.split(b"\n")
-        self._rest = rest
-        messages = [json.loads(line) for line in whole]
+        *lines, self._rest = self._rest.split(b"\n")
+        messages = [json.loads(line) for line in lines]
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("no object")
         return messages
@@ -60,35 +59,35 @@ class Line:
         self.connection.close()
 
 
-class Circle:
-    """A complete circle; `lines` are all other members on number 0, and number 0 on each of the others."""
+class Peers:
+    """All members of a run; number 0 has a stream to each other member, each of them has a stream to number 0."""
 
     def __init__(
-        self, rank: int, names: Sequence[str], lines: Mapping[int, Line], silence_s: float, noun: str
+        self, rank: int, names: Sequence[str], streams: Mapping[int, JsonSocket], silence_s: float, noun: str
     ) -> None:
         self.rank, self.size, self.names = rank, len(names), list(names)
         self.news: list[tuple[int, Any]] = []
-        self._lines = dict(lines)
+        self._streams = dict(streams)
         self._silence_s, self._noun = silence_s, noun
         self._parts: dict[int, Any] = {}
-        self._whole: list[Any] | None = None
+        self._gathered: list[Any] | None = None
         self._beat_at = 0.0
         self._selector = selectors.DefaultSelector()
-        for number, line in self._lines.items():
-            line.heard_at = time.monotonic()
-            self._selector.register(line.connection, selectors.EVENT_READ, number)
+        for number, stream in self._streams.items():
+            stream.heard_at = time.monotonic()
+            self._selector.register(stream.connection, selectors.EVENT_READ, number)
 
     @property
     def address(self) -> str:
-        """Where this end of the circle was reached, or reached number 0."""
-        line = next(iter(self._lines.values()))
-        name = line.connection.getpeername() if self.rank else line.connection.getsockname()
+        """Number 0's address, as number 0 or this member sees it."""
+        stream = next(iter(self._streams.values()))
+        name = stream.connection.getpeername() if self.rank else stream.connection.getsockname()
         return str(name[0]).removeprefix("::ffff:")
 
     @property
     def own_address(self) -> str:
         """The address of this machine that leads to number 0."""
-        return str(self._lines[0].connection.getsockname()[0]).removeprefix("::ffff:")
+        return str(self._streams[0].connection.getsockname()[0]).removeprefix("::ffff:")
 
     def gather(self, mine: Any, limit_s: float) -> list[Any]:
         """Collective. What every member brought, by number; RankMissing where one is lost or too late."""
@@ -97,19 +96,19 @@ class Circle:
             self._send(0, {"part": mine})
         else:
             self._parts[0] = mine
-        while self._whole is None:
+        while self._gathered is None:
             if not self.rank and len(self._parts) == self.size:
-                self._whole = [self._parts[number] for number in range(self.size)]
+                self._gathered = [self._parts[number] for number in range(self.size)]
                 self._parts = {}
-                self._send_all({"whole": self._whole})
+                self._send_all({"gathered": self._gathered})
                 break
             if time.monotonic() > until:
                 missing = [number for number in range(self.size) if number not in self._parts]
                 who = name_ranks(missing, self.names, self._noun) if not self.rank else f"{self._noun} 0"
-                self._fail(f"{who} said nothing for {limit_s:g} s")
+                self._fail(f"{who} said nothing for {limit_s:g} s", missing if not self.rank else [0])
             self.turn(_STEP_S)
-        whole, self._whole = self._whole, None
-        return whole
+        gathered, self._gathered = self._gathered, None
+        return gathered
 
     def tell(self, news: Any) -> None:
         """Local. Everyone else finds this in `news` soon."""
@@ -123,55 +122,55 @@ class Circle:
             self._send_all({})
         for key, _ in self._selector.select(wait_s):
             try:
-                messages = self._lines[key.data].read()
+                messages = self._streams[key.data].read()
             except (EOFError, ValueError):
                 self._lose(key.data, "its process has ended or its network is cut")
             for message in messages:
                 self.take(key.data, message)
         now = time.monotonic()
-        for number, line in self._lines.items():
-            if now - line.heard_at > self._silence_s:
+        for number, stream in self._streams.items():
+            if now - stream.heard_at > self._silence_s:
                 self._lose(number, f"nothing was heard of it for {self._silence_s:g} s")
 
     def close(self) -> None:
         """Leave; others that are still there see a lost member."""
         self._selector.close()
-        for line in self._lines.values():
-            line.close()
+        for stream in self._streams.values():
+            stream.close()
 
     def take(self, number: int, message: dict[str, Any]) -> None:
-        """Local. Note one message of a member; RankMissing where it says that the circle has failed."""
+        """Local. Note one message of a member; RankMissing where it says that a member is lost."""
         if "error" in message:
-            raise RankMissing(str(message["error"]))
+            raise RankMissing(str(message["error"]), ranks=message.get("ranks", ()))
         if "part" in message:
             self._parts[number] = message["part"]
-        if "whole" in message:
-            self._whole = message["whole"]
+        if "gathered" in message:
+            self._gathered = message["gathered"]
         if "news" in message:
             self.news.append((int(message["of"]), message["news"]))
-            for other in self._lines if not self.rank else ():
+            for other in self._streams if not self.rank else ():
                 if other != number:
                     self._send(other, message)
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
-        for number in self._lines:
+        for number in self._streams:
             self._send(number, message)
 
     def _send(self, number: int, message: Mapping[str, Any]) -> None:
         try:
-            self._lines[number].send(message)
+            self._streams[number].send(message)
         except OSError:
             # What it sent before it went may say why it did.
             with suppress(EOFError, ValueError):
-                for last in self._lines[number].read():
+                for last in self._streams[number].read():
                     self.take(number, last)
             self._lose(number, "its process has ended or its network is cut")
 
     def _lose(self, number: int, why: str) -> None:
-        self._fail(f"{name_ranks([number], self.names, self._noun)} was lost: {why}")
+        self._fail(f"{name_ranks([number], self.names, self._noun)} was lost: {why}", [number])
 
-    def _fail(self, text: str) -> None:
-        for line in self._lines.values() if not self.rank else ():
+    def _fail(self, text: str, numbers: Sequence[int]) -> None:
+        for stream in self._streams.values() if not self.rank else ():
             with suppress(OSError):
-                line.send({"error": text})
-        raise RankMissing(text)
+                stream.send({"error": text, "ranks": numbers})
+        raise RankMissing(text, ranks=numbers)
