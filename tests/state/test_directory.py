@@ -1,4 +1,4 @@
-"""A directory of checkpoints gives back the newest good commit and keeps two; a failing disk costs only the commit tried."""
+"""A directory of checkpoints gives back the newest good one; a failing disk costs only the commit tried."""
 
 import os
 import re

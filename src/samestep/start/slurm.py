@@ -150,6 +150,11 @@ def _check(job: Job) -> None:
     for name, (form, wrong) in _FORMS.items():
         if (written := single.get(name)) and not re.fullmatch(form, written):
             raise UsageError(f"{name} {written!r} is {wrong}")
+    _check_lists(have)
+    _check_sense(job)
+
+
+def _check_lists(have: Profile) -> None:
     for option in have.options:
         _check_text("option", option)
         if not re.fullmatch("--[a-z][a-z-]*(=.*)?", option):
@@ -158,7 +163,6 @@ def _check(job: Job) -> None:
         _check_text(f"env {name}", value)
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(f"env {name!r} is no name of a variable; use letters, digits and _")
-    _check_sense(job)
 
 
 def _check_sense(job: Job) -> None:

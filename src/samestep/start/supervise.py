@@ -87,18 +87,10 @@ class WorkerGroup:
         return [worker for worker in self.workers if worker.is_alive]
 
     def _turn(self, signals: int | None) -> None:
-        poll = select.poll()
-        ready: dict[int, Callable[[], object]] = {}
         alive = self._alive()
         streams = [stream for worker in alive for stream in (worker.out, worker.err) if stream.open]
-        for stream in streams:
-            if stream.console is None or not stream.console.crowded:
-                ready[stream.pipe] = stream.read
-        for worker in alive:
-            if worker.pidfd is not None:
-                ready[worker.pidfd] = worker.look
-        if signals is not None:
-            ready[signals] = lambda: self._hear(os.read(signals, 64))
+        ready = self._actions(alive, streams, signals)
+        poll = select.poll()
         for fd in ready:
             poll.register(fd, select.POLLIN)
         for kind in self._terminal.waiting() if self._terminal else ():
@@ -114,6 +106,20 @@ class WorkerGroup:
         self._settle(alive, now)
         if self._is_over_elsewhere and self._is_over_elsewhere() and not self._stopping:
             self._stop(now)
+
+    def _actions(
+        self, alive: Sequence[Worker], streams: Sequence[Stream], signals: int | None
+    ) -> dict[int, Callable[[], object]]:
+        """What to do when one of these descriptors can be read."""
+        actions: dict[int, Callable[[], object]] = {
+            stream.pipe: stream.read
+            for stream in streams
+            if stream.console is None or not stream.console.crowded
+        }
+        actions |= {worker.pidfd: worker.look for worker in alive if worker.pidfd is not None}
+        if signals is not None:
+            actions[signals] = lambda: self._hear(os.read(signals, 64))
+        return actions
 
     def _timeout_ms(self, alive: Sequence[Worker], streams: Sequence[Stream]) -> float | None:
         until = min(self._stop_at, self._kill_at) - time.monotonic()

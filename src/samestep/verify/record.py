@@ -250,8 +250,8 @@ def _move_checkpoints(directory: Path) -> None:
     """Keep checkpoints here: every recorded run starts at the beginning and leaves the script's own alone."""
     original = CheckpointDirectory.__init__
 
-    def moved(vault: CheckpointDirectory, place: str | os.PathLike[str], *args: Any) -> None:
-        original(vault, directory / Path(place).name, *args)
+    def moved(self: CheckpointDirectory, place: str | os.PathLike[str], *args: Any) -> None:
+        original(self, directory / Path(place).name, *args)
 
     CheckpointDirectory.__init__ = moved  # type: ignore[assignment,method-assign]
 
