@@ -30,12 +30,12 @@ def state(step):
 
 
 def commit(directory):
-    vault = CheckpointDirectory(directory)
-    assert vault.newest(read).value["step"] == 2
+    commits = CheckpointDirectory(directory)
+    assert commits.newest(read).value["step"] == 2
     packed = carry.pack(state(3), {"step": 3})
     os.path.exists("/begin")
     try:
-        vault.commit(packed, 3)
+        commits.commit(packed, 3)
     except CheckpointError as error:
         os._exit(SKIPPED if str(error).startswith("checkpoint skipped: ") else 1)
     os.path.exists("/end")

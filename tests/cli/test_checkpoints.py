@@ -19,15 +19,15 @@ META = {"step": 4, "time": 1.7e9, "script": "train.py", "seed": 0, "evil": "\x1b
 
 @pytest.fixture
 def directory(tmp_path):
-    vault = CheckpointDirectory(tmp_path / "run", keep=5)
+    commits = CheckpointDirectory(tmp_path / "run", keep=5)
     for step in (2, 4):
         torch.manual_seed(step)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
         model[1].weight = model[0].bias
         wrapped = {f"module.{name}": value for name, value in model.state_dict().items()}
         state = {"model": model.state_dict(), "wrapped": wrapped, "optimizer": {"state": {0: {"lr": 0.1}}}}
-        vault.commit(carry.pack(state, {**META, "step": step}), step)
-    return vault.directory
+        commits.commit(carry.pack(state, {**META, "step": step}), step)
+    return commits.directory
 
 
 def run(verb, *arguments):

@@ -61,8 +61,11 @@ def test_a_killed_worker_is_named_with_its_signal():
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(100)
 
-    with pytest.raises(WorkerFailed, match="rank 1 of 2 ended without an answer: killed by SIGKILL"):
+    with pytest.raises(
+        WorkerFailed, match="rank 1 of 2 ended without an answer: killed by SIGKILL"
+    ) as raised:
         launch(die, 2)
+    assert (raised.value.rank, raised.value.code) == (1, -9)
 
 
 def test_a_worker_that_exits_is_named_with_its_code():

@@ -39,21 +39,21 @@ def damage(path):
 
 
 def committed(tmp_path, *counts, keep=10):
-    vault = CheckpointDirectory(tmp_path / "run", keep)
-    return vault, [vault.commit(packed(step), step) for step in counts]
+    commits = CheckpointDirectory(tmp_path / "run", keep)
+    return commits, [commits.commit(packed(step), step) for step in counts]
 
 
 def test_the_newest_commit_comes_back(tmp_path):
-    vault, paths = committed(tmp_path, 1, 5, 9)
-    found = CheckpointDirectory(vault.directory).newest(read)
+    commits, paths = committed(tmp_path, 1, 5, 9)
+    found = CheckpointDirectory(commits.directory).newest(read)
     assert (found.value, found.path, found.refused) == (9, paths[-1], ())
     assert re.fullmatch(r"000003-step-9-[0-9a-f]{8}\.samestep", paths[-1].name)
 
 
 def test_newest_is_the_last_committed_whatever_its_step_and_the_clock(tmp_path):
-    vault, paths = committed(tmp_path, 900, 3)
+    commits, paths = committed(tmp_path, 900, 3)
     os.utime(paths[0], (2e9, 2e9))
-    assert CheckpointDirectory(vault.directory).newest(read).value == 3
+    assert CheckpointDirectory(commits.directory).newest(read).value == 3
 
 
 def test_where_nothing_was_committed_nothing_is_found(tmp_path):
@@ -65,15 +65,15 @@ def test_where_nothing_was_committed_nothing_is_found(tmp_path):
 
 
 def test_only_the_owner_may_read(tmp_path):
-    vault, paths = committed(tmp_path / "deep" / "er", 1)
-    assert vault.directory.stat().st_mode & 0o777 == 0o700
+    commits, paths = committed(tmp_path / "deep" / "er", 1)
+    assert commits.directory.stat().st_mode & 0o777 == 0o700
     assert paths[0].stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("keep", [2, 3])
 def test_as_many_are_kept_as_asked(tmp_path, keep):
-    vault, _ = committed(tmp_path, *range(6), keep=keep)
-    assert steps(vault.directory) == [5, 4, 3][:keep]
+    commits, _ = committed(tmp_path, *range(6), keep=keep)
+    assert steps(commits.directory) == [5, 4, 3][:keep]
 
 
 def test_fewer_than_two_are_never_kept(tmp_path):
@@ -89,12 +89,12 @@ def test_a_negative_step_is_refused(tmp_path):
 
 
 def test_each_bad_one_is_named_and_an_older_one_is_used(tmp_path):
-    vault, paths = committed(tmp_path, 1, 2, 3, 4, 5)
+    commits, paths = committed(tmp_path, 1, 2, 3, 4, 5)
     damage(paths[4])
     paths[3].write_bytes(paths[3].read_bytes()[:-64])
     paths[2].unlink()
     paths[2].symlink_to(paths[0])
-    found = CheckpointDirectory(vault.directory).newest(read)
+    found = CheckpointDirectory(commits.directory).newest(read)
     assert found.value == 2
     assert found.refused == (
         f"{paths[4].name} has a damaged w",
@@ -104,56 +104,57 @@ def test_each_bad_one_is_named_and_an_older_one_is_used(tmp_path):
 
 
 def test_a_run_does_not_begin_anew_in_silence_where_all_are_bad(tmp_path):
-    vault, paths = committed(tmp_path, 1, 2)
+    commits, paths = committed(tmp_path, 1, 2)
     for path in paths:
         damage(path)
     with pytest.raises(CheckpointError) as raised:
-        CheckpointDirectory(vault.directory).newest(read)
+        CheckpointDirectory(commits.directory).newest(read)
     reasons = "; ".join(f"{path.name} has a damaged w" for path in reversed(paths))
-    assert str(raised.value) == f"{vault.directory} holds no good checkpoint: {reasons}"
+    assert str(raised.value) == f"{commits.directory} holds no good checkpoint: {reasons}"
+    assert raised.value.path == str(commits.directory)
 
 
 def test_an_older_one_goes_only_when_enough_newer_ones_are_known_to_be_good(tmp_path):
-    vault, paths = committed(tmp_path, 1, 2, 3, 4)
+    commits, paths = committed(tmp_path, 1, 2, 3, 4)
     damage(paths[3])
-    later = CheckpointDirectory(vault.directory)
+    later = CheckpointDirectory(commits.directory)
     assert later.newest(read).value == 3
     later.commit(packed(5), 5)
-    assert steps(vault.directory) == [5, 4, 3]
+    assert steps(commits.directory) == [5, 4, 3]
     later.commit(packed(6), 6)
-    assert steps(vault.directory) == [6, 5]
+    assert steps(commits.directory) == [6, 5]
 
 
 def test_without_having_read_any_a_vault_keeps_the_old_until_it_wrote_two(tmp_path):
-    vault, _ = committed(tmp_path, 1, 2, 3)
-    later = CheckpointDirectory(vault.directory)
+    commits, _ = committed(tmp_path, 1, 2, 3)
+    later = CheckpointDirectory(commits.directory)
     later.commit(packed(4), 4)
-    assert steps(vault.directory) == [4, 3, 2, 1]
+    assert steps(commits.directory) == [4, 3, 2, 1]
     later.commit(packed(5), 5)
-    assert steps(vault.directory) == [5, 4]
+    assert steps(commits.directory) == [5, 4]
 
 
 def test_a_commit_changed_behind_our_back_is_not_counted_as_good(tmp_path):
-    vault, paths = committed(tmp_path, 1, 2, keep=2)
+    commits, paths = committed(tmp_path, 1, 2, keep=2)
     damage(paths[1])
-    vault.commit(packed(3), 3)
-    assert steps(vault.directory) == [3, 2, 1]
+    commits.commit(packed(3), 3)
+    assert steps(commits.directory) == [3, 2, 1]
 
 
 def test_what_cannot_be_removed_stays_and_stops_nothing(tmp_path):
-    vault, _ = committed(tmp_path, 1)
-    stuck = vault.directory / "000000-step-7-00000000.samestep"
+    commits, _ = committed(tmp_path, 1)
+    stuck = commits.directory / "000000-step-7-00000000.samestep"
     (stuck / "inside").mkdir(parents=True)
-    long = vault.directory / f"{'9' * 200}-step-{'9' * 20}-00000000.samestep"
+    long = commits.directory / f"{'9' * 200}-step-{'9' * 20}-00000000.samestep"
     long.touch()
     for step in (2, 3, 4):
-        vault.commit(packed(step), step)
+        commits.commit(packed(step), step)
     assert stuck.is_dir()
-    assert CheckpointDirectory(vault.directory).newest(read).value == 4
+    assert CheckpointDirectory(commits.directory).newest(read).value == 4
 
 
 def test_leftovers_of_dead_writers_are_removed_and_of_living_ones_kept(tmp_path):
-    vault, _ = committed(tmp_path, 1)
+    commits, _ = committed(tmp_path, 1)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -168,22 +169,22 @@ def test_leftovers_of_dead_writers_are_removed_and_of_living_ones_kept(tmp_path)
         "notes.txt": False,
     }
     for name in leftovers:
-        (vault.directory / name).touch()
-    os.utime(vault.directory / f".writing-{other}-{dead.pid}-11111111", (time.time() - 4000,) * 2)
-    vault.commit(packed(2), 2)
+        (commits.directory / name).touch()
+    os.utime(commits.directory / f".writing-{other}-{dead.pid}-11111111", (time.time() - 4000,) * 2)
+    commits.commit(packed(2), 2)
     living.communicate()
-    assert {name: not (vault.directory / name).exists() for name in leftovers} == leftovers
+    assert {name: not (commits.directory / name).exists() for name in leftovers} == leftovers
 
 
 def test_a_vanished_directory_is_named_and_not_made_again(tmp_path):
-    vault, _ = committed(tmp_path, 1)
-    shutil.rmtree(vault.directory)
-    with pytest.raises(CheckpointError, match=f"^checkpoint skipped: {vault.directory} is gone$"):
-        vault.commit(packed(2), 2)
-    assert not vault.directory.exists()
-    vault.directory.mkdir()
-    vault.commit(packed(3), 3)
-    assert vault.newest(read).value == 3
+    commits, _ = committed(tmp_path, 1)
+    shutil.rmtree(commits.directory)
+    with pytest.raises(CheckpointError, match=f"^checkpoint skipped: {commits.directory} is gone$"):
+        commits.commit(packed(2), 2)
+    assert not commits.directory.exists()
+    commits.directory.mkdir()
+    commits.commit(packed(3), 3)
+    assert commits.newest(read).value == 3
 
 
 def test_a_directory_that_is_a_file_is_named(tmp_path):
@@ -195,29 +196,29 @@ def test_a_directory_that_is_a_file_is_named(tmp_path):
 
 
 def test_a_file_larger_than_this_process_may_write_is_skipped_without_a_trace(tmp_path):
-    vault, paths = committed(tmp_path, 1)
+    commits, paths = committed(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
         with pytest.raises(
             CheckpointError, match=r"^checkpoint skipped: .* cannot be written \(File too large\)$"
         ):
-            vault.commit(packed(2, 10_000), 2)
+            commits.commit(packed(2, 10_000), 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert os.listdir(vault.directory) == [paths[0].name]
+    assert os.listdir(commits.directory) == [paths[0].name]
 
 
 def test_a_commit_that_is_broken_off_leaves_no_file(tmp_path, monkeypatch):
-    vault, paths = committed(tmp_path, 1)
+    commits, paths = committed(tmp_path, 1)
 
     def interrupted(fd):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        vault.commit(packed(2), 2)
-    assert os.listdir(vault.directory) == [paths[0].name]
+        commits.commit(packed(2), 2)
+    assert os.listdir(commits.directory) == [paths[0].name]
 
 
 @pytest.fixture
@@ -233,27 +234,27 @@ def small_disk(tmp_path):
 
 @pytest.mark.root
 def test_a_full_disk_costs_only_the_commit_tried(small_disk):
-    vault = CheckpointDirectory(small_disk / "run")
-    kept = [vault.commit(packed(step, 125_000), step).name for step in (1, 2)]
+    commits = CheckpointDirectory(small_disk / "run")
+    kept = [commits.commit(packed(step, 125_000), step).name for step in (1, 2)]
     (small_disk / "data").write_bytes(bytes(800_000))
-    reason = rf"^checkpoint skipped: \d+\.\d of 550\.\d kB free on {vault.directory}$"
+    reason = rf"^checkpoint skipped: \d+\.\d of 550\.\d kB free on {commits.directory}$"
     with pytest.raises(CheckpointError, match=reason):
-        vault.commit(packed(3, 125_000), 3)
-    assert sorted(os.listdir(vault.directory)) == kept
-    assert vault.newest(read).value == 2
+        commits.commit(packed(3, 125_000), 3)
+    assert sorted(os.listdir(commits.directory)) == kept
+    assert commits.newest(read).value == 2
     (small_disk / "data").unlink()
-    vault.commit(packed(4, 125_000), 4)
-    assert steps(vault.directory) == [4, 2]
+    commits.commit(packed(4, 125_000), 4)
+    assert steps(commits.directory) == [4, 2]
 
 
 @pytest.mark.root
 def test_a_disk_that_became_read_only_costs_only_the_commit_tried(small_disk):
-    vault = CheckpointDirectory(small_disk / "run")
-    vault.commit(packed(1), 1)
+    commits = CheckpointDirectory(small_disk / "run")
+    commits.commit(packed(1), 1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(CheckpointError, match=r"run cannot be written \(Read-only file system\)$"):
-        vault.commit(packed(2), 2)
-    assert vault.newest(read).value == 1
+        commits.commit(packed(2), 2)
+    assert commits.newest(read).value == 1
 
 
 @pytest.mark.skipif(not shutil.which("strace") and "CI" not in os.environ, reason="strace is not installed")

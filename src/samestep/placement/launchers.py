@@ -83,14 +83,16 @@ def recognise(env: Env) -> LauncherFacts:
         if found.launcher == "alone" and count(env, "SLURM_PROCID") and not text(env, "SLURM_STEP_ID"):
             raise PlacementError(
                 f"SLURM_PROCID is {count(env, 'SLURM_PROCID')} but SLURM_STEP_ID is not set; "
-                "let all variables of the step through to this process"
+                "let all variables of the step through to this process",
+                variable="SLURM_STEP_ID",
             )
         return found
     if found.launcher == "alone":
         if not complete:
             there, missing = ("rank", "WORLD_SIZE") if "rank" in torch else ("size", "RANK")
             raise PlacementError(
-                f"{said(torch[there])} but {missing} is not set; start this with `samestep run` or set both"
+                f"{said(torch[there])} but {missing} is not set; start this with `samestep run` or set both",
+                variable=missing,
             )
         return LauncherFacts("torchrun", torch)
     if complete and _is_another_world(torch, found.facts):
@@ -99,7 +101,8 @@ def recognise(env: Env) -> LauncherFacts:
         mine, theirs = torch.get(field), found.facts.get(field)
         if mine and theirs and mine[0] != theirs[0]:
             raise PlacementError(
-                f"{said(mine)} but {said(theirs)}; unset {variable(mine)} or make them agree"
+                f"{said(mine)} but {said(theirs)}; unset {variable(mine)} or make them agree",
+                variable=variable(mine),
             )
     return found._replace(facts=found.facts | torch)
 
@@ -177,7 +180,8 @@ def number(env: Env, *names: str) -> Fact | None:
         if value is not None:
             if not re.fullmatch(r"-?[0-9]{1,18}", value):
                 raise PlacementError(
-                    f"{name} is {printable(value)}, which is no whole number; set one or unset {name}"
+                    f"{name} is {printable(value)}, which is no whole number; set one or unset {name}",
+                    variable=name,
                 )
             return int(value), f"{name}={int(value)}"
     return None
@@ -254,7 +258,8 @@ def _step(env: Env) -> Facts:
     tasks, origin = tasks_per_node(value), f"{name}={printable(value)}"
     if sum(tasks) != facts["size"][0]:
         raise PlacementError(
-            f"{said(facts['size'])} but {name} is {printable(value)}, {sum(tasks)} in all; start this with srun"
+            f"{said(facts['size'])} but {name} is {printable(value)}, {sum(tasks)} in all; start this with srun",
+            variable=name,
         )
     local_rank, node = facts["rank"][0], 0
     while node < len(tasks) - 1 and local_rank >= tasks[node]:

@@ -188,7 +188,8 @@ def _complete(known: Facts) -> tuple[Facts, tuple[str, ...]]:
         if facts["local_rank"][0] != rank:
             raise PlacementError(
                 f"{said(facts['rank'])} and {said(facts['local_rank'])}, so there are several nodes, but "
-                "LOCAL_WORLD_SIZE is not set; set it to the number of processes on this node"
+                "LOCAL_WORLD_SIZE is not set; set it to the number of processes on this node",
+                variable="LOCAL_WORLD_SIZE",
             )
         facts["local_size"] = (size, ASSUMED)
     per_node = max(1, facts["local_size"][0])
@@ -200,11 +201,14 @@ def _complete(known: Facts) -> tuple[Facts, tuple[str, ...]]:
 def _check(facts: Facts) -> None:
     for name in FIELDS:
         if facts[name][0] < 0:
-            raise PlacementError(f"{said(facts[name])}, which is below 0; count from 0")
+            raise PlacementError(
+                f"{said(facts[name])}, which is below 0; count from 0", variable=variable(facts[name])
+            )
     size, local_size, nodes = facts["size"], facts["local_size"], facts["nodes"]
     if size[0] > _MOST_PROCESSES:
         raise PlacementError(
-            f"{said(size)}, which is more than {_MOST_PROCESSES} processes; set the real number"
+            f"{said(size)}, which is more than {_MOST_PROCESSES} processes; set the real number",
+            variable=variable(size),
         )
     for name, of in (("rank", size), ("local_rank", local_size), ("node", nodes)):
         if facts[name][0] >= of[0]:
@@ -231,15 +235,20 @@ def _meeting(
     host = given_address or text(env, "MASTER_ADDR")
     if host and not _HOST.fullmatch(host):
         raise PlacementError(
-            f"MASTER_ADDR is {printable(host)}, which is no host name; set a name or an address"
+            f"MASTER_ADDR is {printable(host)}, which is no host name; set a name or an address",
+            variable="MASTER_ADDR",
         )
     port = number(env, "MASTER_PORT") if given_port is None else (given_port, f"master_port={given_port}")
     if port and not 0 < port[0] < 1 << 16:
-        raise PlacementError(f"{said(port)}, which is no port; set one from 1 to 65535")
-    if found.launcher in ("torchrun", "samestep") and found.facts["size"][0] > 1 and not (host and port):
         raise PlacementError(
-            f"{said(found.facts['size'])} but {'MASTER_PORT' if host else 'MASTER_ADDR'} is not set; "
-            "start this with `samestep run` or set both MASTER_ADDR and MASTER_PORT"
+            f"{said(port)}, which is no port; set one from 1 to 65535", variable=variable(port)
+        )
+    if found.launcher in ("torchrun", "samestep") and found.facts["size"][0] > 1 and not (host and port):
+        missing = "MASTER_PORT" if host else "MASTER_ADDR"
+        raise PlacementError(
+            f"{said(found.facts['size'])} but {missing} is not set; "
+            "start this with `samestep run` or set both MASTER_ADDR and MASTER_PORT",
+            variable=missing,
         )
     derived_address, derived_port = meeting(env, found, run)
     return (host, f"MASTER_ADDR={host}") if host else derived_address, port or derived_port

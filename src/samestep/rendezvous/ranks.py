@@ -38,7 +38,8 @@ def _by_note(here: Placement, me: Member) -> Peers:
     if here.run is None or here.master_addr is not None:
         names = ("MASTER_ADDR", "MASTER_PORT") if here.master_addr is None else ("MASTER_PORT",)
         raise PlacementError(
-            f"{here.launcher} does not say where rank 0 listens; set {' and '.join(names)} for every rank"
+            f"{here.launcher} does not say where rank 0 listens; set {' and '.join(names)} for every rank",
+            variable=names[0],
         )
     folder = Path(os.environ.get("SAMESTEP_RUN_DIR") or "runs").absolute()
     path = folder / f".meet-{zlib.crc32(here.run.encode(errors='replace')):08x}"

@@ -83,18 +83,19 @@ class _Caller:
 def _raise(cause: Worker, call: BinaryIO, size: int, killed: str) -> NoReturn:
     kind, data = _answer(call)
     status = cause.status or 0
+    facts = {"rank": cause.rank, "code": status}
     if kind != ERROR:
         how = killed if status == -9 else describe_end(status)
         said = "".join(f"\n{line}" for line in last_words(cause.err.tail.decode(errors="replace")))
-        raise WorkerFailed(f"rank {cause.rank} of {size} ended without an answer: {how}{said}")
+        raise WorkerFailed(f"rank {cause.rank} of {size} ended without an answer: {how}{said}", **facts)
     try:
         error, text = cloudpickle.loads(data)
     except Exception as unreadable:
         raise WorkerFailed(
-            f"rank {cause.rank} of {size} failed, and its exception is not readable here"
+            f"rank {cause.rank} of {size} failed, and its exception is not readable here", **facts
         ) from unreadable
     if error is None:
-        raise WorkerFailed(f"rank {cause.rank} of {size} failed:\n{text}")
+        raise WorkerFailed(f"rank {cause.rank} of {size} failed:\n{text}", **facts)
     error.add_note(f"on rank {cause.rank} of {size}:\n{text}")
     raise error
 
@@ -103,7 +104,9 @@ def _value(rank: int, call: BinaryIO) -> Any:
     kind, data = _answer(call)
     if kind != VALUE:
         raise WorkerFailed(
-            f"rank {rank} left with exit code 0 before it returned; return instead of sys.exit"
+            f"rank {rank} left with exit code 0 before it returned; return instead of sys.exit",
+            rank=rank,
+            code=0,
         )
     return cloudpickle.loads(data)
 

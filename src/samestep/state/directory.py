@@ -60,7 +60,9 @@ class CheckpointDirectory:
                 name = self._write(dir_fd, packed, step)
                 self._prune(dir_fd)
         except OSError as error:
-            raise CheckpointError(f"checkpoint skipped: {self._why(error, packed.size)}") from error
+            raise CheckpointError(
+                f"checkpoint skipped: {self._why(error, packed.size)}", path=self.directory
+            ) from error
         return self.directory / name
 
     def newest(self, read: Callable[[str, int], T]) -> Newest[T] | None:
@@ -79,9 +81,13 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be read ({error.strerror})") from error
+            raise CheckpointError(
+                f"{self.directory} cannot be read ({error.strerror})", path=self.directory
+            ) from error
         if refused:
-            raise CheckpointError(f"{self.directory} holds no good checkpoint: {'; '.join(refused)}")
+            raise CheckpointError(
+                f"{self.directory} holds no good checkpoint: {'; '.join(refused)}", path=self.directory
+            )
         return None
 
     def _make(self) -> None:

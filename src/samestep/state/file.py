@@ -269,9 +269,9 @@ def _opened(file: str | os.PathLike[str], dir_fd: int | None) -> Iterator[int]:
             os.close(fd)
     except OSError as error:
         reason = "is a symbolic link" if error.errno == ELOOP else f"cannot be read ({error.strerror})"
-        raise CheckpointError(f"{printable(os.fspath(file))} {reason}") from error
+        raise CheckpointError(f"{printable(os.fspath(file))} {reason}", path=file) from error
     except Bad as bad:
-        raise CheckpointError(f"{printable(os.fspath(file))} {bad}") from bad.__cause__
+        raise CheckpointError(f"{printable(os.fspath(file))} {bad}", path=file) from bad.__cause__
 
 
 @contextmanager
