@@ -14,7 +14,7 @@ from samestep.cli.output import HELP, numbers
 from samestep.errors import RankMissing, RanksDiffer, UsageError
 from samestep.placement.cores import cores
 from samestep.placement.place import place
-from samestep.start.allocation import explanation, allocation_command
+from samestep.start.allocation import allocation_command, explanation
 from samestep.start.devices import masked, visible_devices
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
 from samestep.start.script import Script, run_script

@@ -15,7 +15,9 @@ from samestep.train.checkpoint import capture
 class Writer:
     """At most one commit is under way; how the last one ended is kept."""
 
-    def __init__(self, directory: CheckpointDirectory, device: torch.device, on_written: Callable[[float], None]) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, device: torch.device, on_written: Callable[[float], None]
+    ) -> None:
         """`on_written` is told in seconds how long a commit took."""
         self.failure = ""
         self.committed: list[Any] = [0]
