@@ -151,3 +151,18 @@ def test_an_allocation_of_several_parts_is_told_how_one_step_covers_them():
         "this is in no step of Slurm job 3, so it runs alone; "
         "`srun --het-group=0-1 python ...` starts one for each task of its 2 parts"
     )
+
+
+@pytest.mark.parametrize(
+    ("env", "variable"),
+    [
+        ({"RANK": "four", "WORLD_SIZE": "4"}, "RANK"),
+        ({"WORLD_SIZE": "4"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
+    ],
+)
+def test_an_error_carries_the_variable_to_correct(env, variable):
+    with pytest.raises(PlacementError) as raised:
+        place(env)
+    assert raised.value.variable == variable

@@ -234,21 +234,6 @@ def test_a_contradiction_is_named_in_one_sentence(env, message):
 
 
 @pytest.mark.parametrize(
-    ("env", "variable"),
-    [
-        ({"RANK": "four", "WORLD_SIZE": "4"}, "RANK"),
-        ({"WORLD_SIZE": "4"}, "RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
-    ],
-)
-def test_an_error_carries_the_variable_to_correct(env, variable):
-    with pytest.raises(PlacementError) as raised:
-        place(env)
-    assert raised.value.variable == variable
-
-
-@pytest.mark.parametrize(
     ("env", "note"),
     [
         (SBATCH, "this is in no step of Slurm job 2, so it runs alone; "
