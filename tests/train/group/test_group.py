@@ -8,7 +8,7 @@ LEAKS = """
     import os, sys, time
     from pathlib import Path
     import psutil, torch, samestep
-    from samestep.start.port import hold_port
+    from samestep.rendezvous.listen import hold_port
     from samestep.train.group import world as group
 
     rank, home, exact = int(os.environ["RANK"]), Path(sys.argv[1]), sys.argv[2] == "exact"
