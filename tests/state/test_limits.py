@@ -14,15 +14,15 @@ import torch
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.state import file as pure
-from samestep.state.directory import _ABANDONED_SECONDS, Vault, _free
+from samestep.state.directory import _ABANDONED_SECONDS, CheckpointDirectory, _free
 from samestep.state.tree import Blob, place
 from samestep.train.checkpoint import capture as carry
 
 COMMIT = """
 import sys
-from samestep.state.directory import Vault
+from samestep.state.directory import CheckpointDirectory
 from samestep.state.file import pack
-Vault(sys.argv[1]).commit(pack({"a": bytes(100)}), 1)
+CheckpointDirectory(sys.argv[1]).commit(pack({"a": bytes(100)}), 1)
 """
 
 
@@ -118,11 +118,11 @@ def test_a_file_system_that_tells_no_number_of_blocks_is_not_full():
 def test_a_pipe_in_the_directorys_place_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"run cannot be read \(Not a directory\)"):
-        Vault(tmp_path / "run").newest(lambda name, dir_fd: None)
+        CheckpointDirectory(tmp_path / "run").newest(lambda name, dir_fd: None)
 
 
 def test_a_commit_that_is_now_a_link_is_not_counted_as_good(tmp_path):
-    vault = Vault(tmp_path / "run")
+    vault = CheckpointDirectory(tmp_path / "run")
     paths = [vault.commit(pure.pack(step), step) for step in (1, 2)]
     paths[1].rename(tmp_path / "elsewhere")
     paths[1].symlink_to(tmp_path / "elsewhere")
@@ -131,7 +131,7 @@ def test_a_commit_that_is_now_a_link_is_not_counted_as_good(tmp_path):
 
 
 def test_a_leftover_of_another_machine_is_old_by_the_file_servers_clock_now(tmp_path):
-    vault = Vault(tmp_path / "run")
+    vault = CheckpointDirectory(tmp_path / "run")
     vault.commit(pure.pack(1), 1)
     left = vault.directory / f".writing-{'0' * 16}-1-00000000"
     left.touch()
@@ -147,7 +147,7 @@ def test_a_disk_that_has_room_but_takes_no_more_files_is_not_said_to_be_full(tmp
         pytest.skip("needs root to mount a small disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=3", "tmpfs", tmp_path], check=True)
     try:
-        vault = Vault(tmp_path / "run")
+        vault = CheckpointDirectory(tmp_path / "run")
         vault.commit(pure.pack(1), 1)
         with pytest.raises(CheckpointError, match=r"run cannot be written \(No space left on device\)$"):
             vault.commit(pure.pack(2), 2)
