@@ -109,9 +109,9 @@ def run(nest, tmp_path):
     return started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _pools(nest: Nest) -> Iterator[dict[int, Pool]]:
-    """The pools that tests have asked for, by size; each lives until the end."""
+    """The pools that the tests of a file have asked for, by size: what one file sets is not there in the next."""
     pools: dict[int, Pool] = {}
     yield pools
     for pool in pools.values():
