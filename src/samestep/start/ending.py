@@ -5,7 +5,7 @@ import signal
 from collections.abc import Container, Sequence
 from pathlib import Path
 
-from samestep.rundir import CHECKPOINTED, PulseReading, pulse_path, read_pulse
+from samestep.rundir import CHECKPOINTED, pulse_path, read_pulse
 from samestep.start.failure import Traceback, describe_end, last_words
 from samestep.start.memory import Kills, explain_kill
 from samestep.start.supervise import Outcome
@@ -26,47 +26,38 @@ def ending(
     """The lines a run ends with, or None where it simply finished."""
     logs = f"Logs: {_typed(run)}/logs/rank-{_numbers(workers)}.log"
     if outcome.cause is None:
-        how = None
+        after = f"after {duration(seconds)}"
         if outcome.status == CHECKPOINTED:
-            how = (
-                f"stopped at a checkpoint after {duration(seconds)} (exit code {CHECKPOINTED}: run it again)."
-            )
+            how = f"stopped at a checkpoint {after} (exit code {CHECKPOINTED}: run it again)."
         elif outcome.asked is not None:
-            how = f"was stopped by {signal.Signals(outcome.asked).name} after {duration(seconds)}."
-        return f"{name} {how} {logs}" if how else None
+            how = f"was stopped by {signal.Signals(outcome.asked).name} {after}."
+        else:
+            return None
+        return f"{name} {how} {logs}"
     cause = outcome.cause
-    head = f"{name} failed on rank {cause.rank} of {size} {_where_and_when(run, cause.rank, seconds)}"
-    lines = [
-        head,
-        "",
-        *_what(outcome, cause, cause.rank in shown, kills),
-        "",
-        f"{_others(cause, workers)}{logs}",
-    ]
-    return "\n".join(lines)
+    pulse, step = read_pulse(pulse_path(run, cause.rank)), step_of(run, cause.rank)
+    where = os.uname().nodename + (f", {pulse.device}" if pulse else "")
+    when = duration(seconds) + ("" if step is None else f", in step {step}")
+    what = "\n".join(_what(outcome, cause, cause.rank in shown, kills))
+    head = f"{name} failed on rank {cause.rank} of {size} ({where}) after {when}"
+    return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
 
 
-def restarting(outcome: Outcome, count: int, most: int, step: int | None) -> str:
+def restarting(outcome: Outcome, run: Path, count: int, most: int) -> str:
     """The line between an attempt and the next."""
-    if outcome.cause is None:
-        return f"exit code {outcome.status}: restart {count} of {most}"
-    traceback = outcome.traceback
-    what = traceback.exception[0] if traceback and traceback.exception else describe_end(outcome.status)
-    at = "" if step is None else f" in step {step}"
-    return f"rank {outcome.cause.rank} failed{at} ({what}): restart {count} of {most}"
+    how, cause = f"exit code {outcome.status}", outcome.cause
+    if cause is not None:
+        traceback = outcome.traceback
+        what = traceback.exception[0] if traceback else describe_end(outcome.status)
+        step = step_of(run, cause.rank)
+        how = f"rank {cause.rank} failed{'' if step is None else f' in step {step}'} ({what})"
+    return f"{how}: restart {count} of {most}"
 
 
-def pulse_step(run: Path, rank: int) -> int | None:
+def step_of(run: Path, rank: int) -> int | None:
     """The step a worker was in, where it has said so."""
     pulse = read_pulse(pulse_path(run, rank))
     return pulse.step if pulse and pulse.step >= 0 else None
-
-
-def _where_and_when(run: Path, rank: int, seconds: float) -> str:
-    pulse: PulseReading | None = read_pulse(pulse_path(run, rank))
-    where = os.uname().nodename + (f", {pulse.device}" if pulse else "")
-    step = f", in step {pulse.step}" if pulse and pulse.step >= 0 else ""
-    return f"({where}) after {duration(seconds)}{step}"
 
 
 def _what(outcome: Outcome, cause: Worker, shown: bool, kills: Kills) -> list[str]:
@@ -92,20 +83,13 @@ def _traceback(traceback: Traceback) -> list[str]:
 
 
 def _others(cause: Worker, workers: Sequence[Worker]) -> str:
-    stopped = [worker.rank for worker in workers if worker.was_stopped and worker is not cause]
-    failed = [
-        worker.rank for worker in workers if worker.status and not worker.was_stopped and worker is not cause
-    ]
-    done = [worker.rank for worker in workers if worker.status == 0]
-    parts = [
-        f"{name_ranks(ranks)} {word}"
-        for ranks, word in (
-            (stopped, "was stopped" if len(stopped) == 1 else "were stopped"),
-            (failed, "failed too"),
-            (done, "had finished"),
-        )
-        if ranks
-    ]
+    others = [worker for worker in workers if worker is not cause]
+    stopped = [worker.rank for worker in others if worker.was_stopped]
+    failed = [worker.rank for worker in others if worker.status and not worker.was_stopped]
+    done = [worker.rank for worker in others if worker.status == 0]
+    was_stopped = "was stopped" if len(stopped) == 1 else "were stopped"
+    groups = ((stopped, was_stopped), (failed, "failed too"), (done, "had finished"))
+    parts = [f"{name_ranks(ranks)} {what}" for ranks, what in groups if ranks]
     return ", ".join(parts) + ". " if parts else ""
 
 

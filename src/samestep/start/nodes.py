@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,15 +54,21 @@ class NodeRanks(NamedTuple):
     address: str
     port: int
 
+    def place(self, local_rank: int, local_size: int) -> Placement:
+        """The placement of a rank of this node."""
+        at = (self.node, self.nodes, "samestep", self.address, self.port)
+        return Placement(self.first + local_rank, self.total, local_rank, local_size, *at)
 
-class Verdict(NamedTuple):
-    """How an attempt ended, the same on every node: on which, with what code, and what is to be said."""
 
-    node: int
+class End(NamedTuple):
+    """How an attempt ended on a node."""
+
     code: int
     text: str | None
-    place: str | None
+    place: str | None  # equal for two failures that are the same
     asked: int | None
+    is_echo: bool
+    at: float  # on node 0's clock and this one's: seconds after the attempt began
 
 
 def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
@@ -119,105 +126,82 @@ def by_step(here: Placement, limit_s: float) -> NodeMeeting | None:
 
 
 class Launchers:
-    """The launchers of all nodes, of which this is one."""
+    """The launchers of all nodes, of which this is one; None where there is no other."""
 
-    def __init__(self, where: NodeMeeting) -> None:
+    def __init__(self, where: NodeMeeting | None) -> None:
         """Waits until all have come; RankMissing says who has not."""
-        self._peers = _peers(where)
-        self.node, self.nodes = self._peers.rank, where.count
-        self.lost: str | None = None
+        self._peers = _peers(where) if where else None
+        self.node, self.nodes = (self._peers.rank, self._peers.size) if self._peers else (0, 1)
+        self._lost: str | None = None
         self._began = 0.0
-        self._stop_at: float | None = None
+        self._stop_at = inf
 
     def agree_on_run(self, run: Path | None) -> Path | None:
         """The directory node 0 has made, where this node sees it too."""
-        name = str(run) if run else None
-        record = read_record(run / "run.json") if run else None
-        told, its_record = self._peers.gather([name, record], _END_S)[0]
-        self.run_name = Path(told).name
-        path = Path(told)
+        name, record = self._gather([str(run), read_record(run / "run.json") if run else None])[0]
+        path = Path(name)
+        self.run_name = path.name
         for _ in range(10):
-            if run or (path.is_dir() and os.listdir(path) and read_record(path / "run.json") == its_record):
+            if run or (path.is_dir() and os.listdir(path) and read_record(path / "run.json") == record):
                 return path
             time.sleep(0.1)
         return None
 
-    def begin(self, size: int, port: int) -> NodeRanks:
-        """What is this node's in the next attempt."""
-        self._peers.news.clear()
-        self._stop_at = None
-        sizes, ports = zip(*self._peers.gather([size, port], _END_S), strict=True)
+    def begin(self, size: int, address: str, port: int) -> NodeRanks:
+        """What is this node's in the next attempt; the address is for a run of this node alone."""
+        if self._peers:
+            self._peers.news.clear()
+            address = self._peers.address
+        self._stop_at = inf
+        sizes, ports = zip(*self._gather([size, port]), strict=True)
         self._began = time.monotonic()
-        first = sum(sizes[: self.node])
-        return NodeRanks(first, sum(sizes), self.node, self.nodes, self._peers.address, ports[0])
+        return NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, address, ports[0])
 
     def should_stop(self) -> bool:
         """Whether another node's end is a reason to stop this one's workers; to be asked often."""
-        if self.lost is not None:
-            return True
+        if self._lost is not None or self._peers is None:
+            return self._lost is not None
         try:
             self._peers.turn()
         except RankMissing as error:
-            self.lost = str(error)
+            self._lost = str(error)
             return True
         now = time.monotonic()
-        for _, ended in self._peers.news:
-            if ended["code"]:
-                is_known = ended["echo"] or ended["asked"]
-                wait = _LONE_S if ended["code"] == CHECKPOINTED else _ECHO_S if is_known else 0.0
-                self._stop_at = min(self._stop_at or float("inf"), now + wait)
+        for _, news in self._peers.news:
+            end = End(*news)
+            is_known = end.is_echo or end.asked
+            wait = _LONE_S if end.code == CHECKPOINTED else _ECHO_S if is_known else 0.0
+            self._stop_at = min(self._stop_at, now + wait)
         self._peers.news.clear()
-        return self._stop_at is not None and now >= self._stop_at
+        return now >= self._stop_at
 
-    def end(
-        self,
-        code: int,
-        text: str | None,
-        *,
-        echo: bool,
-        own: bool,
-        asked: int | None,
-        at: float,
-        place: str | None,
-    ) -> Verdict:
-        """Tell the others how it ended here, and hear whose end was the cause."""
-        mine: dict[str, Any] = {
-            "code": code if own else 0,
-            "text": text,
-            "echo": echo,
-            "asked": asked,
-            "place": place,
-        }
-        mine["at"] = max(0.0, at - self._began)
+    def end(self, mine: End) -> tuple[int, End]:
+        """Tell the others how it ended here, and hear on which node (-1: a lost one) the cause was, and its end."""
+        mine = mine._replace(at=max(0.0, mine.at - self._began))
         try:
-            if self.lost is None:
-                if mine["code"]:
+            if self._lost is None:
+                if mine.code and self._peers:
                     self._peers.tell(mine)
-                return _judge(self._peers.gather(mine, _END_S))
+                ends = [End(*end) for end in self._gather(mine)]
+                node = min(range(self.nodes), key=lambda node: _blame(ends[node]))
+                return node, ends[node]
         except RankMissing as error:
-            self.lost = str(error)
-        if own and not echo:
-            return Verdict(self.node, code, text, None, asked)
-        return Verdict(-1, 1, self.lost, None, asked)
+            self._lost = str(error)
+        if (mine.code or mine.asked) and not mine.is_echo:
+            return self.node, mine
+        return -1, End(1, self._lost, None, mine.asked, False, mine.at)
 
     def close(self) -> None:
-        self._peers.close()
+        if self._peers:
+            self._peers.close()
+
+    def _gather(self, mine: Any) -> list[Any]:
+        return self._peers.gather(mine, _END_S) if self._peers else [mine]
 
 
-def _judge(ends: Sequence[dict[str, Any]]) -> Verdict:
-    failed = [node for node, one in enumerate(ends) if one["code"]]
-    if not failed:
-        return Verdict(0, 0, None, None, next((one["asked"] for one in ends if one["asked"]), None))
-    node = min(
-        failed,
-        key=lambda one: (
-            not ends[one]["asked"],
-            ends[one]["echo"],
-            ends[one]["code"] == CHECKPOINTED,
-            ends[one]["at"],
-        ),
-    )
-    return Verdict(node, ends[node]["code"], ends[node]["text"], ends[node]["place"], ends[node]["asked"])
+def _blame(end: End) -> tuple[bool, bool, bool, bool, float]:
+    """The smallest is the cause: a failure that was asked for, or does not only tell of another, or was first."""
+    return not end.code, not end.asked, end.is_echo, end.code == CHECKPOINTED, end.at
 
 
 def _peers(where: NodeMeeting) -> Peers:

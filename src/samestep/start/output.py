@@ -1,18 +1,20 @@
-"""What workers write: whole into a file for each rank, and of the ranks shown, to the console too.
+"""What workers write: all of it into a file for each rank, and the shown ranks' to the console too.
 
 Covered: partial lines, progress bars, binary, lines without end, and a console slower than the workers: what
 waits for it is bounded, and then the workers wait. A traceback on a shown rank's stderr is held back for a
 moment, because the run may be about to end with it.
 """
 
-import errno
 import os
 import re
 import select
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Protocol
+
+from samestep.text import reason_of
 
 OUT, ERR = 1, 2
 _CHUNK = 1 << 16
@@ -48,13 +50,13 @@ class Terminal:
         self._waiting = {OUT: bytearray(), ERR: bytearray()}
         self._gone: set[int] = set()
         self._unfinished: dict[int, object] = {}
-        self._one = _same_file(OUT, ERR)
+        self._is_one_file = os.path.sameopenfile(OUT, ERR)
 
     def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
         """Show bytes; a line another owner left unfinished is ended first, one's own goes on."""
         if not data or kind in self._gone:
             return
-        line = OUT if self._one else kind
+        line = OUT if self._is_one_file else kind
         if self._unfinished.get(line, owner) is not owner:
             self._waiting[kind] += b"\n"
         marked = b"".join(prefix + each for each in data.splitlines(keepends=True)) if prefix else data
@@ -103,9 +105,9 @@ class Terminal:
 class Log:
     """One rank's file."""
 
-    def __init__(self, path: Path | None, lost: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, lost: Callable[[str], None]) -> None:
         self._lost = lost
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if path else None
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, data: bytes) -> None:
         """Append all of it; a full disk ends the log, not the run."""
@@ -115,7 +117,7 @@ class Log:
                 view = view[os.write(self._file, view) :]
             except OSError as error:
                 self.close()
-                self._lost(os.strerror(error.errno or errno.EIO).lower())
+                self._lost(reason_of(error))
 
     def close(self) -> None:
         """Close the file."""
@@ -127,15 +129,15 @@ class Log:
 class Stream:
     """The reading end of one worker's stdout or stderr."""
 
-    def __init__(self, pipe: int, kind: int, log: Log, console: Console | None, prefix: bytes | None) -> None:
+    def __init__(
+        self, pipe: int, kind: int, log: Log | None, console: Console | None, prefix: bytes | None
+    ) -> None:
         """`prefix` goes before every shown line; None shows bytes as they come."""
-        self.pipe, self.tail, self.traceback_at = pipe, bytearray(), float("inf")
-        self.open = True
+        self.pipe, self.console, self.tail = pipe, console, bytearray()
+        self.open, self.hides, self.traceback_at = True, False, inf
         self._kind, self._log, self._prefix = kind, log, prefix
-        self.console = console
         self._partial, self._partial_since = b"", 0.0
-        self._held, self._held_since = bytearray(), 0.0
-        self.hides = False
+        self._held, self._held_since = b"", 0.0
         os.set_blocking(pipe, False)
 
     def read(self) -> bool:
@@ -146,16 +148,16 @@ class Stream:
             data = os.read(self.pipe, _CHUNK)
         except BlockingIOError:
             return False
-        if not data:
+        if data:
+            self._take(data)
+        else:
             self.finish()
-            return False
-        self._take(data)
-        return True
+        return bool(data)
 
     def drain(self) -> None:
         """Pass on what a worker that has ended left in the pipe."""
         for _ in range(64):
-            if not self.open or not self.read():
+            if not self.read():
                 break
         self.finish()
 
@@ -165,13 +167,11 @@ class Stream:
             self.open = False
             os.close(self.pipe)
             self._pass_on(self._partial)
-            self._partial = b""
 
     def tick(self, now: float) -> None:
         """Pass on what has waited long enough for its line's end, or for its process's."""
         if self._partial and now - self._partial_since > _PATIENCE_S:
             self._pass_on(self._partial)
-            self._partial = b""
         if self._held and now - self._held_since > _HELD_S:
             self.release()
 
@@ -182,14 +182,13 @@ class Stream:
 
     def release(self) -> None:
         """Show what was held back."""
-        held, self._held = bytes(self._held), bytearray()
+        held, self._held = self._held, b""
         self._show(held)
 
     def forget(self) -> None:
         """Never show what was held back, nor what comes."""
         self.hides = bool(self._held)
-        self._held.clear()
-        self.console = None
+        self._held, self.console = b"", None
 
     def _take(self, data: bytes) -> None:
         now = time.monotonic()
@@ -199,51 +198,34 @@ class Stream:
             if b"Traceback (most recent" in data:
                 self.traceback_at = now
         if self._prefix is None:
-            self._show_live(data, now)
-        whole = self._partial + data
-        end = whole.rfind(b"\n") + 1
-        if len(whole) - end > _CHUNK:
-            end = len(whole)
+            self._show_or_hold(data, now)
+        data = self._partial + data
+        end = data.rfind(b"\n") + 1
+        if len(data) - end > _CHUNK:
+            end = len(data)
         if end or not self._partial:
             self._partial_since = now
-        self._partial = whole[end:]
-        self._pass_on(whole[:end])
+        self._pass_on(data[:end], data[end:])
 
-    def _pass_on(self, lines: bytes) -> None:
-        if not lines:
-            return
-        self._log.write(lines)
+    def _pass_on(self, lines: bytes, partial: bytes = b"") -> None:
+        self._partial = partial
+        if self._log is not None:
+            self._log.write(lines)
         if self._prefix is not None:
-            self._show_live(lines, time.monotonic())
+            self._show_or_hold(lines, time.monotonic())
 
-    def _show_live(self, data: bytes, now: float) -> None:
-        if self.console is None:
-            return
-        if self._kind == ERR and not self._held:
-            begin = _TRACEBACK.search(data)
-            if begin:
-                self._show(data[: begin.start()])
-                self._held, self._held_since = bytearray(data[begin.start() :]), now
-                return
+    def _show_or_hold(self, data: bytes, now: float) -> None:
         if self._held:
             self._held += data
             if len(self._held) > _CHUNK:
                 self.release()
-            return
-        self._show(data)
+        elif self._kind == ERR and self.console is not None and (begin := _TRACEBACK.search(data)):
+            self._show(data[: begin.start()])
+            self._held, self._held_since = data[begin.start() :], now
+        else:
+            self._show(data)
 
     def _show(self, data: bytes) -> None:
-        if self.console is None or not data:
-            return
-        if self._prefix is None:
-            self.console.show(self._kind, data, self.console)
-        else:
-            self.console.show(self._kind, data, self, self._prefix)
-
-
-def _same_file(one: int, other: int) -> bool:
-    try:
-        first, second = os.fstat(one), os.fstat(other)
-    except OSError:
-        return False
-    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+        if self.console is not None:
+            owner = self.console if self._prefix is None else self
+            self.console.show(self._kind, data, owner, self._prefix or b"")

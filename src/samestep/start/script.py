@@ -1,10 +1,10 @@
-"""A script on N processes of this machine: from the command line's wishes to the run's exit code."""
+"""Runs a script on N processes of this machine: from the command line's options to the run's exit code."""
 
 import os
 import signal
 import time
 from collections.abc import Container, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,10 +24,10 @@ from samestep.rundir import (
     write_record,
 )
 from samestep.start.devices import share_cores
-from samestep.start.ending import ending, pulse_step, restarting
+from samestep.start.ending import ending, restarting, step_of
 from samestep.start.failure import exit_code
 from samestep.start.memory import watch_kills
-from samestep.start.nodes import Launchers, NodeMeeting, NodeRanks, Verdict
+from samestep.start.nodes import End, Launchers, NodeMeeting
 from samestep.start.output import Log, Terminal
 from samestep.start.signals import PASSED_ON, Signals
 from samestep.start.supervise import Outcome, WorkerGroup
@@ -61,42 +61,41 @@ def run_script(script: Script) -> int:
     fill_standard_descriptors()
     began = time.time()
     with ExitStack() as stack:
-        launchers = stack.enter_context(closing(Launchers(script.where))) if script.where else None
+        launchers = stack.enter_context(closing(Launchers(script.where)))
         run = _directory(script, launchers, began)
         terminal, kills = Terminal(), watch_kills()
         if advice := better_place(run, os.environ):
             terminal.say(f"samestep: {advice}")
         signals, guardian = stack.enter_context(Signals(script.signals)), stack.enter_context(Guardian())
-        restarts = 0
-        previous: str | None = None
+        restarts, previous = 0, None
         while True:
-            outcome, group, share = _attempt(script, run, restarts, guardian, terminal, signals, launchers)
+            with ExitStack() as attempt:
+                specs, total = _specs(script, run, restarts, terminal, launchers, attempt)
+                group = WorkerGroup(specs, guardian, terminal, script.patience_s)
+                outcome = group.watch(signals.fd, launchers.should_stop if launchers.nodes > 1 else None)
             seconds = time.time() - began
-            text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, share.total)
-            verdict = _verdict(script, run, outcome, group, text, launchers)
-            if restarts == script.max_restarts or not _wants_restart(script, verdict):
+            text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, total)
+            node, end = launchers.end(_end(run, outcome, group, text))
+            if restarts == script.max_restarts or not _may_restart(script, node, end):
                 break
-            if verdict.place is not None and verdict.place == previous:
+            if end.place is not None and end.place == previous:
                 terminal.say("the same failure in the same place twice: not restarted again")
                 break
-            restarts, previous = restarts + 1, verdict.place
-            step = pulse_step(run, outcome.cause.rank) if outcome.cause else None
-            terminal.say(restarting(outcome, restarts, script.max_restarts, step))
-    text = verdict.text
-    if verdict.node != share.node and text:
-        text = (
-            f"{script.name} was stopped on node {share.node} ({os.uname().nodename}): {text.splitlines()[0]}"
-        )
-    code = 128 + signal.SIGINT if verdict.asked == signal.SIGINT else verdict.code
-    record: dict[str, object] = {
+            restarts, previous = restarts + 1, end.place
+            terminal.say(restarting(outcome, run, restarts, script.max_restarts))
+    code = 128 + signal.SIGINT if end.asked == signal.SIGINT else end.code
+    record = {
         "exit_code": code,
         "seconds": round(seconds, 3),
         "restarts": restarts,
-        "failure": verdict.text,
+        "failure": end.text,
+        "statuses": [worker.status for worker in group.workers],
     }
-    record["statuses"] = [worker.status for worker in group.workers]
+    here, text = launchers.node, end.text
+    if node != here and text:
+        text = f"{script.name} was stopped on node {here} ({os.uname().nodename}): {text.splitlines()[0]}"
     try:
-        write_record(run / ("result.json" if share.node == 0 else f"result-node-{share.node}.json"), record)
+        write_record(run / (f"result-node-{here}.json" if here else "result.json"), record)
     except OSError as error:
         terminal.say(f"result.json in {run} cannot be written ({reason_of(error)})")
     if text:
@@ -114,44 +113,32 @@ def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[
     return env
 
 
-def local_placement(rank: int, size: int, address: str, port: int) -> Placement:
-    """A rank among processes of this one machine."""
-    return Placement(rank, size, rank, size, 0, 1, "samestep", address, port)
-
-
-def _directory(script: Script, launchers: Launchers | None, began: float) -> Path:
-    """Node 0 makes the run's directory; another node makes one of its own only where it does not see that."""
+def _directory(script: Script, launchers: Launchers, began: float) -> Path:
+    """Node 0 makes the run's directory; another node makes its own only where it does not see node 0's."""
     try:
         started = start_record(script.command, script.size, began)
     except FileNotFoundError as error:
         raise UsageError(
             "the directory this was started in was removed; change to one that exists"
         ) from error
-    if launchers is None:
-        return create_run(script.run_dir, os.environ, started)
-    started["nodes"] = launchers.nodes
-    own = create_run(script.run_dir, os.environ, started) if launchers.node == 0 else None
+    if launchers.nodes > 1:
+        started["nodes"] = launchers.nodes
+    own = None if launchers.node else create_run(script.run_dir, os.environ, started)
     return launchers.agree_on_run(own) or create_run(script.run_dir, os.environ, started)
 
 
-def _attempt(
-    script: Script,
-    run: Path,
-    restarts: int,
-    guardian: Guardian,
-    terminal: Terminal,
-    signals: Signals,
-    launchers: Launchers | None,
-) -> tuple[Outcome, WorkerGroup, NodeRanks]:
-    held, port = (nullcontext(), script.port) if script.port else hold_port()
-    share = (
-        launchers.begin(script.size, port)
-        if launchers
-        else NodeRanks(0, script.size, 0, 1, script.address, port)
-    )
+def _specs(
+    script: Script, run: Path, restarts: int, terminal: Terminal, launchers: Launchers, attempt: ExitStack
+) -> tuple[list[WorkerSpec], int]:
+    """The workers of this node in an attempt, and the number of ranks on all nodes."""
+    port = script.port
+    if port is None:
+        held, port = hold_port()
+        attempt.enter_context(held)
+    ranks = launchers.begin(script.size, script.address, port)
     shares, threads = share_cores(script.size)
     told = {
-        "TORCHELASTIC_RUN_ID": launchers.run_name if launchers else run.name,
+        "TORCHELASTIC_RUN_ID": launchers.run_name,
         **script.env,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(script.max_restarts),
@@ -161,10 +148,9 @@ def _attempt(
     def lost(reason: str) -> None:
         terminal.say(f"logs in {run} cannot be written any more ({reason}); the run goes on")
 
-    marked = script.shown != {0}
     specs = []
-    for local_rank in range(script.size):
-        place = _place(share, local_rank, script.size)
+    for local_rank, cores in enumerate(shares):
+        place = ranks.place(local_rank, script.size)
         rank = place.rank
         for path in (pulse_path(run, rank), failure_path(run, rank)):
             path.unlink(missing_ok=True)
@@ -173,65 +159,39 @@ def _attempt(
                 rank,
                 script.command,
                 worker_env(place, threads, told),
-                shares[local_rank],
+                cores,
                 0 if rank == 0 else None,
-                Log(log_path(run, rank), lost),
+                attempt.enter_context(closing(Log(log_path(run, rank), lost))),
                 terminal if rank in script.shown else None,
-                (f"[rank {rank}] ".encode() if rank else b"") if marked else None,
+                None if script.shown == {0} else f"[rank {rank}] ".encode() if rank else b"",
                 failure_path(run, rank),
             )
         )
-    try:
-        with held:
-            group = WorkerGroup(specs, guardian, terminal, script.patience_s)
-            return group.watch(signals.fd, launchers.should_stop if launchers else None), group, share
-    finally:
-        for spec in specs:
-            spec.log.close()
+    return specs, ranks.total
 
 
-def _place(share: NodeRanks, local_rank: int, local_size: int) -> Placement:
-    rank = share.first + local_rank
-    at = (share.node, share.nodes, "samestep", share.address, share.port)
-    return Placement(rank, share.total, local_rank, local_size, *at)
-
-
-def _verdict(
-    script: Script,
-    run: Path,
-    outcome: Outcome,
-    group: WorkerGroup,
-    text: str | None,
-    launchers: Launchers | None,
-) -> Verdict:
-    code, spot = exit_code(outcome.status), _spot(run, outcome, group)
-    asked = outcome.asked
+def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:
+    """How an attempt ended on this node; a node that only stopped its workers for another's sake has code 0."""
+    code, asked = exit_code(outcome.status), outcome.asked
     if asked is None and code == CHECKPOINTED and (stop_path(run).exists() or time_up_path(run).exists()):
         asked = signal.SIGTERM
-    if launchers is None:
-        return Verdict(0, code, text, spot, asked)
     ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]
-    return launchers.end(
-        code,
-        text,
-        echo=bool(outcome.traceback and outcome.traceback.is_echo),
-        own=outcome.cause is not None or outcome.asked is not None or bool(ends),
-        asked=asked,
-        at=min(ends, default=time.monotonic()),
-        place=spot,
-    )
+    is_own = outcome.cause is not None or outcome.asked is not None or bool(ends)
+    is_echo = outcome.traceback is not None and outcome.traceback.is_echo
+    at = min(ends, default=time.monotonic())
+    return End(code if is_own else 0, text, _spot(run, outcome, group), asked, is_echo, at)
 
 
-def _wants_restart(script: Script, verdict: Verdict) -> bool:
-    if verdict.asked is not None or verdict.code == 0 or verdict.node < 0:
+def _may_restart(script: Script, node: int, end: End) -> bool:
+    if end.asked is not None or end.code == 0 or node < 0:
         return False
-    return not script.restart_on or verdict.code in script.restart_on
+    return not script.restart_on or end.code in script.restart_on
 
 
 def _spot(run: Path, outcome: Outcome, group: WorkerGroup) -> str | None:
-    """What says that two failures are one: the traceback and the step, or where none was told, about when."""
+    """Equal for two failures that are the same: the traceback and the step, or without steps about when."""
     if outcome.cause is None or outcome.traceback is None:
         return None
-    step = pulse_step(run, outcome.cause.rank)
+    step = step_of(run, outcome.cause.rank)
     seconds = time.monotonic() - group.began
     return repr((outcome.traceback, step, None if step is not None else int(seconds) // _SAME_PLACE_S))

@@ -18,8 +18,9 @@ from samestep.start.call import BOOT, ERROR, VALUE
 from samestep.start.devices import share_cores
 from samestep.start.failure import describe_end, last_words
 from samestep.start.memory import explain_kill, watch_kills
-from samestep.start.output import OUT, Log
-from samestep.start.script import local_placement, worker_env
+from samestep.start.nodes import NodeRanks
+from samestep.start.output import OUT
+from samestep.start.script import worker_env
 from samestep.start.supervise import WorkerGroup
 from samestep.start.worker import Guardian, Worker, WorkerSpec, fill_standard_descriptors
 
@@ -45,16 +46,15 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         shares, threads = share_cores(size)
         # A run's directory that keeps nothing; the worker still knows who started it.
         told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
+        ranks = NodeRanks(0, size, 0, 1, "127.0.0.1", port)
         specs = [
             WorkerSpec(
                 rank,
                 [sys.executable, "-c", BOOT],
-                worker_env(local_placement(rank, size, "127.0.0.1", port), threads, told),
+                worker_env(ranks.place(rank, size), threads, told),
                 shares[rank],
                 call.fileno(),
-                Log(None, lambda reason: None),
-                _Caller() if rank == 0 else None,
-                None,
+                console=_Caller() if rank == 0 else None,
             )
             for rank, call in enumerate(calls)
         ]

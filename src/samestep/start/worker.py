@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +28,9 @@ class WorkerSpec(NamedTuple):
     env: Mapping[str, str]
     cores: Sequence[int] | None
     stdin: int | None
-    log: Log
-    console: Console | None
-    prefix: bytes | None
+    log: Log | None = None
+    console: Console | None = None
+    prefix: bytes | None = None
     record: Path | None = None
 
 
@@ -50,13 +51,10 @@ class Guardian:
         finally:
             os.close(end)
 
-    def watch(self, group: int) -> None:
-        """End this process group with this process."""
-        self._tell(f"+{group}\n")
-
-    def release(self, group: int) -> None:
-        """This process group is gone."""
-        self._tell(f"-{group}\n")
+    def watch(self, group: int, sign: str = "+") -> None:
+        """End this process group with this process; with the sign `-`, which is for a group that is gone, not."""
+        with suppress(BrokenPipeError):
+            os.write(self._pipe, f"{sign}{group}\n".encode())
 
     def __enter__(self) -> "Guardian":
         return self
@@ -65,24 +63,15 @@ class Guardian:
         os.close(self._pipe)
         os.waitpid(self._pid, 0)
 
-    def _tell(self, line: str) -> None:
-        try:
-            os.write(self._pipe, line.encode())
-        except BrokenPipeError:
-            return
-
 
 class Worker:
     """A started rank."""
 
     def __init__(self, spec: WorkerSpec, guardian: Guardian) -> None:
         """Raises OSError where the command cannot be executed."""
-        self.rank = spec.rank
+        self.rank, self._record, self._guardian = spec.rank, spec.record, guardian
         self.status: int | None = None
-        self.ended_at = float("inf")
-        self.was_stopped = False
-        self._guardian = guardian
-        self._record = spec.record
+        self.ended_at, self.was_stopped = inf, False
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         self.out = Stream(out, OUT, spec.log, spec.console, spec.prefix)
@@ -141,7 +130,7 @@ class Worker:
         self.status, self.ended_at = os.waitstatus_to_exitcode(status), time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._guardian.release(self.pid)
+        self._guardian.watch(self.pid, "-")
         if self.pidfd is not None:
             os.close(self.pidfd)
         for stream in (self.out, self.err):
