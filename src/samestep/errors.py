@@ -1,12 +1,12 @@
-"""What can go wrong, as a tree; every message is one sentence that says what to write instead.
+"""The errors that samestep raises, as a tree; every message is one sentence that says what to write instead.
 
 SamestepError
-├── UsageError            what you wrote cannot be (also a ValueError)
+├── UsageError            an argument, option or setting cannot be used (also a ValueError)
 │   └── PlacementError    the environment contradicts itself about who this process is; .variable
-├── RanksDiffer           ranks brought different things to the same call; .ranks, .call
+├── RanksDiffer           ranks brought different values to the same call, or are at different calls; .ranks, .call
 ├── RankMissing           a rank did not reach a collective call, or left before it; .ranks, .call
-├── WorkerFailed          a worker ended without an exception of its own (a signal, an exit code); .rank, .code
-└── CheckpointError       a file is torn, damaged, or belongs to another run; .path
+├── WorkerFailed          a worker ended without an exception (by a signal or an exit code); .rank, .code
+└── CheckpointError       a file cannot be read or written, is damaged, or belongs to another run; .path
 
 An attribute that is not known is None, and `ranks` is empty.
 """
@@ -16,15 +16,15 @@ from collections.abc import Iterable
 
 
 class SamestepError(Exception):
-    """Everything samestep raises by itself."""
+    """The base of all errors that samestep raises itself."""
 
 
 class UsageError(SamestepError, ValueError):
-    """What you wrote cannot be."""
+    """An argument, option or setting cannot be used; the message says what to write instead. Also a ValueError."""
 
 
 class PlacementError(UsageError):
-    """The environment contradicts itself about who this process is; `variable` names what to correct."""
+    """The environment contradicts itself about who this process is; `variable` names the variable to correct."""
 
     def __init__(self, message: str = "", *, variable: str | None = None) -> None:
         super().__init__(message)
@@ -39,15 +39,15 @@ class _AboutRanks(SamestepError):
 
 
 class RanksDiffer(_AboutRanks):
-    """Ranks brought different things to the same call; `ranks` are those that differ from the others."""
+    """Ranks brought different values to `call`, or are at different calls; `ranks` are those that differ."""
 
 
 class RankMissing(_AboutRanks):
-    """A rank did not reach a collective call, or left before it; `ranks` are the missing ones."""
+    """A rank did not reach the collective `call`, or left before it; `ranks` are the missing ranks."""
 
 
 class WorkerFailed(SamestepError):
-    """A worker ended without an exception of its own; `code` is its exit code, or -N for signal N."""
+    """The worker `rank` ended without an exception; `code` is its exit code, or -N for signal N."""
 
     def __init__(self, message: str = "", *, rank: int | None = None, code: int | None = None) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class WorkerFailed(SamestepError):
 
 
 class CheckpointError(SamestepError):
-    """A file is torn, damaged, or belongs to another run; `path` is that file or its directory."""
+    """A file cannot be read or written, is damaged, or belongs to another run; `path` is the file or directory."""
 
     def __init__(self, message: str = "", *, path: str | os.PathLike[str] | None = None) -> None:
         super().__init__(message)

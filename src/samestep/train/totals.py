@@ -29,15 +29,32 @@ _NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def sum(value: Value) -> Value:
-    """Collective. The total over all ranks of a tensor, a number, or a dict of them."""
+    """Collective. Add a value over all ranks.
+
+    value: a number, a tensor, or a dict of them; of the same kind and shape on every rank.
+
+    Returns the total in the same form: integers are exact. Gradients go through it. Raises RanksDiffer if the ranks
+    brought different kinds or shapes, UsageError if the value or its total cannot be represented.
+
+        correct += (model(x).argmax(1) == y).sum().item()
+        accuracy = samestep.sum(correct) / len(test.dataset)
+    """
     return _weighted("samestep.sum", value, 0.0 if spine().is_lent else 1.0, divide=False)
 
 
 def mean(value: Value, weight: float | None = None) -> Value:
-    """Collective. The mean over all samples of a value that is this rank's mean over its own.
+    """Collective. The mean over the samples of all ranks; each rank brings the mean over its own samples.
 
-    A rank counts for the samples it was given: of the batch at hand inside a loop over a loader, of the whole
-    pass after it; `weight` says otherwise.
+    value: a float, a tensor of floats, or a dict of them; of the same kind and shape on every rank.
+    weight: how much this rank counts. By default its number of samples: inside a loop over a loader, those in the
+        current batch; after the loop, those of the whole pass. Inside a loop over a training loader the current
+        batch is that loop's, also after an inner evaluation loop: give the weight there.
+
+    Returns the mean in the same form. Gradients go through it. Raises what `sum` raises.
+
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        print(samestep.mean(loss.item()))
     """
     if weight is None:
         counted = spine().counted
@@ -46,7 +63,17 @@ def mean(value: Value, weight: float | None = None) -> Value:
 
 
 def gather(value: Value) -> Value:
-    """Collective. The ranks' tensors joined along their first dimension, their lists one after another."""
+    """Collective. Join the ranks' values in the order of ranks: tensors along dimension 0, lists end to end.
+
+    value: a tensor with a first dimension, a list or a tuple, or a dict of them. Lengths may differ between ranks.
+
+    Returns the joined value, the same on every rank; tensors stay on their device. Gradients go through it. Raises
+    RanksDiffer if the ranks brought different kinds or shapes, UsageError if a value cannot be joined or sent.
+
+        scores = samestep.gather(model(x).softmax(1))
+        labels = samestep.gather(y)
+        names = samestep.gather(["of", "this", "rank"])
+    """
     named = dict(_leaves(value))
     for leaf in named.values():
         if not isinstance(leaf, list | tuple) and not (isinstance(leaf, torch.Tensor) and leaf.dim()):

@@ -59,7 +59,24 @@ class Part(Protocol):
 
 
 class Checkpoint:
-    """Call `resume()` before the loop and `step()` after each `optimizer.step()`."""
+    """Commits the whole state of a run, resumes it from the newest commit, and stops it after one when asked to.
+
+    Call `resume()` before the loop and `step()` after each `optimizer.step()`.
+
+    directory: where the commits are kept; each run needs its own.
+    every: a commit every so many steps (an int) or so often (a timedelta). Default timedelta(minutes=10).
+    keep: how many good commits stay, at least 2. Older ones are removed. Default 2.
+    accept: what may differ from the run that committed: "dataset", "batch_size", "seed", "order" (shuffle and
+        drop_last), or several of them. Default (): `resume` refuses each such change.
+    **parts: what is committed, by name: anything with state_dict and load_state_dict, loaders too.
+
+    Raises UsageError if an argument cannot be used. `resume` raises CheckpointError if what was committed is of another
+    run, or if there are commits and none is good.
+
+        run = samestep.Checkpoint("runs/commits", model=model, optimizer=optimizer, train=train)
+        run.resume()
+        for epoch in train.epochs(10): ...  # and run.step() after each optimizer.step()
+    """
 
     def __init__(
         self,
@@ -70,7 +87,7 @@ class Checkpoint:
         accept: str | Collection[str] = (),
         **parts: Part,
     ) -> None:
-        """Collective. A state is committed every so many steps or so much time; parts are what it consists of."""
+        """Collective. Make it on every rank, with the same parts."""
         self.steps = self._asked_at = 0
         self._group = joined()
         self._world = self._group.world
@@ -95,7 +112,7 @@ class Checkpoint:
         self._group.the(_Checkpoints).living.append(self)
 
     def resume(self) -> int:
-        """Collective. Go on from the newest good commit; the steps it had done, 0 where there is none."""
+        """Collective. Go on from the newest good commit; returns the steps it had taken, 0 if there is none."""
         carry.bulk({name: part.state_dict() for name, part in self._parts.items()})
         found, failure, begun = None, "", time.monotonic()
         if self._world.rank == 0:
@@ -131,7 +148,7 @@ class Checkpoint:
         return self.steps
 
     def step(self) -> None:
-        """Collective. Say that a step was taken; commits when it is time, stops when that was asked for."""
+        """Collective. Count a step: commit if it is time; if a stop was asked for, commit and exit with 75."""
         self.steps += 1
         if self.steps < self._quiet_until and self._requests.heard is None:
             return
@@ -150,7 +167,7 @@ class Checkpoint:
         self._quiet_until = min(self._agree_at_step, next_due)
 
     def commit(self, *, wait: bool = False) -> str:
-        """Collective. Commit the state now, in the background unless it is waited for; why that failed, or nothing."""
+        """Collective. Commit now, in the background; with `wait` return why that failed, or "" if it did not."""
         self._asked_at = self.steps
         self._group.the(Replicas).settle()
         kept = self._group.all_gather("samestep.Checkpoint.commit", streams.capture())
@@ -162,17 +179,14 @@ class Checkpoint:
         return self._outcome() if wait else ""
 
     def finish(self) -> None:
-        """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch.
-
-        What follows the last step, an epoch's own scheduler say, is part of it.
-        """
+        """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch."""
         self._outcome()
         is_newest = self._writer.committed == self._place()
         if not int(self._group.all_gather("samestep.Checkpoint.finish", b"%d" % is_newest)[0]):
             self.commit(wait=True)
 
     def unsaved(self) -> str:
-        """Local. What could not be committed and is lost when this process ends, or nothing."""
+        """Local. What could not be committed and is lost when this process ends, or ""."""
         self._writer.wait()
         if not self._writer.failure:
             return ""

@@ -14,7 +14,15 @@ from samestep.train.group.world import joined
 
 
 def save(path: str | os.PathLike[str], state: Any) -> None:
-    """Collective. Rank 0's state in one file for `torch.load`; it is there on every rank's return."""
+    """Collective. Write rank 0's state to a file, as `torch.save` does; returns on every rank when it is there.
+
+    path: the file, in a directory that exists. An old file stays as it is until the new one is complete.
+    state: what torch.save takes, best a state_dict. What the other ranks pass is not used.
+
+    Raises CheckpointError on every rank if the file cannot be written.
+
+        samestep.save("model.pt", model.state_dict())
+    """
     failure = ""
     if joined().world.rank == 0:
         try:
@@ -39,7 +47,15 @@ def _remark_others(path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """Local. What save or torch.save wrote, on CPU; never runs code, drops `module.` before every key."""
+    """Local. Read a file that `save` or `torch.save` wrote; tensors come to the CPU, and no code in it is run.
+
+    path: the file. If all its keys begin with `module.`, as DDP writes them, that prefix is removed.
+
+    Returns the state. Raises CheckpointError if the file is not there, is damaged, or holds more than tensors,
+    numbers, text and containers of them.
+
+        model.load_state_dict(samestep.load("model.pt"))
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:

@@ -37,9 +37,23 @@ def loader(
     seed: int = 0,
     **options: Any,
 ) -> "Loader":
-    """Collective. Iterates this rank's share of each batch; batch_size is that of the optimizer step.
+    """Collective. Iterate a dataset in batches: each rank gets its share of every batch, on its own device.
 
-    Options of torch's DataLoader are passed on; workers default to the cores this process may use.
+    dataset: anything with __len__ and __getitem__; the same on every rank.
+    batch_size: samples of one optimizer step, as in the serial script. The ranks share them.
+    shuffle: take the samples in another order in each epoch. Default False.
+    drop_last: leave out a last batch that is smaller. Default False.
+    seed: of the order, and of what samples draw at random. Default 0.
+    **options: passed on to torch's DataLoader: num_workers, collate_fn, sampler, … By default there are as many
+        workers as this process has cores to itself.
+
+    Returns a Loader. Iterate it for batches; `len()` is the number of steps; `epochs(n)` gives the epochs still to
+    do; `state_dict()` says where it is. Each pass is the next epoch. Raises UsageError if an argument cannot be used,
+    RanksDiffer if the ranks gave different data or options.
+
+        train = samestep.loader(dataset, batch_size=64, shuffle=True)
+        for x, y in train:
+            ...
     """
     return agree("samestep.loader", Loader(dataset, batch_size, shuffle, drop_last, seed, options, joined()))
 

@@ -23,10 +23,21 @@ def steps(
     seed: int = 0,
     **options: Any,
 ) -> "Steps":
-    """Collective. Iterates optimizer steps, each of which iterates this rank's microbatches of the batch.
+    """Collective. Iterate optimizer steps; each step iterates this rank's microbatches of one batch.
 
-    After the last one the gradient is that of the whole batch's mean loss; call `loss.backward()` on the
-    mean over the microbatch, undivided.
+    Call `backward()` on the mean loss of each microbatch, undivided. After the last one every rank has the gradient
+    of the mean loss over the whole batch.
+
+    microbatch: samples of one microbatch, at most batch_size; a step must have one for each rank.
+    The other arguments are those of `loader`.
+
+    Returns Steps: a Loader of steps. Raises what `loader` raises.
+
+        for step in samestep.steps(dataset, batch_size=64, microbatch=8, shuffle=True):
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     """
     return agree(
         "samestep.steps", Steps(dataset, batch_size, microbatch, shuffle, drop_last, seed, options, joined())

@@ -30,11 +30,11 @@ from samestep.train.group.group import Group
 
 @dataclass(frozen=True)
 class World:
-    """Facts about this process and its run.
+    """Facts about this process and its run; `samestep.init()` returns them.
 
-    rank, size: the number of this process, and how many there are.
+    rank, size: the number of this process, from 0, and how many processes there are.
     local_rank, local_size: the same among the processes of this node.
-    node, nodes: the number of this node, and how many there are.
+    node, nodes: the number of this node, from 0, and how many nodes there are.
     device: where the model and the batches of this process belong.
     launcher: what started this process: "alone", "samestep", "torchrun", "slurm", "openmpi", …
     """
@@ -59,10 +59,10 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
     itself when it ends.
 
     backend: of torch.distributed, such as "gloo" or "nccl"; by default the one for this process's device.
-    timeout: how long a rank waits for the others before it raises RankMissing.
+    timeout: how long a rank waits for the others before it raises RankMissing; default 10 minutes.
 
-    Returns the World: who this process is. Raises PlacementError where the environment contradicts itself,
-    RanksDiffer where the ranks run other versions, RankMissing where a rank does not come.
+    Returns the World. Raises PlacementError if the environment contradicts itself, RanksDiffer if the ranks run
+    different versions, RankMissing if a rank does not come.
 
         device = samestep.init().device
         model = Net().to(device)
@@ -78,9 +78,10 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
 
 @contextmanager
 def first() -> Iterator[None]:
-    """Collective. One process of each node runs the block before the other processes of its node do.
+    """Collective. Context manager: one process of each node runs the block before the others of its node do.
 
-    For a download, or a file that is made once: the first process makes it, the others find it.
+    Use it for a download, or a file that is made once: the first process makes it, the others find it. Raises
+    RankMissing if a rank does not come.
 
         with samestep.first():
             data = download("data/")

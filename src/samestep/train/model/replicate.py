@@ -95,7 +95,18 @@ def _replicate_default(target: torch.nn.Module, ddp: dict[str, Any], group: Grou
 
 @contextmanager
 def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Local. Backward passes inside add to this rank's gradients alone; the next outside exchanges them."""
+    """Local. Context manager: backward passes inside add to this rank's gradients and exchange nothing.
+
+    The next backward pass outside exchanges the sum, as with DDP's no_sync. It saves time where several backward
+    passes come before one optimizer step.
+
+    model: what `replicate` returned; any other model raises UsageError.
+    enabled: False makes the block do nothing. Default True.
+
+        with samestep.no_sync(model, enabled=not last):
+            loss = F.cross_entropy(model(x), y) / 4
+            loss.backward()
+    """
     replica = replica_of(model)
     if replica is None and joined().world.size > 1:
         raise UsageError("no_sync got a model that is not replicated; pass what replicate returned")
