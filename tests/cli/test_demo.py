@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from samestep.cli.demo import _text
-from samestep.measure.demo import Result, Run, Setup, in_words
+from samestep.measure.demo import Result, Run, Setup
 
 SAMESTEP = str(Path(sys.executable).with_name("samestep"))
 ROOT = Path(__file__).parents[2]
@@ -164,8 +164,8 @@ ONE, TWO, WIDE = Setup(1, 1), Setup(2, 2), Setup(1, 2)
     ],
 )
 def test_what_differs_is_named(changed: dict[str, Any], line: str) -> None:
-    result = Result(run_of(ONE), run_of(TWO, **changed), None)
-    assert not result.same
+    result = Result([run_of(ONE), run_of(TWO, **changed)])
+    assert not result.facts["same"]
     assert any(one.startswith(line) for one in _text(result).splitlines())
     assert not _text(result).endswith("same to the bit\n")
 
@@ -181,12 +181,12 @@ def test_what_differs_is_named(changed: dict[str, Any], line: str) -> None:
 )
 def test_the_speeds_are_put_into_words(two: float, wide: float | None, words: str) -> None:
     setup = TWO if wide else Setup(2, 1)
-    result = Result(run_of(ONE), run_of(setup, two), run_of(WIDE, wide) if wide else None)
-    assert words in in_words(result)
-    assert "busy" not in in_words(result).replace("cores are busy", "")
+    said = Result([run_of(ONE), run_of(setup, two), *([run_of(WIDE, wide)] if wide else [])]).facts["speed"]
+    assert words in said
+    assert "busy" not in said.replace("cores are busy", "")
 
 
 def test_a_busy_machine_is_noticed() -> None:
     uneven = run_of(ONE, seconds=1.0)
     uneven.saved["seconds"] = [1.0, 1.1, 1.9, 2.0]
-    assert "the machine was busy" in in_words(Result(uneven, run_of(TWO), run_of(WIDE)))
+    assert "the machine was busy" in Result([uneven, run_of(TWO), run_of(WIDE)]).facts["speed"]

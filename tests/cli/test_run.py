@@ -230,3 +230,9 @@ def test_help_shows_examples_and_imports_no_torch():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "samestep run -n 2 train.py --epochs 3" in done.stdout
     assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip().startswith("torch")]
+
+
+def test_same_is_told_to_the_workers(home):
+    (home / "same.py").write_text("import os\nprint(os.environ.get('SAMESTEP_SAME'))\n")
+    assert run(home, "-n2", "--same", "same.py")[1] == "1\n"
+    assert run(home, "-n2", "same.py")[1] == "None\n"

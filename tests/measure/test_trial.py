@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from samestep.measure.trial import TIMED_OUT, Trial
+from samestep.measure.trial import TIMED_OUT, Trial, end_on_signals
 
 WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
 
@@ -101,8 +101,8 @@ def test_a_script_ends_with_the_process_that_tries_it(tmp_path, number):
     source = f"""
 from pathlib import Path
 from samestep.measure.trial import Trial, end_on_signals
-end_on_signals()
-Trial([{script(tmp_path, WAITS)!r}], 1, Path({str(tmp_path)!r}) / "trial").run(lambda line: print(line, flush=True))
+with end_on_signals():
+    Trial([{script(tmp_path, WAITS)!r}], 1, Path({str(tmp_path)!r}) / "trial").run(lambda line: print(line, flush=True))
 """
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -111,3 +111,10 @@ Trial([{script(tmp_path, WAITS)!r}], 1, Path({str(tmp_path)!r}) / "trial").run(l
         process.send_signal(number)
     assert ended(pid)
     assert time.monotonic() - began < 10
+
+
+def test_signals_do_after_a_trial_what_they_did_before():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    with pytest.raises(SystemExit), end_on_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before

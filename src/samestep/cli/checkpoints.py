@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import HELP
+from samestep.cli.output import verb
 from samestep.errors import CheckpointError
 from samestep.state import file as carry
 from samestep.text import printable, size
@@ -17,7 +17,7 @@ from samestep.text import printable, size
 _IN_COLUMNS = ("step", "time")
 
 
-@click.command(context_settings=HELP)
+@verb("samestep checkpoints")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--verify", is_flag=True, help="Read every byte and compare the digests.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each checkpoint.")

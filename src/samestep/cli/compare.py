@@ -4,13 +4,14 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import count, groupby, islice, product
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import HELP, finite, print_json
+from samestep.cli.output import print_json, verb
 from samestep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _LINES = 20
 _DIFFERENT, _UNREADABLE = 1, 2
 
 
-@click.command(context_settings=HELP)
+@verb("samestep compare")
 @click.argument("files", nargs=-1, required=True, metavar="A B [C …]")
 @click.option(
     "--tolerance", type=click.FloatRange(0), help="Largest relative difference that counts as equal  [none]"
@@ -56,15 +57,14 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
 
 @dataclass(frozen=True)
 class _Report:
-    files: Sequence[str]
-    names: Sequence[str]
+    files: dict[str, str]  # by name: A, B …
     comparisons: Sequence["Comparison"]  # of each file after the first with the first
     groups: Sequence[Sequence[int]]  # of equal files; the group of the first file comes first
     notes: Sequence[str]
 
     @property
     def clusters(self) -> list[list[str]]:
-        return [[self.names[index] for index in group] for group in self.groups]
+        return [[[*self.files][index] for index in group] for group in self.groups]
 
 
 def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
@@ -91,24 +91,24 @@ def _compared(files: Sequence[str], found: Sequence["Weights"], tolerance: float
 
     names = list(islice(_names(), len(files)))
 
+    @cache
     def against(one: int, other: int) -> "Comparison":
         pair = (names[one], names[other])
         return compare(found[one].state, found[other].state, tolerance=tolerance, names=pair)
 
-    comparisons = [against(0, index) for index in range(1, len(files))]
-    groups = [[0, *(i for i, c in enumerate(comparisons, 1) if c.equal)]]
-    for index in (i for i, c in enumerate(comparisons, 1) if not c.equal):
-        group = next((group for group in groups[1:] if against(group[0], index).equal), None)
+    groups: list[list[int]] = []
+    for index in range(len(files)):
+        group = next((group for group in groups if against(group[0], index).equal), None)
         if group is None:
-            groups.append([index])
-        else:
-            group.append(index)
+            groups.append(group := [])
+        group.append(index)
+    comparisons = [against(0, index) for index in range(1, len(files))]
     notes = [note for weights in found for note in weights.notes]
     notes += [note for comparison in comparisons for note in comparison.notes]
     if len(groups) > 1:
         damaged = ((weights.file, damage(weights.file)) for weights in found)
         notes += [f"{file} is damaged: {part} does not match its checksum" for file, part in damaged if part]
-    return _Report(files, names, comparisons, groups, list(dict.fromkeys(notes)))
+    return _Report(dict(zip(names, files, strict=True)), comparisons, groups, list(dict.fromkeys(notes)))
 
 
 def _names() -> Iterator[str]:
@@ -120,8 +120,8 @@ def _names() -> Iterator[str]:
 def _print(report: _Report, limit: int | None) -> None:
     for note in report.notes:
         click.echo(f"note: {note}", err=True)
-    width = max(map(len, report.names))
-    for name, file in zip(report.names, report.files, strict=True):
+    width = max(map(len, report.files))
+    for name, file in report.files.items():
         click.echo(f"{name:{width}}  {file}")
     # Of a group of files that differ from the first, only one table is shown.
     for index in [*report.groups[0][1:], *(group[0] for group in report.groups[1:])]:
@@ -133,8 +133,8 @@ def _print(report: _Report, limit: int | None) -> None:
     click.echo()
     verdict = str(report.comparisons[0])
     if len(report.files) > 2:
-        for name, comparison in zip(report.names[1:], report.comparisons, strict=True):
-            click.echo(f"{name:{width}}  {comparison}")
+        for comparison in report.comparisons:
+            click.echo(f"{comparison.names[1]:{width}}  {comparison}")
         verdict = _grouping(report.clusters)
         click.echo()
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
@@ -152,10 +152,9 @@ def _grouping(clusters: Sequence[Sequence[str]]) -> str:
 
 def _table(comparison: "Comparison", limit: int | None) -> Iterator[str]:
     """The largest differences in the order of the first file, under the name of their layer."""
-    shown = comparison.differences
-    if limit is not None and len(shown) > limit:
-        kept = set(sorted(range(len(shown)), key=lambda i: -shown[i].relative)[:limit])
-        shown = tuple(difference for i, difference in enumerate(shown) if i in kept)
+    largest = sorted(comparison.differences, key=lambda difference: -difference.relative)[:limit]
+    kept = set(map(id, largest))
+    shown = [difference for difference in comparison.differences if id(difference) in kept]
     one, other = comparison.names
     yield f"{f'{other} against {one}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
     for layer, members in groupby(shown, key=lambda difference: difference.layer):
@@ -189,25 +188,20 @@ def _row(d: "Difference", one: str, other: str) -> str:
 
 
 def _document(report: _Report, tolerance: float | None) -> dict[str, Any]:
+    facts = ("verdict", "equal", "cause", "tensors", "values", "bytes")
     return {
         "equal": len(report.groups) == 1,
         "tolerance": tolerance,
-        "files": [{"name": n, "path": f} for n, f in zip(report.names, report.files, strict=True)],
+        "files": [{"name": name, "path": file} for name, file in report.files.items()],
         "clusters": report.clusters,
         "notes": report.notes,
         "comparisons": [
             {
-                "a": comparison.names[0],
-                "b": comparison.names[1],
-                "verdict": comparison.verdict,
-                "equal": comparison.equal,
-                "sentence": str(comparison),
-                "cause": comparison.cause,
-                "tensors": comparison.tensors,
-                "values": comparison.values,
-                "bytes": comparison.bytes,
-                "differences": finite([{"layer": d.layer} | asdict(d) for d in comparison.differences]),
+                **dict(zip("ab", found.names, strict=True)),
+                **{name: getattr(found, name) for name in facts},
+                "sentence": str(found),
+                "differences": [{"layer": d.layer} | asdict(d) for d in found.differences],
             }
-            for comparison in report.comparisons
+            for found in report.comparisons
         ],
     }

@@ -2,21 +2,32 @@
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import HELP, finite, print_json
-from samestep.errors import SamestepError
+from samestep.cli.output import print_json, verb
 from samestep.measure.trial import end_on_signals
 
 if TYPE_CHECKING:
     from samestep.measure.demo import Result, Run, Setup
 
+_ROWS = {
+    "processes": "{processes}",
+    "cores": "{cores}",
+    "best samples/s": "{samples_per_second:.0f}",
+    "speed-up": "{speedup:.2f}",
+}
+_ROWS_OF_TWO = {
+    "training, s": "{training_seconds:.1f}",
+    "with start-up, s": "{seconds:.1f}",
+    "test accuracy": "{accuracy:.2%}",
+    "batches (digest)": "{batches:.8}",
+}
 _NEXT = """\
 Next: read the script, {script}
       change seven lines of yours; `samestep run --help` says how it is started
@@ -24,7 +35,7 @@ Next: read the script, {script}
 """
 
 
-@click.command(context_settings=HELP)
+@verb("samestep")
 @click.option(
     "--epochs", default=20, show_default=True, type=click.IntRange(1), help="Passes over the digits."
 )
@@ -45,18 +56,12 @@ def command(epochs: int, as_json: bool) -> None:
         "once by one process and once by two.",
         err=as_json,
     )
-    end_on_signals()
-    try:
+    with end_on_signals():
         result = _trained(epochs)
-    except SamestepError as error:
-        click.echo(f"samestep: {error}", err=True)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     click.echo(_text(result), err=as_json)
     if as_json:
-        print_json(_facts(result))
-    raise SystemExit(not result.same)
+        print_json(result.facts)
+    raise SystemExit(not result.facts["same"])
 
 
 def _trained(epochs: int) -> "Result":
@@ -69,7 +74,7 @@ def _trained(epochs: int) -> "Result":
             some = epochs if len(runs) < 2 else -(-epochs // 4)
             with _progress(setup, some) as told:
                 runs.append(train(setup, Path(directory), some, told))
-    return Result(runs[0], runs[1], runs[2] if len(runs) > 2 else None)
+    return Result(runs)
 
 
 @contextmanager
@@ -90,65 +95,21 @@ def _progress(setup: "Setup", epochs: int) -> Iterator[Callable[[int, str], None
 
 
 def _text(result: "Result") -> str:
-    from samestep.measure.demo import SCRIPT, in_words
+    from samestep.measure.demo import SCRIPT
 
-    rows: dict[str, Callable[[Run], str]] = {
-        "processes": lambda run: str(run.setup.processes),
-        "cores": lambda run: str(run.setup.cores),
-        "best samples/s": lambda run: f"{run.samples_per_second:.0f}",
-        "speed-up": lambda run: f"{result.speedup(run):.2f}",
-    }
-    of_two: dict[str, Callable[[Run], str]] = {
-        "training, s": lambda run: f"{run.training_seconds:.1f}",
-        "with start-up, s": lambda run: f"{run.seconds:.1f}",
-        "test accuracy": lambda run: f"{run.accuracy:.2%}",
-        "batches (digest)": lambda run: run.order[:8],
-    }
-    table = [_row(name, [cell(run) for run in result.runs]) for name, cell in rows.items()]
-    table += [_row(name, [cell(result.one), cell(result.two)]) for name, cell in of_two.items()]
-    return "\n".join(
-        ["", *table, "", fill(in_words(result), 79), "", _NEXT.format(script=SCRIPT), *_verdict(result)]
-    )
+    facts, comparison = result.facts, result.comparison
+    table = [_row(name, cell, facts["runs"]) for name, cell in _ROWS.items()]
+    table += [_row(name, cell, facts["runs"][:2]) for name, cell in _ROWS_OF_TWO.items()]
+    verdict = [
+        f"1 process and 2 took {facts['steps']} steps each:",
+        f"  {'the same' if facts['same_batches'] else 'different'} batches",
+        f"  {'the same' if facts['same_accuracy'] else 'different'} test accuracy",
+        f"  largest difference in {comparison.contents} (weights, BatchNorm, optimizer): "
+        f"{facts['largest_difference']:g}",
+        "same to the bit" if facts["same"] else str(comparison),
+    ]
+    return "\n".join(["", *table, "", fill(facts["speed"], 79), "", _NEXT.format(script=SCRIPT), *verdict])
 
 
-def _row(name: str, cells: list[str]) -> str:
-    return f"{name:18}" + "".join(f"{cell:>11}" for cell in cells)
-
-
-def _verdict(result: "Result") -> Iterator[str]:
-    yield f"1 process and 2 took {result.one.saved['steps']} steps each:"
-    yield f"  {'the same' if result.same_batches else 'different'} batches"
-    yield f"  {'the same' if result.same_accuracy else 'different'} test accuracy"
-    yield (
-        f"  largest difference in {result.comparison.contents} "
-        f"(weights, BatchNorm, optimizer): {result.largest:g}"
-    )
-    yield "same to the bit" if result.same else f"{result.comparison}"
-
-
-def _facts(result: "Result") -> dict[str, object]:
-    from samestep.measure.demo import in_words
-
-    return {
-        "same": result.same,
-        "same_batches": result.same_batches,
-        "same_accuracy": result.same_accuracy,
-        "largest_difference": finite(result.largest),
-        "verdict": result.comparison.verdict,
-        "steps": result.one.saved["steps"],
-        "speed": in_words(result),
-        "runs": [
-            {
-                "processes": run.setup.processes,
-                "cores": run.setup.cores,
-                "batches": run.order,
-                "epochs": len(run.saved["seconds"]),
-                "accuracy": run.accuracy,
-                "training_seconds": run.training_seconds,
-                "seconds": run.seconds,
-                "samples_per_second": run.samples_per_second,
-                "speedup": result.speedup(run),
-            }
-            for run in result.runs
-        ],
-    }
+def _row(name: str, cell: str, runs: Sequence[dict[str, Any]]) -> str:
+    return f"{name:18}" + "".join(f"{cell.format(**run):>11}" for run in runs)

@@ -4,11 +4,11 @@ from dataclasses import asdict
 
 import click
 
-from samestep.cli.output import HELP, errors_of, print_json
+from samestep.cli.output import print_json, verb
 from samestep.placement.place import this_process
 
 
-@click.command(context_settings=HELP)
+@verb("samestep env")
 @click.option("--explain", is_flag=True, help="Name the variable that each value came from.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(explain: bool, as_json: bool) -> None:
@@ -19,8 +19,7 @@ def command(explain: bool, as_json: bool) -> None:
     srun --ntasks=4 samestep env --explain
     mpirun -n 4 samestep env --json
     """
-    with errors_of("env"):
-        p = this_process()
+    p = this_process()
     if as_json:
         print_json(asdict(p))
     else:

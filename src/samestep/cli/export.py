@@ -5,13 +5,13 @@ from typing import Any, BinaryIO
 
 import click
 
-from samestep.cli.output import HELP
+from samestep.cli.output import verb
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
 from samestep.text import printable
 
 
-@click.command(context_settings=HELP)
+@verb("samestep export")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option(
     "-o",

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from samestep.cli.output import HELP, errors_of, numbers
+from samestep.cli.output import numbers, verb
 from samestep.measure.runs import Run, find_run, log_of, read_run
 
 _LOOK_S = 0.2
 _CHUNK = 1 << 16
 
 
-@click.command(context_settings=HELP)
+@verb("samestep logs")
 @click.argument("run", required=False)
 @click.option(
     "--rank", "ranks", metavar="0,2|all", default="0", show_default=True, help="Ranks whose output is shown."
@@ -29,10 +29,9 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
 
     RUN is a directory, or a name that `samestep runs` lists  [the newest].
     """
-    with errors_of("logs"):
-        found = find_run(run)
-        # a batch job's ranks write to one file
-        paths = {log_of(found, rank): rank for rank in _chosen(found, ranks)}
+    found = find_run(run)
+    # a batch job's ranks write to one file
+    paths = {log_of(found, rank): rank for rank in _chosen(found, ranks)}
     marks = [f"[rank {rank}] ".encode() if len(paths) > 1 else b"" for rank in paths.values()]
     tails = [Tail(path, mark) for path, mark in zip(paths, marks, strict=True)]
     try:

@@ -1,30 +1,50 @@
-"""What the commands share: the option -h, and how they print JSON and errors."""
+"""What the commands share: the option -h, how they print JSON, and how errors end them."""
 
 import json
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import click
 
-from samestep.errors import UsageError
+from samestep.errors import SamestepError, UsageError
 from samestep.text import reason_of
 
-HELP = {"help_option_names": ["-h", "--help"]}
+
+class _Verb(click.Command):
+    """A command that an error ends with one line, which begins with the command's name."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SamestepError as error:
+            said, code = str(error), 2 if isinstance(error, UsageError) else 1
+        except OSError as error:
+            if error.filename is None:  # a closed pipe, which click knows
+                raise
+            said, code = f"{error.filename} cannot be used ({reason_of(error)})", 1
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+        click.echo(f"{self.name}: {said}", err=True)
+        raise SystemExit(code)
+
+
+def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
+    """A command of this name in its errors: a UsageError exits with 2, other errors of ours with 1, Ctrl-C with 130."""
+    return click.command(name, cls=_Verb, context_settings={"help_option_names": ["-h", "--help"]} | settings)
 
 
 def print_json(document: dict[str, object], indent: int | None = None) -> None:
-    """One JSON object with a schema_version."""
-    click.echo(json.dumps({"schema_version": 1} | document, indent=indent, allow_nan=False))
+    """One JSON object with a schema_version; numbers that are not finite, which JSON lacks, are null."""
+    click.echo(json.dumps(_finite({"schema_version": 1} | document), indent=indent, allow_nan=False))
 
 
-def finite(value: object) -> object:
-    """The same value with null, which JSON has, for every NaN and infinity in it, which JSON lacks."""
+def _finite(value: object) -> object:
     if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -33,16 +53,3 @@ def numbers(option: str, text: str, noun: str) -> list[int]:
     if not re.fullmatch(r"[0-9]{1,7}(,[0-9]{1,7})*", text):
         raise UsageError(f"{option} {text} is not a list of {noun}; write numbers such as 1,2")
     return [int(part) for part in text.split(",")]
-
-
-@contextmanager
-def errors_of(verb: str) -> Iterator[None]:
-    """Print a UsageError as one line and exit with 2; likewise a file that cannot be used, and exit with 1."""
-    try:
-        yield
-    except UsageError as error:
-        click.echo(f"samestep {verb}: {error}", err=True)
-        raise SystemExit(2) from None
-    except OSError as error:
-        click.echo(f"samestep {verb}: {error.filename} cannot be used ({reason_of(error)})", err=True)
-        raise SystemExit(1) from None

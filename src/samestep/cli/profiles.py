@@ -6,14 +6,14 @@ from dataclasses import asdict
 
 import click
 
-from samestep.cli.output import HELP, print_json
+from samestep.cli.output import print_json, verb
 from samestep.errors import UsageError
 from samestep.start.profiles import MEANS, Profile, load_profile, profile_paths
 from samestep.start.slurm import Job
 from samestep.text import counted
 
 
-@click.command(context_settings=HELP)
+@verb("samestep profiles")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.argument("name", required=False)
 def command(as_json: bool, name: str | None) -> None:

@@ -4,14 +4,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from samestep.cli.output import HELP, numbers
-from samestep.errors import RankMissing, RanksDiffer, UsageError
+from samestep.cli.output import numbers, verb
+from samestep.errors import UsageError
 from samestep.placement.cores import cores
 from samestep.placement.place import place
 from samestep.start.allocation import allocation_command, explanation
@@ -23,30 +23,32 @@ from samestep.start.signals import PASSED_ON
 _MANY = 1 << 20
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
+_KEPT = "every rank's output is kept in the run's logs"
 _NOT_OFFERED = {
     "--numa-binding": "every process has cores of its own",
     "--virtual-local-rank": "every process is told its device by LOCAL_RANK",
-    "--logs-specs": "every rank's output is kept in the run's logs",
-    "--duplicate-stdout-filters": "every rank's output is kept in the run's logs",
-    "--duplicate-stderr-filters": "every rank's output is kept in the run's logs",
+    "--logs-specs": _KEPT,
+    "--duplicate-stdout-filters": _KEPT,
+    "--duplicate-stderr-filters": _KEPT,
 }
-
-
-def _taken_from_torchrun(*names: str, **of_option: Any) -> Callable[[Any], Any]:
-    """Accept options of torchrun that have no effect here, or are refused."""
-
-    def added(command: Any) -> Any:
-        for name in names:
-            command = click.option(name, hidden=True, **of_option)(command)
-        return command
-
-    return added
-
-
-@click.command(
-    context_settings=HELP
-    | {"allow_interspersed_args": False, "token_normalize_func": lambda token: token.replace("_", "-")},
+_FLAGS = ("--standalone", "--run-path", "--virtual-local-rank")
+_OF_TORCHRUN = (
+    *("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--local-addr"),
+    *("--redirects", "--local-ranks-filter", "--monitor-interval", "--role", "--start-method"),
+    *("--event-log-handler", *(_NOT_OFFERED.keys() - set(_FLAGS)), *_FLAGS),
 )
+
+
+def _torchruns_options(command: Any) -> Any:
+    """Take the options of torchrun that are not in our help."""
+    for name in _OF_TORCHRUN:
+        names = ("-r", name) if name == "--redirects" else (name,)
+        kind = click.IntRange(1, 65535) if name == "--master-port" else None
+        command = click.option(*names, hidden=True, is_flag=name in _FLAGS, type=kind)(command)
+    return command
+
+
+@verb("samestep", allow_interspersed_args=False, token_normalize_func=lambda token: token.replace("_", "-"))
 @click.option(
     "-n",
     "--nproc-per-node",
@@ -68,7 +70,14 @@ def _taken_from_torchrun(*names: str, **of_option: Any) -> Callable[[Any], Any]:
     "--max-restarts",
     metavar="K",
     type=click.IntRange(0),
+    default=0,
     help="Start again after a failure, K times at most  [0]",
+)
+@click.option(
+    "--same",
+    is_flag=True,
+    help="The serial script's own numbers at any number of processes: dropout, noise and BatchNorm of the whole batch "
+    "(see docs/three-levels.md).",
 )
 @click.option("--restart-on", metavar="75", help="Start again only after these exit codes  [any]")
 @click.option(
@@ -95,16 +104,7 @@ def _taken_from_torchrun(*names: str, **of_option: Any) -> Callable[[Any], Any]:
     default=1800.0,
     help="Seconds to wait for the other machines  [1800]",
 )
-@click.option("--standalone", is_flag=True, hidden=True)
-@click.option("--master-addr", hidden=True)
-@click.option("--master-port", type=click.IntRange(1, 65535), hidden=True)
-@click.option("--rdzv-backend", hidden=True)
-@click.option("--rdzv-id", hidden=True)
-@click.option("-r", "--redirects", hidden=True)
-@click.option("--local-ranks-filter", hidden=True)
-@_taken_from_torchrun("--monitor-interval", "--role", "--start-method", "--rdzv-conf", "--local-addr")
-@_taken_from_torchrun("--event-log-handler", *(_NOT_OFFERED.keys() - {"--virtual-local-rank"}))
-@_taken_from_torchrun("--run-path", "--virtual-local-rank", is_flag=True)
+@_torchruns_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], **options: Any) -> None:
@@ -122,38 +122,38 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     The exit code is that of the first worker that fails; 75: stopped at a checkpoint, 126 and 127: cannot be
     executed, 130: Ctrl-C, 128 + N: signal N.
     """
+    for name, why in _NOT_OFFERED.items():
+        if options[name.removeprefix("--").replace("-", "_")]:
+            raise UsageError(f"{name} is not offered: {why}; leave it out")
+    codes, restarts = options["restart_on"], options["max_restarts"]
+    if codes and not restarts:
+        raise UsageError(
+            "--restart-on has no effect without --max-restarts; add for instance --max-restarts 10"
+        )
     try:
-        for name, why in _NOT_OFFERED.items():
-            if options[name.removeprefix("--").replace("-", "_")]:
-                raise UsageError(f"{name} is not offered: {why}; leave it out")
         where = _where(options, script)
-        codes = options["restart_on"]
         env, size = _size(options, where.number if where else 0)
+        if options["rdzv_id"]:
+            env["TORCHELASTIC_RUN_ID"] = options["rdzv_id"]
+        if options["same"]:
+            env["SAMESTEP_SAME"] = "1"
         code = run_script(
             Script(
                 name=script,
                 command=_argv(script, args, options),
                 size=size,
-                shown=_shown(options, None if where else size),
+                shown=_shown(options, _MANY if where else size),
                 where=where,
                 run_dir=options["run_dir"],
-                env={**env, **({"TORCHELASTIC_RUN_ID": options["rdzv_id"]} if options["rdzv_id"] else {})},
+                env=env,
                 address=options["master_addr"] or "127.0.0.1",
                 port=options["master_port"],
                 restart_on=frozenset(numbers("--restart-on", codes, "exit codes") if codes else ()),
-                max_restarts=_restarts(options),
+                max_restarts=restarts,
                 patience_s=options["shutdown_timeout"],
                 signals=_signals(options["signals_to_handle"]),
             )
         )
-    except UsageError as error:
-        click.echo(f"samestep: {error}", err=True)
-        code = 2
-    except (RankMissing, RanksDiffer) as error:
-        click.echo(f"samestep: {error}", err=True)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
     except OSError as error:
         reason = error.strerror or str(error)
         # Only the first letter: the rest may hold a path.
@@ -232,8 +232,7 @@ def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
     return {}, int(count)
 
 
-def _shown(options: Mapping[str, Any], known: int | None) -> Container[int]:
-    size = _MANY if known is None else known
+def _shown(options: Mapping[str, Any], size: int) -> Container[int]:
     tee, only, redirects = options["tee"], options["local_ranks_filter"], options["redirects"]
     if redirects not in (None, "0", "3"):
         raise UsageError(
@@ -243,46 +242,31 @@ def _shown(options: Mapping[str, Any], known: int | None) -> Container[int]:
         raise UsageError(
             f"--tee {tee} shows a part of a rank's output; write --tee all, or ranks such as 0,1"
         )
-    if redirects == "3" and not tee:
-        return frozenset()
+    shown: Container[int] = frozenset(() if redirects == "3" else {0})
     # torchrun's 3 is stdout and stderr of all ranks.
-    are_all = options["all_ranks"] or tee in ("all", "3")
-    if are_all and not only:
-        return range(size)
-    ranks = range(size) if are_all else _ranks("--tee", tee, size)
-    return frozenset(ranks) & frozenset(_ranks("--local-ranks-filter", only, size) if only else range(size))
+    if options["all_ranks"] or tee in ("all", "3"):
+        shown = range(size)
+    elif tee:
+        shown = _ranks("--tee", tee, size)
+    if only is None:
+        return shown
+    return frozenset(rank for rank in _ranks("--local-ranks-filter", only, size) if rank in shown)
 
 
-def _ranks(option: str, text: str | None, size: int) -> list[int]:
-    if text is None:
-        return [0] if option == "--tee" else list(range(size))
+def _ranks(option: str, text: str, size: int) -> frozenset[int]:
     ranks = numbers(option, text, "ranks")
     if max(ranks) >= size:
         raise UsageError(f"{option} {text} names rank {max(ranks)}, but there are {size}; count from 0")
-    return ranks
-
-
-def _restarts(options: Mapping[str, Any]) -> int:
-    most: int | None = options["max_restarts"]
-    if options["restart_on"] and not most:
-        raise UsageError(
-            "--restart-on has no effect without --max-restarts; add for instance --max-restarts 10"
-        )
-    return most or 0
+    return frozenset(ranks)
 
 
 def _signals(names: str | None) -> tuple[signal.Signals, ...]:
-    numbers = list(PASSED_ON)
+    found = list(PASSED_ON)
     for name in names.split(",") if names else ():
-        number = getattr(signal, name.strip(), None)
-        if not isinstance(number, signal.Signals) or number in (
-            signal.SIGKILL,
-            signal.SIGSTOP,
-            signal.SIGCHLD,
-        ):
+        number = signal.Signals.__members__.get(name.strip())
+        if number in (None, signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
             raise UsageError(
                 f"--signals-to-handle {name} is not a signal that can be passed on; write names such as SIGUSR1"
             )
-        if number not in numbers:
-            numbers.append(number)
-    return tuple(numbers)
+        found.append(number)
+    return tuple(dict.fromkeys(found))

@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import HELP, print_json
+from samestep.cli.output import print_json, verb
 from samestep.measure.runs import list_runs, root_of
 
 
-@click.command(context_settings=HELP)
+@verb("samestep runs")
 @click.argument("directory", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(directory: str | None, as_json: bool) -> None:

@@ -4,13 +4,13 @@ import time
 
 import click
 
-from samestep.cli.output import HELP, errors_of, print_json
+from samestep.cli.output import print_json, verb
 from samestep.measure.runs import Run, find_run, read_run
 
 _LOOK_S = 1.0
 
 
-@click.command(context_settings=HELP)
+@verb("samestep status")
 @click.argument("run", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: str | None, as_json: bool) -> None:
@@ -22,8 +22,7 @@ def command(run: str | None, as_json: bool) -> None:
 
     RUN is a directory, or a name that `samestep runs` lists  [the newest].
     """
-    with errors_of("status"):
-        found = find_run(run)
+    found = find_run(run)
     speed, found = _measured(found)
     now = time.time()
     facts = found.facts() | ({} if speed is None else {"steps_per_second": round(speed, 3)})

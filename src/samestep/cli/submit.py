@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import HELP, errors_of
+from samestep.cli.output import verb
 from samestep.errors import UsageError
 from samestep.rundir import better_place
 from samestep.start.profiles import MEANS, Profile, load_profile
@@ -30,7 +30,7 @@ def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command(context_settings=HELP | {"allow_interspersed_args": False})
+@verb("samestep submit", allow_interspersed_args=False)
 @click.option("--profile", default="gpu-node", show_default=True, help="See `samestep profiles`.")
 @_profile_options
 @click.option("--requeue/--no-requeue", default=None, help=MEANS["requeue"])
@@ -65,20 +65,19 @@ def command(
     samestep submit --array 0-3 --gpus-per-node 1 train.py
     """
     folder = run_dir or os.environ.get("SAMESTEP_RUN_DIR")
-    with errors_of("submit"):
-        chosen = _over(load_profile(profile, os.environ), given)
-        _check_there(chosen, script, module)
-        job = Job(chosen, script, args, name, module, array, gang, folder)
-        said = ["samestep", *sys.argv[1:]]
-        if dry_run:
-            said.remove("--dry-run")  # ours is the first: options come before the script
-            click.echo(batch_script(job, said, job.script_path), nl=False)
-            return
-        if advice := better_place(job.folder.absolute() / job.title, os.environ):
-            click.echo(f"samestep submit: {advice}", err=True)
-        path = write_script(job, said)
-        click.echo(f"wrote {path}")
-        number = submit(path)
+    chosen = _over(load_profile(profile, os.environ), given)
+    _check_there(chosen, script, module)
+    job = Job(chosen, script, args, name, module, array, gang, folder)
+    said = ["samestep", *sys.argv[1:]]
+    if dry_run:
+        said.remove("--dry-run")  # ours is the first: options come before the script
+        click.echo(batch_script(job, said, job.script_path), nl=False)
+        return
+    if advice := better_place(job.folder.absolute() / job.title, os.environ):
+        click.echo(f"samestep submit: {advice}", err=True)
+    path = write_script(job, said)
+    click.echo(f"wrote {path}")
+    number = submit(path)
     click.echo(f"job {number}; follow it with `tail -F {shlex.quote(output_of(job, number))}`")
 
 

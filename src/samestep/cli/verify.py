@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import HELP, finite, numbers, print_json
+from samestep.cli.output import numbers, print_json, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.start.devices import visible_devices
@@ -20,7 +20,7 @@ _SIZES = (1, 2, 3)
 _ROW = "{:>9}  {:>5}  {:>7}  {:>9}  {:30}  {:>7}"
 
 
-@click.command(context_settings=HELP | {"allow_interspersed_args": False})
+@verb("samestep verify", allow_interspersed_args=False)
 @click.option(
     "-n", "sizes", metavar="1,2,3", help="Numbers of processes; the first is the reference  [1,2,3]"
 )
@@ -52,11 +52,11 @@ def command(
     """
     from samestep.verify.verify import SerialScript, verify
 
-    end_on_signals()
     try:
         if not module and not os.path.isfile(script):
             raise UsageError(f"{script} is no file in {Path.cwd()}; name the script to verify")
-        report = verify([*(["-m"] * module), script, *args], _sizes(sizes), exact=exact, steps=steps)
+        with end_on_signals():
+            report = verify([*(["-m"] * module), script, *args], _sizes(sizes), exact=exact, steps=steps)
     except UsageError as error:
         diff = _conversion(script, module) if isinstance(error, SerialScript) else None
         click.echo(f"samestep verify: {error}", err=True)
@@ -65,8 +65,6 @@ def command(
         elif diff:
             click.echo(f"\n{diff}")
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
     if report.worst.failure:
         click.echo(report.worst.failure, err=True)
     if as_json:
@@ -119,7 +117,7 @@ def _document(report: "Report") -> dict[str, Any]:
         "verdict": report.verdict,
         "sentence": str(report),
         "cause": report.worst.cause,
-        "sizes": [finite(_outcome(outcome)) for outcome in report.outcomes],
+        "sizes": [_outcome(outcome) for outcome in report.outcomes],
     }
 
 

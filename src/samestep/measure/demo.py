@@ -41,19 +41,6 @@ class Run:
     seconds: float  # with the start of Python and torch
 
     @property
-    def order(self) -> str:
-        """A digest of the samples of every step, in their order."""
-        return str(self.saved["order"])
-
-    @property
-    def accuracy(self) -> float:
-        return float(self.saved["correct"] / self.saved["tested"])
-
-    @property
-    def training_seconds(self) -> float:
-        return float(sum(self.saved["seconds"]))
-
-    @property
     def samples_per_second(self) -> float:
         """In the fastest epoch, which other programs disturbed least."""
         return float(self.saved["trained"] / min(self.saved["seconds"]))
@@ -64,45 +51,48 @@ class Run:
         ordered = sorted(self.saved["seconds"])
         return bool(ordered[len(ordered) * 3 // 4] > 1.5 * ordered[0])
 
+    def facts(self, one: "Run") -> dict[str, Any]:
+        """Its numbers; `speedup` is over this run of one process on one core, `batches` a digest of all samples."""
+        return {
+            "processes": self.setup.processes,
+            "cores": self.setup.cores,
+            "batches": self.saved["order"],
+            "epochs": len(self.saved["seconds"]),
+            "accuracy": self.saved["correct"] / self.saved["tested"],
+            "training_seconds": sum(self.saved["seconds"]),
+            "seconds": self.seconds,
+            "samples_per_second": self.samples_per_second,
+            "speedup": self.samples_per_second / one.samples_per_second,
+        }
+
 
 @dataclass(frozen=True)
 class Result:
     """The runs: one process, two, and where there is a second core one process with both."""
 
-    one: Run
-    two: Run
-    wide: Run | None
-
-    @property
-    def runs(self) -> Sequence[Run]:
-        return [run for run in (self.one, self.two, self.wide) if run]
+    runs: Sequence[Run]
 
     @cached_property
     def comparison(self) -> Comparison:
         """Of the weights, BatchNorm statistics and optimizer state of one process and two."""
         parts = ("model", "optimizer")
-        return compare(*({part: run.saved[part] for part in parts} for run in (self.one, self.two)))
+        return compare(*({part: run.saved[part] for part in parts} for run in self.runs[:2]))
 
-    @property
-    def largest(self) -> float:
-        """The largest absolute difference."""
-        return max((found.absolute for found in self.comparison.differences), default=0.0)
-
-    @property
-    def same_batches(self) -> bool:
-        return self.one.order == self.two.order
-
-    @property
-    def same_accuracy(self) -> bool:
-        return self.one.accuracy == self.two.accuracy
-
-    @property
-    def same(self) -> bool:
-        return self.same_batches and self.same_accuracy and self.comparison.verdict == "same"
-
-    def speedup(self, run: Run) -> float:
-        """How much faster than one process on one core."""
-        return run.samples_per_second / self.one.samples_per_second
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What the runs have in common, and the numbers of each."""
+        runs = [run.facts(self.runs[0]) for run in self.runs]
+        batches, accuracy = (runs[0][name] == runs[1][name] for name in ("batches", "accuracy"))
+        return {
+            "same": batches and accuracy and self.comparison.verdict == "same",
+            "same_batches": batches,
+            "same_accuracy": accuracy,
+            "largest_difference": max((found.absolute for found in self.comparison.differences), default=0.0),
+            "verdict": self.comparison.verdict,
+            "steps": self.runs[0].saved["steps"],
+            "speed": _in_words([run["speedup"] for run in runs], any(run.disturbed for run in self.runs)),
+            "runs": runs,
+        }
 
 
 def setups() -> list[Setup]:
@@ -141,14 +131,14 @@ def train(setup: Setup, directory: Path, epochs: int, told: Callable[[int, str],
     return Run(setup, saved, result.seconds)
 
 
-def in_words(result: Result) -> str:
+def _in_words(speedups: Sequence[float], disturbed: bool) -> str:
     """Says from the speeds whether more processes pay."""
-    if result.wide is None:
+    if len(speedups) == 2:
         return (
             "This machine gives one core: two processes take turns on it and cannot be faster. "
             "What they show here is that both take the same steps."
         )
-    two, wide = result.speedup(result.two), result.speedup(result.wide)
+    _, two, wide = speedups
     first = (
         f"Two processes, each with a core, are {two:.2f} times as fast as one."
         if two > 1 + _NOISE
@@ -156,12 +146,12 @@ def in_words(result: Result) -> str:
         "cores are busy with other things."
     )
     if wide > two * (1 + _NOISE):
-        second = f"One process with both cores is faster than two ({wide:.2f} times)."
+        second = f"is faster than two ({wide:.2f} times)"
     elif two > wide * (1 + _NOISE):
-        second = f"One process with both cores is {wide:.2f} times as fast."
+        second = f"is {wide:.2f} times as fast"
     else:
-        second = f"One process with both cores is as fast as two ({wide:.2f} times)."
-    last = f"{first} {second} More processes pay where each brings a device or cores of its own."
-    if any(run.disturbed for run in result.runs):
+        second = f"is as fast as two ({wide:.2f} times)"
+    last = "More processes pay where each brings a device or cores of its own."
+    if disturbed:
         last += " Some epochs took much longer than others: the machine was busy. Try again when it is idle."
-    return last
+    return f"{first} One process with both cores {second}. {last}"

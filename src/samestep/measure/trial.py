@@ -93,15 +93,22 @@ class Trial:
         }
 
 
-def end_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end this process as an exception, so that trials and their files end with it."""
+@contextmanager
+def end_on_signals() -> Iterator[None]:
+    """Meanwhile SIGTERM and SIGHUP end this process as an exception, so that trials and their files end with it."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    changed = [number for number, action in before.items() if action is not signal.SIG_IGN]
+    try:
+        for number in changed:
             signal.signal(number, end)
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, before[number])
 
 
 @contextmanager
