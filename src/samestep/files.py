@@ -48,12 +48,9 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process that left its number in a file is still there."""
+def read_text(path: Path) -> str:
+    """What is written in a file of the system, or nothing where it cannot be read."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
+        return path.read_text(errors="replace")
     except OSError:
-        return True
-    return True
+        return ""

@@ -172,13 +172,6 @@ def test_variables_set_by_hand_are_completed_from_the_launcher_around_them(env, 
     assert who(place(env)) == expected
 
 
-def test_flags_come_before_every_variable():
-    p = place(TORCHRUN, rank=0, size=2, master_addr="node1", master_port=4000)
-    assert who(p) == "0/2 0/2 0/1 flags node1"
-    assert p.master_port == 4000
-    assert p.origin["rank"] == "rank=0"
-
-
 @pytest.mark.parametrize(
     ("env", "message"),
     [

@@ -128,11 +128,11 @@ def meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str,
         return None if is_sorted else _first_node(env), _step_port(env)
     if found.launcher not in _RUN_NAMES:
         return None, None
+    name, value = _first(env, *_RUN_NAMES[found.launcher])
+    told, said_by = (value, f"{name}={printable(value)}") if value else (run, run)
+    port = _FIRST_PORT + crc32(told.encode(errors="replace")) % _NUM_PORTS if told else None
     address = ("127.0.0.1", "one node") if found.facts["nodes"][0] == 1 else None
-    for name in _RUN_NAMES[found.launcher]:
-        if value := text(env, name):
-            return address, (_text_port(value), f"{name}={printable(value)}")
-    return address, (_text_port(run), run) if run else None
+    return address, (port, said_by) if port and said_by else None
 
 
 def run_name(env: Env, launcher: str, run: str | None) -> str | None:
@@ -140,9 +140,8 @@ def run_name(env: Env, launcher: str, run: str | None) -> str | None:
     if launcher == "slurm":
         job, step = text(env, "SLURM_JOB_ID"), text(env, "SLURM_STEP_ID")
         return f"job {printable(f'{job}.{step}')}{_again(env, 'SLURM_RESTART_COUNT')}"
-    for name in _RUN_NAMES.get(launcher, ()):
-        if value := text(env, name):
-            return f"{launcher} run {printable(value)}"
+    if named := _first(env, *_RUN_NAMES.get(launcher, ()))[1]:
+        return f"{launcher} run {printable(named)}"
     if launcher in ("samestep", "torchrun") and (value := text(env, "TORCHELASTIC_RUN_ID")):
         return f"run {printable(value)}{_again(env, 'TORCHELASTIC_RESTART_COUNT')}"
     return run
@@ -282,10 +281,6 @@ def _step_port(env: Env) -> Fact | None:
         return None
     # 64 and the number of ports have no common divisor: 296 jobs in a row differ, each in 64 steps.
     return _FIRST_PORT + (64 * job[0] + step[0]) % _NUM_PORTS, f"{job[1]} {step[1]}"
-
-
-def _text_port(run: str) -> int:
-    return _FIRST_PORT + crc32(run.encode(errors="replace")) % _NUM_PORTS
 
 
 def _again(env: Env, name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.errors import PlacementError
+from samestep.files import read_text
 from samestep.placement.cores import cores as cores_of
 from samestep.placement.launchers import (
     BATCH_STEP,
@@ -52,48 +53,26 @@ class Placement:
 
 
 def place(
-    env: Mapping[str, str],
-    *,
-    rank: int | None = None,
-    size: int | None = None,
-    local_rank: int | None = None,
-    local_size: int | None = None,
-    node: int | None = None,
-    nodes: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    run: str | None = None,
-    cores: int | None = None,
-    bound_of: int | None = None,
+    env: Mapping[str, str], *, run: str | None = None, cores: int | None = None, bound_of: int | None = None
 ) -> Placement:
-    """Arguments win; `run` is what only this run's processes share, for launchers that name no run.
+    """What an environment says; `run` is what only this run's processes share, for launchers that name no run.
 
     `cores` are what this process, or the Slurm task that it is below, may use; where that is bound to one,
     `bound_of` is how many its machine has.
     """
     env = without_leftovers(env)
-    flags = dict(zip(FIELDS, (rank, size, local_rank, local_size, node, nodes), strict=True))
-    given = {name: (value, f"{name}={value}") for name, value in flags.items() if value is not None}
-    if given and (rank is None or size is None):
-        raise PlacementError(
-            f"{said(next(iter(given.values())))} but rank and size are not both given; give both"
-        )
-    found = LauncherFacts("flags", given) if given else recognise(env)
+    found = recognise(env)
     facts, notes = _complete(found.facts)
     _check(facts)
     found = LauncherFacts(found.launcher, facts, found.notes + notes)
-    address, port = _meeting(env, found, master_addr, master_port, run)
-    origin = {name: facts[name][1] for name in FIELDS}
-    if address:
-        origin["master_addr"] = address[1]
-    if port:
-        origin["master_port"] = port[1]
+    address, port = _meeting(env, found, run)
+    met = {"master_addr": address, "master_port": port}
     return Placement(
         **{name: facts[name][0] for name in FIELDS},
         launcher=found.launcher,
         master_addr=address[0] if address else None,
         master_port=port[0] if port else None,
-        origin=origin,
+        origin={name: fact[1] for name, fact in (facts | met).items() if fact},
         notes=found.notes + (_lost_cores(env, found, cores) or _one_core(env, found, bound_of)),
         run=run_name(env, found.launcher, run),
     )
@@ -116,28 +95,27 @@ def this_process() -> Placement:
 
 def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """torch's variables as torchrun sets them; what `env` already says of roles and restarts stays."""
+    rank, size = str(p.rank), str(p.size)
     here = {
-        "RANK": str(p.rank),
+        "RANK": rank,
         "LOCAL_RANK": str(p.local_rank),
-        "WORLD_SIZE": str(p.size),
+        "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": str(p.local_size),
         "GROUP_RANK": str(p.node),
         "GROUP_WORLD_SIZE": str(p.nodes),
     }
-    if p.master_addr is not None:
-        here["MASTER_ADDR"] = p.master_addr
-    if p.master_port is not None:
-        here["MASTER_PORT"] = str(p.master_port)
-    env = without_leftovers(env or {})
+    meeting = {"MASTER_ADDR": p.master_addr, "MASTER_PORT": p.master_port}
+    here |= {name: str(value) for name, value in meeting.items() if value is not None}
     described = {
-        "ROLE_RANK": str(p.rank),
+        "ROLE_RANK": rank,
         "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(p.size),
+        "ROLE_WORLD_SIZE": size,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": p.run if p.launcher == "slurm" and p.run else "none",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+    env = without_leftovers(env or {})
     return here | {name: env.get(name, value) for name, value in described.items()}
 
 
@@ -224,21 +202,16 @@ def _check(facts: Facts) -> None:
 
 
 def _meeting(
-    env: Mapping[str, str],
-    found: LauncherFacts,
-    given_address: str | None,
-    given_port: int | None,
-    run: str | None,
+    env: Mapping[str, str], found: LauncherFacts, run: str | None
 ) -> tuple[tuple[str, str] | None, Fact | None]:
     if found.launcher == "alone":
         return None, None
-    host = given_address or text(env, "MASTER_ADDR")
+    host, port = text(env, "MASTER_ADDR"), number(env, "MASTER_PORT")
     if host and not _HOST.fullmatch(host):
         raise PlacementError(
             f"MASTER_ADDR is {printable(host)}, which is no host name; set a name or an address",
             variable="MASTER_ADDR",
         )
-    port = number(env, "MASTER_PORT") if given_port is None else (given_port, f"master_port={given_port}")
     if port and not 0 < port[0] < 1 << 16:
         raise PlacementError(
             f"{said(port)}, which is no port; set one from 1 to 65535", variable=variable(port)
@@ -285,7 +258,7 @@ def _slurm_task() -> int:
     """The outermost of the processes around this one that srun's variables were given to."""
     task = os.getpid()
     for pid, _ in _ancestors():
-        if not re.search(r"(^|\0)SLURM_PROCID=", _read(f"/proc/{pid}/environ")):
+        if not re.search(r"(^|\0)SLURM_PROCID=", read_text(Path(f"/proc/{pid}/environ"))):
             break
         task = pid
     return task
@@ -294,7 +267,7 @@ def _slurm_task() -> int:
 def _is_batch_script() -> bool:
     for pid, name in _ancestors():
         if name == "slurmstepd":
-            return ".batch]" in _read(f"/proc/{pid}/cmdline")
+            return ".batch]" in read_text(Path(f"/proc/{pid}/cmdline"))
     return False
 
 
@@ -302,7 +275,7 @@ def _mpi_daemon() -> str | None:
     """MPICH names no run in its processes' variables, but their ancestor knows where mpirun listens."""
     for pid, name in _ancestors():
         if name.startswith(("hydra_", "mpispawn")):
-            found = re.search(r"--control-port\0([^\0]+)", _read(f"/proc/{pid}/cmdline"))
+            found = re.search(r"--control-port\0([^\0]+)", read_text(Path(f"/proc/{pid}/cmdline")))
             return f"mpirun at {found[1]}" if found else f"the mpirun daemon, process {pid}"
     return None
 
@@ -311,15 +284,8 @@ def _ancestors() -> Iterator[tuple[int, str]]:
     """This process, what started it, and so on, with their names."""
     pid = os.getpid()
     while pid > 1:
-        name, _, status = _read(f"/proc/{pid}/stat").rpartition(")")
+        name, _, status = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")
         if not status:
             return
         yield pid, name.partition("(")[2]
         pid = int(status.split()[1])
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""

@@ -2,8 +2,10 @@
 
 import os
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from samestep.files import read_text
 from samestep.placement.cores import control_groups
 
 _GIB = 1 << 30
@@ -28,16 +30,17 @@ def watch_kills() -> Kills:
 
 def explain_kill(pid: int, before: Kills) -> str:
     """What can be said of a SIGKILL that nobody here sent."""
-    record = _record(pid, before.log)
-    after = _count()
-    if record or (after is not None and before.total is not None and after > before.total):
+    record, after = _record(pid, before.log), _count()
+    is_counted = after is not None and before.total is not None
+    if record or (is_counted and after != before.total):
         held = re.search(r"anon-rss:(\d+)kB", record or "")
         size = f", it held {int(held[1]) * 1024 / _GIB:.1f} GiB" if held else ""
-        limit = _limit()
+        # Version 1 writes a longer number for no limit.
+        limit = _first_number(("memory.max", "memory.limit_in_bytes"), r"^(\d{1,18})$")
         return f"killed by SIGKILL: out of memory{size}" + (
             f" (limit {limit / _GIB:.1f} GiB)" if limit else ""
         )
-    if after is not None and before.total is not None:
+    if is_counted:
         return "killed by SIGKILL, not for memory (the kernel counted no such kill)"
     return "killed by SIGKILL (out of memory? the kernel's count is not readable here)"
 
@@ -59,24 +62,13 @@ def _record(pid: int, log: int | None) -> str | None:
 
 
 def _count() -> int | None:
+    return _first_number(("memory.events", "memory.oom_control"), r"^oom_kill (\d+)$")
+
+
+def _first_number(names: Sequence[str], pattern: str) -> int | None:
+    """The first number that our innermost control groups tell in a file of version 2 or 1."""
     for group in control_groups("memory"):
-        for name in ("memory.events", "memory.oom_control"):
-            try:
-                found = re.search(r"^oom_kill (\d+)$", (group / name).read_text(), re.MULTILINE)
-            except OSError:
-                continue
-            if found:
+        for name in names:
+            if found := re.search(pattern, read_text(group / name), re.MULTILINE):
                 return int(found[1])
-    return None
-
-
-def _limit() -> int | None:
-    for group in control_groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            try:
-                limit = int((group / name).read_text())
-            except (OSError, ValueError):
-                continue
-            if limit < 1 << 60:  # version 1 writes its largest number for no limit
-                return limit
     return None

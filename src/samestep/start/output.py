@@ -10,6 +10,7 @@ import re
 import select
 import time
 from collections.abc import Callable
+from io import FileIO
 from math import inf
 from pathlib import Path
 from typing import Protocol
@@ -130,27 +131,24 @@ class Stream:
     """The reading end of one worker's stdout or stderr."""
 
     def __init__(
-        self, pipe: int, kind: int, log: Log | None, console: Console | None, prefix: bytes | None
+        self, pipe: FileIO, kind: int, log: Log | None, console: Console | None, prefix: bytes | None
     ) -> None:
         """`prefix` goes before every shown line; None shows bytes as they come."""
         self.pipe, self.console, self.tail = pipe, console, bytearray()
-        self.open, self.hides, self.traceback_at = True, False, inf
+        self.hides, self.traceback_at = False, inf
         self._kind, self._log, self._prefix = kind, log, prefix
         self._partial, self._partial_since = b"", 0.0
         self._held, self._held_since = b"", 0.0
-        os.set_blocking(pipe, False)
+        os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
         """Pass on what is there; False where there was nothing or the other end is closed."""
-        if not self.open:
+        if self.pipe.closed:
             return False
-        try:
-            data = os.read(self.pipe, _CHUNK)
-        except BlockingIOError:
-            return False
+        data: bytes | None = self.pipe.read(_CHUNK)
         if data:
             self._take(data)
-        else:
+        elif data is not None:
             self.finish()
         return bool(data)
 
@@ -163,9 +161,8 @@ class Stream:
 
     def finish(self) -> None:
         """Close the pipe, and pass on an unfinished line."""
-        if self.open:
-            self.open = False
-            os.close(self.pipe)
+        if not self.pipe.closed:
+            self.pipe.close()
             self._pass_on(self._partial)
 
     def tick(self, now: float) -> None:

@@ -29,7 +29,7 @@ from samestep.start.failure import exit_code
 from samestep.start.memory import watch_kills
 from samestep.start.nodes import End, Launchers, NodeMeeting
 from samestep.start.output import Log, Terminal
-from samestep.start.signals import PASSED_ON, Signals
+from samestep.start.signals import PASSED_ON, signals_as_bytes
 from samestep.start.supervise import Outcome, WorkerGroup
 from samestep.start.worker import Guardian, WorkerSpec, fill_standard_descriptors
 from samestep.text import reason_of
@@ -66,13 +66,14 @@ def run_script(script: Script) -> int:
         terminal, kills = Terminal(), watch_kills()
         if advice := better_place(run, os.environ):
             terminal.say(f"samestep: {advice}")
-        signals, guardian = stack.enter_context(Signals(script.signals)), stack.enter_context(Guardian())
+        signals = stack.enter_context(signals_as_bytes(script.signals))
+        guardian = stack.enter_context(Guardian())
         restarts, previous = 0, None
         while True:
             with ExitStack() as attempt:
                 specs, total = _specs(script, run, restarts, terminal, launchers, attempt)
                 group = WorkerGroup(specs, guardian, terminal, script.patience_s)
-                outcome = group.watch(signals.fd, launchers.should_stop if launchers.nodes > 1 else None)
+                outcome = group.watch(signals, launchers.should_stop if launchers.nodes > 1 else None)
             seconds = time.time() - began
             text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, total)
             node, end = launchers.end(_end(run, outcome, group, text))

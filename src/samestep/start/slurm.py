@@ -26,7 +26,10 @@ _FORMS = {
         "no signal that reaches the processes; write one as USR1@120 (after B: only the batch shell would hear it)",
     ),
     "array": ("[0-9,:-]+(%[0-9]+)?", "no list of array elements; write one as 0-7 or 1,3,5%2"),
+    "option": ("--[a-z][a-z-]*(=.*)?", "no option of sbatch; write it as --name or --name=value"),
+    "env": ("[A-Za-z_][A-Za-z0-9_]*", "no name of a variable; use letters, digits and _"),
 }
+_ENDS_OF_LINES = {"\n": "a newline", "\r": "a carriage return", "\0": "a NUL"}
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,8 @@ class Job:
 
 def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
     """The script of a job, which `said` asked for and which will lie at `written`."""
-    for word in said:
-        _check_text("argument", word)
-    _check(job)
+    _check_words(job, said)
+    _check_sense(job)
     directives = [f"#SBATCH --{name}={_directive(value)}" for name, value in _options(job)]
     keep = "--requeue" if job.profile.requeue else "--no-requeue"
     flags = [f"#SBATCH {_directive(option)}" for option in (keep, *job.profile.options)]
@@ -134,35 +136,28 @@ def output_of(job: Job, number: str) -> str:
     return re.sub("%[%xjAa]", lambda found: filled[found[0]], job.output)
 
 
-def _check(job: Job) -> None:
-    have = job.profile
+def _check_words(job: Job, said: Sequence[str]) -> None:
+    have, env = job.profile, job.profile.env or {}
     single = {name: value for name, value in vars(have).items() if type(value) is str and name != "about"}
     single |= {"script": job.script, "name": job.title, "array": job.array or "0", "run-dir": str(job.folder)}
-    for name, value in single.items():
-        _check_value(name.replace("_", "-"), value)
-    for name, values in (("module", have.modules), ("container-command", have.container_command[:1])):
-        for value in values:
-            _check_value(name, value)
-    words = {"setup": have.setup, "container-command": have.container_command}
-    for name, values in (words | {"argument": job.args}).items():
-        for value in values:
-            _check_text(name, value)
-    for name, (form, wrong) in _FORMS.items():
-        if (written := single.get(name)) and not re.fullmatch(form, written):
-            raise UsageError(f"{name} {written!r} is {wrong}")
-    _check_lists(have)
-    _check_sense(job)
-
-
-def _check_lists(have: Profile) -> None:
-    for option in have.options:
-        _check_text("option", option)
-        if not re.fullmatch("--[a-z][a-z-]*(=.*)?", option):
-            raise UsageError(f"option {option!r} is no option of sbatch; write it as --name or --name=value")
-    for name, value in (have.env or {}).items():
-        _check_text(f"env {name}", value)
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(f"env {name!r} is no name of a variable; use letters, digits and _")
+    values = [(name.replace("_", "-"), value) for name, value in single.items()]
+    values += [("module", value) for value in have.modules]
+    values += [("container-command", value) for value in have.container_command[:1]]
+    lists = {"argument": (*said, *job.args), "setup": have.setup, "container-command": have.container_command}
+    texts = [(name, value) for name, words in lists.items() for value in words]
+    options = [("option", option) for option in have.options]
+    for name, value in (*values, *texts, *options, *((f"env {name}", value) for name, value in env.items())):
+        for character, called in _ENDS_OF_LINES.items():
+            if character in value:
+                raise UsageError(f"{name} {value!r} holds {called}, which would end its line; leave it out")
+    for name, value in values:
+        if not value or value.startswith("-"):
+            why = "would be read as another option" if value else "is empty"
+            raise UsageError(f"{name} {value!r} {why}; write one that begins with a letter")
+    for name, value in (*values, *options, *(("env", name) for name in env)):
+        form, wrong = _FORMS.get(name, (".*", ""))
+        if not re.fullmatch(form, value):
+            raise UsageError(f"{name} {value!r} is {wrong}")
 
 
 def _check_sense(job: Job) -> None:
@@ -183,19 +178,6 @@ def _check_sense(job: Job) -> None:
     if job.gang and (job.array or have.launcher != "srun"):
         other = f"array {job.array}" if job.array else f"launcher {have.launcher}"
         raise UsageError(f"array-gang makes its own array of single processes; leave {other} out")
-
-
-def _check_value(name: str, value: str) -> None:
-    _check_text(name, value)
-    if not value or value.startswith("-"):
-        why = "would be read as another option" if value else "is empty"
-        raise UsageError(f"{name} {value!r} {why}; write one that begins with a letter")
-
-
-def _check_text(name: str, value: str) -> None:
-    for character, called in (("\n", "a newline"), ("\r", "a carriage return"), ("\0", "a NUL")):
-        if character in value:
-            raise UsageError(f"{name} {value!r} holds {called}, which would end its line; leave it out")
 
 
 def _options(job: Job) -> Iterator[tuple[str, object]]:
@@ -267,24 +249,20 @@ def _step(job: Job) -> str:
     srun = ["srun", "--kill-on-bad-exit=1", *([f"--cpu-bind={have.cpu_bind}"] if have.cpu_bind else [])]
     start = shlex.join([*srun, *contained, python])
     if have.launcher == "torchrun":
-        return " \\\n    ".join(
-            (
-                f"{start} -m torch.distributed.run --nnodes={have.nodes} --nproc-per-node={job.tasks}",
-                '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID"',
-                '--rdzv-endpoint="$(scontrol show hostnames | head -n 1):$((10000 + SLURM_JOB_ID % 18999))"',
-                script,
-            )
-        )
-    if job.gang:
+        lines = [
+            f"{start} -m torch.distributed.run --nnodes={have.nodes} --nproc-per-node={job.tasks}",
+            '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID"',
+            '--rdzv-endpoint="$(scontrol show hostnames | head -n 1):$((10000 + SLURM_JOB_ID % 18999))"',
+        ]
+    elif job.gang:
         where = shlex.quote(f"file://{job.folder.absolute()}/gang-")
-        return " \\\n    ".join(
-            (
-                f"{start} -m samestep run --nproc-per-node=1 --nodes={have.nodes * job.tasks}",
-                f'--node-rank="$SLURM_ARRAY_TASK_ID" --rendezvous={where}"$SLURM_ARRAY_JOB_ID"',
-                script,
-            )
-        )
-    return f"{start} {script}"
+        lines = [
+            f"{start} -m samestep run --nproc-per-node=1 --nodes={have.nodes * job.tasks}",
+            f'--node-rank="$SLURM_ARRAY_TASK_ID" --rendezvous={where}"$SLURM_ARRAY_JOB_ID"',
+        ]
+    else:
+        return f"{start} {script}"
+    return " \\\n    ".join([*lines, script])
 
 
 def _directive(value: object) -> str:

@@ -88,7 +88,9 @@ class WorkerGroup:
 
     def _turn(self, signals: int | None) -> None:
         alive = self._alive()
-        streams = [stream for worker in alive for stream in (worker.out, worker.err) if stream.open]
+        streams = [
+            stream for worker in alive for stream in (worker.out, worker.err) if not stream.pipe.closed
+        ]
         ready = self._actions(alive, streams, signals)
         poll = select.poll()
         for fd in ready:
@@ -112,7 +114,7 @@ class WorkerGroup:
     ) -> dict[int, Callable[[], object]]:
         """What to do when one of these descriptors can be read."""
         actions: dict[int, Callable[[], object]] = {
-            stream.pipe: stream.read
+            stream.pipe.fileno(): stream.read
             for stream in streams
             if stream.console is None or not stream.console.crowded
         }

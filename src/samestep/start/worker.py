@@ -4,11 +4,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from subprocess import DEVNULL, PIPE, Popen
+from typing import NamedTuple, cast
 
 from samestep.failure import read_failure
 from samestep.rundir import CHECKPOINTED
@@ -16,8 +18,6 @@ from samestep.start.failure import Traceback, of_record, read_traceback
 from samestep.start.output import ERR, OUT, Console, Log, Stream
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
-# Python ignores these two, and what is ignored stays so in the programs it starts.
-_RESTORED = [signal.SIGPIPE, signal.SIGXFSZ]
 
 
 class WorkerSpec(NamedTuple):
@@ -34,34 +34,19 @@ class WorkerSpec(NamedTuple):
     record: Path | None = None
 
 
-class Guardian:
+class Guardian(Popen[bytes]):
     """The process that ends the workers should this one be killed."""
 
     def __init__(self) -> None:
-        end, self._pipe = os.pipe()
-        try:
-            self._pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-I", "-S", str(_GUARDIAN)],
-                os.environ,
-                file_actions=[(os.POSIX_SPAWN_DUP2, end, 0)]
-                + [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (OUT, ERR)],
-                setsid=True,
-            )
-        finally:
-            os.close(end)
+        command = [sys.executable, "-I", "-S", str(_GUARDIAN)]
+        super().__init__(
+            command, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+        )
 
     def watch(self, group: int, sign: str = "+") -> None:
-        """End this process group with this process; with the sign `-`, which is for a group that is gone, not."""
+        """End this process group with this process; the sign `-` says that the group has ended."""
         with suppress(BrokenPipeError):
-            os.write(self._pipe, f"{sign}{group}\n".encode())
-
-    def __enter__(self) -> "Guardian":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._pipe)
-        os.waitpid(self._pid, 0)
+            cast(FileIO, self.stdin).write(f"{sign}{group}\n".encode())
 
 
 class Worker:
@@ -72,21 +57,23 @@ class Worker:
         self.rank, self._record, self._guardian = spec.rank, spec.record, guardian
         self.status: int | None = None
         self.ended_at, self.was_stopped = inf, False
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
-        self.out = Stream(out, OUT, spec.log, spec.console, spec.prefix)
-        self.err = Stream(err, ERR, spec.log, spec.console, spec.prefix)
-        try:
-            self.pid = _spawn(spec, out_end, err_end)
-        except OSError:
-            self.out.finish()
-            self.err.finish()
-            raise
-        finally:
-            os.close(out_end)
-            os.close(err_end)
+        stdin = DEVNULL if spec.stdin is None else spec.stdin
+        with _bound(spec.cores):
+            self._process = Popen(
+                spec.command,
+                bufsize=0,
+                env=spec.env,
+                stdin=stdin,
+                stdout=PIPE,
+                stderr=PIPE,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
         guardian.watch(self.pid)
         self.pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+        out, err = cast(FileIO, self._process.stdout), cast(FileIO, self._process.stderr)
+        self.out = Stream(out, OUT, spec.log, spec.console, spec.prefix)
+        self.err = Stream(err, ERR, spec.log, spec.console, spec.prefix)
 
     @property
     def is_alive(self) -> bool:
@@ -124,10 +111,10 @@ class Worker:
         """Whether it has ended; then what it started is ended too, and its last output read."""
         if self.status is not None:
             return True
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if not pid:
+        self.status = self._process.poll()
+        if self.status is None:
             return False
-        self.status, self.ended_at = os.waitstatus_to_exitcode(status), time.monotonic()
+        self.ended_at = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._guardian.watch(self.pid, "-")
@@ -149,26 +136,14 @@ def fill_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _spawn(spec: WorkerSpec, out: int, err: int) -> int:
-    actions: list[tuple[int, int, int] | tuple[int, int, str, int, int]] = []
-    if spec.stdin is None:
-        actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
-    elif spec.stdin != 0:
-        actions.append((os.POSIX_SPAWN_DUP2, spec.stdin, 0))
-    actions += [(os.POSIX_SPAWN_DUP2, out, OUT), (os.POSIX_SPAWN_DUP2, err, ERR)]
-    before = os.sched_getaffinity(0) if spec.cores else None
-    if spec.cores:
-        # A process inherits its cores, so they are set here for a moment: no code runs between fork and exec.
-        os.sched_setaffinity(0, spec.cores)
+@contextmanager
+def _bound(cores: Sequence[int] | None) -> Iterator[None]:
+    """While entered, this process has these cores, which a process that it starts inherits."""
+    before = os.sched_getaffinity(0) if cores else None
+    if cores:
+        os.sched_setaffinity(0, cores)
     try:
-        return os.posix_spawnp(
-            spec.command[0],
-            list(spec.command),
-            spec.env,
-            file_actions=actions,
-            setsid=True,
-            setsigdef=_RESTORED,
-        )
+        yield
     finally:
         if before:
             os.sched_setaffinity(0, before)

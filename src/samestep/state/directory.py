@@ -16,8 +16,10 @@ from pathlib import Path
 from platform import node
 from typing import Generic, TypeVar
 
+import psutil
+
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import is_alive, make_private_directory
+from samestep.files import make_private_directory, read_text
 from samestep.state import file as state_file
 from samestep.text import size
 
@@ -148,7 +150,7 @@ class CheckpointDirectory:
 
     def _is_abandoned(self, dir_fd: int, name: str, place: str, pid: int) -> bool:
         if place == _here():
-            return not is_alive(pid)
+            return not psutil.pid_exists(pid)
         # both times are the file server's, so no two clocks are compared
         os.utime(dir_fd)
         return os.fstat(dir_fd).st_mtime - os.stat(name, dir_fd=dir_fd).st_mtime > _ABANDONED_SECONDS
@@ -177,8 +179,7 @@ def _identity(dir_fd: int, name: str) -> tuple[int, int, int]:
 def _here() -> str:
     """Where a process number means something: this boot of this machine, this process namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        place = f"{boot}{os.stat('/proc/self/ns/pid').st_ino}"
+        place = f"{read_text(Path('/proc/sys/kernel/random/boot_id'))}{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         place = node()
     return blake2b(place.encode(), digest_size=8).hexdigest()
