@@ -100,7 +100,9 @@ def test_passes_that_were_left_are_forgotten_and_keep_no_data_alive(world):
 
 def test_a_share_knows_its_samples_while_its_pass_goes_on():
     order = torch.tensor([5, 3, 4, 1])
-    share = Share(Pass("loader of a test".split, 0, 0, order, training=True), 0, 1, 2, 4)
+    begun = Pass(nn.Identity(), 0, training=True)
+    begun.take_order(order, 0)
+    share = Share(begun, 0, 1, 2, 4)
     assert share.samples.tolist() == [3, 4]
     assert (share.weight(1), share.weight(3)) == (0.5, 1.5)
     del order

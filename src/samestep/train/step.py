@@ -5,7 +5,8 @@ subscribe. Data does not know of models, and models do not know of data.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,23 +28,20 @@ def cut(count: int, size: int, rank: int) -> tuple[int, int]:
 class Pass:
     """One way through a loader; a pass that the script has left keeps neither loader nor order alive."""
 
-    def __init__(
-        self,
-        of: object,
-        epoch: int,
-        seed: int,
-        order: torch.Tensor,
-        *,
-        training: bool,
-        accumulates: bool = False,
-    ) -> None:
+    def __init__(self, of: object, epoch: int, *, training: bool, accumulates: bool = False) -> None:
         """`accumulates` says that its steps are made of microbatches."""
-        self.epoch, self.seed, self.training, self.accumulates = epoch, seed, training, accumulates
+        self.epoch, self.training, self.accumulates = epoch, training, accumulates
+        self.seed = 0
         self.counted = 0
         self.is_left = False
         self.latest: Share | None = None
         self.batch: tuple[weakref.ref[torch.Tensor], ...] = ()
-        self._of, self._order = weakref.ref(of), weakref.ref(order)
+        self._of = weakref.ref(of)
+        self._order: Callable[[], torch.Tensor | None] = lambda: None
+
+    def take_order(self, order: torch.Tensor, seed: int) -> None:
+        """The order of the samples, and the seed that belongs to it."""
+        self._order, self.seed = weakref.ref(order), seed
 
     @property
     def of(self) -> Any:
@@ -106,6 +104,8 @@ class Spine(Member):
         self.steps = 0
         self.batches = 0
         self.inside_model = 0
+        self.is_reading = False
+        self.is_share_given = False
         self._subscribers: list[Subscriber] = []
         self._passes: list[Pass] = []
         self._left: Pass | None = None
@@ -205,6 +205,17 @@ class Spine(Member):
         rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         shares = (held.latest for held in reversed(self._passes) if held.latest is not None)
         return next((share for share in shares if share.mine in rows), None), False
+
+    @contextmanager
+    def called_with(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """While a model is called: whether its input has as many rows, or columns, as this rank has samples."""
+        share, before = self.at_hand, self.is_share_given
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        self.is_share_given = share is not None and any(share.mine in one.shape[:2] for one in tensors)
+        try:
+            yield
+        finally:
+            self.is_share_given = before
 
     def has_unlike_shares(self) -> bool:
         """Whether unfinished training passes give this rank unlike parts of their batches."""

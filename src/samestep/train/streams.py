@@ -3,16 +3,24 @@
 import hashlib
 import json
 import random
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
+
+NAMES = ("torch", "python", "numpy", "cuda")
 
 
 def seed_of(*facts: int | str) -> int:
     """A 63-bit seed that is a function of the facts alone, alike on every machine."""
     digest = hashlib.blake2b("/".join(map(str, facts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def draw_seed() -> int:
+    """Local. A number of 63 bits from torch's stream, as DataLoader and RandomSampler draw their seeds."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 def draw_as(*facts: int | str) -> None:
@@ -36,16 +44,37 @@ def capture() -> bytes:
     return json.dumps(kept).encode()
 
 
-def restore(kept: bytes) -> None:
-    """Local. Go on drawing where `capture` was called."""
+def restore(kept: bytes, names: Collection[str] = NAMES) -> None:
+    """Local. Go on drawing where `capture` was called, in these streams."""
     streams = json.loads(kept)
-    torch.set_rng_state(_tensor(streams["torch"]))
-    version, words, gauss = streams["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(streams["numpy"]))
-    if "cuda" in streams and torch.cuda.is_available():
+    if "torch" in names:
+        torch.set_rng_state(_tensor(streams["torch"]))
+    if "python" in names:
+        version, words, gauss = streams["python"]
+        random.setstate((version, tuple(words), gauss))
+    if "numpy" in names:
+        np.random.set_state(tuple(streams["numpy"]))
+    if "cuda" in names and "cuda" in streams and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(streams["cuda"]))
 
 
 def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def digest() -> bytes:
+    """8 bytes that tell where this process's streams are."""
+    state = hashlib.blake2b(torch.get_rng_state().numpy().data, digest_size=8)
+    _, numbers, gauss = random.getstate()
+    _, words, *rest = np.random.get_state(legacy=True)
+    state.update(np.asarray(numbers, np.uint64).tobytes() + np.asarray(words).tobytes())
+    state.update(repr((gauss, rest)).encode())
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state.update(torch.cuda.get_rng_state().numpy().tobytes())
+    return state.digest()
+
+
+def different(one: bytes, other: bytes) -> list[str]:
+    """Which streams are at another place in two captured states."""
+    states = json.loads(one), json.loads(other)
+    return [name for name in states[0] if states[0][name] != states[1].get(name)]

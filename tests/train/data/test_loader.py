@@ -108,8 +108,8 @@ def test_tensors_in_memory_come_bit_for_bit_as_from_a_dataloader(world):
         torch.rand(13, 2).bfloat16(),
     ):
         data = TensorDataset(tensor, torch.arange(13))
-        fast = list(samestep.loader(data, 4, shuffle=True))
-        slow = list(samestep.loader(Subset(data, range(13)), 4, shuffle=True, num_workers=0))
+        fast = list(samestep.loader(data, 4, shuffle=True, seed=0))
+        slow = list(samestep.loader(Subset(data, range(13)), 4, shuffle=True, seed=0, num_workers=0))
         assert len(fast) == len(slow)
         for one, other in zip(fast, slow, strict=True):
             assert type(one) is type(other) is list
@@ -156,7 +156,7 @@ NOISE = [0.359653, 0.912645, 0.927186]
 
 def test_loading_does_not_disturb_the_scripts_random_streams(world):
     for workers in (0, 1):
-        loader = samestep.loader(Noisy(6), 3, shuffle=True, num_workers=workers)
+        loader = samestep.loader(Noisy(6), 3, shuffle=True, seed=0, num_workers=workers)
         torch.manual_seed(5)
         random.seed(5)
         np.random.seed(5)
@@ -174,7 +174,7 @@ def test_a_sampler_gives_the_same_order_on_all_ranks_at_any_size(world):
     for generator in (None, torch.Generator()):
         torch.manual_seed(world.rank)
         sampler = WeightedRandomSampler(weights, 20, replacement=True, generator=generator)
-        loader = samestep.loader(TensorDataset(torch.arange(20)), 6, sampler=sampler)
+        loader = samestep.loader(TensorDataset(torch.arange(20)), 6, sampler=sampler, seed=0)
         orders.append([together(x.tolist() for (x,) in loader) for _ in range(2)])
         assert len(loader) == 4
     for first, second in orders:
@@ -207,28 +207,28 @@ def test_a_sampler_may_draw_from_any_stream(world):
 
 def test_epochs_go_on_in_the_one_that_was_left(world):
     data = TensorDataset(torch.arange(10))
-    loader = samestep.loader(data, 4, shuffle=True)
+    loader = samestep.loader(data, 4, shuffle=True, seed=0)
     whole = [[x.tolist() for (x,) in loader] for _ in loader.epochs(3)]
     assert len(whole) == 3
     assert list(loader.epochs(3)) == []
     for stop in range(1, 4):
-        first = samestep.loader(data, 4, shuffle=True)
+        first = samestep.loader(data, 4, shuffle=True, seed=0)
         for epoch in first.epochs(3):
             for step, _ in enumerate(first, 1):
                 if (epoch, step) == (1, stop):
                     state = first.state_dict()
             if epoch == 1:
                 break
-        second = samestep.loader(data, 4, shuffle=True)
+        second = samestep.loader(data, 4, shuffle=True, seed=0)
         second.load_state_dict(state)
         rest = {epoch: [x.tolist() for (x,) in second] for epoch in second.epochs(3)}
         assert rest == {1: whole[1][stop:], 2: whole[2]}
 
 
 def test_a_second_pass_within_an_epoch_takes_nothing_from_the_next(world):
-    loader = samestep.loader(TensorDataset(torch.arange(10)), 4, shuffle=True)
+    loader = samestep.loader(TensorDataset(torch.arange(10)), 4, shuffle=True, seed=0)
     alone = [[x.tolist() for (x,) in loader] for _ in loader.epochs(3)]
-    loader = samestep.loader(TensorDataset(torch.arange(10)), 4, shuffle=True)
+    loader = samestep.loader(TensorDataset(torch.arange(10)), 4, shuffle=True, seed=0)
     passes = [[[x.tolist() for (x,) in loader] for _ in range(2)] for _ in loader.epochs(3)]
     assert [first for first, _ in passes] == alone
 
@@ -328,7 +328,7 @@ def test_errors_say_what_to_write(world):
     with pytest.raises(UsageError, match=r"loader makes its own batch_sampler; leave it out"):
         samestep.loader(Numbers(4), 4, batch_sampler=[[1]])
     with pytest.raises(UsageError, match=r"both a sampler and shuffle=True"):
-        samestep.loader(Numbers(4), 4, sampler=range(4), shuffle=True)
+        samestep.loader(Numbers(4), 4, sampler=range(4), shuffle=True, seed=0)
 
     class Stream(IterableDataset):
         def __iter__(self):

@@ -33,7 +33,7 @@ def network():
 def in_steps(microbatch, epochs=2, zero=True, **options):
     model, norms = samestep.replicate(network(), **options), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train = samestep.steps(dataset(), 8, microbatch=microbatch, shuffle=True)
+    train = samestep.steps(dataset(), 8, microbatch=microbatch, shuffle=True, seed=0)
     for _ in train.epochs(epochs):
         for step in train:
             for x, y in step:
@@ -88,7 +88,7 @@ def test_a_penalty_an_opaque_output_and_chained_models_have_the_serial_gradient(
     models, plain = two_networks(), two_networks()
     for model in models:
         samestep.replicate(model, exact=exact)
-    train = samestep.steps(dataset(), 8, microbatch=microbatch, shuffle=True)
+    train = samestep.steps(dataset(), 8, microbatch=microbatch, shuffle=True, seed=0)
     optimizers = [
         torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
         for one, other in (models, plain)
@@ -225,8 +225,8 @@ def test_where_steps_are_is_said_in_samples(world):
 
     rows = TensorDataset(torch.arange(SAMPLES))
     for upto in range(1, 5):
-        whole = samestep.steps(rows, 8, microbatch=2, shuffle=True)
+        whole = samestep.steps(rows, 8, microbatch=2, shuffle=True, seed=0)
         taken(whole, upto)
-        rest = samestep.steps(rows, 8, microbatch=2, shuffle=True)
+        rest = samestep.steps(rows, 8, microbatch=2, shuffle=True, seed=0)
         rest.load_state_dict(whole.state_dict())
         assert taken(rest, 99) == sorted(order(SAMPLES, 0, 0, True)[8 * upto :].tolist())

@@ -76,7 +76,7 @@ def serial(model, length, batch_size, *, kind="momentum", clip=None, epochs=2):
 def shared(model, length, batch_size, *, kind="momentum", clip=None, epochs=2, in_memory=True, **options):
     dataset = data(length) if in_memory else Subset(data(length), range(length))
     extra = {} if in_memory else {"num_workers": 0}
-    loader = samestep.loader(dataset, batch_size, shuffle=True, **extra)
+    loader = samestep.loader(dataset, batch_size, shuffle=True, seed=0, **extra)
     model = samestep.replicate(model, **options)
     optimizer = optimizer_of(model, kind)
     losses = []
@@ -137,7 +137,7 @@ def test_gradients_of_several_batches_are_accumulated_without_exchange_and_exact
         optimizer = optimizer_of(one)
         if replicated:
             one = samestep.replicate(one)
-            stream = iter(samestep.loader(data(23), 6, shuffle=True))
+            stream = iter(samestep.loader(data(23), 6, shuffle=True, seed=0))
         else:
             stream = batches(23, 6, 1)
         for step, (x, y) in enumerate(stream):
@@ -161,7 +161,7 @@ def test_two_models_in_one_backward_and_one_used_twice(world):
     plain = network(), nn.Linear(3, 50).double()
     models = copy.deepcopy(plain)
     train(*plain, batches(23, 7, 1))
-    train(*map(samestep.replicate, models), samestep.loader(data(23), 7, shuffle=True))
+    train(*map(samestep.replicate, models), samestep.loader(data(23), 7, shuffle=True, seed=0))
     for model, one in zip(models, plain, strict=True):
         all_close(model, one)
 
@@ -184,7 +184,7 @@ def test_a_penalty_on_gradients_is_that_of_the_whole_batch(world):
     plain = network(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     models = copy.deepcopy(plain)
     train(*plain, batches(22, 7, 1))
-    train(*map(samestep.replicate, models), samestep.loader(data(22), 7, shuffle=True))
+    train(*map(samestep.replicate, models), samestep.loader(data(22), 7, shuffle=True, seed=0))
     for model, one in zip(models, plain, strict=True):
         all_close(model, one)
 
@@ -235,7 +235,7 @@ def test_a_loss_of_all_ranks_values_trains_as_in_the_serial_script(world, loss, 
     plain = Centred(SimpleNamespace(sum=same, mean=same, gather=same))
     model = samestep.replicate(Centred(samestep))
     train(plain, batches(length, 7, 1), 0)
-    train(model, samestep.loader(data(length), 7, shuffle=True), world.rank)
+    train(model, samestep.loader(data(length), 7, shuffle=True, seed=0), world.rank)
     all_close(model, plain)
 
 
@@ -259,7 +259,7 @@ def test_a_plain_mean_over_ranks_would_have_been_wrong(world):
     model = samestep.replicate(model)
     optimizer = optimizer_of(model)
     losses = []
-    for x, y in samestep.loader(data(23), 7, shuffle=True):
+    for x, y in samestep.loader(data(23), 7, shuffle=True, seed=0):
         optimizer.zero_grad()
         loss = cross_entropy(model(x), y)
         loss.backward()

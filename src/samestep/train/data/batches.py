@@ -16,6 +16,7 @@ from samestep.train.nested import map_tensors
 from samestep.train.streams import seed_of
 
 Indices = torch.Tensor
+_Key = tuple[int, int, int]
 
 
 class FromMemory:
@@ -25,7 +26,7 @@ class FromMemory:
         self.tensors = dataset.tensors
         self.pin = pin and all(one.device.type == "cpu" for one in self.tensors)
 
-    def batches(self, plan: Iterator[Indices], epoch: int) -> Iterator[list[torch.Tensor]]:
+    def batches(self, plan: Iterator[Indices], epoch: int, seed: int) -> Iterator[list[torch.Tensor]]:
         for indices in plan:
             batch = [one.index_select(0, indices.to(one.device)) for one in self.tensors]
             yield [one.pin_memory() for one in batch] if self.pin else batch
@@ -37,41 +38,40 @@ class FromMemory:
 class FromWorkers:
     """Any other data set, through torch's DataLoader; its workers live as long as the loader."""
 
-    def __init__(self, dataset: Any, seed: int, options: dict[str, Any]) -> None:
+    def __init__(self, dataset: Any, options: dict[str, Any]) -> None:
         self._plan = _Plan()
-        self._dataset = _Seeded(dataset, seed)
+        self._dataset = _Seeded(dataset)
         options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
         # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.
         self._loader: DataLoader[Any] = DataLoader(
             self._dataset, batch_sampler=self._plan, generator=torch.Generator(), **options
         )
 
-    def batches(self, plan: Iterator[Indices], epoch: int) -> Iterator[Any]:
-        self._plan.keys = ([(epoch, index) for index in indices.tolist()] for indices in plan)
+    def batches(self, plan: Iterator[Indices], epoch: int, seed: int) -> Iterator[Any]:
+        self._plan.keys = ([(seed, epoch, index) for index in indices.tolist()] for indices in plan)
         return iter(self._loader)
 
     def sample(self, index: int) -> Any:
         """One sample as it is under any seed, to know the data set by."""
-        return _Seeded(self._dataset.dataset, 0).__getitems__([(0, index)])[0]
+        return self._dataset.__getitems__([(0, 0, index)])[0]
 
 
 class _Plan:
     """As a batch sampler: the keys of the pass that is being started."""
 
-    keys: Iterator[list[tuple[int, int]]] = iter(())
+    keys: Iterator[list[_Key]] = iter(())
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[_Key]]:
         return self.keys
 
 
 class _Seeded(Dataset[Any]):
     """What a sample draws is a function of (seed, epoch, sample): not of the worker or rank that loads it."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.seed = seed
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, keys: Sequence[_Key]) -> list[Any]:
         if get_worker_info() is not None:
             return [self._sample(*key) for key in keys]
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -82,8 +82,8 @@ class _Seeded(Dataset[Any]):
             random.setstate(before[1])
             np.random.set_state(before[2])
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        seed = seed_of(self.seed, epoch, index)
+    def _sample(self, seed: int, epoch: int, index: int) -> Any:
+        seed = seed_of(seed, epoch, index)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)

@@ -18,6 +18,7 @@ from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
 from samestep.train.data.batches import FromMemory, FromWorkers, content, on_device
 from samestep.train.data.order import Order, Sampled
+from samestep.train.draws import Draws
 from samestep.train.group.group import Group
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
@@ -34,7 +35,7 @@ def loader(
     *,
     shuffle: bool = False,
     drop_last: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     **options: Any,
 ) -> "Loader":
     """Collective. Iterate a dataset in batches: each rank gets its share of every batch, on its own device.
@@ -106,14 +107,14 @@ class Loader:
         batch_size: int,
         shuffle: bool,
         drop_last: bool,
-        seed: int,
+        seed: int | None,
         options: dict[str, Any],
         group: Group,
     ) -> None:
         world = group.world
         batch_size = as_int(batch_size)
         share.check_batch_size(batch_size, world.size)
-        if type(seed := as_int(seed)) is not int:
+        if seed is not None and type(seed := as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is no whole number; use one, such as seed=0")
         _check_dataset(dataset)
         self.dataset = dataset
@@ -121,9 +122,11 @@ class Loader:
         self.drop_last = drop_last
         self.epoch = 0
         self._position = 0
+        self._passes = 0
         self._begun = self._remarked = False
         self._ledger = b""
         self._spine = group.the(Spine)
+        self._draws = group.the(Draws)
         self._spine.subscribe(group.the(Meter))
         self._on_done: list[Callable[[], None]] = []
         self._shuffle = shuffle
@@ -133,9 +136,12 @@ class Loader:
         if self.sampler is not None and shuffle:
             raise UsageError("loader got both a sampler and shuffle=True; a sampler is an order of its own")
         own = self.sampler is not None
-        self._order = Sampled(self.sampler, seed) if own else Order(len(dataset), seed, shuffle)
+        self._order = Sampled(self.sampler, seed, group) if own else Order(len(dataset), seed, shuffle, group)
         self._length = self._order.length
-        self._source = _source(dataset, seed, options, world.device, group.own_cores)
+        # torch's iterator with workers reads ahead, and draws the order before the first batch is asked for
+        self._reads_ahead = bool(options.get("num_workers"))
+        self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
+        self._source = _source(dataset, options, world.device, group.own_cores)
 
     def __len__(self) -> int:
         whole, rest = divmod(self._length, self.batch_size)
@@ -145,6 +151,8 @@ class Loader:
         if self._begun:
             self.epoch, self._position = self.epoch + 1, 0
         self._begun = True
+        self._order.begin(again=self._keeps_workers and self._passes > 0)
+        self._passes += 1
         return self._pass(self._spine.is_training(self._shuffle))
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -214,7 +222,7 @@ class Loader:
         """One way through: in training every rank gets as many batches as the others.
 
         A rank without a share of a tiny last batch then takes the step on that batch with weight 0. In evaluation
-        the last batch is filled from the one before, or the rank gets none.
+        the last batch is filled from the one before, or with same=True the rank gets none.
         """
         world = self._world
         pieces = list(
@@ -225,25 +233,32 @@ class Loader:
                 world.rank,
                 start=self._position,
                 drop_last=self.drop_last,
-                even=not training,
+                even=not training and not self._draws.active,
             )
         )
         if training and not self._shuffle and pieces and pieces[-1].all < world.size:
             self._remark_lending(pieces[-1].all)
-        order = self._order.draw(self.epoch, alike=training)
-        this = Pass(self, self.epoch, self._seed, order, training=training)
+        this = Pass(self, self.epoch, training=training)
         self._spine.begin_pass(this)
-        return self._batches(this, order, pieces)
+        return self._batches(this, self._drawn(this) if self._reads_ahead else None, pieces)
 
-    def _batches(self, this: Pass, order: torch.Tensor, pieces: Sequence[share.Piece]) -> Iterator[Any]:
+    def _drawn(self, this: Pass) -> torch.Tensor:
+        order = self._order.draw(this.epoch, alike=this.training)
+        this.take_order(order, self._order.pass_seed)
+        return order
+
+    def _batches(
+        self, this: Pass, drawn: torch.Tensor | None, pieces: Sequence[share.Piece]
+    ) -> Iterator[Any]:
         spine = self._spine
+        order = self._drawn(this) if drawn is None else drawn
         mine = [piece for piece in pieces if piece.mine or this.training]
         plan = (
             order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.stop]
             for piece in mine
         )
         try:
-            for piece, batch in zip(mine, self._on_device(plan, this.epoch), strict=True):
+            for piece, batch in zip(mine, self._read(plan, this), strict=True):
                 lent, step = not piece.mine, spine.steps
                 handed_out = Share(
                     this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step
@@ -255,6 +270,9 @@ class Loader:
                 spine.end_step(handed_out)
             if pieces:
                 self._position = pieces[-1].stop
+            if self._draws.active and not this.training and pieces and pieces[-1].all < self._world.size:
+                # ranks without a share of the last batch did not draw on it
+                self._draws.adopt_first()
             spine.end_pass(this)
         finally:
             spine.leave_pass(this)
@@ -277,8 +295,18 @@ class Loader:
             samples = order[piece.start : piece.stop].numpy().tobytes()
             self._ledger = hashlib.blake2b(self._ledger + samples, digest_size=32).digest()
 
-    def _on_device(self, plan: Iterator[torch.Tensor], epoch: int) -> Iterator[Any]:
-        return on_device(self._source.batches(plan, epoch), self._world.device)
+    def _read(self, plan: Iterator[torch.Tensor], this: Pass) -> Iterator[Any]:
+        """The batches on this rank's device; what reading them draws is no draw of the script."""
+        batches = on_device(self._source.batches(plan, this.epoch, this.seed), self._world.device)
+        while True:
+            self._spine.is_reading = True
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._spine.is_reading = False
+            yield batch
 
 
 def as_int(value: Any) -> Any:
@@ -297,7 +325,7 @@ def _check_dataset(dataset: Any) -> None:
 
 
 def _source(
-    dataset: Any, seed: int, options: dict[str, Any], device: torch.device, own_cores: int
+    dataset: Any, options: dict[str, Any], device: torch.device, own_cores: int
 ) -> FromMemory | FromWorkers:
     if refused := options.keys() & _OURS:
         raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
@@ -317,4 +345,4 @@ def _source(
             options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
     if options["num_workers"]:
         options.setdefault("persistent_workers", True)
-    return FromWorkers(dataset, seed, options)
+    return FromWorkers(dataset, options)

@@ -20,7 +20,7 @@ def steps(
     microbatch: int,
     shuffle: bool = False,
     drop_last: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     **options: Any,
 ) -> "Steps":
     """Collective. Iterate optimizer steps; each step iterates this rank's microbatches of one batch.
@@ -54,7 +54,7 @@ class Steps(Loader):
         microbatch: int,
         shuffle: bool,
         drop_last: bool,
-        seed: int,
+        seed: int | None,
         options: dict[str, Any],
         group: Group,
     ) -> None:
@@ -83,16 +83,23 @@ class Steps(Loader):
         pieces = list(
             share.pieces(self._length, self.batch_size, 1, 0, start=self._position, drop_last=self.drop_last)
         )
-        order = self._order.draw(self.epoch, alike=training)
-        this = Pass(self, self.epoch, self._seed, order, training=training, accumulates=True)
+        if self._draws.active and training:
+            raise UsageError(
+                "steps of microbatches do not draw the serial script's numbers; use replicate(exact=True) with "
+                "steps, or same=True with samestep.loader"
+            )
+        this = Pass(self, self.epoch, training=training, accumulates=True)
         self._spine.begin_pass(this)
-        return self._steps(this, order, pieces)
+        return self._steps(this, self._drawn(this) if self._reads_ahead else None, pieces)
 
-    def _steps(self, this: Pass, order: torch.Tensor, pieces: Sequence[share.Piece]) -> Iterator["Step"]:
+    def _steps(
+        self, this: Pass, drawn: torch.Tensor | None, pieces: Sequence[share.Piece]
+    ) -> Iterator["Step"]:
         spine = self._spine
+        order = self._drawn(this) if drawn is None else drawn
         steps = [Step(self, this, piece) for piece in pieces]
         plan = (order[start:stop] for step in steps for start, stop in step.parts)
-        batches = self._on_device(plan, this.epoch)
+        batches = self._read(plan, this)
         try:
             for step in steps:
                 self._note(order, step.piece)

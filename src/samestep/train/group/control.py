@@ -23,7 +23,9 @@ from samestep.text import name_ranks
 _NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), contextlib.__file__)
 _SLOT = 1024
 _PLACE = 160
-_HEAD = 8 + _PLACE
+_DIGEST = 8
+_FIXED = 8 + _DIGEST
+_HEAD = _FIXED + _PLACE
 _PIECE = 1 << 26
 _SLICE = timedelta(seconds=1)
 _NOTICE_SECONDS = 10.0
@@ -50,18 +52,21 @@ class Control:
         self._calls = 0
         self._pending: dist.Work | None = None
 
-    def all_gather(self, call: str, payload: bytes, patience: timedelta | None) -> list[bytes]:
-        """Collective. Every rank's payload, by rank; an error on all ranks where they are at different calls."""
+    def all_gather(
+        self, call: str, payload: bytes, patience: timedelta | None, digest: bytes = b""
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Collective. Every rank's payload and digest, by rank; an error on all where they are at different calls."""
         self._calls += 1
         line = users_line()
         place = (f"{call} ({line})" if line else call).encode()[:_PLACE]
         inline = payload[: _SLOT - _HEAD]
         slot = bytearray(_SLOT)
         slot[0:4] = len(payload).to_bytes(4, "little")
-        slot[8 : 8 + len(place)] = place
+        slot[8 : 8 + len(digest)] = digest
+        slot[_FIXED : _FIXED + len(place)] = place
         slot[_HEAD : _HEAD + len(inline)] = inline
         slots = self._gather(slot, place.decode(errors="replace"), patience)
-        places = [slot[8:_HEAD].rstrip(b"\0").decode(errors="replace") for slot in slots]
+        places = [slot[_FIXED:_HEAD].rstrip(b"\0").decode(errors="replace") for slot in slots]
         if len(set(places)) > 1:
             raise _different_places(places)
         lengths = [int.from_bytes(slot[0:4], "little") for slot in slots]
@@ -70,7 +75,8 @@ class Control:
             parts = [slot[_HEAD:] for slot in slots]
         else:
             parts = self._gather(bytearray(payload.ljust(longest, b"\0")), places[0], patience)
-        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        digests = [slot[8:_FIXED] for slot in slots]
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)], digests
 
     def hand_out(self, file: Path, size: int) -> None:
         """Collective. Copy rank 0's file to a new file on every other rank."""

@@ -44,6 +44,7 @@ class Group:
         self._control = control
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
+        self._watch: tuple[Callable[[], bytes], Callable[[list[int], str], None]] | None = None
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
 
@@ -55,10 +56,23 @@ class Group:
         return found  # type: ignore[return-value]
 
     def all_gather(
-        self, call: str, payload: bytes = b"", *, patience: timedelta | None = None
+        self, call: str, payload: bytes = b"", *, patience: timedelta | None = None, compare: bool = True
     ) -> list[bytes]:
-        """Collective. Every rank's payload, by rank; an error on all ranks where they are at different calls."""
-        return [payload] if self._control is None else self._control.all_gather(call, payload, patience)
+        """Collective. Every rank's payload, by rank; an error on all ranks where they are at different calls.
+
+        Where the random streams are watched, they are compared on the way, unless `compare` is False.
+        """
+        if self._control is None:
+            return [payload]
+        watch = self._watch if compare else None
+        payloads, digests = self._control.all_gather(call, payload, patience, watch[0]() if watch else b"")
+        if watch and len(set(digests)) > 1:
+            watch[1]([rank for rank, digest in enumerate(digests) if digest != digests[0]], call)
+        return payloads
+
+    def watch_streams(self, digest: Callable[[], bytes], parted: Callable[[list[int], str], None]) -> None:
+        """Compare 8 bytes with every message; `parted` is called on all ranks where some differ from rank 0's."""
+        self._watch = digest, parted
 
     def hand_out(self, file: Path) -> None:
         """Collective. Copy rank 0's file to a new file on every other rank."""
@@ -79,7 +93,7 @@ class Group:
         the replicas go first, then all ranks come together, then the groups are destroyed. False where a member
         could not save what it held.
         """
-        saved = True
+        saved, self._watch = True, None
         for member in reversed(self._members.values()):
             try:
                 member.close()

@@ -199,7 +199,8 @@ def _join(
         store = dist.PrefixStore("samestep/control", found)  # type: ignore[attr-defined]
     group = dist.new_group(backend="gloo", timeout=timeout)
     control = Control(group, store, here.rank, here.size, timeout)
-    ranks = [json.loads(fact) for fact in control.all_gather("samestep.init", facts.encode(), None)]
+    everyones, _ = control.all_gather("samestep.init", facts.encode(), None)
+    ranks = [json.loads(fact) for fact in everyones]
     if found is None and (objection := _objection(ranks)):
         raise objection
     mine = ranks[here.rank]

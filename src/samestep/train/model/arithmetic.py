@@ -15,15 +15,20 @@ class FixedArithmetic(Member):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
-        if not asked.isdigit() or not int(asked):
-            raise UsageError(f"SAMESTEP_EXACT_THREADS is {asked!r}, no number of threads; use 1 or more")
         self._before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.cudnn.benchmark,
             torch.get_num_threads(),
         )
-        group.set_variable("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
+
+    def fix(self) -> None:
+        """From here on."""
+        asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
+        if not asked.isdigit() or not int(asked):
+            raise UsageError(f"SAMESTEP_EXACT_THREADS is {asked!r}, no number of threads; use 1 or more")
+        self.group.set_variable(
+            "CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        )
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.set_num_threads(int(asked))

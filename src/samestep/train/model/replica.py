@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
+from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
 from samestep.train.model.batchnorm import BATCH_NORMS
 from samestep.train.model.exchange import Exchange
@@ -39,7 +40,7 @@ class Replica:
         self.patched_over = {name: model.__dict__[name] for name in _PATCHED if name in model.__dict__}
         self.dirty = False
         self.ddp: DistributedDataParallel | None = None
-        self._group, self._spine = group, group.the(Spine)
+        self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
         self._looked_at = False
         self._hooks: list[RemovableHandle] = []
         self._weighs_microbatches = False
@@ -61,6 +62,12 @@ class Replica:
         model.__dict__["__getstate__"] = partial(_plain_state, model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._draws.active:
+            with self._spine.called_with(args, kwargs):
+                return self._called(args, kwargs)
+        return self._called(args, kwargs)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
         share, is_certain = self._spine.share_of(args, kwargs)
         if not self.model.training:
             self.settle()

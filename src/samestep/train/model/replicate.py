@@ -8,6 +8,7 @@ over ranks, not over samples, which is right for a penalty; parameters whose `re
 import hashlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,51 +19,85 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import RanksDiffer, UsageError
+from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import World, joined
 from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence
 from samestep.train.model.exchange import Exchange, TreeExchange
+from samestep.train.model.layouts import note_layouts
 from samestep.train.model.replica import Replicas, broadcast, replica_of
 from samestep.train.streams import seed_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def replicate(model: Model, *, sync_batchnorm: bool = False, exact: bool = False, **ddp: Any) -> Model:
-    """Collective. The same object, whose replicas on all ranks now start and stay equal.
+def replicate(
+    model: Model,
+    *,
+    same: bool | None = None,
+    exact: bool = False,
+    sync_batchnorm: bool | None = None,
+    **ddp: Any,
+) -> Model:
+    """Collective. Keep this model's weights equal on all ranks: rank 0's at the start, everyone's gradient after.
 
-    Options of DistributedDataParallel are passed on. From here on each rank draws its own random numbers;
-    with `exact`, and batches from `samestep.steps`, all of it has the same bits at any number of processes.
+    The model stays the same object, with its class, attributes and state_dict keys. After backward() every rank
+    holds the gradient of the mean loss over the whole batch, however unevenly the ranks share it.
+
+    same: draw the serial script's random numbers (dropout, noise), and take BatchNorm's statistics from the whole
+        batch: the numbers of one process, to rounding. Default: whether SAMESTEP_SAME=1 (`samestep run --same`).
+        Without it each rank draws its own from here on.
+    exact: with batches from `samestep.steps`, the same bits at any number of processes.
+    sync_batchnorm: take BatchNorm's statistics from the whole batch. Default: as `same`.
+    ddp: options of torch's DistributedDataParallel, such as find_unused_parameters=True.
+
+    Returns the model. Raises UsageError for what cannot be, RanksDiffer where the ranks' models differ.
+
+        model = samestep.replicate(Net().to(device))
     """
     target = _checked(model, ddp)
     group = joined()
     replicas, world = group.the(Replicas), group.world
     if replica_of(model) is not None or target in replicas.alone:
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
+    _check_modes(same, exact, sync_batchnorm)
+    same = not exact and (os.environ.get("SAMESTEP_SAME") == "1" if same is None else same)
+    group.the(Divergence)
     if world.size == 1 and not exact:
         replicas.alone.add(target)
         return model
     if world.size > 1:
         _check_device(target, world)
         _check_alike(target, group)
+    if same if sync_batchnorm is None else sync_batchnorm:
+        convert(target)
+    if exact:
+        group.the(FixedArithmetic).fix()
+        tree = TreeExchange(target, group, some_unused=bool(ddp.get("find_unused_parameters")))
+        replicas.add(target, ddp, tree)
+        return model
+    if same:
+        group.the(Draws).begin()
+        note_layouts(model, target, world)
+    elif not group.the(Draws).active:
+        group.the(_Streams).draw_apart()
+    _replicate_default(target, ddp, group)
+    return model
+
+
+def _check_modes(same: bool | None, exact: bool, sync_batchnorm: bool | None) -> None:
     if sync_batchnorm and exact:
         raise UsageError(
             "replicate got sync_batchnorm=True and exact=True, which takes statistics per microbatch; "
             "drop sync_batchnorm"
         )
-    if sync_batchnorm:
-        convert(target)
-    if exact:
-        group.the(FixedArithmetic)
-        tree = TreeExchange(target, group, some_unused=bool(ddp.get("find_unused_parameters")))
-        replicas.add(target, ddp, tree)
-    else:
-        group.the(_Streams).draw_apart()
-        _replicate_default(target, ddp, group)
-    group.the(Divergence)
-    return model
+    if same and exact:
+        raise UsageError(
+            "replicate got same=True and exact=True; same=True gives the serial script's numbers in the plain "
+            "loop, exact=True equal bits with samestep.steps: choose one"
+        )
 
 
 def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:

@@ -1,0 +1,297 @@
+"""The serial script's random numbers on every rank: a draw of the share's shape is this rank's part of the whole draw.
+
+All ranks keep the same random streams. Where an operation draws a tensor with the share's length in its first
+dimension (in the second in sequence-first layouts), the numbers of the whole batch are drawn and this rank's are taken.
+Covered: dropout of every kind, rand, randn, randint, bernoulli, multinomial, normal_, uniform_, exponential_ and the
+like, on CPU, and on CUDA by the same means (not tried there).
+Not covered, and said once where it happens: draws whose number depends on their input (gamma, Poisson, …), a
+permutation of the share's length, fused attention with dropout, compiled graphs.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from samestep.text import name_ranks
+from samestep.train import streams
+from samestep.train.group.control import users_line
+from samestep.train.group.group import Group, Member
+from samestep.train.step import Spine
+
+_FILLS = (
+    *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
+    *("random_", "random_.from", "random_.to"),
+)
+_ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
+_DEPENDENT = (
+    *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_"),
+    *("_cudnn_rnn", *_ATTENTION),
+)
+_CALL = "samestep's random streams"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a whole draw is this rank's: along `dim`, `length` of `whole` from `start`, or those `rows`."""
+
+    dim: int
+    start: int
+    length: int
+    whole: int
+    rows: torch.Tensor | None = None
+
+    def of(self, drawn: torch.Tensor) -> torch.Tensor:
+        if self.rows is not None:
+            return drawn.index_select(0, self.rows.to(drawn.device))
+        return drawn.narrow(self.dim, self.start, self.length)
+
+    def enlarged(self, tensor: torch.Tensor, fill: float | None = None) -> torch.Tensor:
+        """A tensor of the whole draw's size, laid out in memory like this one; with fill, around its values."""
+        sizes = list(tensor.shape)
+        sizes[self.dim] = self.whole
+        strides = tensor.stride()
+        layout = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
+        if fill is not None:
+            whole.fill_(fill)
+            if self.rows is None:
+                self.of(whole).copy_(tensor)
+            else:
+                whole.index_copy_(0, self.rows.to(tensor.device), tensor)
+        return whole
+
+
+class Draws(Member):
+    """Off until a model is replicated with same=True at more than one rank."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.active = False
+        self.sequence_first = 0
+        self.packed: Part | None = None
+        self._spine = group.the(Spine)
+        self._pid = os.getpid()
+        self._library: torch.library.Library | None = None
+        self._of_activations = False
+        self._paused = False
+        self._of_shares: set[tuple[Any, ...]] = set()
+        self._of_all: set[tuple[Any, ...]] = set()
+        self._said: set[str] = set()
+
+    def begin(self) -> None:
+        """Collective. From here on all ranks draw the numbers of the serial script."""
+        if self.active or self.group.world.size == 1:
+            return
+        self.adopt_first()
+        self.active = True
+        self.group.watch_streams(streams.digest, self._parted)
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is meant
+            for key in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
+                self._override(key)
+
+    def close(self) -> None:
+        if self._library is not None:
+            self._library._destroy()  # type: ignore[no-untyped-call]
+            self.active = False
+
+    def adopt_first(self) -> None:
+        """Collective. Go on in rank 0's random streams."""
+        everyones = self.group.all_gather(_CALL, streams.capture(), compare=False)
+        streams.restore(everyones[0])
+
+    def _parted(self, ranks: Sequence[int], call: str) -> None:
+        """Collective. Say that ranks drew different amounts, and go on in rank 0's streams."""
+        kept = self.group.all_gather(_CALL, streams.capture(), compare=False)
+        names = streams.different(kept[0], next(one for one in kept if one != kept[0]))
+        streams.restore(kept[0])
+        if self.group.world.rank == 0:
+            self._say(
+                "parted",
+                f"the random stream of {' and '.join(names)} on {name_ranks(ranks)} is not that of rank 0 any more, "
+                f"found at {call}: seed all ranks alike, and draw on all or on none; the numbers since the last "
+                "such call are not the serial script's, and all go on in rank 0's stream",
+            )
+
+    def _say(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            print(f"samestep: {text}", file=sys.stderr)
+
+    def _override(self, key: str) -> None:
+        for name in _FILLS:
+            self._replace(name, key, self._fill(name))
+        self._replace("bernoulli_.Tensor", key, self._bernoulli)
+        for kinds in ("Tensor_float", "float_Tensor", "Tensor_Tensor"):
+            self._replace(f"normal.{kinds}", key, self._normal)
+        self._replace("multinomial", key, self._multinomial)
+        self._replace("native_dropout", key, self._native_dropout)
+        self._replace("randperm.generator_out", key, self._randperm)
+        for name in ("dropout", "dropout_"):
+            self._replace(name, key, self._dropout)
+            self._replace(name, f"Autograd{key}", self._dropout)
+        for name in _DEPENDENT:
+            self._replace(name, key, self._dependent(name))
+
+    def _replace(self, name: str, key: str, function: Callable[..., Any]) -> None:
+        try:
+            kernel = torch.library.get_kernel(f"aten::{name}", key.removeprefix("Autograd"))
+        except RuntimeError:
+            return  # this build of torch has no such operation
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            return kernel.call_boxed(keys, *args, **{k: v for k, v in kwargs.items() if v is not None})
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if self._paused or self._spine.is_reading or os.getpid() != self._pid:
+                return original(*args, **kwargs)
+            return function(original, *args, **kwargs)
+
+        assert self._library is not None
+        self._library.impl(name, replaced, key)  # type: ignore[no-untyped-call]
+
+    def _fill(self, name: str) -> Callable[..., torch.Tensor]:
+        def fill(
+            original: Any, tensor: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any
+        ) -> Any:
+            part = self._part(name, tensor.shape) if generator is None else None
+            if part is None:
+                return original(tensor, *args, generator=generator, **kwargs)
+            return tensor.copy_(part.of(original(part.enlarged(tensor), *args, **kwargs)))
+
+        return fill
+
+    def _bernoulli(self, original: Any, tensor: torch.Tensor, p: torch.Tensor, generator: Any = None) -> Any:
+        part = self._part("bernoulli", tensor.shape) if generator is None else None
+        if part is None:
+            return original(tensor, p, generator=generator)
+        chances = part.enlarged(p.expand(tensor.shape).contiguous(), 0.5)
+        return tensor.copy_(part.of(original(part.enlarged(tensor), chances)))
+
+    def _normal(self, original: Any, mean: Any, std: Any, generator: Any = None) -> Any:
+        given = [one for one in (mean, std) if isinstance(one, torch.Tensor)]
+        shape = torch.broadcast_tensors(*given)[0].shape  # type: ignore[no-untyped-call]
+        part = self._part("normal", shape) if generator is None else None
+        if part is None:
+            return original(mean, std, generator=generator)
+
+        def enlarged(value: Any, fill: float) -> Any:
+            is_tensor = isinstance(value, torch.Tensor)
+            return part.enlarged(value.expand(shape).contiguous(), fill) if is_tensor else value
+
+        return part.of(original(enlarged(mean, 0.0), enlarged(std, 1.0))).clone()
+
+    def _multinomial(
+        self,
+        original: Any,
+        weights: torch.Tensor,
+        count: int,
+        replacement: bool = False,
+        generator: Any = None,
+    ) -> Any:
+        part = None
+        if generator is None and weights.dim() == 2:
+            with self._hint(True):
+                part = self._part("multinomial", weights.shape)
+        with self._quiet():
+            if part is None or part.dim:
+                return original(weights, count, replacement, generator=generator)
+            return part.of(original(part.enlarged(weights, 1.0), count, replacement)).clone()
+
+    def _native_dropout(self, original: Any, input: torch.Tensor, p: float, train: bool | None) -> Any:
+        """CUDA's fused dropout: its mask for the whole batch, of which this rank's part is used."""
+        with self._hint(not isinstance(input, torch.nn.Parameter)):
+            part = self._part("native_dropout", input.shape) if train in (None, True) and 0 < p < 1 else None
+        if part is None:
+            return original(input, p, train)
+        mask = part.of(original(part.enlarged(input, 1.0), p, train)[1]).clone()
+        return input * mask * (1 / (1 - p)), mask
+
+    def _dropout(self, original: Any, input: torch.Tensor, *args: Any) -> Any:
+        with self._hint(not isinstance(input, torch.nn.Parameter)):
+            return original(input, *args)
+
+    def _randperm(self, original: Any, n: int, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        share = self._spine.at_hand
+        if generator is None and share is not None and 1 < share.mine == n < share.all:
+            self._say_other("randperm", "a permutation of this rank's share is none of the whole batch")
+        return original(n, *args, generator=generator, **kwargs)
+
+    def _dependent(self, name: str) -> Callable[..., Any]:
+        def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._spine.at_hand is not None and not self._is_without_draw(name, args, kwargs):
+                self._say_other(
+                    name, "how many numbers it draws depends on its input or is its kernel's secret"
+                )
+            return original(*args, **kwargs)
+
+        return draw
+
+    @staticmethod
+    def _is_without_draw(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether fused attention or a recurrent kernel is called without dropout."""
+        if name.startswith("_scaled_dot"):
+            return not float(
+                kwargs.get("dropout_p", args[3 if "flash" in name else 5] if len(args) > 5 else 0.0)
+            )
+        return name == "_cudnn_rnn" and not float(kwargs.get("dropout", args[11] if len(args) > 11 else 0.0))
+
+    def _say_other(self, name: str, why: str) -> None:
+        if self.group.world.rank == 0:
+            self._say(
+                name,
+                f"{name} ({users_line()}) does not draw the serial script's numbers under same=True: {why}",
+            )
+
+    @contextmanager
+    def _hint(self, of_activations: bool) -> Iterator[None]:
+        before, self._of_activations = self._of_activations, of_activations
+        try:
+            yield
+        finally:
+            self._of_activations = before
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _part(self, name: str, shape: torch.Size) -> Part | None:
+        """Which part of the whole batch's draw this one is; None where it is one draw for all ranks."""
+        share = self._spine.at_hand
+        if share is None or not shape or not 0 < share.mine < share.all:
+            return None
+        if (packed := self.packed) is not None and shape[0] == packed.length:
+            return packed
+        mine, start = share.mine, share.start - share.batch_start
+        known = (name, tuple(shape))
+        dims = [dim for dim in ((1, 0) if self.sequence_first else (0, 1)) if dim < len(shape)]
+        found = next((dim for dim in dims if shape[dim] == mine), None)
+        if found is not None and known not in self._of_all:
+            kind = (name, len(shape), found)
+            if tuple(shape) != (1,) or kind in self._of_shares:
+                self._of_shares.add(kind)
+                return Part(found, start, mine, share.all)
+            return None
+        times = self._rows_for_each_sample(shape, mine)
+        if times:
+            return Part(0, start * times, shape[0], share.all * times)
+        self._of_all.add(known)
+        return None
+
+    def _rows_for_each_sample(self, shape: torch.Size, mine: int) -> int:
+        """Rows for each sample, of flattened activations or of attention heads; 0 where the rows are others."""
+        if not self._of_activations or not self._spine.is_share_given or shape[0] % mine:
+            return 0
+        return shape[0] // mine

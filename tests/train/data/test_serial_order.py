@@ -1,0 +1,139 @@
+"""Without a seed the order is the one that torch's DataLoader would have drawn from the script's stream."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+
+import samestep
+
+DATA = TensorDataset(torch.arange(15))
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 15
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def walk(train, test, epochs=3):
+    """What is taken, with draws of the script's own between and inside the passes."""
+    torch.manual_seed(4)
+    taken = []
+    for _ in range(epochs):
+        for batch in train:
+            rows = batch[0] if isinstance(batch, list) else batch
+            taken += [sorted(samestep.gather(rows).tolist()), torch.rand(2, 3).tolist()]
+        taken.append(torch.rand(1).item())
+        taken += [len(list(test)) > 0, np.random.rand() >= 0, torch.rand(1).item()]
+    return taken
+
+
+def serially(make, **options):
+    """The same with torch's DataLoader on the whole batches."""
+    torch.manual_seed(4)
+    taken = []
+    train, test = make(DataLoader, **options), DataLoader(DATA, 5)
+    for _ in range(3):
+        for batch in train:
+            rows = batch[0] if isinstance(batch, list) else batch
+            taken += [sorted(rows.tolist()), torch.rand(2, 3).tolist()]
+        taken.append(torch.rand(1).item())
+        taken += [len(list(test)) > 0, True, torch.rand(1).item()]
+    return taken
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}],
+    ids=["default", "0-workers", "1-worker", "kept-worker"],
+)
+@pytest.mark.parametrize("data", [DATA, Numbers()], ids=["memory", "items"])
+def test_batches_and_the_scripts_own_draws_are_those_of_the_serial_script(world, data, options):
+    def make(loader, **options):
+        return loader(data, batch_size=4, shuffle=True, **options)
+
+    mine = walk(make(samestep.loader, **options), samestep.loader(DATA, 5))
+    assert mine == serially(make, **options)
+
+
+def test_two_loaders_in_a_zip_draw_in_the_serial_scripts_order(world):
+    def pairs(loader):
+        torch.manual_seed(1)
+        one, other = (loader(DATA, batch_size=4, shuffle=True) for _ in range(2))
+        return [
+            (sorted(x.tolist()), sorted(y.tolist())) for (x,), (y,) in zip(one, other, strict=True)
+        ], torch.rand(1)
+
+    mine, drawn = pairs(samestep.loader)
+    mine = [tuple(sorted(samestep.gather(part)) for part in pair) for pair in mine]
+    expected, drawn_serially = pairs(DataLoader)
+    assert mine == expected
+    assert torch.equal(drawn, drawn_serially)
+
+
+def test_a_sampler_draws_from_the_scripts_stream(world):
+    weights = torch.arange(1.0, 16.0)
+
+    def make(loader):
+        return loader(DATA, batch_size=4, sampler=WeightedRandomSampler(weights, 15))
+
+    assert walk(make(samestep.loader), samestep.loader(DATA, 5)) == serially(make)
+
+
+def test_a_sampler_with_a_generator_of_its_own_goes_on_in_it(world):
+    def make(loader):
+        generator = torch.Generator().manual_seed(7)
+        sampler = torch.utils.data.RandomSampler(DATA, generator=generator)
+        return loader(DATA, batch_size=4, sampler=sampler)
+
+    assert walk(make(samestep.loader), samestep.loader(DATA, 5)) == serially(make)
+
+
+def test_rank_0s_stream_decides_and_the_other_ranks_draw_apart(world):
+    torch.manual_seed(0)
+    expected = [rows.tolist() for (rows,) in DataLoader(DATA, batch_size=4, shuffle=True)]
+    torch.manual_seed(world.rank)
+    loader = samestep.loader(DATA, 4, shuffle=True)
+    assert [sorted(samestep.gather(rows).tolist()) for (rows,) in loader] == list(map(sorted, expected))
+
+
+@pytest.mark.parametrize("sampler", [False, True])
+def test_the_drawn_order_is_in_the_state(world, sampler):
+    def make():
+        order = WeightedRandomSampler(torch.ones(15), 15) if sampler else None
+        return samestep.loader(DATA, 4, shuffle=not sampler, **({"sampler": order} if sampler else {}))
+
+    torch.manual_seed(3)
+    whole, state = [], {}
+    first = make()
+    for epoch in first.epochs(3):
+        for step, (rows,) in enumerate(first):
+            whole.append(rows.tolist())
+            if (epoch, step) == (1, 1):
+                state, streams = first.state_dict(), torch.get_rng_state()
+    torch.manual_seed(99)
+    second = make()
+    second.load_state_dict(state)
+    torch.set_rng_state(streams)
+    assert [rows.tolist() for _ in second.epochs(3) for (rows,) in second] == whole[6:]
+
+
+def test_a_seed_leaves_the_scripts_stream_alone_and_gives_its_order(world):
+    before = torch.get_rng_state()
+    orders = [[rows.tolist() for (rows,) in samestep.loader(DATA, 4, shuffle=True, seed=3)] for _ in range(2)]
+    assert orders[0] == orders[1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_subset_drawn_from_the_scripts_stream_is_the_serial_one(world):
+    def rows(loader):
+        torch.manual_seed(2)
+        part, _ = torch.utils.data.random_split(DATA, [9, 6])
+        return [x.tolist() for (x,) in loader(part, batch_size=3, shuffle=True)]
+
+    mine = [sorted(samestep.gather(one)) for one in rows(samestep.loader)]
+    assert mine == list(map(sorted, rows(DataLoader)))
+    assert isinstance(torch.utils.data.random_split(DATA, [9, 6])[0], Subset)
