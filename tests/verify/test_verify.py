@@ -20,7 +20,7 @@ from samestep.train.digest import digests
 from samestep.verify.causes import explain, explain_rounding
 from samestep.verify.convert import SEVEN_LINES, conversion, converted
 from samestep.verify.loss import reduction_of
-from samestep.verify.printed import is_steady, printed_otherwise
+from samestep.verify.printed import printed_otherwise
 from samestep.verify.read import Digest, Run, Step
 from samestep.verify.record import Recorder
 from samestep.verify.trajectory import Difference, first_fact, follow
@@ -174,16 +174,15 @@ def _printed(size: int, *ranks: list[str]) -> Run:
 def test_a_printed_number_counts_where_the_number_of_processes_does_not_explain_it(
     one: str, three: str, differs: bool
 ) -> None:
-    found = printed_otherwise(_printed(1, [one]), _printed(3, [three]), same_bits=False)
-    assert bool(found) == differs
+    first = _printed(1, [one])
+    assert bool(printed_otherwise(first, _printed(3, [three]), False, lambda: first)) == differs
 
 
 def test_a_number_on_which_the_ranks_do_not_agree_is_not_everyones() -> None:
     first, other = _printed(1, ["loss 0.500"]), _printed(2, ["loss 0.503"], ["loss 0.497"])
-    ((_, kind),) = printed_otherwise(first, other, same_bits=False)
-    assert is_steady(kind, first, _printed(1, ["loss 0.500"]))
-    assert not is_steady(kind, first, _printed(1, ["loss 0.700"]))
-    assert not printed_otherwise(first, _printed(2, ["loss 0.503"], ["loss 0.503"]), same_bits=False)
+    assert printed_otherwise(first, other, False, lambda: _printed(1, ["loss 0.500"]))
+    assert not printed_otherwise(first, other, False, lambda: _printed(1, ["loss 0.700"]))
+    assert not printed_otherwise(first, _printed(2, ["loss 0.503"], ["loss 0.503"]), False, pytest.fail)
 
 
 def _trained(distances: list[float], rate: float = 0.1) -> Run:

@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 import click
 
 from samestep.cli.output import verb
-from samestep.errors import CheckpointError, UsageError
+from samestep.errors import UsageError
 from samestep.files import write_atomically
 from samestep.text import printable
 
@@ -40,8 +40,6 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
         chosen = _without_prefix(_part(found.state, part))
         write = _write_safetensors if output.suffix == ".safetensors" else _write_pt
         write_atomically(output, lambda file: write(file, chosen, part))
-    except (CheckpointError, UsageError) as error:
-        raise click.ClickException(str(error)) from error
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else printable(error)
         raise click.ClickException(f"{output} cannot be written ({reason})") from error

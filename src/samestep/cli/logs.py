@@ -38,8 +38,6 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
         _show(found, tails, follow)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 class Tail:

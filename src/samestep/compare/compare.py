@@ -181,14 +181,10 @@ def _aligned(
     notes = [f"names are compared without {prefixes}"] if prefixes else []
     states = [left, right]
     for side in (0, 1):
-        level = inner_level(states[side], states[1 - side])
-        if level is not None:
-            states[side] = {
-                name.removeprefix(f"{level}."): value
-                for name, value in states[side].items()
-                if name.startswith(f"{level}.")
-            }
-            notes.append(f"of {names[side]} only `{level}.` is compared; {names[1 - side]} has no such level")
+        if level := inner_level(states[side], states[1 - side]):
+            inner = (name for name in states[side] if name.startswith(level))
+            states[side] = {name.removeprefix(level): states[side][name] for name in inner}
+            notes.append(f"of {names[side]} only `{level}` is compared; {names[1 - side]} has no such level")
     return states[0], states[1], notes
 
 

@@ -64,12 +64,9 @@ def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> list[tuple[
 
 
 def inner_level(flat: Mapping[str, object], other: Mapping[str, object]) -> str | None:
-    """The level, such as `model`, under which `flat` keeps the names that `other` has at the top."""
+    """The level, such as `model.`, under which `flat` keeps the names that `other` has at the top."""
     if flat.keys() & other.keys():
         return None
-    found: dict[str, int] = {}
-    for name in flat:
-        level, _, rest = name.partition(".")
-        if rest in other:
-            found[level] = found.get(level, 0) + 1
+    parts = (name.partition(".") for name in flat)
+    found = Counter(f"{level}." for level, _, rest in parts if rest in other)
     return max(found, key=lambda level: found[level]) if found else None

@@ -4,7 +4,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ def read(path: str | Path) -> Weights:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or printable(error)})") from None
     except Exception as error:
         raise CheckpointError(f"{path} {_why(error)}") from None
-    _check_values(path, flat)
+    _check(path, flat)
     return Weights(path, state)
 
 
@@ -65,11 +65,8 @@ def _newest(directory: Path) -> Weights:
         except CheckpointError as error:
             bad.append(f"{error}; reading an older checkpoint")
         else:
-            return Weights(
-                found.file,
-                found.state,
-                (*bad, f"{directory}: reading its newest good checkpoint, {entry.name}"),
-            )
+            note = f"{directory}: reading its newest good checkpoint, {entry.name}"
+            return replace(found, notes=(*bad, note))
     raise CheckpointError(f"{directory} holds no good checkpoint; name a weights file")
 
 
@@ -92,23 +89,24 @@ def _load(path: Path) -> object:
     )
 
 
-def _check_values(path: Path, flat: Mapping[str, object]) -> None:
+def _check(path: Path, flat: Mapping[str, object]) -> None:
+    """A tensor must not claim far more data than its file has: an expanded one may claim any size."""
     if not flat:
         raise CheckpointError(f"{path} holds no tensor and no value")
-    for name, value in flat.items():
-        if isinstance(value, Tensor):
-            _check_size(path, name, value)
-
-
-def _check_size(path: Path, name: str, tensor: Tensor) -> None:
-    """A tensor must not claim far more data than its file has: an expanded one may claim any size."""
-    if tensor.is_nested:
-        raise CheckpointError(f"{path} holds {name} as a nested tensor, which has no shape; save its parts")
-    claimed = tensor.numel() * tensor.element_size()
-    if tensor.is_meta:
-        raise CheckpointError(f"{path} holds {name} without its data; save it from a real device")
-    if claimed > max(_SMALL, _EXPANSION * path.stat().st_size):
-        raise CheckpointError(f"{path} claims {claimed:.1e} bytes for {name}, far more than the file holds")
+    for name, tensor in flat.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.is_nested:
+            raise CheckpointError(
+                f"{path} holds {name} as a nested tensor, which has no shape; save its parts"
+            )
+        if tensor.is_meta:
+            raise CheckpointError(f"{path} holds {name} without its data; save it from a real device")
+        claimed = tensor.numel() * tensor.element_size()
+        if claimed > max(_SMALL, _EXPANSION * path.stat().st_size):
+            raise CheckpointError(
+                f"{path} claims {claimed:.1e} bytes for {name}, far more than the file holds"
+            )
 
 
 def _room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.files import is_alive
 from samestep.rundir import PulseReading, log_path, pulse_path, read_pulse, read_record
 
 _SILENT_S = 600.0
@@ -42,7 +43,8 @@ class Run:
             code = self.result.get("exit_code", 1)
             return _ENDS.get(code, f"failed ({code})")
         if self.record.get("host") == os.uname().nodename:
-            return "running" if _is_alive(self.record.get("pid")) else "ended without a result"
+            pid = self.record.get("pid")
+            return "running" if isinstance(pid, int) and is_alive(pid) else "ended without a result"
         silent = time.time() - max([self.started, self.written, *(one.unix for one in self.pulses.values())])
         return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
 
@@ -162,15 +164,3 @@ def _numbers(folder: Path, before: str, after: str) -> list[int]:
     names = os.listdir(folder) if folder.is_dir() else []
     middles = [name.removeprefix(before).removesuffix(after) for name in names if name.startswith(before)]
     return [int(middle) for middle in middles if middle.isdigit()]
-
-
-def _is_alive(pid: object) -> bool:
-    if not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from samestep.verify.read import Digest, Run, Step
+from samestep.verify.read import Digest, Run
 from samestep.verify.trajectory import Difference, total
 
 _SAME = 1e-4
@@ -24,10 +24,10 @@ def explain(first: Run, other: Run, difference: Difference, again: Callable[[], 
             return _first_weights(first, again)
         case "apart":
             return _ranks_apart(other, difference)
-        case "batch":
-            return _batch(first, other, step)
-        case "samples":
-            return _order(first, other, step)
+        case "batch" | "samples":
+            return _samples(first, other, step)
+        case "printed":
+            return "a metric of one rank alone; use samestep.sum or samestep.mean, which include every rank's share"
         case "mode":
             return (
                 f"rank {difference.rank} is in another mode (training or evaluation) than rank 0; call model.train() "
@@ -50,10 +50,6 @@ def explain(first: Run, other: Run, difference: Difference, again: Callable[[], 
     return next(_arithmetic(first, other, difference, again), None)
 
 
-def explain_printed() -> str:
-    return "a metric of one rank alone; use samestep.sum or samestep.mean, which include every rank's share"
-
-
 def explain_rounding(run: Run) -> str | None:
     """The remaining reasons for other bits where all models are exact."""
     if not run.roots or not all(root["exact"] for root in run.roots):
@@ -66,7 +62,8 @@ def explain_rounding(run: Run) -> str | None:
 
 
 def _first_weights(first: Run, again: Callable[[], Run]) -> str:
-    if _same_weights(first, again()):
+    other = again()
+    if first.length and other.length and first.steps[0].param == other.steps[0].param:
         return (
             "the first weights depend on the number of processes; build the model from the same seed on every rank, "
             "before code that differs between ranks draws random numbers"
@@ -75,10 +72,6 @@ def _first_weights(first: Run, again: Callable[[], Run]) -> str:
         f"no seed is set: two runs at {first.processes} start from different weights too; call "
         "torch.manual_seed before the model is built"
     )
-
-
-def _same_weights(one: Run, other: Run) -> bool:
-    return bool(one.length and other.length) and one.steps[0].param == other.steps[0].param
 
 
 def _ranks_apart(run: Run, difference: Difference) -> str:
@@ -105,27 +98,25 @@ def _unreplicated(run: Run) -> str | None:
     )
 
 
-def _batch(first: Run, other: Run, step: int) -> str:
+def _samples(first: Run, other: Run, step: int) -> str:
+    """Why a step has other samples, or another number of them."""
     if not other.steps[step].is_ours:
         return _foreign(other)
     mine, theirs = first.num_samples(step), other.num_samples(step)
-    said = f"a step has {mine} samples at {first.processes} and {theirs} at {other.size}"
+    said = f"a step has {mine} samples at {first.processes} and {theirs} at {other.size}; " * (mine != theirs)
     if sampler := other.fact("sampler"):
-        return f"{said}; {_sampler(sampler)}"
+        return (
+            f"{said}the script's own sampler ({sampler}) chooses samples by the number of ranks; leave it out: "
+            "samestep.loader shares each batch among the ranks"
+        )
+    if not said:
+        return (
+            "the order of samples depends on the number of processes; give samestep.loader the same dataset, "
+            "seed and batch_size at any number of them"
+        )
     if theirs * first.size == mine * other.size:
-        return f"{said}; batch_size is that of the whole step: do not multiply it by the number of processes"
-    return f"{said}; give samestep.loader the same dataset and batch_size at any number of processes"
-
-
-def _order(first: Run, other: Run, step: int) -> str:
-    if not other.steps[step].is_ours:
-        return _foreign(other)
-    if sampler := other.fact("sampler"):
-        return _sampler(sampler)
-    return (
-        "the order of samples depends on the number of processes; give samestep.loader the same dataset, "
-        "seed and batch_size at any number of them"
-    )
+        return f"{said}batch_size is that of the whole step: do not multiply it by the number of processes"
+    return f"{said}give samestep.loader the same dataset and batch_size at any number of processes"
 
 
 def _foreign(run: Run) -> str:
@@ -141,35 +132,24 @@ def _foreign(run: Run) -> str:
     return f"a {sampler} ({line}) chooses each rank's samples; use samestep.loader, which shares each batch"
 
 
-def _sampler(name: str) -> str:
-    return (
-        f"the script's own sampler ({name}) chooses samples by the number of ranks; leave it out: "
-        "samestep.loader shares each batch among the ranks"
-    )
-
-
 def _hyper(first: Run, other: Run, difference: Difference) -> str:
-    assert difference.step is not None
-    name, step, rank = difference.name, difference.step, difference.rank
-    since = "" if step == 0 else f", from step {step + 1} on"
-    if rank is not None:
-        mine, theirs = _two(name, other.steps[step], other.ranks[rank][step])
-        return (
-            f"{name} is {_short(mine)} on rank 0 and {_short(theirs)} on rank {rank}{since}; build the optimizer "
-            "and its schedule, and step both, in the same way on every rank"
+    name, step, rank = difference.name, difference.step or 0, difference.rank
+    since = f", from step {step + 1} on" if step else ""
+    if rank is None:
+        pair, places = (first.steps[step], other.steps[step]), (f"at {first.processes}", f"at {other.size}")
+        why = (
+            "its schedule uses a length or count that depends on the number of processes"
+            if step
+            else "every step has the whole batch, so do not scale it by the number of processes"
         )
-    mine, theirs = _two(name, first.steps[step], other.steps[step])
-    why = (
-        "every step has the whole batch, so do not scale it by the number of processes"
-        if step == 0
-        else "its schedule uses a length or count that depends on the number of processes"
+    else:
+        pair, places = (other.steps[step], other.ranks[rank][step]), ("on rank 0", f"on rank {rank}")
+        why = "build the optimizer and its schedule, and step both, in the same way on every rank"
+    groups = zip(*(one.hyper for one in pair), strict=False)
+    mine, theirs = next(
+        (a[name], b[name]) for a, b in groups if name in a and name in b and a[name] != b[name]
     )
-    return f"{name} is {_short(mine)} at {first.processes} and {_short(theirs)} at {other.size}{since}; {why}"
-
-
-def _two(name: str, one: Step, other: Step) -> tuple[object, object]:
-    pairs = zip(one.hyper, other.hyper, strict=False)
-    return next((a[name], b[name]) for a, b in pairs if name in a and name in b and a[name] != b[name])
+    return f"{name} is {_short(mine)} {places[0]} and {_short(theirs)} {places[1]}{since}; {why}"
 
 
 def _arithmetic(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> Iterator[str]:

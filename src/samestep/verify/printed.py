@@ -1,7 +1,7 @@
 """Finds the numbers that two runs print differently although both train alike."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from samestep.verify.read import Run
 from samestep.verify.trajectory import Difference
@@ -12,31 +12,25 @@ _NEAR = 0.02
 _MOST_LINES = 10_000
 
 
-def printed_otherwise(first: Run, other: Run, same_bits: bool) -> list[tuple[Difference, str]]:
-    """The first number that differs in each kind of line, with that kind.
+def printed_otherwise(first: Run, other: Run, same_bits: bool, again: Callable[[], Run]) -> Difference | None:
+    """The first number that differs, in the lines of a kind that `again`, a second first run, prints alike.
 
     Runs that differ in bits may print slightly different numbers. Where ranks print different numbers, though, each
     of them is one rank's own, however close they are.
     """
-    found = []
     ours, theirs = _by_kind(first.printed[0]), _by_kind(other.printed[0])
     rest = [_by_kind(lines) for lines in other.printed[1:]]
     for kind in [kind for kind in ours if kind in theirs]:
         for at, (line, now) in enumerate(zip(ours[kind], theirs[kind], strict=False)):
-            same_line = [one[kind][at] for one in rest if len(one.get(kind, ())) > at]
-            agree = not any(_unlike(now, one, 0.0, (1, 1)) for one in same_line)
+            same_line = [lines[kind][at] for lines in rest if len(lines.get(kind, ())) > at]
+            agree = not any(_unlike(now, line_of_rank) for line_of_rank in same_line)
             near = 0.0 if same_bits or not agree else _NEAR
             if _unlike(line, now, near, (first.size, other.size)):
+                if any(map(_unlike, ours[kind], _by_kind(again().printed[0]).get(kind, []))):
+                    break
                 shown = f"`{now.strip()}` instead of `{line.strip()}`"
-                found.append((Difference("printed", None, 0, shown, float("inf")), kind))
-                break
-    return found
-
-
-def is_steady(kind: str, first: Run, again: Run) -> bool:
-    """Whether a second run of the script at the same size prints the same lines of this kind."""
-    ours, theirs = _by_kind(first.printed[0])[kind], _by_kind(again.printed[0]).get(kind, [])
-    return not any(_unlike(a, b, 0.0, (1, 1)) for a, b in zip(ours, theirs, strict=False))
+                return Difference("printed", None, 0, shown, float("inf"))
+    return None
 
 
 def _by_kind(lines: Sequence[str]) -> dict[str, list[str]]:
@@ -48,7 +42,7 @@ def _by_kind(lines: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _unlike(line: str, other: str, near: float, sizes: tuple[int, int]) -> bool:
+def _unlike(line: str, other: str, near: float = 0.0, sizes: tuple[int, int] = (1, 1)) -> bool:
     return any(not _alike(a, b, near, sizes) for a, b in zip(_numbers(line), _numbers(other), strict=False))
 
 

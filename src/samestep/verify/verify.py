@@ -4,7 +4,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -14,12 +14,13 @@ from samestep.compare.weights import read
 from samestep.errors import CheckpointError, UsageError
 from samestep.measure.trial import Trial
 from samestep.text import counted
-from samestep.verify.causes import explain, explain_printed, explain_rounding
-from samestep.verify.printed import is_steady, printed_otherwise
+from samestep.verify.causes import explain, explain_rounding
+from samestep.verify.printed import printed_otherwise
 from samestep.verify.read import Run, read_record
 from samestep.verify.trajectory import Difference, Trajectory, first_fact, follow
 
 Verdict = Literal["bits", "rounding", "different", "failed"]
+_ORDER: tuple[Verdict, ...] = ("bits", "rounding", "different", "failed")
 _END = 1e-3
 _END_JUMP = 100.0
 _SOFT = {"weights", "buffer", "loss", "grad"}
@@ -54,8 +55,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        order: tuple[Verdict, ...] = ("bits", "rounding", "different", "failed")
-        return max((outcome.verdict for outcome in self.outcomes), key=order.index)
+        return self.worst.verdict
 
     @property
     def is_same(self) -> bool:
@@ -64,11 +64,11 @@ class Report:
     @property
     def worst(self) -> Outcome:
         """The first outcome with the report's verdict."""
-        return next(outcome for outcome in self.outcomes if outcome.verdict == self.verdict)
+        return max(self.outcomes, key=lambda outcome: _ORDER.index(outcome.verdict))
 
     def __str__(self) -> str:
         worst = self.worst
-        match self.verdict:
+        match worst.verdict:
             case "bits":
                 return "same to the bit"
             case "failed":
@@ -91,7 +91,7 @@ def verify(
     directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     report: Report | None = None
     try:
-        report = Report(tuple(_outcomes(script, sizes, steps, directory)), exact)
+        report = Report(tuple(_Experiment(script, sizes, steps, directory).outcomes()), exact)
     finally:
         # The report of a failure names its logs, so they are kept.
         if report is None or report.verdict != "failed":
@@ -99,86 +99,74 @@ def verify(
     return report
 
 
-def _outcomes(
-    script: Sequence[str], sizes: Sequence[int], steps: int | None, directory: Path
-) -> Iterator[Outcome]:
-    first: Run | None = None
+@dataclass(frozen=True)
+class _Experiment:
+    """A script, and the numbers of processes that it is run at."""
 
-    @cache
-    def again(nudge: bool = False) -> Run:
-        return _record(script, sizes[0], directory / ("nudged" if nudge else "again"), steps, nudge)
+    script: Sequence[str]
+    sizes: Sequence[int]
+    steps: int | None
+    directory: Path
 
-    for size in sizes:
-        run = _record(script, size, directory / str(size), steps)
-        if run.code:
-            yield Outcome(size, run.length, 0, None, "failed", failure=run.failure)
-            return
-        _check_is_complete(run, script)
-        if first is None:
-            _check_is_parallel(run, script)
-            first = run
-        yield _outcome(first, run, again)
+    def outcomes(self) -> Iterator[Outcome]:
+        """Of each run against the first; a run that fails is the last."""
+        first: Run | None = None
 
+        @cache
+        def again(nudge: bool = False) -> Run:
+            return self._record(self.sizes[0], "nudged" if nudge else "again", nudge)
 
-def _record(script: Sequence[str], size: int, directory: Path, steps: int | None, nudge: bool = False) -> Run:
-    record = directory / "record"
-    record.mkdir(parents=True)
-    options = [*(["--steps", str(steps)] if steps else []), *["--nudge"] * nudge]
-    recorder = ["samestep.verify.record", str(record), *options, "--"]
-    return read_record(record, size, Trial(script, size, directory, through=recorder).run())
+        for size in self.sizes:
+            run = self._record(size, str(size))
+            if run.code:
+                yield Outcome(size, run.length, 0, None, "failed", failure=run.failure)
+                return
+            self._check(run, is_first=first is None)
+            first = first or run
+            yield _outcome(first, run, again)
 
+    def _record(self, size: int, name: str, nudge: bool = False) -> Run:
+        record = self.directory / name / "record"
+        record.mkdir(parents=True)
+        options = [*(["--steps", str(self.steps)] if self.steps else []), *["--nudge"] * nudge]
+        recorder = ["samestep.verify.record", str(record), *options, "--"]
+        return read_record(record, size, Trial(self.script, size, record.parent, through=recorder).run())
 
-def _name(script: Sequence[str]) -> str:
-    return script[1] if script[0] == "-m" else script[0]
-
-
-def _check_is_complete(run: Run, script: Sequence[str]) -> None:
-    """A process that ends without Python's own exit writes no facts, and perhaps not all of its steps."""
-    for rank, facts in enumerate(run.facts):
-        if not facts:
+    def _check(self, run: Run, is_first: bool) -> None:
+        """Refuse what was not recorded to its end, and a first run that does not train in parallel."""
+        name = self.script[self.script[0] == "-m"]
+        if not all(run.facts):
+            # A process that ends without Python's own exit writes no facts, and perhaps not all of its steps.
             raise UsageError(
-                f"{_name(script)} left on rank {rank} of {run.size} before its end could be recorded, as os._exit "
-                "and os.exec do; end it with sys.exit or at its last line"
+                f"{name} left on rank {run.facts.index({})} of {run.size} before its end could be recorded, as "
+                "os._exit and os.exec do; end it with sys.exit or at its last line"
             )
-
-
-def _check_is_parallel(run: Run, script: Sequence[str]) -> None:
-    name = _name(script)
-    if run.fact("serial") and run.fact("optimizers"):
-        raise SerialScript(f"{name} is serial; change these lines, then verify it again")
-    if not run.longest:
-        raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
+        if is_first and run.fact("serial") and run.fact("optimizers"):
+            raise SerialScript(f"{name} is serial; change these lines, then verify it again")
+        if is_first and not run.longest:
+            raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")
 
 
 def _outcome(first: Run, run: Run, again: Callable[..., Run]) -> Outcome:
-    samples = sum(map(run.num_samples, range(run.length)))
-    plain = Outcome(run.size, run.length, samples, run.losses[-1] if run.losses else None, "bits")
-
-    def different(found: Difference, cause: str | None) -> Outcome:
-        return replace(plain, verdict="different", difference=found, distance=found.distance, cause=cause)
-
-    def rounding(path: Trajectory, note: str | None = None) -> Outcome:
-        cause = explain_rounding(run)
-        return replace(
-            plain, verdict="rounding", difference=path.bits, distance=path.largest, cause=cause, note=note
-        )
-
     path = follow(first, run)
     if path.beyond is None:
         path = _with_the_end(first, run, path)
-    if path.beyond is not None:
-        cause = explain(first, run, path.beyond, again)
-        if cause is not None or (note := _amplified(first, path.beyond, again)) is None:
-            return different(path.beyond, cause)
-        if fact := first_fact(first, run):
-            return different(fact, explain(first, run, fact, again))
-        return rounding(path, note)
-    if run is first:
-        return plain
-    for found, kind in printed_otherwise(first, run, path.bits is None):
-        if is_steady(kind, first, again()):
-            return different(found, explain_printed())
-    return plain if path.bits is None else rounding(path)
+    found, note = path.beyond, None
+    cause = explain(first, run, found, again) if found else None
+    if found is None and run is not first:
+        found = printed_otherwise(first, run, path.bits is None, again)
+    elif found and cause is None and (note := _amplified(first, found, again)):
+        found = first_fact(first, run)
+    verdict: Verdict = "bits"
+    distance = 0.0
+    if found:
+        verdict, distance, note = "different", found.distance, None
+        cause = cause or explain(first, run, found, again)
+    elif path.bits:
+        verdict, distance, found, cause = "rounding", path.largest, path.bits, explain_rounding(run)
+    samples = sum(map(run.num_samples, range(run.length)))
+    loss = run.losses[-1] if run.losses else None
+    return Outcome(run.size, run.length, samples, loss, verdict, found, distance, cause, note)
 
 
 def _amplified(first: Run, found: Difference, again: Callable[..., Run]) -> str | None:
