@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from samestep.errors import UsageError
-from samestep.files import is_alive
 from samestep.rundir import PulseReading, log_path, pulse_path, read_pulse, read_record
 
 _SILENT_S = 600.0
@@ -44,7 +45,7 @@ class Run:
             return _ENDS.get(code, f"failed ({code})")
         if self.record.get("host") == os.uname().nodename:
             pid = self.record.get("pid")
-            return "running" if isinstance(pid, int) and is_alive(pid) else "ended without a result"
+            return "running" if isinstance(pid, int) and psutil.pid_exists(pid) else "ended without a result"
         silent = time.time() - max([self.started, self.written, *(one.unix for one in self.pulses.values())])
         return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
 

@@ -8,7 +8,6 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from samestep.state.directory import CheckpointDirectory
+from samestep.train import streams
 from samestep.train.digest import digests
 from samestep.train.group import world
 from samestep.train.group.control import users_line
@@ -100,7 +100,7 @@ class Recorder:
                 self._facts["careless"] = users_line()
             return
         self._forward = {"training": module.training, "rows": _rows(args)}
-        self._drawn = _streams()
+        self._drawn = streams.digest()
         if self._given:
             self._forward |= {"given": self._given, "loop_drew": self._drawn != self._at_batch}
         kind = next(module.parameters()).device.type
@@ -112,7 +112,7 @@ class Recorder:
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if not self._depth and self._drawn:
-            self._forward["drew"] = self._drawn != _streams()
+            self._forward["drew"] = self._drawn != streams.digest()
             self._drawn = b""
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -123,7 +123,7 @@ class Recorder:
                 original(loss, *args, **kwargs)
             finally:
                 self._in_backward = False
-                self._at_backward = _streams()
+                self._at_backward = streams.digest()
 
         return backward
 
@@ -147,7 +147,7 @@ class Recorder:
 
     def _before_batch(self, batch: Any) -> None:
         """Before the loop gets a batch of samestep.loader; None after the last."""
-        self._given, self._at_batch = _rows(batch), _streams()
+        self._given, self._at_batch = _rows(batch), streams.digest()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._optimizers:
@@ -169,7 +169,7 @@ class Recorder:
             grad=_digests_of((name, tensor.grad) for name, tensor in named if tensor.grad is not None),
             param=_digests_of(named),
             buffer=_digests_of(self._named(torch.nn.Module.named_buffers)),
-            drew_after=bool(self._parts) and _streams() != self._at_backward,
+            drew_after=bool(self._parts) and streams.digest() != self._at_backward,
         )
         self._write(vars(step))
         self._parts = []
@@ -308,17 +308,6 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
         return value
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return next((tensor for tensor in map(_first_tensor, inner) if tensor is not None), None)
-
-
-def _streams() -> bytes:
-    """Where torch's, Python's and NumPy's random streams are."""
-    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
-    digest.update(repr(random.getstate()).encode())
-    if numpy := sys.modules.get("numpy.random"):
-        digest.update(repr(numpy.get_state()).encode())
-    return digest.digest()
 
 
 def _plain(state: Any) -> Any:
