@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mode: int = 0o666) -> None:
     """Replace a file by these bytes, or by what `write` writes; after any error the old one is as it was."""

@@ -7,6 +7,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,11 +146,9 @@ def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, obje
 
 def begin_run(run: Path, started: Mapping[str, Any]) -> None:
     """Begin a run in the directory that its batch script named, or, after a requeue, go on there."""
-    for part in (run, run / "pulse", run / "failures"):
-        part.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for over in (run / "result.json", time_up_path(run), *(run / "failures").iterdir()):
+    for over in (run / "result.json", time_up_path(run), *(run / "failures").glob("*")):
         over.unlink(missing_ok=True)
-    write_record(run / "run.json", started)
+    _fill(run, ("pulse", "failures"), started)
 
 
 def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, Any]) -> Path:
@@ -158,9 +157,7 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
     try:
         parent.mkdir(parents=True, exist_ok=True)
         run = _new_directory(parent)
-        for part in ("logs", "pulse", "failures"):
-            (run / part).mkdir(mode=0o700)
-        write_record(run / "run.json", started)
+        _fill(run, ("logs", "pulse", "failures"), started)
     except OSError as error:
         raise UsageError(
             f"run directory {parent} cannot be written ({reason_of(error)}); name another with --run-dir"
@@ -180,16 +177,19 @@ def better_place(run: Path, env: Mapping[str, str]) -> str | None:
     return f"the run's files go to {run.parent} in the home directory; SAMESTEP_RUN_DIR={scratch} is made for them"
 
 
+def _fill(run: Path, parts: Sequence[str], started: Mapping[str, Any]) -> None:
+    for folder in (run, *(run / part for part in parts)):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_record(run / "run.json", started)
+
+
 def _new_directory(parent: Path) -> Path:
     now = time.localtime()
-    names = [time.strftime("%m%d-%H%M", now), time.strftime("%m%d-%H%M%S", now)]
-    names += [f"{names[1]}-{k}" for k in range(2, 10_000)]
-    for name in names:
-        try:
+    minute, second = time.strftime("%m%d-%H%M", now), time.strftime("%m%d-%H%M%S", now)
+    for name in (minute, second, *(f"{second}-{k}" for k in range(2, 10_000))):
+        with suppress(FileExistsError):
             (parent / name).mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        return parent / name
+            return parent / name
     raise FileExistsError(f"10000 runs began within one second in {parent}")
 
 

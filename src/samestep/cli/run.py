@@ -132,7 +132,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         )
     try:
         where = _where(options, script)
-        env, size = _size(options, where.number if where else 0)
+        env, size = _size(options, where.me.number if where else 0)
         if options["rdzv_id"]:
             env["TORCHELASTIC_RUN_ID"] = options["rdzv_id"]
         if options["same"]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from samestep.errors import PlacementError
+from samestep.files import BOOT_ID, read_text
 
 _REACH_S = 2.0
 _HOSTS = Path("/etc/hosts")
@@ -40,13 +41,12 @@ def resolve(name: str, suffix: str = "", instead: str = "set MASTER_ADDR to") ->
 
 def own_addresses() -> list[str]:
     """This machine's addresses that others may reach, those of the fourth version of IP first."""
-    found = []
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and not _is_local(one.address):
-                found.append(
-                    (one.family != socket.AF_INET, name.startswith(("docker", "virbr")), one.address)
-                )
+    found = [
+        (other.family != socket.AF_INET, name.startswith(("docker", "virbr")), other.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for other in addresses
+        if other.family in (socket.AF_INET, socket.AF_INET6) and not _is_local(other.address)
+    ]
     return [address for *_, address in sorted(found)]
 
 
@@ -69,28 +69,23 @@ def interface_of(address: str) -> str | None:
 def unreachable(places: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """Those of these places where nothing answers in two seconds."""
     wanted = list(places)
-    if not wanted:
-        return []
-    with ThreadPoolExecutor(min(64, len(wanted))) as pool:
-        answers = list(pool.map(_answers, wanted))
-    return [place for place, answered in zip(wanted, answers, strict=True) if not answered]
+
+    def answers(place: tuple[str, int]) -> bool:
+        try:
+            socket.create_connection(place, timeout=_REACH_S).close()
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(64) as pool:
+        return [
+            place for place, answered in zip(wanted, pool.map(answers, wanted), strict=True) if not answered
+        ]
 
 
 def machine() -> str:
     """What tells this machine from others, also from one that runs on the same kernel under its own name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{os.uname().nodename} {boot}"
-
-
-def _answers(place: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(place, timeout=_REACH_S).close()
-    except OSError:
-        return False
-    return True
+    return f"{os.uname().nodename} {read_text(BOOT_ID).strip()}"
 
 
 def _is_literal(name: str) -> bool:
@@ -108,11 +103,7 @@ def _is_local(address: str) -> bool:
 
 def _line_of(name: str) -> str:
     """Where /etc/hosts says so."""
-    try:
-        lines = _HOSTS.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(_HOSTS).splitlines(), 1):
         if name in line.partition("#")[0].split()[1:]:
             return f" ({_HOSTS} line {number})"
     return ""

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -53,7 +53,7 @@ class Member:
 def host(listener: socket.socket, me: Member) -> Peers:
     """Number 0: accept members of this run until all are there; closes the listener."""
     with listener:
-        return _Host(listener, me).run()
+        return _Host(me).run(listener)
 
 
 def join(where: Callable[[], Iterable[tuple[str, int]]], me: Member) -> Peers:
@@ -90,22 +90,20 @@ def join(where: Callable[[], Iterable[tuple[str, int]]], me: Member) -> Peers:
 
 
 class _Host:
-    def __init__(self, listener: socket.socket, me: Member) -> None:
-        self._listener, self._me = listener, me
+    def __init__(self, me: Member) -> None:
+        self._me = me
         self._members: dict[int, JsonSocket] = {}
-        self._unknown: set[JsonSocket] = set()
-        self._hosts = {0: socket.gethostname()}
-        self._pids = {0: (socket.gethostname(), os.getpid())}
+        self._processes = {0: (socket.gethostname(), os.getpid())}
         self._selector = selectors.DefaultSelector()
 
-    def run(self) -> Peers:
+    def run(self, listener: socket.socket) -> Peers:
         me, began, said_at = self._me, time.monotonic(), _SAY_S
-        self._listener.settimeout(0)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        listener.settimeout(0)
+        self._selector.register(listener, selectors.EVENT_READ)
         try:
             while len(self._members) + 1 < me.size:
                 for key, _ in self._selector.select(_STEP_S):
-                    self._open() if key.fileobj is self._listener else self._hear(key.data)
+                    self._hear(key.data) if key.data else self._open(listener)
                 waited = time.monotonic() - began
                 if waited > me.limit_s:
                     raise RankMissing(
@@ -116,28 +114,26 @@ class _Host:
                     say(f"waiting for {self._missing()}; {_patience(waited, me.limit_s)}")
         except (RankMissing, RanksDiffer) as error:
             self._tell({"error": str(error), "ranks": error.ranks})
-            for member in self._members.values():
-                member.close()
+            self._members.clear()
             raise
         finally:
+            for key in list(self._selector.get_map().values()):
+                if key.data and key.data not in self._members.values():
+                    key.data.close()
             self._selector.close()
-            for unknown in self._unknown:
-                unknown.close()
-        names = [self._hosts[number] for number in range(me.size)]
+        names = [self._processes[number][0] for number in range(me.size)]
         self._tell({"complete": names})
         return Peers(0, names, self._members, me.silence_s, me.noun)
 
-    def _open(self) -> None:
+    def _open(self, listener: socket.socket) -> None:
         with suppress(OSError):
-            connection, address = self._listener.accept()
-            stream = JsonSocket(connection, str(address[0]))
-            self._unknown.add(stream)
-            self._selector.register(connection, selectors.EVENT_READ, stream)
+            connection, _ = listener.accept()
+            self._selector.register(connection, selectors.EVENT_READ, JsonSocket(connection))
 
     def _hear(self, stream: JsonSocket) -> None:
         try:
             for message in stream.read():
-                if stream in self._unknown:
+                if stream not in self._members.values():
                     self._admit(stream, message)
         except RanksDiffer as error:
             with suppress(OSError):
@@ -154,41 +150,39 @@ class _Host:
             return
         number, who = int(hello["number"]), (str(hello["host"]), int(hello["pid"]))
         comer = f"{me.noun} {number}" if number >= 0 else f"another {me.noun}"
-        script = str(hello.get("script", ""))
+        script, host = str(hello.get("script", "")), f"{me.noun} 0 ({self._processes[0][0]})"
         if me.script and script and script != me.script:
             raise RanksDiffer(
-                f"{me.noun} 0 ({self._hosts[0]}) runs {me.script!r:.200} and {comer} ({who[0]}) runs {script!r:.200}; "
+                f"{host} runs {me.script!r:.200} and {comer} ({who[0]}) runs {script!r:.200}; "
                 f"run one script on all {me.noun}s, or let each run meet at a place of its own"
             )
         if hello["size"] != me.size:
             raise RanksDiffer(
-                f"{me.noun} 0 ({self._hosts[0]}) counts {me.size} {me.noun}s and {comer} ({who[0]}) counts "
+                f"{host} counts {me.size} {me.noun}s and {comer} ({who[0]}) counts "
                 f"{hello['size']}; start all of them with the same number"
             )
         if number < 0:
-            number = next((free for free in range(1, me.size) if free not in self._members), number)
+            number = min(self._absent(), default=-1)
         if number < 0:
             raise RanksDiffer(
                 f"{comer} ({who[0]}) came, which is one too many for {me.size}; start as many as are counted"
             )
         if not number < me.size:
             raise RanksDiffer(f"{me.noun} {number} came, but there are {me.size}; count from 0")
-        if number in self._pids and self._pids[number] != who:
-            before = self._pids[number]
+        before = self._processes.get(number, who)
+        if before != who:
             raise RanksDiffer(
                 f"{me.noun} {number} came twice: process {before[1]} on {before[0]} and process {who[1]} on "
                 f"{who[0]}; give every {me.noun} a number of its own"
             )
         if number in self._members:
             self._forget(self._members[number])
-        self._unknown.discard(stream)
-        self._members[number], self._pids[number], self._hosts[number] = stream, who, who[0]
+        self._members[number], self._processes[number] = stream, who
         stream.send({"welcome": number})
 
     def _forget(self, stream: JsonSocket) -> None:
-        for number in [number for number, one in self._members.items() if one is stream]:
-            del self._members[number], self._pids[number], self._hosts[number]
-        self._unknown.discard(stream)
+        for number in [number for number, member in self._members.items() if member is stream]:
+            del self._members[number], self._processes[number]
         # ValueError: it was closed within this turn, when the same member came again.
         with suppress(KeyError, ValueError):
             self._selector.unregister(stream.connection)
@@ -213,33 +207,32 @@ def _connect(target: tuple[str, int], me: Member, began: float) -> Peers | str:
         connection = socket.create_connection(target, timeout=_CONNECT_S)
     except OSError as error:
         return reason_of(error)
-    stream = JsonSocket(connection, target[0])
+    stream = JsonSocket(connection)
     hello = {"run": me.run, "number": me.number, "size": me.size, "script": me.script}
     number: int | None = None
     peers: Peers | None = None
-    try:
-        stream.send(hello | {"host": socket.gethostname(), "pid": os.getpid()})
-        while True:
-            wait = _REPLY_S if number is None else me.limit_s + _REPLY_S - (time.monotonic() - began)
-            connection.settimeout(max(0.1, wait))
-            for message in stream.read():
-                if peers is not None:
-                    peers.take(0, message)
-                elif "unknown" in message:
-                    stream.close()
-                    return f"found {message['unknown'] or 'a run without name'} there"
-                elif "error" in message:
-                    stream.close()
-                    raise RankMissing(str(message["error"]), ranks=message.get("ranks", ()))
-                elif "complete" in message and number is not None:
-                    peers = Peers(number, message["complete"], {0: stream}, me.silence_s, me.noun)
-                else:
-                    number = message.get("welcome", number)
-            if peers is not None:
-                return peers
-    except (EOFError, ValueError, OSError):
-        stream.close()
-        return "found something else there" if number is None else f"{me.noun} 0 went away"
+    with ExitStack() as unless_joined:
+        unless_joined.callback(stream.close)
+        try:
+            stream.send(hello | {"host": socket.gethostname(), "pid": os.getpid()})
+            while peers is None:
+                wait = _REPLY_S if number is None else me.limit_s + _REPLY_S - (time.monotonic() - began)
+                connection.settimeout(max(0.1, wait))
+                for message in stream.read():
+                    if peers is not None:
+                        peers.take(0, message)
+                    elif "unknown" in message:
+                        return f"found {message['unknown'] or 'a run without name'} there"
+                    elif "error" in message:
+                        raise RankMissing(str(message["error"]), ranks=message.get("ranks", ()))
+                    elif "complete" in message and number is not None:
+                        peers = Peers(number, message["complete"], {0: stream}, me.silence_s, me.noun)
+                    else:
+                        number = message.get("welcome", number)
+        except (EOFError, ValueError, OSError):
+            return "found something else there" if number is None else f"{me.noun} 0 went away"
+        unless_joined.pop_all()
+        return peers
 
 
 def _tried(seen: dict[tuple[str, int], str], nowhere: str) -> str:

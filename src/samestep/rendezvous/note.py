@@ -10,6 +10,9 @@ from pathlib import Path
 from samestep.errors import PlacementError
 from samestep.files import write_atomically
 from samestep.rendezvous.addresses import own_addresses
+from samestep.rendezvous.join import Member, host, join
+from samestep.rendezvous.listen import listen
+from samestep.rendezvous.peers import Peers
 from samestep.text import reason_of
 
 
@@ -31,6 +34,15 @@ def posted(path: Path, port: int) -> Iterator[None]:
         with suppress(OSError):
             if path.read_text() == text:
                 path.unlink()
+
+
+def meet(path: Path, me: Member) -> Peers:
+    """Connect the members of a run: number 0 leaves the note, the others read it."""
+    if me.number:
+        return join(lambda: read(path), me)
+    listener = listen([0])
+    with posted(path, listener.getsockname()[1]):
+        return host(listener, me)
 
 
 def read(path: Path) -> list[tuple[str, int]]:

@@ -26,8 +26,8 @@ _MOST_BYTES = 1 << 24
 class JsonSocket:
     """A connection that carries JSON objects, one a line."""
 
-    def __init__(self, connection: socket.socket, peer: str = "") -> None:
-        self.connection, self.peer = connection, peer
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
         self.heard_at = time.monotonic()
         self._rest = bytearray()
         connection.settimeout(_SEND_S)

@@ -43,17 +43,13 @@ def _by_note(here: Placement, me: Member) -> Peers:
         )
     folder = Path(os.environ.get("SAMESTEP_RUN_DIR") or "runs").absolute()
     path = folder / f".meet-{zlib.crc32(here.run.encode(errors='replace')):08x}"
-    if here.rank == 0:
-        listener = listen([0])
-        with note.posted(path, listener.getsockname()[1]):
-            return host(listener, me)
     nowhere = (
         f"{here.launcher} does not say where rank 0 listens, and there is no note of it at {path}; "
         "set MASTER_ADDR to rank 0's host, or SAMESTEP_RUN_DIR to a directory that all nodes share"
     )
     # mpirun starts all ranks together: where no note comes soon, the directory is not shared.
     no_note_s = min(me.limit_s, _NO_NOTE_S)
-    return join(lambda: note.read(path), replace(me, nowhere=nowhere, untold_s=no_note_s))
+    return note.meet(path, replace(me, nowhere=nowhere, untold_s=no_note_s))
 
 
 def _names(here: Placement, master: str) -> Sequence[str]:

@@ -12,13 +12,8 @@ from samestep.text import printable
 # From these srun would take fewer cores or devices than each node has, more tasks than nodes, or another order.
 _UNSET = (
     *("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_EXACT", "SLURM_EXCLUSIVE"),
-    *(
-        "SLURM_GPUS_PER_TASK",
-        "SLURM_NTASKS_PER_GPU",
-        "SLURM_GPU_BIND",
-        "SLURM_DISTRIBUTION",
-        "SLURM_HOSTFILE",
-    ),
+    *("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND"),
+    *("SLURM_DISTRIBUTION", "SLURM_HOSTFILE"),
 )
 
 
@@ -35,14 +30,9 @@ def allocation_command(env: Mapping[str, str], args: Sequence[str], is_counted: 
     if len(names) == 1 and (here == names[0].partition(".")[0] or "SLURM_NODEID" in env):
         return None
     tasks = _tasks(env)
-    step = [
-        clean,
-        *(f"-u{name}" for name in _UNSET if name in env),
-        srun,
-        *_devices(env, tasks, len(names)),
-    ]
-    step += ["--disable-status", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-    step += [f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1"]
+    step = [clean, *(f"-u{name}" for name in _UNSET if name in env)]
+    step += [srun, *_devices(env, tasks, len(names)), "--disable-status", "--cpu-bind=none"]
+    step += ["--kill-on-bad-exit=0", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1"]
     # Scripts read how many cores each of their processes was allocated; only srun must not.
     cores = count(env, "SLURM_CPUS_PER_TASK")
     step += [clean, f"SLURM_CPUS_PER_TASK={cores}"] if cores else []

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from samestep.errors import UsageError
+from samestep.files import read_text
 from samestep.placement.cores import cores
 
 
@@ -71,20 +72,12 @@ def _present(env: Mapping[str, str], root: Path) -> tuple[str, int]:
     if nvidia:
         return "CUDA_VISIBLE_DEVICES", nvidia
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
-    amd = sum(_has_compute_units(node) for node in nodes.iterdir()) if nodes.is_dir() else 0
+    properties = [read_text(node) for node in nodes.glob("*/properties")]
+    amd = sum(bool(re.search(r"^simd_count [1-9]", text, re.MULTILINE)) for text in properties)
     if amd:
-        return next(
-            (v for v in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if v in env), "HIP_VISIBLE_DEVICES"
-        ), amd
+        names = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        return next((name for name in names if name in env), names[0]), amd
     return "ZE_AFFINITY_MASK", len(_mask(env, "ZE_AFFINITY_MASK") or [])
-
-
-def _has_compute_units(node: Path) -> bool:
-    try:
-        found = re.search(r"^simd_count (\d+)$", (node / "properties").read_text(), re.MULTILINE)
-    except OSError:
-        return False
-    return found is not None and int(found[1]) > 0
 
 
 def _count(directory: Path, name: str) -> int:

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,18 +30,13 @@ _ECHO_S = 2.0
 _LONE_S = 30.0
 
 
-@dataclass(frozen=True)
-class NodeMeeting:
-    """Which of how many nodes this is (-1: any that is free), and where their launchers meet."""
+class NodeMeeting(NamedTuple):
+    """Which of how many nodes this is, and where their launchers meet: at a port of node 0, or by a file."""
 
-    number: int
-    count: int
-    names: Sequence[str] = ()
+    me: Member
+    name: str = ""
     ports: Sequence[int] = ()
     file: Path | None = None
-    run: str = ""
-    limit_s: float = 600.0
-    script: str = ""
 
 
 class NodeRanks(NamedTuple):
@@ -88,16 +83,19 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
             f"--nodes {count} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node 0, or "
             "file:///PATH in a directory that all share"
         )
-    given = NodeMeeting(-1 if number is None else number, count, limit_s=options["wait"], script=script)
+    me = _member(-1 if number is None else number, count, options["rdzv_id"] or "", options["wait"])
+    me = replace(me, script=script)
     kind, _, rest = at.rpartition("://")
     if kind == "file":
         if number is None:
             raise UsageError("--rendezvous file:// does not say which node is the first; add --node-rank")
-        return replace(given, file=Path(rest).absolute(), run=options["rdzv_id"] or at)
+        file = Path(rest).absolute()
+        nowhere = f"there is no note of it at {file}, which all nodes have to see"
+        return NodeMeeting(replace(me, run=me.run or at, nowhere=nowhere), file=file)
     name, _, port = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", str(_TORCHRUN_PORT))
     if kind not in ("", "tcp") or not name or not 0 < int(port) < 1 << 16:
         raise UsageError(f"--rendezvous {at} is no meeting point; write tcp://HOST:PORT or file:///PATH")
-    return replace(given, names=[name.strip("[]")], ports=[int(port)], run=options["rdzv_id"] or "")
+    return NodeMeeting(me, name.strip("[]"), [int(port)])
 
 
 def check_alone(options: Mapping[str, Any]) -> None:
@@ -122,7 +120,7 @@ def by_step(here: Placement, limit_s: float) -> NodeMeeting | None:
             "(srun --ntasks-per-node=1), or the script itself, or add --standalone"
         )
     ports = port_choices(here.master_port)
-    return NodeMeeting(here.node, here.nodes, [here.master_addr], ports, None, here.run or "", limit_s)
+    return NodeMeeting(_member(here.node, here.nodes, here.run or "", limit_s), here.master_addr, ports)
 
 
 class Launchers:
@@ -204,37 +202,26 @@ def _blame(end: End) -> tuple[bool, bool, bool, bool, float]:
     return not end.code, not end.asked, end.is_echo, end.code == CHECKPOINTED, end.at
 
 
+def _member(number: int, count: int, run: str, limit_s: float) -> Member:
+    """This node among others; -1 takes any number that is free."""
+    return Member(run, number, count, "node", limit_s, _SILENCE_S)
+
+
 def _peers(where: NodeMeeting) -> Peers:
-    expected = where.names if len(where.names) == where.count else ()
-    me = Member(
-        where.run,
-        where.number,
-        where.count,
-        "node",
-        where.limit_s,
-        _SILENCE_S,
-        expected,
-        nowhere=f"there is no note of it at {where.file}, which all nodes have to see",
-        script=where.script,
-    )
-    if where.file:
-        if where.number:
-            path = where.file
-            return join(lambda: note.read(path), me)
-        listener = listen([0])
-        with note.posted(where.file, listener.getsockname()[1]):
-            return host(listener, me)
-    if where.number == 0:
-        return host(listen(where.ports, "--rendezvous"), me)
-    if where.number < 0 and _is_here(where.names[0]):
-        own = listen_at(where.ports[0])
+    me, name, ports, file = where
+    if file:
+        return note.meet(file, me)
+    if me.number == 0:
+        return host(listen(ports, "--rendezvous"), me)
+    if me.number < 0 and _is_here(name):
+        own = listen_at(ports[0])
         if own is not None:
             return host(own, replace(me, number=0))
-    suffix = os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "") if len(where.ports) > 1 else ""
+    suffix = os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "") if len(ports) > 1 else ""
     # MASTER_ADDR, which a rank would be told, is not looked at here: it may be left from the launcher around.
-    instead = f"write --nodes {where.count} --rendezvous tcp://HOST:{where.ports[0]} with"
-    names = [address for name in where.names for address in addresses.resolve(name, suffix, instead)]
-    return join(lambda: [(name, port) for port in where.ports for name in names], me)
+    instead = f"write --nodes {me.size} --rendezvous tcp://HOST:{ports[0]} with"
+    found = addresses.resolve(name, suffix, instead)
+    return join(lambda: [(address, port) for port in ports for address in found], me)
 
 
 def _is_here(name: str) -> bool:

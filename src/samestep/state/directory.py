@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import psutil
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import make_private_directory, read_text
+from samestep.files import BOOT_ID, make_private_directory, read_text
 from samestep.state import file as state_file
 from samestep.text import size
 
@@ -179,7 +179,7 @@ def _identity(dir_fd: int, name: str) -> tuple[int, int, int]:
 def _here() -> str:
     """Where a process number means something: this boot of this machine, this process namespace."""
     try:
-        place = f"{read_text(Path('/proc/sys/kernel/random/boot_id'))}{os.stat('/proc/self/ns/pid').st_ino}"
+        place = f"{read_text(BOOT_ID)}{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         place = node()
     return blake2b(place.encode(), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
 """A committed state is one file, and no byte of it is believed before it was checked; no torch, no pickle.
 
-The third pure module both columns import, beside placement and rundir: workers write these files, and
-`samestep checkpoints` lists and verifies them where no torch is. docs/checkpoint-format.md draws the layout.
+Workers write these files, and `samestep checkpoints` lists and verifies them where no torch is.
+docs/checkpoint-format.md draws the layout.
 
 Covered: torn, truncated, flipped, swapped, spliced and hostile files, with memory within twice the file.
 Not covered: forgery. The digests carry no key, so who may write the directory may write a valid file; it is
@@ -14,11 +14,11 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from errno import EINVAL, EIO, ELOOP, ENOSYS, EOPNOTSUPP
+from errno import EINVAL, ELOOP, ENOSYS, EOPNOTSUPP
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn
 
@@ -115,23 +115,27 @@ def pack(state: object, meta: Mapping[str, Any] | None = None, leaf: Leaf | None
 
 def write(fd: int, packed: Packed) -> None:
     """Write a state to a new, empty file and wait until the disk has it."""
+    os.ftruncate(fd, packed.size)
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, packed.size)
         except OSError as error:
             if error.errno not in (EOPNOTSUPP, EINVAL, ENOSYS):
                 raise
+    pieces = [piece for buffer in packed.buffers for piece in _pieces(buffer)]
     # two threads hash while this one writes and waits for the disk; more would take cores from the training
-    with _threads(2) as pool:
-        hashed = _map(pool, _piece_digest, [piece for buffer in packed.buffers for piece in _pieces(buffer)])
-        _write_all(fd, packed.start, _padded(packed.buffers))
+    with _in_threads(2, _piece_digest, pieces) as hashed:
+        at = packed.start
+        for buffer in packed.buffers:
+            _write_all(fd, buffer, at)
+            at += _aligned(len(buffer))
         os.fsync(fd)
         digests = b"".join(_blob_digest(hashed, len(buffer)) for buffer in packed.buffers)
     body = packed.header + digests
     counts = (len(packed.buffers), len(packed.header), packed.size)
     sealed = _PREAMBLE.pack(_MAGIC, VERSION, *counts, b"")[:_SEALED]
     root = _digest(sealed + body, b"root")
-    _write_all(fd, 0, [memoryview((sealed + root + body).ljust(packed.start, b"\0"))])
+    _write_all(fd, memoryview(sealed + root + body), 0)
     os.fsync(fd)
 
 
@@ -231,26 +235,22 @@ def _is_shape(shape: Sequence[Any], dtype: str) -> bool:
 
 def _pull(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> None:
     """Read all blobs, into `memory` or past it, and compare their digests."""
-    jobs: list[tuple[int, memoryview | int]] = []
+    jobs: list[tuple[int, int, memoryview | None]] = []
     for index, (at, gap) in enumerate(outline.offsets()):
         length = outline.blobs[index].nbytes
-        parts: Iterable[memoryview | int]
-        if memory is None:
-            parts = [min(_PIECE, length - i) for i in range(0, length, _PIECE)]
-        else:
-            parts = _pieces(memory[index])
-        jobs += [(at + i * _PIECE, part) for i, part in enumerate(parts)]
+        for i in range(0, length, _PIECE):
+            part = None if memory is None else memory[index][i : i + _PIECE]
+            jobs.append((at + i, min(_PIECE, length - i), part))
         if any(_read_exactly(fd, gap, at + length)):
             raise Bad(f"is damaged after {printable(outline.names[index])}")
 
-    def pull(job: tuple[int, memoryview | int]) -> bytes:
-        at, part = job
-        view = memoryview(bytearray(part)) if isinstance(part, int) else part
+    def pull(job: tuple[int, int, memoryview | None]) -> bytes:
+        at, length, view = job
+        view = memoryview(bytearray(length)) if view is None else view
         _read_into(fd, view, at)
         return _piece_digest(view)
 
-    with _threads(min(4, os.cpu_count() or 1)) as pool:
-        pulled = _map(pool, pull, jobs)
+    with _in_threads(min(4, os.cpu_count() or 1), pull, jobs) as pulled:
         for blob, name, digest in zip(outline.blobs, outline.names, outline.digests, strict=True):
             if _blob_digest(pulled, blob.nbytes) != digest:
                 raise Bad(f"has a damaged {printable(name)}")
@@ -275,34 +275,25 @@ def _opened(file: str | os.PathLike[str], dir_fd: int | None) -> Iterator[int]:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[Executor]:
+def _in_threads(
+    count: int, function: Callable[[Any], bytes], items: Sequence[Any]
+) -> Iterator[Iterator[bytes]]:
     pool = ThreadPoolExecutor(count)
     try:
-        yield pool
+        results: Iterator[bytes] = pool.map(function, items)
+    except RuntimeError:
+        # while the interpreter ends no thread can start, and the last commit is worth its time
+        results = map(function, items)
+    try:
+        yield results
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _map(pool: Executor, function: Callable[[Any], bytes], items: Sequence[Any]) -> Iterator[bytes]:
-    try:
-        return pool.map(function, items)
-    except RuntimeError:
-        # while the interpreter ends no thread can start, and the last commit is worth its time
-        return map(function, items)
-
-
-def _write_all(fd: int, offset: int, views: Iterable[memoryview]) -> None:
-    left = [view for view in views if view][::-1]
-    while left:
-        some = left[:-65:-1]
-        wrote = os.pwritev(fd, some, offset)
-        if wrote == 0:
-            raise OSError(EIO, os.strerror(EIO))
-        offset += wrote
-        while left and wrote >= len(left[-1]):
-            wrote -= len(left.pop())
-        if wrote:
-            left[-1] = left[-1][wrote:]
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    while view:
+        wrote = os.pwritev(fd, [view], offset)
+        view, offset = view[wrote:], offset + wrote
 
 
 def _read_into(fd: int, view: memoryview, offset: int) -> None:
@@ -322,13 +313,6 @@ def _read_exactly(fd: int, length: int, offset: int) -> bytes:
 def _bytes_room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
     memory = bytearray(blob.nbytes)
     return memoryview(memory), lambda: bytes(memory)
-
-
-def _padded(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    zeros = memoryview(bytes(ALIGN))
-    for buffer in buffers:
-        yield from _pieces(buffer)
-        yield zeros[: _aligned(len(buffer)) - len(buffer)]
 
 
 def _pieces(buffer: memoryview) -> list[memoryview]:
