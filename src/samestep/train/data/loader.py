@@ -44,7 +44,8 @@ def loader(
     batch_size: samples of one optimizer step, as in the serial script. The ranks share them.
     shuffle: take the samples in another order in each epoch. Default False.
     drop_last: leave out a last batch that is smaller. Default False.
-    seed: of the order, and of what samples draw at random. Default 0.
+    seed: of the order, and of what samples draw at random. Default None: the order is drawn from the script's own
+        random stream, as torch's DataLoader draws it.
     **options: passed on to torch's DataLoader: num_workers, collate_fn, sampler, … By default there are as many
         workers as this process has cores to itself.
 
