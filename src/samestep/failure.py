@@ -53,7 +53,9 @@ def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> No
     with suppress(Exception):
         rank = int(env.get("RANK", "0"))
         pulse = read_pulse(pulse_path(Path(run), rank))
-        first = _first_of_group(error)
+        first = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
         cause = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
         record = {
             "type": type(error).__qualname__,
@@ -82,12 +84,6 @@ def read_failure(path: Path, pid: int) -> Failure | None:
         return Failure(exception, group, cause, frames, int(record["code"]))
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _first_of_group(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _text(error: BaseException) -> str:

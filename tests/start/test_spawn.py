@@ -137,7 +137,7 @@ def test_only_rank_0_writes_to_the_callers_stdout(capsys):
 
 
 def test_no_process_is_no_size():
-    with pytest.raises(UsageError, match="launch on 0 processes cannot be; use at least 1"):
+    with pytest.raises(UsageError, match="launch on 0 processes cannot be; use a whole number of at least 1"):
         launch(rank, 0)
 
 

@@ -100,10 +100,7 @@ def recognise(env: Env) -> LauncherFacts:
     for field in ("rank", "size"):
         mine, theirs = torch.get(field), found.facts.get(field)
         if mine and theirs and mine[0] != theirs[0]:
-            raise PlacementError(
-                f"{said(mine)} but {said(theirs)}; unset {variable(mine)} or make them agree",
-                variable=variable(mine),
-            )
+            raise wrong(mine, f" but {said(theirs)}; unset {variable(mine)} or make them agree")
     return found._replace(facts=found.facts | torch)
 
 
@@ -174,16 +171,14 @@ def in_step(env: Env) -> bool:
 
 def number(env: Env, *names: str) -> Fact | None:
     """The first of these that is set, as a number."""
-    for name in names:
-        value = text(env, name)
-        if value is not None:
-            if not re.fullmatch(r"-?[0-9]{1,18}", value):
-                raise PlacementError(
-                    f"{name} is {printable(value)}, which is no whole number; set one or unset {name}",
-                    variable=name,
-                )
-            return int(value), f"{name}={int(value)}"
-    return None
+    name, value = _first(env, *names)
+    if not value:
+        return None
+    if not re.fullmatch(r"-?[0-9]{1,18}", value):
+        raise PlacementError(
+            f"{name} is {printable(value)}, which is no whole number; set one or unset {name}", variable=name
+        )
+    return int(value), f"{name}={int(value)}"
 
 
 def text(env: Env, name: str) -> str | None:
@@ -199,6 +194,10 @@ def count(env: Env, name: str) -> int:
 
 def said(fact: Fact) -> str:
     return f"{variable(fact)} is {fact[0]}"
+
+
+def wrong(fact: Fact, why: str) -> PlacementError:
+    return PlacementError(f"{said(fact)}{why}", variable=variable(fact))
 
 
 def variable(fact: Fact) -> str:

@@ -8,24 +8,9 @@ from pathlib import Path
 
 from samestep.errors import PlacementError
 from samestep.files import read_text
+from samestep.placement import launchers
 from samestep.placement.cores import cores as cores_of
-from samestep.placement.launchers import (
-    BATCH_STEP,
-    FIELDS,
-    Fact,
-    Facts,
-    LauncherFacts,
-    count,
-    in_step,
-    meeting,
-    number,
-    recognise,
-    run_name,
-    said,
-    text,
-    variable,
-    without_leftovers,
-)
+from samestep.placement.launchers import FIELDS, Fact, Facts, LauncherFacts, said, wrong
 from samestep.text import printable
 
 ASSUMED = "one node, assumed"
@@ -60,8 +45,8 @@ def place(
     `cores` are what this process, or the Slurm task that it is below, may use; where that is bound to one,
     `bound_of` is how many its machine has.
     """
-    env = without_leftovers(env)
-    found = recognise(env)
+    env = launchers.without_leftovers(env)
+    found = launchers.recognise(env)
     facts, notes = _complete(found.facts)
     _check(facts)
     found = LauncherFacts(found.launcher, facts, found.notes + notes)
@@ -74,18 +59,18 @@ def place(
         master_port=port[0] if port else None,
         origin={name: fact[1] for name, fact in (facts | met).items() if fact},
         notes=found.notes + (_lost_cores(env, found, cores) or _one_core(env, found, bound_of)),
-        run=run_name(env, found.launcher, run),
+        run=launchers.run_name(env, found.launcher, run),
     )
 
 
 def this_process() -> Placement:
     """The placement of the process that asks."""
-    env = without_leftovers(os.environ)
-    if in_step(env) and _is_batch_script():
+    env = launchers.without_leftovers(os.environ)
+    if launchers.in_step(env) and _is_batch_script():
         # sbatch hands on the variables of the step that it was called in.
-        env = {**env, "SLURM_STEP_ID": BATCH_STEP}
+        env = {**env, "SLURM_STEP_ID": launchers.BATCH_STEP}
     # What a launcher below a task shares out says nothing of what srun gave it.
-    is_below = recognise(env).launcher in _BELOW_TASKS and in_step(env)
+    is_below = launchers.recognise(env).launcher in _BELOW_TASKS and launchers.in_step(env)
     pid = _slurm_task() if is_below else 0
     is_bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(pid)) == 1
     return place(
@@ -115,7 +100,7 @@ def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str
         "TORCHELASTIC_RUN_ID": p.run if p.launcher == "slurm" and p.run else "none",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    env = without_leftovers(env or {})
+    env = launchers.without_leftovers(env or {})
     return here | {name: env.get(name, value) for name, value in described.items()}
 
 
@@ -179,18 +164,13 @@ def _complete(known: Facts) -> tuple[Facts, tuple[str, ...]]:
 def _check(facts: Facts) -> None:
     for name in FIELDS:
         if facts[name][0] < 0:
-            raise PlacementError(
-                f"{said(facts[name])}, which is below 0; count from 0", variable=variable(facts[name])
-            )
+            raise wrong(facts[name], ", which is below 0; count from 0")
     size, local_size, nodes = facts["size"], facts["local_size"], facts["nodes"]
     if size[0] > _MOST_PROCESSES:
-        raise PlacementError(
-            f"{said(size)}, which is more than {_MOST_PROCESSES} processes; set the real number",
-            variable=variable(size),
-        )
+        raise wrong(size, f", which is more than {_MOST_PROCESSES} processes; set the real number")
     for name, of in (("rank", size), ("local_rank", local_size), ("node", nodes)):
         if facts[name][0] >= of[0]:
-            raise PlacementError(f"{said(facts[name])} but {said(of)}; count from 0 to {variable(of)} - 1")
+            raise wrong(facts[name], f" but {said(of)}; count from 0 to {launchers.variable(of)} - 1")
     fits = local_size[0] == size[0] if nodes[0] == 1 else local_size[0] + nodes[0] - 1 <= size[0]
     if not fits and local_size[1] == ASSUMED:
         raise PlacementError(
@@ -206,16 +186,14 @@ def _meeting(
 ) -> tuple[tuple[str, str] | None, Fact | None]:
     if found.launcher == "alone":
         return None, None
-    host, port = text(env, "MASTER_ADDR"), number(env, "MASTER_PORT")
+    host, port = launchers.text(env, "MASTER_ADDR"), launchers.number(env, "MASTER_PORT")
     if host and not _HOST.fullmatch(host):
         raise PlacementError(
             f"MASTER_ADDR is {printable(host)}, which is no host name; set a name or an address",
             variable="MASTER_ADDR",
         )
     if port and not 0 < port[0] < 1 << 16:
-        raise PlacementError(
-            f"{said(port)}, which is no port; set one from 1 to 65535", variable=variable(port)
-        )
+        raise wrong(port, ", which is no port; set one from 1 to 65535")
     if found.launcher in ("torchrun", "samestep") and found.facts["size"][0] > 1 and not (host and port):
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
         raise PlacementError(
@@ -223,12 +201,12 @@ def _meeting(
             "start this with `samestep run` or set both MASTER_ADDR and MASTER_PORT",
             variable=missing,
         )
-    derived_address, derived_port = meeting(env, found, run)
+    derived_address, derived_port = launchers.meeting(env, found, run)
     return (host, f"MASTER_ADDR={host}") if host else derived_address, port or derived_port
 
 
 def _lost_cores(env: Mapping[str, str], found: LauncherFacts, usable: int | None) -> tuple[str, ...]:
-    asked = count(env, "SLURM_CPUS_PER_TASK")
+    asked = launchers.count(env, "SLURM_CPUS_PER_TASK")
     if not _is_of_a_step(env, found) or usable is None or usable >= asked:
         return ()
     return (
@@ -251,7 +229,7 @@ def _one_core(env: Mapping[str, str], found: LauncherFacts, bound_of: int | None
 
 
 def _is_of_a_step(env: Mapping[str, str], found: LauncherFacts) -> bool:
-    return found.launcher == "slurm" or (found.launcher in _BELOW_TASKS and in_step(env))
+    return found.launcher == "slurm" or (found.launcher in _BELOW_TASKS and launchers.in_step(env))
 
 
 def _slurm_task() -> int:

@@ -96,18 +96,18 @@ class Peers:
             self._send(0, {"part": mine})
         else:
             self._parts[0] = mine
-        while self._gathered is None:
-            if not self.rank and len(self._parts) == self.size:
-                self._gathered = [self._parts[number] for number in range(self.size)]
-                self._parts = {}
-                self._send_all({"gathered": self._gathered})
-                break
+        while self._gathered is None and (self.rank or len(self._parts) < self.size):
             if time.monotonic() > until:
                 missing = [number for number in range(self.size) if number not in self._parts]
-                who = name_ranks(missing, self.names, self._noun) if not self.rank else f"{self._noun} 0"
-                self._fail(f"{who} said nothing for {limit_s:g} s", missing if not self.rank else [0])
+                missing, names = ([0], []) if self.rank else (missing, self.names)
+                self._fail(
+                    f"{name_ranks(missing, names, self._noun)} said nothing for {limit_s:g} s", missing
+                )
             self.turn(_STEP_S)
-        gathered, self._gathered = self._gathered, None
+        if not self.rank:
+            self._gathered, self._parts = [self._parts[number] for number in range(self.size)], {}
+            self._send_all({"gathered": self._gathered})
+        gathered, self._gathered = self._gathered or [], None
         return gathered
 
     def tell(self, news: Any) -> None:

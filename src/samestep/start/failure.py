@@ -70,52 +70,36 @@ class _Block:
             self.frames[-1] = self.frames[-1]._replace(code=line.strip())
 
 
-class _Reader:
-    """Sorts the lines of a stderr into tracebacks: lists of blocks, of which an exception group has several."""
-
-    def __init__(self) -> None:
-        self.crash: list[str] = []
-        self.tracebacks = [[_Block()]]
-        self._in_group = False
-
-    def take(self, line: str) -> None:
-        last = self.tracebacks[-1][-1]
-        if self.crash or _CRASH.match(line):
-            self.crash.append(line)
-        elif self._in_group:
-            self._take_of_group(line)
-        elif _GROUP.match(line):
-            self._in_group = True
-            self.tracebacks.append([_Block()])
-        elif _HEADER.match(line) or (_is_syntax_error(line) and (last.exception or last.ended)):
-            self.tracebacks.append([_Block()])
-            self.tracebacks[-1][-1].take(line)
-        else:
-            last.take(line)
-
-    def _take_of_group(self, line: str) -> None:
-        inner = _BAR.sub("", line)
-        if _END_OF_GROUP.match(line):
-            self._in_group = False
-            self.tracebacks[-1][-1].ended = True
-        elif _PART.match(line) or _HEADER.match(inner):
-            self.tracebacks[-1].append(_Block())
-        else:
-            self.tracebacks[-1][-1].take(inner)
-
-
 def read_traceback(stderr: str) -> Traceback | None:
     """The last traceback in what a process wrote to its stderr."""
-    reader = _Reader()
-    for line in stderr.splitlines():
-        reader.take(_RANK.sub("", _COLOUR.sub("", line)))
-    if reader.crash:
-        return _crash(reader.crash)
+    lines = _plain_lines(stderr)
+    for number, line in enumerate(lines):
+        if found := _CRASH.match(line):
+            return _crash(found[1], lines[number + 1 :])
+    # Each traceback is a list of blocks; an exception group has several.
+    tracebacks, in_group = [[_Block()]], False
+    for line in lines:
+        last = tracebacks[-1][-1]
+        inner = _BAR.sub("", line) if in_group else line
+        if in_group and _END_OF_GROUP.match(line):
+            in_group, last.ended = False, True
+        elif in_group and (_PART.match(line) or _HEADER.match(inner)):
+            tracebacks[-1].append(_Block())
+        elif not in_group and (
+            _GROUP.match(line)
+            or _HEADER.match(line)
+            or (_is_syntax_error(line) and (last.exception or last.ended))
+        ):
+            in_group = _GROUP.match(line) is not None
+            tracebacks.append([_Block()])
+            tracebacks[-1][-1].take(line)
+        else:
+            last.take(inner)
     # A message may quote a traceback's first lines, and a printed stack has no exception: neither is the last.
-    found = [traceback for blocks in reader.tracebacks if (traceback := _traceback(blocks))]
-    if not found:
+    found_all = [traceback for blocks in tracebacks if (traceback := _traceback(blocks))]
+    if not found_all:
         return None
-    return _with_loaders_cause(found[-1], found[-2].exception if len(found) > 1 else ())
+    return _with_loaders_cause(found_all[-1], found_all[-2].exception if len(found_all) > 1 else ())
 
 
 def of_record(failure: Failure) -> Traceback:
@@ -131,8 +115,7 @@ def of_record(failure: Failure) -> Traceback:
 
 def last_words(stderr: str) -> tuple[str, ...]:
     """The end of what a process wrote that printed no traceback."""
-    lines = [_RANK.sub("", _COLOUR.sub("", line)) for line in stderr.splitlines()]
-    return tuple(_printed(line) for line in [line for line in lines if line.strip()][-2:])
+    return tuple(_printed(line) for line in [line for line in _plain_lines(stderr) if line.strip()][-2:])
 
 
 def describe_end(status: int) -> str:
@@ -150,13 +133,15 @@ def exit_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _crash(lines: Iterable[str]) -> Traceback:
+def _plain_lines(stderr: str) -> list[str]:
+    return [_RANK.sub("", _COLOUR.sub("", line)) for line in stderr.splitlines()]
+
+
+def _crash(what: str, lines: Iterable[str]) -> Traceback:
     """A crash of the interpreter, which prints every thread, the most recent call first."""
-    what, frames, current = "", list[Frame](), True
+    frames, current = list[Frame](), True
     for line in lines:
-        if found := _CRASH.match(line):
-            what = found[1]
-        elif thread := _THREAD.match(line):
+        if thread := _THREAD.match(line):
             current = thread[1] == "Current thread"
         elif current and (frame := _FRAME.match(line)):
             code = linecache.getline(frame["file"], int(frame["line"])).strip()

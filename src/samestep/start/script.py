@@ -72,8 +72,9 @@ def run_script(script: Script) -> int:
         while True:
             with ExitStack() as attempt:
                 specs, total = _specs(script, run, restarts, terminal, launchers, attempt)
-                group = WorkerGroup(specs, guardian, terminal, script.patience_s)
-                outcome = group.watch(signals, launchers.should_stop if launchers.nodes > 1 else None)
+                elsewhere = launchers.should_stop if launchers.nodes > 1 else None
+                group = WorkerGroup(specs, guardian, terminal, script.patience_s, signals, elsewhere)
+                outcome = group.watch()
             seconds = time.time() - began
             text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, total)
             node, end = launchers.end(_end(run, outcome, group, text))

@@ -44,10 +44,8 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
     """
     if not callable(fn):
         raise UsageError(f"launch got a {type(fn).__name__}, which cannot be called; pass a function")
-    if type(size) is not int:
+    if type(size) is not int or size < 1:
         raise UsageError(f"launch on {size!r} processes cannot be; use a whole number of at least 1")
-    if size < 1:
-        raise UsageError(f"launch on {size} processes cannot be; use at least 1")
     text = _pickled(fn, args, kwargs)
     fill_standard_descriptors()
     kills = watch_kills()

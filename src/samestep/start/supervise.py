@@ -5,6 +5,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from samestep.rundir import CHECKPOINTED
@@ -41,17 +42,18 @@ class WorkerGroup:
         guardian: Guardian,
         terminal: Terminal | None = None,
         patience_s: float | None = None,
+        signals: int | None = None,
+        is_over_elsewhere: Callable[[], bool] | None = None,
     ) -> None:
-        """Raises OSError where a worker cannot be started; then none is left."""
+        """Raises OSError where a worker cannot be started; `signals` is where arriving ones are read as bytes."""
         self.began = time.monotonic()
         self.workers: list[Worker] = []
-        self._terminal = terminal
+        self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere
         self._grace_s = _GRACE_S if patience_s is None else patience_s
         self._patience_s = _PATIENCE_S if patience_s is None else patience_s
         self._asked: int | None = None
-        self._stop_at = self._kill_at = float("inf")
+        self._stop_at = self._kill_at = inf
         self._stopping = False
-        self._is_over_elsewhere: Callable[[], bool] | None = None
         try:
             for spec in specs:
                 self.workers.append(Worker(spec, guardian))
@@ -59,14 +61,11 @@ class WorkerGroup:
             self.kill()
             raise
 
-    def watch(
-        self, signals: int | None = None, is_over_elsewhere: Callable[[], bool] | None = None
-    ) -> Outcome:
-        """Wait for the last worker; `signals` is where the numbers of arriving signals are read."""
-        self._is_over_elsewhere = is_over_elsewhere
+    def watch(self) -> Outcome:
+        """Wait for the last worker."""
         try:
             while self._alive():
-                self._turn(signals)
+                self._turn()
         finally:
             self.kill()
         return self._outcome()
@@ -86,12 +85,12 @@ class WorkerGroup:
     def _alive(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.is_alive]
 
-    def _turn(self, signals: int | None) -> None:
+    def _turn(self) -> None:
         alive = self._alive()
         streams = [
             stream for worker in alive for stream in (worker.out, worker.err) if not stream.pipe.closed
         ]
-        ready = self._actions(alive, streams, signals)
+        ready = self._actions(alive, streams)
         poll = select.poll()
         for fd in ready:
             poll.register(fd, select.POLLIN)
@@ -109,9 +108,7 @@ class WorkerGroup:
         if self._is_over_elsewhere and self._is_over_elsewhere() and not self._stopping:
             self._stop(now)
 
-    def _actions(
-        self, alive: Sequence[Worker], streams: Sequence[Stream], signals: int | None
-    ) -> dict[int, Callable[[], object]]:
+    def _actions(self, alive: Sequence[Worker], streams: Sequence[Stream]) -> dict[int, Callable[[], object]]:
         """What to do when one of these descriptors can be read."""
         actions: dict[int, Callable[[], object]] = {
             stream.pipe.fileno(): stream.read
@@ -119,7 +116,7 @@ class WorkerGroup:
             if stream.console is None or not stream.console.crowded
         }
         actions |= {worker.pidfd: worker.look for worker in alive if worker.pidfd is not None}
-        if signals is not None:
+        if (signals := self._signals) is not None:
             actions[signals] = lambda: self._hear(os.read(signals, 64))
         return actions
 
@@ -129,26 +126,23 @@ class WorkerGroup:
             until = min(until, _ELSEWHERE_S)
         if any(stream.waits for stream in streams) or any(worker.pidfd is None for worker in alive):
             until = min(until, _POLL_S)
-        return None if until == float("inf") else max(0.0, until * 1000)
+        return None if until == inf else max(0.0, until * 1000)
 
     def _settle(self, watched: Sequence[Worker], now: float) -> None:
         """Draw the consequences of who has ended in this turn, and of the time."""
-        ended = [worker for worker in watched if worker.look()]
-        if not self._stopping:
-            for worker in ended:
-                if worker.status == 0:
-                    continue
-                if self._asked is not None or worker.status == CHECKPOINTED:
-                    self._stop_at = min(self._stop_at, now + self._patience_s)
-                elif _is_echo(worker.traceback()) and self._alive():
-                    self._stop_at = min(self._stop_at, now + _ECHO_S)
-                else:
-                    self._stop_at = now
+        failed = [worker for worker in watched if worker.look() and worker.status]
+        for worker in () if self._stopping else failed:
+            wait_s = 0.0
+            if self._asked is not None or worker.status == CHECKPOINTED:
+                wait_s = self._patience_s
+            elif _is_echo(worker.traceback()) and self._alive():
+                wait_s = _ECHO_S
+            self._stop_at = min(self._stop_at, now + wait_s)
         if now >= self._stop_at:
-            self._stop_at = float("inf")
+            self._stop_at = inf
             self._stop(now)
         if now >= self._kill_at:
-            self._kill_at = float("inf")
+            self._kill_at = inf
             for worker in self._alive():
                 worker.send_group(signal.SIGKILL)
 

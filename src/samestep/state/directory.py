@@ -54,7 +54,10 @@ class CheckpointDirectory:
         if step < 0:
             raise UsageError(f"step {step} is negative; count the steps taken")
         try:
-            self._make()
+            # once: under a mount that went away the same path is another disk
+            if not self._made:
+                make_private_directory(self.directory)
+                self._made = True
             with self._opened() as dir_fd:
                 self._sweep(dir_fd)
                 if _free(os.fstatvfs(dir_fd)) < packed.size * _MARGIN:
@@ -91,12 +94,6 @@ class CheckpointDirectory:
                 f"{self.directory} holds no good checkpoint: {'; '.join(refused)}", path=self.directory
             )
         return None
-
-    def _make(self) -> None:
-        # once: under a mount that went away the same path is another disk
-        if not self._made:
-            make_private_directory(self.directory)
-            self._made = True
 
     @contextmanager
     def _opened(self) -> Iterator[int]:

@@ -14,11 +14,11 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from errno import EINVAL, ELOOP, ENOSYS, EOPNOTSUPP
+from errno import EINVAL, EIO, ELOOP, ENOSYS, EOPNOTSUPP
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn
 
@@ -115,7 +115,6 @@ def pack(state: object, meta: Mapping[str, Any] | None = None, leaf: Leaf | None
 
 def write(fd: int, packed: Packed) -> None:
     """Write a state to a new, empty file and wait until the disk has it."""
-    os.ftruncate(fd, packed.size)
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, packed.size)
@@ -125,17 +124,14 @@ def write(fd: int, packed: Packed) -> None:
     pieces = [piece for buffer in packed.buffers for piece in _pieces(buffer)]
     # two threads hash while this one writes and waits for the disk; more would take cores from the training
     with _in_threads(2, _piece_digest, pieces) as hashed:
-        at = packed.start
-        for buffer in packed.buffers:
-            _write_all(fd, buffer, at)
-            at += _aligned(len(buffer))
+        _write_all(fd, packed.start, _padded(packed.buffers))
         os.fsync(fd)
         digests = b"".join(_blob_digest(hashed, len(buffer)) for buffer in packed.buffers)
     body = packed.header + digests
     counts = (len(packed.buffers), len(packed.header), packed.size)
     sealed = _PREAMBLE.pack(_MAGIC, VERSION, *counts, b"")[:_SEALED]
     root = _digest(sealed + body, b"root")
-    _write_all(fd, memoryview(sealed + root + body), 0)
+    _write_all(fd, 0, [memoryview((sealed + root + body).ljust(packed.start, b"\0"))])
     os.fsync(fd)
 
 
@@ -290,10 +286,17 @@ def _in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        wrote = os.pwritev(fd, [view], offset)
-        view, offset = view[wrote:], offset + wrote
+def _write_all(fd: int, offset: int, views: Iterable[memoryview]) -> None:
+    left = [view for view in views if view][::-1]
+    while left:
+        wrote = os.pwritev(fd, left[:-65:-1], offset)
+        if wrote == 0:
+            raise OSError(EIO, os.strerror(EIO))
+        offset += wrote
+        while left and wrote >= len(left[-1]):
+            wrote -= len(left.pop())
+        if wrote:
+            left[-1] = left[-1][wrote:]
 
 
 def _read_into(fd: int, view: memoryview, offset: int) -> None:
@@ -313,6 +316,13 @@ def _read_exactly(fd: int, length: int, offset: int) -> bytes:
 def _bytes_room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
     memory = bytearray(blob.nbytes)
     return memoryview(memory), lambda: bytes(memory)
+
+
+def _padded(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    zeros = memoryview(bytes(ALIGN))
+    for buffer in buffers:
+        yield from _pieces(buffer)
+        yield zeros[: _aligned(len(buffer)) - len(buffer)]
 
 
 def _pieces(buffer: memoryview) -> list[memoryview]:
