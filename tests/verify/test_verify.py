@@ -17,9 +17,9 @@ import samestep
 from samestep.cli.output import print_json
 from samestep.cli.verify import _document, command
 from samestep.train.digest import digests
+from samestep.train.loss import reduction_of
 from samestep.verify.causes import explain, explain_rounding
 from samestep.verify.convert import SEVEN_LINES, conversion, converted
-from samestep.verify.loss import reduction_of
 from samestep.verify.printed import printed_otherwise
 from samestep.verify.read import Digest, Run, Step
 from samestep.verify.record import Recorder

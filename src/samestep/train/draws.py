@@ -79,7 +79,7 @@ class Draws(Member):
         self._pid = os.getpid()
         self._library: torch.library.Library | None = None
         self._of_activations = False
-        self._paused = False
+        self._paused = self._is_unwatched = False
         self._of_shares: set[tuple[Any, ...]] = set()
         self._of_all: set[tuple[Any, ...]] = set()
         self._said: set[str] = set()
@@ -90,7 +90,7 @@ class Draws(Member):
             return
         self.adopt_first()
         self.active = True
-        self.group.watch_streams(streams.digest, self._parted)
+        self.group.watch(self._digest, self._parted)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is meant
@@ -104,18 +104,31 @@ class Draws(Member):
 
     def adopt_first(self) -> None:
         """Collective. Go on in rank 0's random streams."""
-        everyones = self.group.all_gather(_CALL, streams.capture(), compare=False)
-        streams.restore(everyones[0])
+        with self._unwatched():
+            streams.restore(self.group.all_gather(_CALL, streams.capture())[0])
 
-    def _parted(self, ranks: Sequence[int], call: str) -> None:
+    def _digest(self) -> bytes:
+        return bytes(8) if self._is_unwatched else streams.digest()
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        self._is_unwatched = True
+        try:
+            yield
+        finally:
+            self._is_unwatched = False
+
+    def _parted(self, digests: list[bytes], call: str) -> None:
         """Collective. Say that ranks drew different amounts, and go on in rank 0's streams."""
-        kept = self.group.all_gather(_CALL, streams.capture(), compare=False)
-        names = streams.different(kept[0], next(one for one in kept if one != kept[0]))
+        with self._unwatched():
+            kept = self.group.all_gather(_CALL, streams.capture())
+        names = streams.different(kept[0], next(other for other in kept if other != kept[0]))
         streams.restore(kept[0])
+        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if self.group.world.rank == 0:
             self._say(
                 "parted",
-                f"the random stream of {' and '.join(names)} on {name_ranks(ranks)} is not that of rank 0 any more, "
+                f"the random stream of {' and '.join(names)} on {name_ranks(odd)} is not that of rank 0 any more, "
                 f"found at {call}: seed all ranks alike, and draw on all or on none; the numbers since the last "
                 "such call are not the serial script's, and all go on in rank 0's stream",
             )

@@ -4,18 +4,23 @@
 subscribe. Data does not know of models, and models do not know of data.
 """
 
+import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from samestep.errors import RanksDiffer
+from samestep.text import name_ranks
+from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 
 _MOST_PASSES = 8
+_POSITION = struct.Struct("<HHI")
 
 
 def cut(count: int, size: int, rank: int) -> tuple[int, int]:
@@ -88,6 +93,15 @@ class Subscriber:
         """Whether a pass that begins now is one of training."""
         return False
 
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """What it keeps equal on all ranks."""
+        return ()
+
+    @property
+    def adds_losses(self) -> bool:
+        """Whether the gradients of ranks are added."""
+        return False
+
     def pass_begins(self, begun: Pass) -> None: ...
     def step_begins(self, share: Share) -> None: ...
     def microbatch_begins(self, share: Share) -> None: ...
@@ -109,6 +123,19 @@ class Spine(Member):
         self._subscribers: list[Subscriber] = []
         self._passes: list[Pass] = []
         self._left: Pass | None = None
+        self._passes_begun = 0
+        self._position = (0, 0, 0)
+        group.watch(lambda: _POSITION.pack(*self._position), self._at_different_positions)
+
+    def _at_different_positions(self, marks: list[bytes], call: str) -> None:
+        others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+        raise RanksDiffer(
+            f"rank 0 came to {call} ({users_line()}) at {_in_words(marks[0])} of its training and "
+            f"{name_ranks(others)} at {_in_words(marks[others[0]])}; every rank has to take the same steps: does a "
+            "loop end early on one of them?",
+            ranks=others,
+            call=call,
+        )
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tell it of all that comes; once is enough."""
@@ -121,11 +148,23 @@ class Spine(Member):
             return torch.is_grad_enabled()
         return any(subscriber.trains(shuffled) for subscriber in self._subscribers)
 
+    def replicated(self) -> Iterator[torch.Tensor]:
+        """The parameters that are kept equal on all ranks."""
+        return (one for subscriber in self._subscribers for one in subscriber.parameters())
+
+    @property
+    def adds_losses(self) -> bool:
+        """Whether the gradients of ranks are added, for a model whose loss is a sum."""
+        return any(subscriber.adds_losses for subscriber in self._subscribers)
+
     def begin_pass(self, begun: Pass) -> None:
         """A loader is iterated anew; what was left of its last pass is given up."""
         # A pass that the script has left by `break` stays here until its loader is iterated again.
         held = [old for old in self._passes if old.of is not None and old.of is not begun.of]
         self._passes = [*held[1 - _MOST_PASSES :], begun]
+        if begun.training:
+            self._passes_begun += 1
+            self._position = (self._passes_begun & 0xFFFF, begun.epoch & 0xFFFF, 0)
         for subscriber in self._subscribers:
             subscriber.pass_begins(begun)
 
@@ -136,7 +175,9 @@ class Spine(Member):
             self._passes = [*(old for old in self._passes if old is not held), held]
         held.latest = share
         held.counted += share.mine
-        self.batches += held.training
+        if held.training:
+            self.batches += 1
+            self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
         if batch is not None:
             held.batch = _tensors(batch)
 
@@ -238,6 +279,11 @@ class Spine(Member):
         """The factor that a gradient of this rank's loss still lacks; inside a model that weighs it lacks none."""
         share = self.trained
         return 1.0 if self.inside_model or share is None else share.weight(self.group.world.size)
+
+
+def _in_words(mark: bytes) -> str:
+    _, epoch, samples = _POSITION.unpack(mark)
+    return f"epoch {epoch}, sample {samples}"
 
 
 def spine() -> Spine:

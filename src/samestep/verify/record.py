@@ -28,10 +28,10 @@ from samestep.train import streams
 from samestep.train.digest import digests
 from samestep.train.group import world
 from samestep.train.group.control import users_line
+from samestep.train.loss import reduction_of
 from samestep.train.model.batchnorm import Synced
 from samestep.train.model.replica import replica_of
 from samestep.train.step import Pass, Share, Spine
-from samestep.verify.loss import reduction_of
 from samestep.verify.read import Digest, Step, record_path, state_path
 
 _MOST_ROWS = 4096

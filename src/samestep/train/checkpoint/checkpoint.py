@@ -17,16 +17,18 @@ from collections.abc import Collection, Mapping
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 import samestep
-from samestep.errors import CheckpointError, SamestepError, UsageError
+from samestep.errors import CheckpointError, RanksDiffer, SamestepError, UsageError
 from samestep.rundir import CHECKPOINTED
 from samestep.state.directory import CheckpointDirectory
+from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.checkpoint import capture as carry
+from samestep.train.checkpoint.parts import ACCEPTED_AS, OWN, Part, checked_every, checked_parts
 from samestep.train.checkpoint.stopping import StopRequests
 from samestep.train.checkpoint.writer import Writer
 from samestep.train.data.loader import Loader
@@ -36,26 +38,9 @@ from samestep.train.meter import Meter
 from samestep.train.model.arithmetic import arithmetic
 from samestep.train.model.replica import Replicas
 
-_OWN = "samestep"
 _AGREE_SECONDS = 0.5
 _RETRY_SECONDS = 30.0
 _LEAVE_SECONDS = 10.0
-_MEANT = {
-    "length": "dataset",
-    "fingerprint": "dataset",
-    "batch_size": "batch_size",
-    "microbatch": "batch_size",
-    "seed": "seed",
-    "shuffle": "order",
-    "drop_last": "order",
-}
-
-
-class Part(Protocol):
-    """Anything that can say where it is, and go on from there."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class Checkpoint:
@@ -91,13 +76,13 @@ class Checkpoint:
         self.steps = self._asked_at = 0
         self._group = joined()
         self._world = self._group.world
-        self._every = _checked_every(every)
+        self._every = checked_every(every)
         self._accept = {accept} if isinstance(accept, str) else set(accept)
-        if unknown := self._accept - set(_MEANT.values()):
+        if unknown := self._accept - set(ACCEPTED_AS.values()):
             raise UsageError(
-                f"accept knows no {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(_MEANT.values()))}"
+                f"accept knows no {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(ACCEPTED_AS.values()))}"
             )
-        self._parts = _checked_parts(parts)
+        self._parts = checked_parts(parts)
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
         for one in self._loaders.values():
             one.keep_ledger(self.finish)
@@ -119,7 +104,7 @@ class Checkpoint:
             try:
                 found = self._vault.newest(_read_run)
                 if found is not None:
-                    self._check_facts(found.value[0][_OWN])
+                    self._check_facts(found.value[0][OWN])
             except SamestepError as error:
                 failure = str(error)
         read_seconds = time.monotonic() - begun
@@ -170,13 +155,26 @@ class Checkpoint:
         """Collective. Commit now, in the background; with `wait` return why that failed, or "" if it did not."""
         self._asked_at = self.steps
         self._group.the(Replicas).settle()
-        kept = self._group.all_gather("samestep.Checkpoint.commit", streams.capture())
+        kept = self._gathered_streams()
         if self._world.rank == 0:
             if wait:
                 self._writer.wait()
             if not self._writer.is_writing:
                 self._start_writing(kept)
         return self._outcome() if wait else ""
+
+    def _gathered_streams(self) -> list[bytes]:
+        """Collective. Every rank's random streams; an error where the ranks consumed other samples."""
+        ledgers = hashlib.sha256(b"".join(loader.ledger for loader in self._loaders.values())).digest()
+        ranks = self._group.all_gather("samestep.Checkpoint.commit", ledgers + streams.capture())
+        others = [rank for rank, sent in enumerate(ranks) if sent[:32] != ledgers]
+        if others:
+            raise RanksDiffer(
+                f"rank {self._world.rank} consumed other samples than {name_ranks(others)}, so this state is not "
+                "committed; give every rank the same data set, order and loop",
+                ranks=others,
+            )
+        return [sent[32:] for sent in ranks]
 
     def finish(self) -> None:
         """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch."""
@@ -242,7 +240,7 @@ class Checkpoint:
             "facts": self._facts,
             "arithmetic": arithmetic() if exact else None,
         }
-        state = {name: part.state_dict() for name, part in self._parts.items()} | {_OWN: own}
+        state = {name: part.state_dict() for name, part in self._parts.items()} | {OWN: own}
         meta = {
             **_origin(),
             "step": self.steps,
@@ -270,8 +268,8 @@ class Checkpoint:
         return failures[0].decode()
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        own = state[_OWN]
-        if missing := self._parts.keys() ^ state.keys() - {_OWN}:
+        own = state[OWN]
+        if missing := self._parts.keys() ^ state.keys() - {OWN}:
             raise CheckpointError(
                 f"the checkpoint and this run differ in {', '.join(sorted(missing))}; give Checkpoint the same parts"
             )
@@ -310,12 +308,12 @@ class Checkpoint:
     def _check_facts(self, own: Mapping[str, Any]) -> None:
         for name, then in own["facts"].items():
             for fact, now in self._facts.get(name, {}).items():
-                if then.get(fact) != now and _MEANT[fact] not in self._accept:
+                if then.get(fact) != now and ACCEPTED_AS[fact] not in self._accept:
                     what = "another dataset" if fact == "fingerprint" else f"{fact} {then.get(fact)}"
                     here = "this run's" if fact == "fingerprint" else f"{now}"
                     raise UsageError(
                         f"the checkpoint's {name} had {what}, not {here}; use the same, or "
-                        f"Checkpoint(accept={_MEANT[fact]!r}) where the change is meant"
+                        f"Checkpoint(accept={ACCEPTED_AS[fact]!r}) where the change is meant"
                     )
         if own["arithmetic"] and self._group.the(Replicas).exact:
             for fact, here in arithmetic().items():
@@ -341,33 +339,10 @@ class _Checkpoints(Member):
 
 def _read_run(name: str, dir_fd: int) -> tuple[dict[str, Any], dict[str, Any]]:
     state, meta = carry.read(name, dir_fd=dir_fd)
-    own = state.get(_OWN) if isinstance(state, dict) else None
+    own = state.get(OWN) if isinstance(state, dict) else None
     if not isinstance(own, dict) or not {"step", "streams", "facts", "arithmetic"} <= own.keys():
         raise CheckpointError(f"{name} is whole, and no state of a run")
     return state, meta
-
-
-def _checked_every(every: int | timedelta) -> int | timedelta:
-    whole = isinstance(every, int) and not isinstance(every, bool) and every > 0
-    if not whole and not (isinstance(every, timedelta) and every > timedelta(0)):
-        raise UsageError(f"every={every!r} is no number of steps and no time; use every=100 or a timedelta")
-    return every
-
-
-def _checked_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
-    if not parts:
-        raise UsageError(
-            "Checkpoint got no parts to keep; pass model=model, optimizer=optimizer, train=train"
-        )
-    if _OWN in parts:
-        raise UsageError(f"Checkpoint keeps its own state as {_OWN}; give your part another name")
-    for name, part in parts.items():
-        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
-            raise UsageError(
-                f"Checkpoint cannot keep {name}, a {type(part).__name__} without state_dict and load_state_dict; "
-                "leave it out, or give it both"
-            )
-    return dict(parts)
 
 
 def _received(size: int, group: Group) -> Any:

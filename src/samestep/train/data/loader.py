@@ -5,6 +5,7 @@ import inspect
 import json
 import multiprocessing
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from numbers import Integral
@@ -19,9 +20,10 @@ from samestep.train.data import share
 from samestep.train.data.batches import FromMemory, FromWorkers, content, on_device
 from samestep.train.data.order import Order, Sampled
 from samestep.train.draws import Draws
-from samestep.train.group.group import Group
+from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
+from samestep.train.optimizers import Optimizers
 from samestep.train.step import Pass, Share, Spine
 
 Kind = TypeVar("Kind", bound="Loader")
@@ -125,10 +127,11 @@ class Loader:
         self._position = 0
         self._passes = 0
         self._begun = self._remarked = False
-        self._ledger = b""
-        self._spine = group.the(Spine)
+        self.ledger = b""
+        self._group, self._spine = group, group.the(Spine)
         self._draws = group.the(Draws)
         self._spine.subscribe(group.the(Meter))
+        group.the(Optimizers)
         self._on_done: list[Callable[[], None]] = []
         self._shuffle = shuffle
         self._seed = seed
@@ -170,7 +173,7 @@ class Loader:
 
     def keep_ledger(self, on_done: Callable[[], None]) -> None:
         """From here on say in the state which samples were consumed; `on_done` is called after the last epoch."""
-        self._ledger = self._ledger or bytes(32)
+        self.ledger = self.ledger or bytes(32)
         self._on_done.append(on_done)
 
     def fingerprint(self) -> str:
@@ -185,7 +188,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
-        ledger = {"ledger": self._ledger} if self._ledger else {}
+        ledger = {"ledger": self.ledger} if self.ledger else {}
         place = {"epoch": self.epoch, "position": self._position}
         return {**place, **(self._order.state() if self._position else {}), **ledger, **self.facts()}
 
@@ -206,7 +209,7 @@ class Loader:
                     f"this loader's {name} is {value} and the state's is {state[name]}; use the same"
                 )
         self.epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
-        self._ledger = state.get("ledger", self._ledger)
+        self.ledger = state.get("ledger", self.ledger)
         self._order.go_on(state)
 
     def facts(self) -> dict[str, Any]:
@@ -239,6 +242,7 @@ class Loader:
         )
         if training and not self._shuffle and pieces and pieces[-1].all < world.size:
             self._remark_lending(pieces[-1].all)
+        self._remark_same_order(training)
         this = Pass(self, self.epoch, training=training)
         self._spine.begin_pass(this)
         return self._batches(this, self._drawn(this) if self._reads_ahead else None, pieces)
@@ -278,6 +282,23 @@ class Loader:
         finally:
             spine.leave_pass(this)
 
+    def _remark_same_order(self, training: bool) -> None:
+        """A loader made anew for each epoch has the order of epoch 0 each time."""
+        if not training or not self._shuffle or self._seed is None or self.epoch or self._position:
+            return
+        begun = self._group.the(_Begun)
+        earlier = begun.at.get(id(self.dataset))
+        begun.at[id(self.dataset)] = (weakref.ref(self), weakref.ref(self.dataset), self._seed)
+        if earlier is None or begun.said or self._world.rank or earlier[0]() is self:
+            return
+        if earlier[1]() is self.dataset and earlier[2] == self._seed:
+            begun.said = True
+            print(
+                f"samestep: a second loader over the same data begins at epoch 0 with seed={self._seed}, in the order "
+                "that the first one had; in a loop over epochs make the loader once, before the loop",
+                file=sys.stderr,
+            )
+
     def _remark_lending(self, count: int) -> None:
         """It may be an evaluation, in which neither the model nor autograd says so."""
         if self._world.rank == 0 and not self._remarked:
@@ -292,9 +313,9 @@ class Loader:
     def _note(self, order: torch.Tensor, piece: share.Piece) -> None:
         """The samples of this batch are consumed, on all ranks."""
         self._position = piece.stop
-        if self._ledger:
+        if self.ledger:
             samples = order[piece.start : piece.stop].numpy().tobytes()
-            self._ledger = hashlib.blake2b(self._ledger + samples, digest_size=32).digest()
+            self.ledger = hashlib.blake2b(self.ledger + samples, digest_size=32).digest()
 
     def _read(self, plan: Iterator[torch.Tensor], this: Pass) -> Iterator[Any]:
         """The batches on this rank's device; what reading them draws is no draw of the script."""
@@ -308,6 +329,15 @@ class Loader:
             finally:
                 self._spine.is_reading = False
             yield batch
+
+
+class _Begun(Member):
+    """The shuffled loaders with a seed that began their first epoch, by their data."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.said = False
+        self.at: dict[int, tuple[Callable[[], Any], Callable[[], Any], int]] = {}
 
 
 def as_int(value: Any) -> Any:

@@ -23,8 +23,8 @@ from samestep.text import name_ranks
 _NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), contextlib.__file__)
 _SLOT = 1024
 _PLACE = 160
-_DIGEST = 8
-_FIXED = 8 + _DIGEST
+_MARKS = 16
+_FIXED = 8 + _MARKS
 _HEAD = _FIXED + _PLACE
 _PIECE = 1 << 26
 _SLICE = timedelta(seconds=1)
@@ -53,16 +53,16 @@ class Control:
         self._pending: dist.Work | None = None
 
     def all_gather(
-        self, call: str, payload: bytes, patience: timedelta | None, digest: bytes = b""
+        self, call: str, payload: bytes, patience: timedelta | None, marks: bytes = b""
     ) -> tuple[list[bytes], list[bytes]]:
-        """Collective. Every rank's payload and digest, by rank; an error on all where they are at different calls."""
+        """Collective. Every rank's payload and marks, by rank; an error on all where they are at different calls."""
         self._calls += 1
         line = users_line()
         place = (f"{call} ({line})" if line else call).encode()[:_PLACE]
         inline = payload[: _SLOT - _HEAD]
         slot = bytearray(_SLOT)
         slot[0:4] = len(payload).to_bytes(4, "little")
-        slot[8 : 8 + len(digest)] = digest
+        slot[8 : 8 + len(marks)] = marks
         slot[_FIXED : _FIXED + len(place)] = place
         slot[_HEAD : _HEAD + len(inline)] = inline
         slots = self._gather(slot, place.decode(errors="replace"), patience)
@@ -75,8 +75,8 @@ class Control:
             parts = [slot[_HEAD:] for slot in slots]
         else:
             parts = self._gather(bytearray(payload.ljust(longest, b"\0")), places[0], patience)
-        digests = [slot[8:_FIXED] for slot in slots]
-        return [part[:length] for part, length in zip(parts, lengths, strict=True)], digests
+        marks_of_ranks = [slot[8:_FIXED] for slot in slots]
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)], marks_of_ranks
 
     def hand_out(self, file: Path, size: int) -> None:
         """Collective. Copy rank 0's file to a new file on every other rank."""

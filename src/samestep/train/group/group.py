@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from samestep.errors import SamestepError
+from samestep.errors import SamestepError, UsageError
 from samestep.failure import write_failure
 from samestep.train.group.control import Control
 
 T = TypeVar("T", bound="Member")
 _LEAVE = timedelta(seconds=1)
+_MARK = 8
 
 
 class Member:
@@ -44,7 +45,8 @@ class Group:
         self._control = control
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
-        self._watch: tuple[Callable[[], bytes], Callable[[list[int], str], None]] | None = None
+        self._watches: list[tuple[Callable[[], bytes], Callable[[list[bytes], str], None]]] = []
+        self._pid = os.getpid()
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
 
@@ -56,23 +58,31 @@ class Group:
         return found  # type: ignore[return-value]
 
     def all_gather(
-        self, call: str, payload: bytes = b"", *, patience: timedelta | None = None, compare: bool = True
+        self, call: str, payload: bytes = b"", *, patience: timedelta | None = None
     ) -> list[bytes]:
         """Collective. Every rank's payload, by rank; an error on all ranks where they are at different calls.
 
-        Where the random streams are watched, they are compared on the way, unless `compare` is False.
+        The watched marks travel with it, and are compared.
         """
         if self._control is None:
             return [payload]
-        watch = self._watch if compare else None
-        payloads, digests = self._control.all_gather(call, payload, patience, watch[0]() if watch else b"")
-        if watch and len(set(digests)) > 1:
-            watch[1]([rank for rank, digest in enumerate(digests) if digest != digests[0]], call)
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"{call} was called in a child process of rank {self.world.rank}, which is no rank; call it in the "
+                "rank itself"
+            )
+        watches = list(self._watches)
+        marks = b"".join(mark() for mark, _ in watches)
+        payloads, of_ranks = self._control.all_gather(call, payload, patience, marks)
+        for at, (_, differ) in enumerate(watches):
+            mine = [marks[at * _MARK : (at + 1) * _MARK] for marks in of_ranks]
+            if len(set(mine)) > 1:
+                differ(mine, call)
         return payloads
 
-    def watch_streams(self, digest: Callable[[], bytes], parted: Callable[[list[int], str], None]) -> None:
-        """Compare 8 bytes with every message; `parted` is called on all ranks where some differ from rank 0's."""
-        self._watch = digest, parted
+    def watch(self, mark: Callable[[], bytes], differ: Callable[[list[bytes], str], None]) -> None:
+        """Send these 8 bytes with every message; `differ` is called on all ranks where they are not equal."""
+        self._watches.append((mark, differ))
 
     def hand_out(self, file: Path) -> None:
         """Collective. Copy rank 0's file to a new file on every other rank."""
@@ -93,7 +103,8 @@ class Group:
         the replicas go first, then all ranks come together, then the groups are destroyed. False where a member
         could not save what it held.
         """
-        saved, self._watch = True, None
+        saved = True
+        self._watches.clear()
         for member in reversed(self._members.values()):
             try:
                 member.close()

@@ -28,6 +28,10 @@ class Exchange(Subscriber):
     sums_buffers = False
     ddp_options: ClassVar[dict[str, Any]] = {"gradient_as_bucket_view": True}
 
+    def __init__(self, *, sums: bool = False) -> None:
+        """`sums`: the loss is a sum over samples, so that the gradients of ranks are added and not averaged."""
+        self.sums = sums
+
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Take over the exchange of this DDP."""
 
@@ -67,7 +71,10 @@ class TreeExchange(Exchange):
         "find_unused_parameters": False,
     }
 
-    def __init__(self, model: torch.nn.Module, group: Group, *, some_unused: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, group: Group, *, some_unused: bool, sums: bool = False
+    ) -> None:
+        super().__init__(sums=sums)
         self._group, self._spine = group, group.the(Spine)
         self._some_unused = some_unused
         self._parameters = [one for one in model.parameters() if one.requires_grad]
@@ -131,7 +138,7 @@ class TreeExchange(Exchange):
             buffer.copy_(value)
             setattr(module, name, buffer)
         if self._sender is None or not share.last:
-            self._gradients.push(share.microbatch, 1, self._take_gradients(weight))
+            self._gradients.push(share.microbatch, 1, self._take_gradients(self._weight(share)))
         if share.last:
             self._end_step(share)
 
@@ -157,7 +164,7 @@ class TreeExchange(Exchange):
         share, sender = self._spine.trained, self._sender
         assert share is not None
         assert sender is not None
-        index, weight = share.microbatch, share.mine / share.all
+        index, weight = share.microbatch, self._weight(share)
         assert index is not None
         buffer, views, parameters = bucket.buffer(), bucket.gradients(), bucket.parameters()
         places = self._places_of(parameters)
@@ -179,6 +186,9 @@ class TreeExchange(Exchange):
             return add_up(own, buffer, layout(share.microbatches, self._group.world.size), sender.group)
 
         return sender.send(job)
+
+    def _weight(self, share: Share) -> float:
+        return float(not share.lent) if self.sums else share.mine / share.all
 
     def _places_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         once = {id(parameter) for parameter in parameters}

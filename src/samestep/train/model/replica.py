@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
+from samestep.train.digest import bit_sums
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
 from samestep.train.model.batchnorm import BATCH_NORMS
 from samestep.train.model.exchange import Exchange
-from samestep.train.model.weighing import only_in, refuse_opaque, weigh_gradient, weighed_call
+from samestep.train.model.weighing import only_in, refuse_opaque, share_weight, weigh_gradient, weighed_call
 from samestep.train.step import Pass, Share, Spine, Subscriber
 from samestep.train.streams import draw_as
 
@@ -33,6 +34,7 @@ class Replica:
     def __init__(
         self, number: int, model: torch.nn.Module, options: dict[str, Any], exchange: Exchange, group: Group
     ) -> None:
+        """`exchange.sums` says that the loss is a sum over samples, and no mean."""
         self.number = number
         self.model = model
         self.exchange = exchange
@@ -82,7 +84,7 @@ class Replica:
             return self._in_microbatch(share, args, kwargs)
         if not is_certain:
             self._remark_unlike_shares()
-        weight = share.weight(self._group.world.size) if share is not None else 1.0
+        weight = share_weight(share, self._group.world.size, sums=self.exchange.sums)
         output = weighed_call(self.exchanged, weight, self._spine, args, kwargs)
         if not self._looked_at:
             self._looked_at = True
@@ -103,10 +105,15 @@ class Replica:
     def _in_microbatch(self, share: Share, args: Any, kwargs: Any) -> Any:
         """Gradients are weighed where they reach the parameters: any loss is a mean over the microbatch."""
         in_tree = self.exchange.needs_microbatches
-        if not in_tree and not self._weighs_microbatches and share.weight(self._group.world.size) != 1.0:
+        if (
+            not in_tree
+            and not self._weighs_microbatches
+            and (self.exchange.sums or share.weight(self._group.world.size) != 1.0)
+        ):
             self._weighs_microbatches = True
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self._hooks += [one.register_hook(weigh_gradient) for one in trained]  # type: ignore[no-untyped-call]
+            weigh = partial(weigh_gradient, sums=self.exchange.sums)
+            self._hooks += [one.register_hook(weigh) for one in trained]  # type: ignore[no-untyped-call]
         if self.ddp is None or (in_tree and not share.last):
             output = self.own_forward(*args, **kwargs)
         elif share.last:
@@ -185,6 +192,21 @@ class Replica:
         for buffer in self.model.buffers():
             broadcast(buffer)
 
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """By name, the floating-point buffers that are not BatchNorm's."""
+        return {
+            f"{prefix}.{name}".lstrip("."): buffer
+            for prefix, module in self.model.named_modules()
+            if not isinstance(module, BATCH_NORMS)
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        }
+
+    def own_sums(self) -> str:
+        """16 digits for each of its own buffers, which another value changes."""
+        buffers = self.own_buffers().values() if self.dirty else ()
+        return bit_sums(buffers).hex() if buffers else ""
+
     def equal_tensors(self) -> dict[str, torch.Tensor]:
         """By name, what has the same bits on every rank between two steps."""
         buffers = dict(self.model.named_buffers()) if self.exchange.sums_buffers else {}
@@ -207,10 +229,10 @@ class Replicas(Member, Subscriber):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.unlike_said = False
-        self.alone: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.alone: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._living: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._made = 0
-        self._any_moves_buffers = False
+        self._any_moves_buffers = self._buffer_said = False
         group.the(Spine).subscribe(self)
 
     def __iter__(self) -> Iterator[Replica]:
@@ -231,12 +253,19 @@ class Replicas(Member, Subscriber):
     def trains(self, shuffled: bool) -> bool:
         return any(replica.model.training for replica in self._living) or (shuffled and bool(self._living))
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for replica in self for parameter in replica.model.parameters())
+
+    @property
+    def adds_losses(self) -> bool:
+        return any(replica.exchange.sums for replica in self._living)
+
     def pass_begins(self, begun: Pass) -> None:
         """In a world of one a model is left as it is, until its microbatches have to be weighed."""
         if begun.training and begun.accumulates:
-            for model in list(self.alone):
-                self.alone.discard(model)
-                self.add(model, {}, Exchange())
+            for model, sums in list(self.alone.items()):
+                del self.alone[model]
+                self.add(model, {}, Exchange(sums=sums))
 
     def microbatch_begins(self, share: Share) -> None:
         if share.of.training:
@@ -260,11 +289,27 @@ class Replicas(Member, Subscriber):
         """Collective. Make rank 0's buffers everyone's, where training has moved them apart."""
         if not self._any_moves_buffers:
             return
-        message = json.dumps([(replica.number, replica.dirty) for replica in self]).encode()
-        ranks = self.group.all_gather("samestep.replicate's BatchNorm statistics", message)
-        for replica, dirty in self.alive_everywhere([dict(json.loads(rank)) for rank in ranks]):
-            if any(dirty):
+        mine = [(replica.number, [replica.dirty, replica.own_sums()]) for replica in self]
+        ranks = self.group.all_gather("samestep.replicate's buffers", json.dumps(mine).encode())
+        for replica, facts in self.alive_everywhere([dict(json.loads(rank)) for rank in ranks]):
+            if any(dirty for dirty, _ in facts):
+                self._say_own_buffer(replica, [sums for _, sums in facts])
                 replica.share_buffers()
+
+    def _say_own_buffer(self, replica: Replica, ranks: Sequence[str]) -> None:
+        """Name a buffer, other than BatchNorm's, that training changes from each rank's share alone."""
+        if len(set(ranks)) == 1 or self._buffer_said or self.group.world.rank:
+            return
+        self._buffer_said = True
+        others = next(sums for sums in ranks if sums != ranks[0])
+        names = list(replica.own_buffers())
+        at = next(at for at in range(len(names)) if ranks[0][16 * at :][:16] != others[16 * at :][:16])
+        print(
+            f"samestep: forward changes the buffer {names[at]} of {type(replica.model).__name__} from each rank's "
+            "share alone, and rank 0's is kept; take samestep.mean(...) of what it is made of, or use "
+            "replicate(exact=True) with steps",
+            file=sys.stderr,
+        )
 
     def alive_everywhere(self, ranks: Sequence[Mapping[int, Any]]) -> Iterator[tuple[Replica, list[Any]]]:
         """The replicas that live on every rank, with what each rank says of them; a rank may collect one later."""

@@ -38,6 +38,7 @@ def replicate(
     *,
     same: bool | None = None,
     exact: bool = False,
+    loss: str = "mean",
     sync_batchnorm: bool | None = None,
     **ddp: Any,
 ) -> Model:
@@ -50,6 +51,8 @@ def replicate(
         batch: the numbers of one process, to rounding. Default: whether SAMESTEP_SAME=1 (`samestep run --same`).
         Without it each rank draws its own from here on.
     exact: with batches from `samestep.steps`, the same bits at any number of processes.
+    loss: "mean" where the loss is a mean over the samples it is given; "sum" where it is a sum, or is divided by a
+        count of all ranks (`loss_sum / samestep.sum(count)`): then the gradients of the ranks are added.
     sync_batchnorm: take BatchNorm's statistics from the whole batch. Default: as `same`.
     ddp: options of torch's DistributedDataParallel, such as find_unused_parameters=True.
 
@@ -62,11 +65,11 @@ def replicate(
     replicas, world = group.the(Replicas), group.world
     if replica_of(model) is not None or target in replicas.alone:
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
-    _check_modes(same, exact, sync_batchnorm)
+    _check_modes(same, exact, loss, sync_batchnorm)
     same = not exact and (os.environ.get("SAMESTEP_SAME") == "1" if same is None else same)
     group.the(Divergence)
     if world.size == 1 and not exact:
-        replicas.alone.add(target)
+        replicas.alone[target] = loss == "sum"
         return model
     if world.size > 1:
         _check_device(target, world)
@@ -75,7 +78,9 @@ def replicate(
         convert(target)
     if exact:
         group.the(FixedArithmetic).fix()
-        tree = TreeExchange(target, group, some_unused=bool(ddp.get("find_unused_parameters")))
+        tree = TreeExchange(
+            target, group, some_unused=bool(ddp.get("find_unused_parameters")), sums=loss == "sum"
+        )
         replicas.add(target, ddp, tree)
         return model
     if same:
@@ -83,11 +88,13 @@ def replicate(
         note_layouts(model, target, world)
     elif not group.the(Draws).active:
         group.the(_Streams).draw_apart()
-    _replicate_default(target, ddp, group)
+    _replicate_default(target, ddp, Exchange(sums=loss == "sum"), group)
     return model
 
 
-def _check_modes(same: bool | None, exact: bool, sync_batchnorm: bool | None) -> None:
+def _check_modes(same: bool | None, exact: bool, loss: str, sync_batchnorm: bool | None) -> None:
+    if loss not in ("mean", "sum"):
+        raise UsageError(f"replicate got loss={loss!r}, which is no reduction; use 'mean' or 'sum'")
     if sync_batchnorm and exact:
         raise UsageError(
             "replicate got sync_batchnorm=True and exact=True, which takes statistics per microbatch; "
@@ -104,6 +111,10 @@ def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
     """The module itself, also of a compiled one."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
+    if isinstance(model, torch.nn.DataParallel):
+        raise UsageError(
+            "replicate got an nn.DataParallel, which splits batches itself; pass its model.module"
+        )
     if isinstance(model, DistributedDataParallel):
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
     if unknown := ddp.keys() - inspect.signature(DistributedDataParallel.__init__).parameters.keys():
@@ -114,7 +125,9 @@ def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
     return target
 
 
-def _replicate_default(target: torch.nn.Module, ddp: dict[str, Any], group: Group) -> None:
+def _replicate_default(
+    target: torch.nn.Module, ddp: dict[str, Any], exchange: Exchange, group: Group
+) -> None:
     if not any(parameter.requires_grad for parameter in target.parameters()):
         for tensor in (*target.parameters(), *target.buffers()):
             broadcast(tensor)
@@ -125,7 +138,7 @@ def _replicate_default(target: torch.nn.Module, ddp: dict[str, Any], group: Grou
             "replicate(model, sync_batchnorm=True) takes them from the whole batch",
             file=sys.stderr,
         )
-    group.the(Replicas).add(target, ddp, Exchange())
+    group.the(Replicas).add(target, ddp, exchange)
 
 
 @contextmanager

@@ -80,13 +80,20 @@ def _weighed(value: Any, weight: float) -> Any:
     return map_tensors(lambda tensor: changed.get(id(tensor), tensor), value)
 
 
-def weigh_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def share_weight(share: Share | None, size: int, *, sums: bool) -> float:
+    """What a gradient is multiplied by before DDP averages over ranks; where losses are sums, they are added."""
+    if sums:
+        return 0.0 if share is not None and share.lent else float(size)
+    return 1.0 if share is None else share.weight(size)
+
+
+def weigh_gradient(gradient: torch.Tensor | None, *, sums: bool) -> torch.Tensor | None:
     """As a parameter's hook: what a microbatch adds to its gradient counts by the samples of that microbatch."""
     at = spine()
     share = at.trained
     if gradient is None or share is None or share.microbatch is None:
         return None
-    return times(gradient, share.weight(at.group.world.size))
+    return times(gradient, share_weight(share, at.group.world.size, sums=sums))
 
 
 def only_in(microbatch: Share, at: Spine, output: Any) -> Any:

@@ -1,0 +1,124 @@
+"""What an optimizer steps belongs to a replica, and a closure's loss is everyone's; said or made right before a step.
+
+Covered: parameters that no replica holds and whose gradients differ between ranks, optimizers that branch on the
+loss of a closure (LBFGS), losses that are sums. Not covered: updates written by hand.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from samestep.errors import UsageError
+from samestep.train import totals
+from samestep.train.digest import bit_sums
+from samestep.train.group.control import users_line
+from samestep.train.group.group import Group, Member
+from samestep.train.loss import reduction_of
+from samestep.train.step import Spine
+
+_FIRST_STEPS = 3
+
+
+class Optimizers(Member):
+    """Looks at the first steps of every optimizer in a loop over a loader, at more than one rank."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._spine = group.the(Spine)
+        self._seen: dict[int, int] = {}
+        self._backward: Callable[..., None] = torch.Tensor.backward
+        self._looked_at_losses = 0
+        self._hook = None
+        if group.world.size > 1:
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            torch.Tensor.backward = self._watched_backward()  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self._release_backward()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._spine.at_hand is None:
+            return None
+        steps = self._seen[id(optimizer)] = self._seen.get(id(optimizer), 0) + 1
+        if steps <= _FIRST_STEPS:
+            self._check_owners(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            # step(self, closure): torch gives the optimizer itself as the first argument
+            closure = args[1] if len(args) > 1 else kwargs["closure"]
+            return (args[0], self._everyones(closure)), {}
+        return None
+
+    def _check_owners(self, optimizer: Any) -> None:
+        """Collective where a parameter with a gradient belongs to no replica: its gradients have to be equal."""
+        held = {id(one) for one in self._spine.replicated()}
+        stepped = [one for group in optimizer.param_groups for one in group["params"]]
+        loose = [one for one in stepped if one.grad is not None and id(one) not in held]
+        if not loose:
+            return
+        digest = bit_sums([one.grad for one in loose if one.grad is not None])
+        call = f"samestep's check of {type(optimizer).__name__}.step"
+        if len(set(self.group.all_gather(call, digest))) > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} steps {_name_of(loose[0])}, which belongs to no replica: its gradient "
+                "is another one on each rank; write model = samestep.replicate(model) before the loop"
+            )
+
+    def _everyones(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """LBFGS decides by the loss, so it has to be that of the whole batch on every rank."""
+        sums = self._spine.adds_losses
+
+        def of_all() -> Any:
+            loss = closure()
+            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            return totals.sum(value) if sums else totals.mean(value)
+
+        return of_all
+
+    def _watched_backward(self) -> Callable[..., None]:
+        original = self._backward
+
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            self._look_at(loss)
+            original(loss, *args, **kwargs)
+
+        return backward
+
+    def _look_at(self, loss: torch.Tensor) -> None:
+        """Say once that a loss is a sum, which averaging over ranks makes smaller."""
+        if self._spine.at_hand is None or loss.numel() != 1:
+            return
+        self._looked_at_losses += 1
+        found = reduction_of(loss)
+        is_sum = found["reduction"] == "sum" and found["count"] is None
+        if is_sum and not self._spine.adds_losses and any(True for _ in self._spine.replicated()):
+            if self.group.world.rank == 0:
+                print(
+                    f"samestep: the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "
+                    f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "
+                    'replicate(model, loss="sum")',
+                    file=sys.stderr,
+                )
+            self._release_backward()
+        elif self._looked_at_losses >= _FIRST_STEPS:
+            self._release_backward()
+
+    def _release_backward(self) -> None:
+        torch.Tensor.backward = self._backward  # type: ignore[method-assign]
+
+
+def _name_of(parameter: torch.Tensor) -> str:
+    """`fc.weight of Net`, found among all living modules."""
+    roots = [one for one in gc.get_objects() if isinstance(one, torch.nn.Module)]
+    names = [
+        (len(name), f"{name} of {type(root).__name__}")
+        for root in roots
+        for name, other in root.named_parameters()
+        if other is parameter
+    ]
+    return max(names)[1] if names else f"a parameter of shape {list(parameter.shape)}"

@@ -1,0 +1,256 @@
+"""Mistakes that would train wrong numbers in silence are made right or said."""
+
+import os
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import samestep
+from samestep import RanksDiffer, UsageError
+from samestep.train.data.loader import _Begun
+from samestep.train.group.world import joined
+from samestep.train.model.replica import Replicas
+from samestep.train.optimizers import Optimizers
+from samestep.train.step import Spine
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.rand(23, 4, dtype=torch.float64, generator=GENERATOR)
+Y = torch.rand(23, 1, dtype=torch.float64, generator=GENERATOR)
+DATA = TensorDataset(X, Y)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def batches(size):
+    return [(X[start : start + size], Y[start : start + size]) for start in range(0, 23, size)]
+
+
+def look_again():
+    group = joined()
+    group.the(Optimizers).close()
+    del group._members[Optimizers]
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_rank_that_left_an_epoch_early_is_found_at_the_next_message(world):
+    model = samestep.replicate(network())
+    train = samestep.loader(DATA, 6, seed=1)
+    taken = {0: 2, 1: 3} if world.rank == world.size - 1 else {0: 4, 1: 1}
+    for epoch in range(2):
+        for number, (x, y) in enumerate(train, 1):
+            F.mse_loss(model(x), y).backward()
+            if number == taken[epoch]:
+                break
+    # every rank took five steps, on other samples
+    with pytest.raises(
+        RanksDiffer,
+        match=r"rank 0 came to samestep.sum \(test_mistakes.py:\d+\) at epoch 1, sample 6 of its training and "
+        r"rank \d at epoch 1, sample 18; every rank has to take the same steps",
+    ):
+        samestep.sum(1)
+    joined().the(Spine)._position = (0, 0, 0)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "tokens"])
+@pytest.mark.parametrize("batch_size", [6, 22])
+def test_a_summed_loss_trains_as_in_the_serial_script(world, reduction, batch_size):
+    """The last batch of 22 has one sample, fewer than there are ranks."""
+    serial, model = network(), samestep.replicate(network(), loss="sum")
+    for (x, y), (whole_x, whole_y) in zip(
+        samestep.loader(DATA, batch_size, shuffle=True, seed=2),
+        [(X[rows], Y[rows]) for rows in order(batch_size)],
+        strict=True,
+    ):
+        if reduction == "sum":
+            F.mse_loss(model(x), y, reduction="sum").backward()
+            F.mse_loss(serial(whole_x), whole_y, reduction="sum").backward()
+        else:
+            keep, keep_whole = y > 0.4, whole_y > 0.4
+            total = (F.mse_loss(model(x), y, reduction="none") * keep).sum()
+            (total / samestep.sum(keep.sum().item())).backward()
+            loss = (F.mse_loss(serial(whole_x), whole_y, reduction="none") * keep_whole).sum()
+            (loss / keep_whole.sum()).backward()
+        for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
+        for one in (model, serial):
+            one.zero_grad()
+
+
+def order(batch_size):
+    from samestep.train.data import share
+
+    return share.order(23, 2, 0, True).split(batch_size)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, exact):
+    serial, model = network(), samestep.replicate(network(), loss="sum", exact=exact)
+    for step, rows in zip(samestep.steps(DATA, 8, microbatch=2, shuffle=True, seed=2), order(8), strict=True):
+        for x, y in step:
+            F.mse_loss(model(x), y, reduction="sum").backward()
+        F.mse_loss(serial(X[rows]), Y[rows], reduction="sum").backward()
+        for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
+        for one in (model, serial):
+            one.zero_grad()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_said"),
+    [
+        (lambda out, y: F.mse_loss(out, y, reduction="sum"), True),
+        (lambda out, y: ((out - y) ** 2).sum(), True),
+        (lambda out, y: F.mse_loss(out, y), False),
+        (lambda out, y: ((out - y) ** 2).sum() / len(y), False),
+    ],
+    ids=["reduction", "sum", "mean", "divided"],
+)
+def test_a_sum_over_samples_is_said_once(world, loss, is_said):
+    look_again()
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(DATA, 6):
+            loss(model(x), y).backward()
+    text = f"is a sum over samples, and the gradients of ranks are averaged: it trains with 1/{world.size}"
+    assert said.getvalue().count(text) == (is_said and world.size > 1 and world.rank == 0)
+
+
+def test_backward_is_torchs_own_after_the_first_steps(world):
+    look_again()
+    model = samestep.replicate(network())
+    for x, y in samestep.loader(DATA, 6):
+        F.mse_loss(model(x), y).backward()
+    assert torch.Tensor.backward.__module__ == "torch._tensor"
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_model_that_was_never_replicated_is_named(world):
+    look_again()
+    samestep.replicate(nn.Linear(1, 1))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = iter(samestep.loader(DATA, 6))
+    x, y = next(batches)
+    F.mse_loss(model(x), y).backward()
+    with pytest.raises(UsageError, match=r"^SGD steps 0.weight of Sequential, which belongs to no replica"):
+        optimizer.step()
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_model_whose_gradients_the_script_makes_equal_itself_raises_no_alarm(world):
+    look_again()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in samestep.loader(DATA, 6):
+        F.mse_loss(model(x), y).backward()
+        for one in model.parameters():
+            one.grad = samestep.mean(one.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_takes_the_serial_steps(world, search):
+    look_again()
+
+    def train(model, batches):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn=search)
+        for x, y in batches:
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return model
+
+    serial = train(network(), batches(8))
+    model = train(samestep.replicate(network()), samestep.loader(DATA, 8))
+    for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_what_replicate_cannot_take_is_said(world):
+    with pytest.raises(
+        UsageError, match=r"nn.DataParallel, which splits batches itself; pass its model.module"
+    ):
+        samestep.replicate(nn.DataParallel(network()))
+    with pytest.raises(UsageError, match="loss='total', which is no reduction; use 'mean' or 'sum'"):
+        samestep.replicate(network(), loss="total")
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1).double()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("fixed", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.layer(x - self.mean)
+
+
+def test_a_buffer_that_each_rank_changes_from_its_own_share_is_named_once(world):
+    model = samestep.replicate(Remembering())
+    joined().the(Replicas)._buffer_said = False
+    with redirect_stderr(StringIO()) as said:
+        for _ in range(2):
+            for x, y in samestep.loader(DATA, 6):
+                F.mse_loss(model(x), y).backward()
+    text = "forward changes the buffer mean of Remembering from each rank's share alone"
+    assert said.getvalue().count(text) == (world.size > 1 and world.rank == 0)
+
+
+def test_a_loader_made_anew_in_every_epoch_is_said_to_repeat_its_order(world):
+    model = samestep.replicate(network())
+    data = TensorDataset(X, Y)
+
+    def repeated(**options):
+        joined()._members.pop(_Begun, None)
+        with redirect_stderr(StringIO()) as said:
+            for _ in range(3):
+                for x, y in samestep.loader(data, 6, shuffle=True, **options):
+                    F.mse_loss(model(x), y).backward()
+        return said.getvalue().count("a second loader over the same data begins at epoch 0 with seed=3")
+
+    assert repeated(seed=3) == (world.rank == 0)
+    assert repeated() == 0
+    once = samestep.loader(data, 6, shuffle=True, seed=3)
+    joined()._members.pop(_Begun, None)
+    with redirect_stderr(StringIO()) as said:
+        for _ in range(3):
+            for x, y in once:
+                F.mse_loss(model(x), y).backward()
+    assert "begins at epoch 0" not in said.getvalue()
+
+
+@pytest.mark.sizes(2)
+def test_a_collective_in_a_forked_child_is_named(world):
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            samestep.sum(1)
+        except UsageError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (
+        f"was called in a child process of rank {world.rank}, which is no rank" in os.read(read, 999).decode()
+    )
+    os.close(read)
+    os.close(write)
+    sys.stdout.flush()
