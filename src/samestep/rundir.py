@@ -16,13 +16,12 @@ from samestep.files import write_atomically
 from samestep.text import reason_of
 
 CHECKPOINTED = 75  # the exit code that asks to be started again
-_KINDS = ("cpu", "cuda", "xpu", "mps", "other")
 PHASES = ("start", "data", "compute", "exchange", "checkpoint", "end", "other")
 
 # A pulse file holds _MAGIC, then _BEAT, then _CALL. A reader that finds two different counters saw half a write.
-_MAGIC = b"pulse\0\0\2"
-_BEAT = struct.Struct("<Qqihhdd")  # counter, step, epoch, device kind and index, Unix time, monotonic time
-_CALL = struct.Struct("<hd160sQ")  # phase, monotonic time of its begin, call, counter
+_MAGIC = b"pulse\0\0\3"
+_BEAT = struct.Struct("<Qqi16sdd")  # counter, step, epoch, device, Unix time, monotonic time
+_CALL = struct.Struct("<16sd160sQ")  # phase, monotonic time of its begin, call, counter
 _COUNTER = struct.Struct("<Q")
 _PULSE_BYTES = len(_MAGIC) + _BEAT.size + _CALL.size
 _AT_BEAT, _AT_CALL, _AT_END = len(_MAGIC), len(_MAGIC) + _BEAT.size, _PULSE_BYTES - _COUNTER.size
@@ -45,9 +44,7 @@ class Pulse:
     """A worker's sign of life: a small file in memory that others may read at any moment."""
 
     def __init__(self, path: Path, device: str = "cpu") -> None:
-        kind, _, index = device.partition(":")
-        self._kind = _KINDS.index(kind if kind in _KINDS else "other")
-        self._index = int(index) if index else -1
+        self._device = device.encode()
         self._counter, self._step, self._epoch = 0, -1, 0
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -68,13 +65,15 @@ class Pulse:
     def enter(self, phase: str, call: str = "") -> None:
         """Say what this process does from now on: one of PHASES, and the call with its file and line."""
         now = time.monotonic()
-        number = PHASES.index(phase if phase in PHASES else "other")
+        phase = phase if phase in PHASES else "other"
         self._write_beat(now)
-        _CALL.pack_into(self._memory, _AT_CALL, number, now, call.encode(errors="replace"), self._counter)
+        _CALL.pack_into(
+            self._memory, _AT_CALL, phase.encode(), now, call.encode(errors="replace"), self._counter
+        )
 
     def _write_beat(self, now: float) -> None:
         self._counter += 1
-        here = (self._counter, self._step, self._epoch, self._kind, self._index, time.time(), now)
+        here = (self._counter, self._step, self._epoch, self._device, time.time(), now)
         _BEAT.pack_into(self._memory, _AT_BEAT, *here)
 
 
@@ -87,17 +86,14 @@ def read_pulse(path: Path) -> PulseReading | None:
             return None
         if len(data) != _PULSE_BYTES or not data.startswith(_MAGIC):
             return None
-        counter, step, epoch, kind, index, unix, monotonic = _BEAT.unpack_from(data, _AT_BEAT)
+        counter, step, epoch, device, unix, monotonic = _BEAT.unpack_from(data, _AT_BEAT)
         phase, phase_began, call, counter_after = _CALL.unpack_from(data, _AT_CALL)
         if counter == counter_after > 0:
             break
     else:
         return None
-    if not (0 <= kind < len(_KINDS) and 0 <= phase < len(PHASES)):
-        return None
-    device = _KINDS[kind] if index < 0 else f"{_KINDS[kind]}:{index}"
-    text = call.rstrip(b"\0").decode(errors="ignore")
-    return PulseReading(step, epoch, device, unix, monotonic, PHASES[phase], text, phase_began)
+    device, phase, call = (text.rstrip(b"\0").decode(errors="ignore") for text in (device, phase, call))
+    return PulseReading(step, epoch, device, unix, monotonic, phase, call, phase_began)
 
 
 def log_path(run: Path, rank: int) -> Path:

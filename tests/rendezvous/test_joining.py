@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
-from samestep.rendezvous import note as board
+from samestep.rendezvous import note
 from samestep.rendezvous.join import Member, host, join
 from samestep.rendezvous.listen import listen
 from samestep.rendezvous.peers import Peers
@@ -28,7 +28,7 @@ def start(work: Callable[[], Peers]) -> Future[Peers]:
     return future
 
 
-def door() -> tuple[socket.socket, list[tuple[str, int]]]:
+def listening() -> tuple[socket.socket, list[tuple[str, int]]]:
     opened = listen([0])
     return opened, [("127.0.0.1", opened.getsockname()[1])]
 
@@ -39,7 +39,7 @@ def gathered(peers: Peers, word: str) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_hear_what_each_brings_by_number(size):
-    opened, where = door()
+    opened, where = listening()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, size))) for n in range(1, size)]
     groups = [host(opened, Member("r", 0, size)), *(one.result(20) for one in coming)]
     rest = [start(lambda c=c, n=n: gathered(c, f"word {n}")) for n, c in enumerate(groups) if n]
@@ -51,7 +51,7 @@ def test_all_hear_what_each_brings_by_number(size):
 
 
 def test_a_member_of_another_run_is_told_whom_it_found_and_keeps_nobody_from_coming():
-    opened, where = door()
+    opened, where = listening()
     hosting = start(lambda: host(opened, Member("job 124.0", 0, 2)))
     with pytest.raises(RankMissing) as raised:
         join(lambda: where, Member("job 123.0", 1, 2, limit_s=0.3))
@@ -64,7 +64,7 @@ def test_a_member_of_another_run_is_told_whom_it_found_and_keeps_nobody_from_com
 
 
 def test_something_else_at_the_port_is_passed_over():
-    opened, where = door()
+    opened, where = listening()
     with socket.create_server(("127.0.0.1", 0)) as other:
         silent = [("127.0.0.1", other.getsockname()[1])]
         hosting = start(lambda: host(opened, Member("r", 0, 2)))
@@ -83,7 +83,7 @@ def test_a_taken_port_is_left_to_whoever_has_it():
 
 def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatch):
     monkeypatch.setattr("samestep.rendezvous.join._SAY_S", 0.2)
-    opened, where = door()
+    opened, where = listening()
     present = start(lambda: join(lambda: where, Member("r", 1, 3, limit_s=5)))
     with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$") as raised:
         host(opened, Member("r", 0, 3, limit_s=1, expected=["node01", "node01", "node02"]))
@@ -94,7 +94,7 @@ def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatc
 
 
 def test_a_rank_that_comes_twice_is_named_with_both_its_places():
-    opened, where = door()
+    opened, where = listening()
     hosting = start(lambda: host(opened, Member("r", 0, 3)))
     first = start(lambda: join(lambda: where, Member("r", 1, 3)))
     twin = f"from samestep.rendezvous.join import Member, join\njoin(lambda: {where!r}, Member('r', 1, 3, limit_s=20))"
@@ -107,7 +107,7 @@ def test_a_rank_that_comes_twice_is_named_with_both_its_places():
 
 
 def test_ranks_that_count_differently_are_refused():
-    opened, where = door()
+    opened, where = listening()
     hosting = start(lambda: host(opened, Member("r", 0, 3)))
     with pytest.raises(RankMissing, match=r"counts 3 ranks and rank 1 .* counts 4"):
         join(lambda: where, Member("r", 1, 4, limit_s=5))
@@ -116,7 +116,7 @@ def test_ranks_that_count_differently_are_refused():
 
 
 def test_members_that_run_two_scripts_are_refused_whatever_their_numbers():
-    opened, where = door()
+    opened, where = listening()
     hosting = start(lambda: host(opened, Member("r", 0, 3, "node", script="a.py")))
     unsaid = start(lambda: join(lambda: where, Member("r", 2, 3, "node")))
     time.sleep(0.5)
@@ -133,7 +133,7 @@ def test_members_that_run_two_scripts_are_refused_whatever_their_numbers():
 
 
 def test_one_that_left_before_all_were_there_may_come_again():
-    opened, where = door()
+    opened, where = listening()
     hosting = start(lambda: host(opened, Member("r", 0, 3, noun="node")))
     early = "from samestep.rendezvous.join import *\nfrom samestep.rendezvous.listen import listen\n"
     early += f"join(lambda: {where!r}, Member('r', 1, 3, noun='node'))"
@@ -146,7 +146,7 @@ def test_one_that_left_before_all_were_there_may_come_again():
 
 
 def test_a_member_without_a_number_gets_a_free_one():
-    opened, where = door()
+    opened, where = listening()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (-1, 2)]
     peers = host(opened, Member("r", 0, 3))
     assert [one.result(20).rank for one in coming] == [1, 2]
@@ -211,7 +211,7 @@ def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_
 
 
 def test_a_lost_member_is_named_to_all():
-    opened, where = door()
+    opened, where = listening()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
     peers = host(opened, Member("r", 0, 3))
     first, second = (one.result(20) for one in coming)
@@ -226,7 +226,7 @@ def test_a_lost_member_is_named_to_all():
 
 
 def test_news_of_one_reach_all_others():
-    opened, where = door()
+    opened, where = listening()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
     peers = host(opened, Member("r", 0, 3))
     first, second = (one.result(20) for one in coming)
@@ -243,15 +243,15 @@ def test_news_of_one_reach_all_others():
 
 
 def test_a_note_that_a_crash_left_is_replaced(tmp_path):
-    note = tmp_path / "note"
+    path = tmp_path / "note"
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        note.write_text(json.dumps({"addresses": ["127.0.0.1"], "port": gone.getsockname()[1]}))
-    coming = start(lambda: join(lambda: board.read(note), Member("r", 1, 2)))
+        path.write_text(json.dumps({"addresses": ["127.0.0.1"], "port": gone.getsockname()[1]}))
+    coming = start(lambda: join(lambda: note.read(path), Member("r", 1, 2)))
     time.sleep(0.3)
     opened = listen([0])
-    with board.posted(note, opened.getsockname()[1]):
+    with note.posted(path, opened.getsockname()[1]):
         peers = host(opened, Member("r", 0, 2))
-    assert not note.exists()
+    assert not path.exists()
     for one in (peers, coming.result(20)):
         one.close()
 
@@ -259,7 +259,7 @@ def test_a_note_that_a_crash_left_is_replaced(tmp_path):
 def test_a_note_that_never_comes_ends_in_advice_where_all_were_started_together(tmp_path: Path):
     told = Member("r", 1, 2, nowhere="set MASTER_ADDR", untold_s=0.3)
     with pytest.raises(PlacementError, match=r"^set MASTER_ADDR$"):
-        join(lambda: board.read(tmp_path / "note"), told)
+        join(lambda: note.read(tmp_path / "note"), told)
 
 
 def test_a_rank_of_mpirun_does_not_wait_for_a_note_longer_than_its_limit(tmp_path: Path):

@@ -13,23 +13,23 @@ import pytest
 import torch
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.state import file as pure
+from samestep.state import file
 from samestep.state.directory import CheckpointDirectory, _here
-from samestep.train.checkpoint import capture as carry
+from samestep.train.checkpoint import capture
 
 TESTS = Path(__file__).parents[1]
 
 
 def packed(step, numbers=1000):
-    return carry.pack({"step": step, "w": torch.full((numbers,), float(step))}, {"step": step})
+    return capture.pack({"step": step, "w": torch.full((numbers,), float(step))}, {"step": step})
 
 
 def read(name, dir_fd):
-    return carry.read(name, dir_fd=dir_fd)[0]["step"]
+    return capture.read(name, dir_fd=dir_fd)[0]["step"]
 
 
 def steps(directory):
-    return [entry.step for entry in pure.listing(directory)]
+    return [entry.step for entry in file.listing(directory)]
 
 
 def damage(path):

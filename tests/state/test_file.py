@@ -18,24 +18,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.state import file as pure
-from samestep.train.checkpoint import capture as carry
+from samestep.state import file
+from samestep.train.checkpoint import capture
 
 TESTS = Path(__file__).parents[1]
 
 
 def write(path, state, meta=None):
-    packed = carry.pack(state, meta)
+    packed = capture.pack(state, meta)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        pure.write(fd, packed)
+        file.write(fd, packed)
     finally:
         os.close(fd)
     return path
 
 
 def there_and_back(tmp_path, state):
-    return carry.read(write(tmp_path / "state", state))[0]
+    return capture.read(write(tmp_path / "state", state))[0]
 
 
 def seal(header, blobs=(), *, version=1, count=None, length=None, size=None):
@@ -62,23 +62,23 @@ def refused(tmp_path, data):
     path = tmp_path / "forged"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as one:
-        pure.verify(path)
+        file.verify(path)
     with pytest.raises(CheckpointError) as other:
-        carry.read(path)
+        capture.read(path)
     found, again = (str(error.value).partition(" (")[0] for error in (one, other))
     assert found == again
     return found.removeprefix(f"{path} ")
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@pytest.mark.parametrize("name", sorted(carry._DTYPES))
+@pytest.mark.parametrize("name", sorted(capture._DTYPES))
 def test_every_dtype_comes_back_to_the_bit(tmp_path, name):
     raw = torch.arange(64, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(64, dtype=torch.uint8)
-    tensor = raw.view(carry._DTYPES[name])
+    tensor = raw.view(capture._DTYPES[name])
     for state in (tensor, tensor[:0], tensor[0], tensor[1::2]):
         back = there_and_back(tmp_path, state)
         assert (back.dtype, back.shape) == (state.dtype, state.shape)
-        assert carry._bytes(back) == carry._bytes(state)
+        assert capture._bytes(back) == capture._bytes(state)
 
 
 def test_strides_views_and_conjugates_come_back_as_the_values_they_show(tmp_path):
@@ -93,8 +93,8 @@ def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path):
     layer = torch.nn.Linear(64, 64)
     tied = {"a": layer.weight, "b": layer.weight.detach(), "c": layer.weight.detach().clone()}
     path = write(tmp_path / "state", tied)
-    assert len(pure.peek(path).blobs) == 2
-    back = carry.read(path)[0]
+    assert len(file.peek(path).blobs) == 2
+    back = capture.read(path)[0]
     assert back["a"] is back["b"]
     assert back["a"] is not back["c"]
     assert back["a"].untyped_storage().nbytes() == back["a"].nbytes
@@ -169,32 +169,32 @@ class Thing:
 )
 def test_what_cannot_be_carried_is_refused_by_its_place(value, reason):
     with pytest.raises(UsageError, match=re.escape(reason)):
-        carry.pack({"optimizer": {"state": {3: {"foo": value}}}})
+        capture.pack({"optimizer": {"state": {3: {"foo": value}}}})
 
 
 def test_a_state_that_contains_itself_is_refused():
     state = []
     state.append(state)
     with pytest.raises(UsageError, match="more than 64 levels deep"):
-        carry.pack(state)
+        capture.pack(state)
 
 
 def test_meta_is_small_plain_json():
     for meta in ({"x": math.nan}, {"x": object()}, {"x": b""}):
         with pytest.raises(UsageError, match="meta is not plain JSON"):
-            carry.pack({}, meta)
+            capture.pack({}, meta)
     with pytest.raises(UsageError, match="above 65536; put it in the state"):
-        carry.pack({}, {"x": "y" * 70_000})
+        capture.pack({}, {"x": "y" * 70_000})
 
 
 def test_a_state_of_too_many_small_values_is_refused_when_it_is_written():
     with pytest.raises(UsageError, match="put long lists of numbers in a tensor"):
-        carry.pack(list(range(300_000)))
+        capture.pack(list(range(300_000)))
 
 
 def test_the_outline_is_read_without_the_rest(tmp_path):
     path = write(tmp_path / "state", {"model": {"w": torch.ones(3, 5)}, "b": b"xy"}, {"step": 7, "seed": 0})
-    found = pure.peek(path)
+    found = file.peek(path)
     assert (found.meta, found.names, found.size) == (
         {"step": 7, "seed": 0},
         ("model.w", "b"),
@@ -207,8 +207,8 @@ def test_the_outline_is_read_without_the_rest(tmp_path):
 def test_the_pure_part_reads_states_of_bytes_without_torch(tmp_path):
     write(tmp_path / "state", {"a": b"xyz", "n": 1})
     program = (
-        "import sys; from samestep.state import directory, file as carry;"
-        f"print(carry.read({str(tmp_path / 'state')!r})); assert 'torch' not in sys.modules"
+        "import sys; from samestep.state import directory, file;"
+        f"print(file.read({str(tmp_path / 'state')!r})); assert 'torch' not in sys.modules"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "({'a': b'xyz', 'n': 1}, {})\n"
@@ -223,15 +223,15 @@ def test_a_snapshot_is_a_copy_of_the_state_at_that_moment(tmp_path):
         "e": torch.empty(0),
     }
     before = write(tmp_path / "before", state).read_bytes()
-    arena = torch.empty(carry.pack(state).bulk, dtype=torch.uint8)
-    packed = carry.pack(state, into=arena)
+    arena = torch.empty(capture.pack(state).bulk, dtype=torch.uint8)
+    packed = capture.pack(state, into=arena)
     state["a"].add_(1)
     fd = os.open(tmp_path / "after", os.O_WRONLY | os.O_CREAT)
-    pure.write(fd, packed)
+    file.write(fd, packed)
     os.close(fd)
     assert (tmp_path / "after").read_bytes() == before
     with pytest.raises(UsageError, match="does not fit into 64 bytes"):
-        carry.pack(state, into=arena[:64])
+        capture.pack(state, into=arena[:64])
 
 
 def test_a_write_cut_short_anywhere_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -246,8 +246,8 @@ def test_a_write_cut_short_anywhere_goes_on_where_it_stopped(tmp_path, monkeypat
 def test_a_state_larger_than_a_piece_is_checked_in_every_piece(tmp_path):
     state = {"a": torch.arange(9 << 20, dtype=torch.uint8), "b": torch.ones(3)}
     path = write(tmp_path / "state", state)
-    assert torch.equal(carry.read(path)[0]["a"], state["a"])
-    start = pure.peek(path).start
+    assert torch.equal(capture.read(path)[0]["a"], state["a"])
+    start = file.peek(path).start
     for at in (0, 4 << 20, (9 << 20) - 1):
         data = bytearray(path.read_bytes())
         data[start + at] ^= 1
@@ -257,15 +257,15 @@ def test_a_state_larger_than_a_piece_is_checked_in_every_piece(tmp_path):
 def test_a_commit_while_the_interpreter_ends_is_whole(tmp_path):
     program = f"""
 import atexit, os
-from samestep.state import file as carry
+from samestep.state import file
 def commit():
     fd = os.open({str(tmp_path / "last")!r}, os.O_WRONLY | os.O_CREAT)
-    carry.write(fd, carry.pack({{"a": b"x" * 100}}))
+    file.write(fd, file.pack({{"a": b"x" * 100}}))
 atexit.register(commit)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stderr == ""
-    assert carry.read(tmp_path / "last")[0] == {"a": b"x" * 100}
+    assert capture.read(tmp_path / "last")[0] == {"a": b"x" * 100}
 
 
 def test_what_is_no_regular_file_is_refused(tmp_path):
@@ -279,7 +279,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
         "none": "cannot be read (No such file or directory)",
     }.items():
         with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / name} {reason}")):
-            carry.read(tmp_path / name)
+            capture.read(tmp_path / name)
 
 
 def test_a_torn_file_and_a_foreign_one_are_told_apart(tmp_path):
@@ -368,7 +368,7 @@ def test_a_blob_that_is_not_what_lies_there_is_refused_before_memory_is_taken(tm
 
 def test_a_forged_file_that_is_right_is_read(tmp_path):
     (tmp_path / "forged").write_bytes(seal(outline({"tensor": 0}, [BLOB]), [bytes(8)]))
-    assert carry.read(tmp_path / "forged")[0].tolist() == [0.0, 0.0]
+    assert capture.read(tmp_path / "forged")[0].tolist() == [0.0, 0.0]
 
 
 def test_numbers_of_a_hostile_preamble_are_bounded(tmp_path):

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.state import file as pure
+from samestep.state import file
 from samestep.state.directory import _ABANDONED_SECONDS, CheckpointDirectory, _free
 from samestep.state.tree import Blob, place
-from samestep.train.checkpoint import capture as carry
+from samestep.train.checkpoint import capture
 
 COMMIT = """
 import sys
@@ -49,7 +49,7 @@ def test_a_commit_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_c
 @pytest.mark.parametrize("edge", [2**63 - 1, -(2**63)])
 def test_an_int_above_64_bits_is_text_which_every_reader_of_json_keeps(edge):
     beyond = edge + (1 if edge > 0 else -1)
-    tree = json.loads(pure.pack([edge, beyond]).header)["tree"]
+    tree = json.loads(file.pack([edge, beyond]).header)["tree"]
     assert tree == [edge, {"int": format(beyond, "x")}]
 
 
@@ -70,40 +70,40 @@ def test_an_int_above_64_bits_is_text_which_every_reader_of_json_keeps(edge):
     ],
 )
 def test_only_shapes_that_a_tensor_can_have_are_written_or_believed(shape, dtype, possible):
-    assert pure._is_shape(shape, dtype) == possible
+    assert file._is_shape(shape, dtype) == possible
 
 
 def test_a_tensor_whose_strides_no_file_holds_is_refused_when_it_is_packed():
     with pytest.raises(UsageError, match=r"has the shape \(0, 288230376151711744\), which no file holds"):
-        carry.pack(torch.empty(0, 2**58))
+        capture.pack(torch.empty(0, 2**58))
 
 
 def test_a_good_file_of_several_pieces_is_verified(tmp_path, monkeypatch):
-    monkeypatch.setattr(pure, "_PIECE", 1000)
+    monkeypatch.setattr(file, "_PIECE", 1000)
     for count in (1, 999, 1000, 1001, 2500):
         path = tmp_path / "state"
-        with path.open("wb") as file:
-            pure.write(file.fileno(), pure.pack(bytes(range(256)) * (count // 256) + bytes(count % 256)))
-        assert pure.verify(path) == pure.peek(path)
+        with path.open("wb") as opened:
+            file.write(opened.fileno(), file.pack(bytes(range(256)) * (count // 256) + bytes(count % 256)))
+        assert file.verify(path) == file.peek(path)
 
 
 def test_many_small_buffers_are_written_in_their_order(tmp_path):
     state = [bytes([index]) * (index + 1) for index in range(150)]
-    with (tmp_path / "state").open("wb") as file:
-        pure.write(file.fileno(), pure.pack(state))
-    assert pure.read(tmp_path / "state")[0] == state
+    with (tmp_path / "state").open("wb") as opened:
+        file.write(opened.fileno(), file.pack(state))
+    assert file.read(tmp_path / "state")[0] == state
 
 
 def test_bytes_are_never_read_as_a_tensor_nor_a_tensor_as_bytes():
     for dtype, tag in (("bytes", "tensor"), ("uint8", "bytes")):
-        with pytest.raises(pure.Bad, match=f"takes blob 0 for {tag}"):
-            pure.Unpacker([Blob(dtype, (1,))]).unpack({tag: 0})
+        with pytest.raises(file.Bad, match=f"takes blob 0 for {tag}"):
+            file.Unpacker([Blob(dtype, (1,))]).unpack({tag: 0})
 
 
 @pytest.mark.parametrize(("table", "count"), [([], 1), ([["uint8", [1]]], 0), ({}, 0), (None, 0)])
 def test_a_table_of_other_blobs_than_were_counted_is_refused(table, count):
-    with pytest.raises(pure.Bad, match=f"does not describe its {count} blobs"):
-        pure._blobs(table, count)
+    with pytest.raises(file.Bad, match=f"does not describe its {count} blobs"):
+        file._blobs(table, count)
 
 
 def test_a_long_name_is_cut_at_200_characters():
@@ -123,21 +123,21 @@ def test_a_pipe_in_the_directorys_place_is_named_and_not_waited_for(tmp_path):
 
 def test_a_commit_that_is_now_a_link_is_not_counted_as_good(tmp_path):
     vault = CheckpointDirectory(tmp_path / "run")
-    paths = [vault.commit(pure.pack(step), step) for step in (1, 2)]
+    paths = [vault.commit(file.pack(step), step) for step in (1, 2)]
     paths[1].rename(tmp_path / "elsewhere")
     paths[1].symlink_to(tmp_path / "elsewhere")
-    vault.commit(pure.pack(3), 3)
-    assert [entry.step for entry in pure.listing(vault.directory)] == [3, 2, 1]
+    vault.commit(file.pack(3), 3)
+    assert [entry.step for entry in file.listing(vault.directory)] == [3, 2, 1]
 
 
 def test_a_leftover_of_another_machine_is_old_by_the_file_servers_clock_now(tmp_path):
     vault = CheckpointDirectory(tmp_path / "run")
-    vault.commit(pure.pack(1), 1)
+    vault.commit(file.pack(1), 1)
     left = vault.directory / f".writing-{'0' * 16}-1-00000000"
     left.touch()
     for path in (left, vault.directory):
         os.utime(path, (time.time() - _ABANDONED_SECONDS - 60,) * 2)
-    vault.commit(pure.pack(2), 2)
+    vault.commit(file.pack(2), 2)
     assert not left.exists()
 
 
@@ -148,8 +148,8 @@ def test_a_disk_that_has_room_but_takes_no_more_files_is_not_said_to_be_full(tmp
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=3", "tmpfs", tmp_path], check=True)
     try:
         vault = CheckpointDirectory(tmp_path / "run")
-        vault.commit(pure.pack(1), 1)
+        vault.commit(file.pack(1), 1)
         with pytest.raises(CheckpointError, match=r"run cannot be written \(No space left on device\)$"):
-            vault.commit(pure.pack(2), 2)
+            vault.commit(file.pack(2), 2)
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)

@@ -225,9 +225,8 @@ def _outer(env: Env) -> LauncherFacts:
     for launcher, sign, names in () if step else _OUTSIDE_A_STEP:
         if text(env, sign):
             return LauncherFacts(launcher, _read(env, names))
-    if text(env, "SLURM_JOB_ID"):
-        return LauncherFacts("alone", {}, (_advice(env, "this is in no step of", "srun"),))
-    return LauncherFacts("alone", {})
+    is_in_job = text(env, "SLURM_JOB_ID") is not None
+    return LauncherFacts("alone", {}, (_advice(env, "this is in no step of", "srun"),) if is_in_job else ())
 
 
 def _is_another_world(torch: Facts, outer: Facts) -> bool:

@@ -58,7 +58,7 @@ def place(
         master_addr=address[0] if address else None,
         master_port=port[0] if port else None,
         origin={name: fact[1] for name, fact in (facts | met).items() if fact},
-        notes=found.notes + (_lost_cores(env, found, cores) or _one_core(env, found, bound_of)),
+        notes=found.notes + _core_note(env, found, cores, bound_of),
         run=launchers.run_name(env, found.launcher, run),
     )
 
@@ -205,31 +205,25 @@ def _meeting(
     return (host, f"MASTER_ADDR={host}") if host else derived_address, port or derived_port
 
 
-def _lost_cores(env: Mapping[str, str], found: LauncherFacts, usable: int | None) -> tuple[str, ...]:
-    asked = launchers.count(env, "SLURM_CPUS_PER_TASK")
-    if not _is_of_a_step(env, found) or usable is None or usable >= asked:
-        return ()
-    return (
-        f"SLURM_CPUS_PER_TASK is {asked} but this task may use {usable}, and srun does not ask sbatch; "
-        f"write `srun --cpus-per-task={asked}`",
-    )
-
-
-def _one_core(env: Mapping[str, str], found: LauncherFacts, bound_of: int | None) -> tuple[str, ...]:
-    """A launcher's default that makes loading and the host's part of every step slow, and shows nowhere."""
-    # Of torchrun and `samestep run` a node has one, whose processes share the cores of its task.
+def _core_note(
+    env: Mapping[str, str], found: LauncherFacts, usable: int | None, bound_of: int | None
+) -> tuple[str, ...]:
+    """Defaults of srun and mpirun that make loading and the host's part of every step slow, and show nowhere."""
     binder, here = found.launcher, found.facts["local_size"][0]
-    if _is_of_a_step(env, found):
+    asked = launchers.count(env, "SLURM_CPUS_PER_TASK")
+    if binder == "slurm" or (binder in _BELOW_TASKS and launchers.in_step(env)):
+        if usable is not None and usable < asked:
+            return (
+                f"SLURM_CPUS_PER_TASK is {asked} but this task may use {usable}, and srun does not ask sbatch; "
+                f"write `srun --cpus-per-task={asked}`",
+            )
+        # Of torchrun and `samestep run` a node has one, whose processes share the cores of its task.
         binder, here = "slurm", here if binder == "slurm" else 1
     if bound_of is None or binder in ("alone", *_BELOW_TASKS) or bound_of < 2 * here:
         return ()
     how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(binder)
     write = f"write `{how}={bound_of // here}`" if how else f"bind each to {bound_of // here}"
     return (f"{binder} has bound this process to 1 of {bound_of} cores; {write}",)
-
-
-def _is_of_a_step(env: Mapping[str, str], found: LauncherFacts) -> bool:
-    return found.launcher == "slurm" or (found.launcher in _BELOW_TASKS and launchers.in_step(env))
 
 
 def _slurm_task() -> int:

@@ -151,13 +151,13 @@ def _crash(what: str, lines: Iterable[str]) -> Traceback:
 
 def _traceback(blocks: list[_Block]) -> Traceback | None:
     """One traceback, or the first part of an exception group that is none itself, and the group's name."""
-    whole = blocks[0]
+    first = blocks[0]
     parts = [block for block in blocks[1:] if block.exception and "sub-exception" not in block.exception[0]]
     if parts:
-        exception = (*_shortened(parts[0].exception), *(f"in {line}" for line in whole.exception[:1]))
-        return Traceback(_innermost(parts[0].frames or whole.frames), exception)
-    if whole.frames and whole.exception:
-        return Traceback(_innermost(whole.frames), _shortened(whole.exception))
+        exception = (*_shortened(parts[0].exception), *(f"in {line}" for line in first.exception[:1]))
+        return Traceback(_innermost(parts[0].frames or first.frames), exception)
+    if first.frames and first.exception:
+        return Traceback(_innermost(first.frames), _shortened(first.exception))
     return None
 
 

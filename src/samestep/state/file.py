@@ -174,11 +174,11 @@ def _outline(fd: int) -> Outline:
     preamble = _read_exactly(fd, min(size, _PREAMBLE.size), 0)
     if preamble[:8] != _MAGIC or size < _PREAMBLE.size:
         raise Bad("is not a samestep checkpoint")
-    _, version, count, length, whole, root = _PREAMBLE.unpack(preamble)
+    _, version, count, length, announced, root = _PREAMBLE.unpack(preamble)
     if version != VERSION:
         raise Bad(f"has format {version}, and this samestep reads format {VERSION}")
-    if whole != size:
-        raise Bad(f"is torn: {size} of {whole} bytes are there")
+    if announced != size:
+        raise Bad(f"is torn: {size} of {announced} bytes are there")
     start = _aligned(_PREAMBLE.size + length + 32 * count)
     if length > _header_limit(size) or start > size:
         raise Bad(f"announces a header of {length} bytes and {count} blobs in {size} bytes")
