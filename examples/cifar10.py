@@ -14,7 +14,7 @@ from datasets import CropAndFlip, cifar10, default_dir, head
 
 
 def centred(x):
-    """Bytes to floats on the device: a quarter of the traffic, and no work for the loader."""
+    """Convert bytes to floats on the device: a quarter of the traffic, and no work for the loader."""
     return (x.float() - 121) / 64
 
 
@@ -23,7 +23,7 @@ def conv3x3(inputs, outputs, stride=1):
 
 
 def widen(x, channels, stride):
-    """The shortcut of a block without weights: fewer pixels, and zeros for the new channels."""
+    """A block's shortcut without weights: takes fewer pixels, and fills new channels with zeros."""
     if stride > 1:
         x = F.avg_pool2d(x, stride, ceil_mode=True)
     return F.pad(x, (0, 0, 0, 0, 0, channels - x.shape[1]))
@@ -44,7 +44,7 @@ class PyramidBlock(nn.Module):
 
 
 class PyramidNet(nn.Module):
-    """Channels grow by alpha over all blocks, a little in each; 110 layers are 3 x 18 blocks of two."""
+    """A network whose channels grow by alpha over all blocks; 110 layers are 3 x 18 blocks of two layers."""
 
     def __init__(self, depth=110, alpha=48, classes=10):
         super().__init__()
@@ -77,7 +77,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The small ResNet of the CIFAR-10 experiments; 20 layers are 3 x 3 blocks of two."""
+    """The small ResNet of the CIFAR-10 experiments; 20 layers are 3 x 3 blocks of two layers."""
 
     def __init__(self, depth=20, classes=10):
         super().__init__()
@@ -104,7 +104,7 @@ def train(model, batches, optimizer):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        # Sums stay on the device: reading one number each step would make the host wait for it.
+        # Sums stay on the device: to read a number in each step would make the host wait for it.
         seen["loss"] += loss.detach() * len(y)
         seen["correct"] += (scores.argmax(1) == y).sum()
         seen["images"] += len(y)

@@ -1,4 +1,4 @@
-"""Reads the examples' data sets into memory: a missing or damaged one ends the script with one sentence."""
+"""Reads the examples' data sets into memory; a missing or damaged file ends the script with one sentence."""
 
 import argparse
 import gzip
@@ -29,7 +29,7 @@ class DataError(SystemExit):
 
 @contextmanager
 def _in_words():
-    """What the system refuses is a sentence too."""
+    """Turn an error of the system into such a sentence too."""
     try:
         yield
     except OSError as error:
@@ -40,12 +40,12 @@ def _in_words():
 
 
 def default_dir():
-    """Where data sets lie unless --data-dir says otherwise."""
+    """The directory of the data sets, unless --data-dir names another."""
     return os.environ.get("DATA_DIR") or os.environ.get("DSDIR") or "data"
 
 
 def positive(text):
-    """As argparse's type: how many, at least one."""
+    """A type for argparse: a number of at least one."""
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is no number from 1 up")
     return int(text)
@@ -91,7 +91,7 @@ def cifar10(root, train):
 
 
 class CropAndFlip(Dataset):
-    """Images moved by up to four pixels and mirrored half of the time, anew each time they are read."""
+    """Images that are shifted by up to four pixels and mirrored at random, each time they are read."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -121,7 +121,7 @@ class ImageFolder(Dataset):
             )
         self.size, self.train = size, train
         part = Path(root, "train" if train else "val")
-        # A class number is the place of its folder in train/, also for a val/ that lacks some.
+        # A class has the number of its folder in train/, also if val/ lacks some folders.
         self.classes = _folders(Path(root, "train"))
         if unknown := set(_folders(part)) - set(self.classes):
             raise DataError(
@@ -158,7 +158,7 @@ class ImageFolder(Dataset):
 
 
 def synthetic_images(count, size, classes):
-    """Random pixels with random labels, the same on every rank: for speed, there is nothing to learn."""
+    """Random pixels with random labels, the same on every rank: to measure speed, not to learn."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=draw)
     return TensorDataset(images, torch.randint(0, classes, (count,), generator=draw))
@@ -182,7 +182,7 @@ def text(root):
 
 
 def _walk(directory):
-    """The folders below this one, each once, also where a link leads; one that cannot be listed is not passed over."""
+    """All folders below this one, each once, also behind links; a folder that cannot be listed is an error."""
 
     def refuse(error):
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -194,7 +194,7 @@ def _walk(directory):
             folders.clear()
             continue
         seen.add(real)
-        folders.sort()  # of two ways to one folder every rank takes the same
+        folders.sort()  # if two paths lead to a folder, every rank takes the same
         yield folder, folders, names
 
 
@@ -268,7 +268,7 @@ def _read_cifar_binary(path):
 
 
 class _ArraysOnly(pickle.Unpickler):
-    # A pickle may name any function to call; these three are all that an array of bytes needs.
+    # A pickle may call any function that it names; an array of bytes needs only these three.
     _allowed = {  # noqa: RUF012
         "_reconstruct": np.empty(0).__reduce__()[0],
         "ndarray": np.ndarray,
@@ -300,7 +300,7 @@ def _bytes(path):
 
 
 def _random_box(width, height):
-    """A random part of 8 to 100 % of the area, its sides at most 4 to 3, as ResNets are trained on."""
+    """A random crop of 8 to 100 % of the area, with sides of at most 4 to 3, as in the training of ResNets."""
     for _ in range(10):
         area = width * height * (0.08 + 0.92 * torch.rand(()).item())
         ratio = (0.75 * (16 / 9) ** torch.rand(()).item()) ** 0.5
@@ -312,7 +312,7 @@ def _random_box(width, height):
 
 
 def _central_box(width, height):
-    """The central square, 7/8 of the shorter side, as ResNets are tested on."""
+    """The central square, 7/8 of the shorter side, as in the test of ResNets."""
     side = min(width, height) * 7 / 8
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side

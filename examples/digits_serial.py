@@ -11,7 +11,7 @@ from datasets import digits
 
 
 class Net(nn.Module):
-    """Smooth throughout, as LeNet was: a kink (relu, max pooling) lets rounding grow from step to step."""
+    """Smooth functions only, as in LeNet: with relu or max pooling, rounding grows from step to step."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains a small GPT on the characters of a text, on any number of processes, and lets it write some."""
+"""Trains a small GPT on the characters of a text, on any number of processes, and prints some generated text."""
 
 import argparse
 import math
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def write(model, start, count):
-    """Continues a row of characters."""
+    """Continue a sequence of characters."""
     for _ in range(count):
         chances = model(start[:, -model.length :])[:, -1].float().softmax(-1)
         start = torch.cat([start, torch.multinomial(chances, 1)], dim=1)
@@ -56,7 +56,7 @@ def write(model, start, count):
 
 
 def windows(tokens, length):
-    """The text cut into pieces of one length, each with the characters that come one later."""
+    """The text in pieces of equal length, each with the same piece moved by one character as its target."""
     count = (len(tokens) - 1) // length
     if count < 1:
         raise SystemExit(
@@ -67,7 +67,7 @@ def windows(tokens, length):
 
 
 def learning_rate(warmup, total):
-    """A factor for each optimizer step: up in a straight line, then down along a cosine to a tenth."""
+    """A factor for each optimizer step: it rises linearly, then falls along a cosine to a tenth."""
     return lambda step: (
         (step + 1) / warmup
         if step < warmup

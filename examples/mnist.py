@@ -39,7 +39,7 @@ def train(args, model, batches, optimizer, epoch, world):
         loss.backward()
         optimizer.step()
         if step % args.log_interval == 0:
-            # Every rank comes here: the mean over the whole batch needs all of them, printing needs one.
+            # Every rank calls mean, which is collective; one rank prints.
             mean_loss = samestep.mean(loss.item())
             if world.rank == 0:
                 print(f"epoch {epoch} [{step * args.batch_size}/{len(batches.dataset)}] loss {mean_loss:.4f}")

@@ -38,7 +38,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The ResNet of bottlenecks, its parameters named as torchvision names them."""
+    """The ResNet of bottleneck blocks; its parameters have the names of torchvision's."""
 
     def __init__(self, blocks, classes):
         super().__init__()
@@ -69,7 +69,7 @@ BLOCKS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 
 
 def learning_rate(warmup, total):
-    """A factor for each optimizer step: up in a straight line, then down along a cosine."""
+    """A factor for each optimizer step: it rises linearly, then falls along a cosine."""
     return lambda step: (
         (step + 1) / warmup
         if step < warmup
@@ -87,7 +87,7 @@ def train(model, batches, optimizer, scheduler, device, bf16):
         loss.backward()
         optimizer.step()
         scheduler.step()
-        # The sum stays on the device: reading it each step would make the host wait.
+        # The sum stays on the device: to read it in each step would make the host wait.
         loss_sum += loss.detach() * len(y)
         images += len(y)
     seen = samestep.sum({"loss": loss_sum.item(), "images": images})
