@@ -134,7 +134,7 @@ def test_a_run_that_fails_fails_the_demo_with_its_own_words(tmp_path: Path) -> N
     _, err = demo.communicate()
     assert demo.returncode == 1
     assert "samestep: 1 process on 1 core ended with exit code 1:" in err
-    assert "SAMESTEP_CHECK_EVERY is 'soon', no number of steps" in err
+    assert "SAMESTEP_CHECK_EVERY is 'soon', which is not a number of steps" in err
     assert list(tmp_path.glob("samestep*")) == []
 
 

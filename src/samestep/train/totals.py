@@ -98,7 +98,7 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
             raise UsageError(f"{call} adds tensors and numbers, not {_kind(leaf)}; gather collects lists")
         if divide and isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
             raise UsageError(
-                f"samestep.mean of {_kind(leaf)} is no whole number; use .float() or samestep.sum"
+                f"samestep.mean cannot return {_kind(leaf)}, which holds integers; use .float() or samestep.sum"
             )
     if joined().world.size == 1:
         return value
@@ -197,7 +197,7 @@ def _all_reduced(leaf: torch.Tensor, weight: float, whole: float, divide: bool) 
 def _narrowed(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     narrow = total.to(leaf.dtype)
     if not (leaf.is_floating_point() or leaf.is_complex()) and not torch.equal(narrow.to(total.dtype), total):
-        raise UsageError(f"samestep.sum does not fit {_kind(leaf)}; use .long()")
+        raise UsageError(f"the total of samestep.sum does not fit into {_kind(leaf)}; use .long()")
     return narrow.to(leaf.device)
 
 

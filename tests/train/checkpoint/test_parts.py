@@ -35,7 +35,7 @@ def test_a_whole_file_that_is_no_state_of_a_run_is_passed_over(run, tmp_path):
     assert run(source, 1, directory)[0] == [0]
     codes, said = run(source, 2, directory)
     assert codes == [0, 0], said
-    assert "is whole, and no state of a run; an older checkpoint is used" in said[0]
+    assert "is not damaged, but it holds no state of a run; an older checkpoint is used" in said[0]
     assert "going on after step 4" in said[0]
 
 

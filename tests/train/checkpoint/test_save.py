@@ -108,7 +108,7 @@ def test_files_that_carry_code_are_refused_and_not_run(tmp_path):
     for write in (lambda: torch.save(Evil(), path), lambda: path.write_bytes(pickle.dumps(Evil()))):
         write()
         with pytest.raises(
-            CheckpointError, match=r"evil.pt is no file of plain weights \(.*\); save a state_dict"
+            CheckpointError, match=r"evil.pt is not a file of plain weights \(.*\); save a state_dict"
         ):
             samestep.load(path)
     assert not Path("/tmp/samestep-was-here").exists()
@@ -149,8 +149,8 @@ def test_whatever_is_wrong_with_a_file_is_one_sentence_that_names_it(tmp_path):
         except CheckpointError as error:
             said.add(str(error))
     assert said
-    assert all("m.pt is no file of plain weights (" in one and "\n" not in one for one in said)
-    with pytest.raises(CheckpointError, match="is no file of plain weights"):
+    assert all("m.pt is not a file of plain weights (" in one and "\n" not in one for one in said)
+    with pytest.raises(CheckpointError, match="is not a file of plain weights"):
         samestep.load(tmp_path)
 
 

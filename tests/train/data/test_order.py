@@ -92,7 +92,7 @@ def test_a_sampler_that_gives_another_order_than_before_is_an_error(world):
             self.own = random.Random(seed)
 
     _, state = left(Fresh(1), 1)
-    with pytest.raises(UsageError, match="the sampler gives epoch 1 another order than the one its first"):
+    with pytest.raises(UsageError, match="the sampler gives epoch 1 another order than before the run"):
         resumed(Fresh(2), state)
 
 
@@ -109,9 +109,12 @@ class Gives:
 
 def test_a_sampler_that_gives_no_order_of_its_length_is_an_error_and_no_other_training(world):
     for given, message in (
-        (range(9), r"Gives, gave 9 samples and says 12, of which batches are made; let its __len__"),
-        (range(15), r"Gives, gave 15 samples and says 12"),
-        ([[0, 1, 2]] * 12, r"Gives, gave a list, no index of one sample; let it give whole numbers"),
+        (range(9), r"Gives, yielded 9 samples but its len\(\) is 12; make them agree"),
+        (range(15), r"Gives, yielded 15 samples but its len\(\) is 12"),
+        (
+            [[0, 1, 2]] * 12,
+            r"Gives, yielded a list, which is not the index of a sample; let it yield integers",
+        ),
     ):
         loader = samestep.loader(DATA, 4, sampler=Gives(given, 12))
         with pytest.raises(UsageError, match=message):

@@ -129,7 +129,9 @@ def test_backward_through_a_microbatch_that_was_left_is_a_sentence(world, exact)
         for x, y in step:
             losses.append(F.cross_entropy(model(x), y))
             losses[-1].backward(retain_graph=True)
-        with pytest.raises(UsageError, match=r"came after it was left.*inside the loop over the step's"):
+        with pytest.raises(
+            UsageError, match=r"came after the loop had left.*inside the loop over the step's"
+        ):
             losses[-1].backward()
 
 
@@ -190,10 +192,10 @@ def test_mean_after_the_microbatches_weighs_what_each_rank_had(world):
 @pytest.mark.parametrize(
     ("batch", "microbatch", "says"),
     [
-        (8, 0, "microbatch 0 is no part of batch_size 8"),
-        (8, 9, "microbatch 9 is no part of batch_size 8"),
-        (8, "2", "microbatch '2' is no part"),
-        (8, True, "microbatch True is no part"),
+        (8, 0, "microbatch 0 is not a part of batch_size 8"),
+        (8, 9, "microbatch 9 is not a part of batch_size 8"),
+        (8, "2", "microbatch '2' is not a part"),
+        (8, True, "microbatch True is not a part"),
         (0, 1, "batch_size 0 is not a number of samples"),
     ],
 )

@@ -80,7 +80,7 @@ class Checkpoint:
         self._accept = {accept} if isinstance(accept, str) else set(accept)
         if unknown := self._accept - set(ACCEPTED_AS.values()):
             raise UsageError(
-                f"accept knows no {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(ACCEPTED_AS.values()))}"
+                f"accept does not know {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(ACCEPTED_AS.values()))}"
             )
         self._parts = checked_parts(parts)
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
@@ -257,7 +257,7 @@ class Checkpoint:
             self._told_of_limit = True
             print(
                 f"samestep: a commit takes {seconds:.1f} s and this job's time limit is "
-                f"{self._requests.job_seconds:.0f} s, so next to nothing is trained between two stops; "
+                f"{self._requests.job_seconds:.0f} s, so almost nothing is trained between two stops; "
                 "ask for more --time",
                 file=sys.stderr,
             )
@@ -341,7 +341,7 @@ def _read_run(name: str, dir_fd: int) -> tuple[dict[str, Any], dict[str, Any]]:
     state, meta = carry.read(name, dir_fd=dir_fd)
     own = state.get(OWN) if isinstance(state, dict) else None
     if not isinstance(own, dict) or not {"step", "streams", "facts", "arithmetic"} <= own.keys():
-        raise CheckpointError(f"{name} is whole, and no state of a run")
+        raise CheckpointError(f"{name} is not damaged, but it holds no state of a run")
     return state, meta
 
 

@@ -28,7 +28,9 @@ class Part(Protocol):
 def checked_every(every: int | timedelta) -> int | timedelta:
     whole = isinstance(every, int) and not isinstance(every, bool) and every > 0
     if not whole and not (isinstance(every, timedelta) and every > timedelta(0)):
-        raise UsageError(f"every={every!r} is no number of steps and no time; use every=100 or a timedelta")
+        raise UsageError(
+            f"every={every!r} is neither a number of steps nor a timedelta; use every=100 or a timedelta"
+        )
     return every
 
 

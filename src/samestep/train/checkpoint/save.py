@@ -65,7 +65,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         if other := re.search(r"GLOBAL ([\w.]+)", str(error)):
             reason = f"it holds a {other[1]}"
         raise CheckpointError(
-            f"{path} is no file of plain weights ({reason}); save a state_dict instead, and numbers as float(x)"
+            f"{path} is not a file of plain weights ({reason}); save a state_dict instead, and numbers as float(x)"
         ) from error
     if (
         isinstance(state, dict)

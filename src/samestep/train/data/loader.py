@@ -71,8 +71,8 @@ def agree(call: str, made: Kind) -> Kind:
             theirs, _ = json.loads(other)
             if theirs == made.facts():
                 raise RanksDiffer(
-                    f"{call} got other samples on rank {group.world.rank} than on rank {rank}, by the indices of a "
-                    "Subset or by labels; draw the split before replicate, or with a seed of its own"
+                    f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
+                    "or the labels differ; draw the split before replicate, or from a generator with a seed"
                 )
             name = next(name for name, value in made.facts().items() if theirs[name] != value)
             raise RanksDiffer(
@@ -118,7 +118,7 @@ class Loader:
         batch_size = as_int(batch_size)
         share.check_batch_size(batch_size, world.size)
         if seed is not None and type(seed := as_int(seed)) is not int:
-            raise UsageError(f"seed {seed!r} is no whole number; use one, such as seed=0")
+            raise UsageError(f"seed {seed!r} is not an integer; use one, such as seed=0")
         _check_dataset(dataset)
         self.dataset = dataset
         self.batch_size = batch_size
@@ -138,7 +138,9 @@ class Loader:
         self._world = world
         self.sampler = options.pop("sampler", None)
         if self.sampler is not None and shuffle:
-            raise UsageError("loader got both a sampler and shuffle=True; a sampler is an order of its own")
+            raise UsageError(
+                "loader got both a sampler and shuffle=True; the sampler gives the order, so drop shuffle"
+            )
         own = self.sampler is not None
         self._order = Sampled(self.sampler, seed, group) if own else Order(len(dataset), seed, shuffle, group)
         self._length = self._order.length
@@ -201,7 +203,8 @@ class Loader:
             )
         if not 0 <= int(state["position"]) <= state["length"]:
             raise UsageError(
-                f"this state's position {state['position']} is none in {state['length']} samples"
+                f"this state's position {state['position']} is outside its {state['length']} samples; give what a "
+                "loader's state_dict returned"
             )
         for name, value in facts.items():
             if state[name] != value:
@@ -304,9 +307,9 @@ class Loader:
         if self._world.rank == 0 and not self._remarked:
             self._remarked = True
             print(
-                f"samestep: the last batch has {count} of {self._world.size} ranks' samples and is lent to the "
-                "others, as in training; where this is an evaluation, write torch.no_grad() or model.eval(), "
-                "and each sample counts once",
+                f"samestep: the last batch has {count} samples for {self._world.size} ranks, and the ranks without a "
+                "sample get all of it with weight 0, as in training; if this is an evaluation, use torch.no_grad() or "
+                "model.eval(), and each sample counts once",
                 file=sys.stderr,
             )
 

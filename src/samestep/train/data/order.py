@@ -84,8 +84,8 @@ class Sampled(Order):
         drawn = self._pass(epoch, expected.get("drawn_in"))
         if expected and self._digest != expected["digest"]:
             raise UsageError(
-                f"the sampler gives epoch {epoch} another order than the one its first "
-                "samples were taken in; make it a function of its seed and epoch, or give it a state_dict"
+                f"the sampler gives epoch {epoch} another order than before the run was resumed; make the order a "
+                "function of its seed and epoch, or give the sampler a state_dict"
             )
         if alike:
             self._compare()
@@ -97,8 +97,8 @@ class Sampled(Order):
         for other, digest in enumerate(digests):
             if digest.decode() != self._digest:
                 raise RanksDiffer(
-                    f"the sampler, {name}, gives rank {rank} another order than rank {other}, and samestep "
-                    "shares the batches of one order; leave it out where it chooses by rank, else seed it alike"
+                    f"the sampler, {name}, gives rank {rank} another order than rank {other}, and all ranks share one "
+                    "order; leave out a sampler that chooses by rank, or seed it alike on all ranks"
                 )
 
     def state(self) -> dict[str, Any]:
@@ -149,13 +149,12 @@ class Sampled(Order):
         name = type(self._sampler).__name__
         if len(drawn) != self.length:
             raise UsageError(
-                f"the sampler, {name}, gave {len(drawn)} samples and says {self.length}, of which batches are "
-                "made; let its __len__ say what it gives"
+                f"the sampler, {name}, yielded {len(drawn)} samples but its len() is {self.length}; make them agree"
             )
         try:
             return torch.tensor([index(one) for one in drawn], dtype=torch.int64)
         except TypeError as error:
             raise UsageError(
-                f"the sampler, {name}, gave a {type(drawn[0]).__name__}, no index of one sample; let it give whole "
-                "numbers, of which batches are made here"
+                f"the sampler, {name}, yielded a {type(drawn[0]).__name__}, which is not the index of a sample; let it "
+                "yield integers, and the loader makes batches of them"
             ) from error

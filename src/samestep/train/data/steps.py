@@ -63,7 +63,7 @@ class Steps(Loader):
         share.check_batch_size(batch_size, size)
         if type(microbatch) is not int or not 1 <= microbatch <= batch_size:
             raise UsageError(
-                f"microbatch {microbatch!r} is no part of batch_size {batch_size}; "
+                f"microbatch {microbatch!r} is not a part of batch_size {batch_size}; "
                 f"use 1 to {batch_size} samples"
             )
         count = -(-batch_size // microbatch)
@@ -85,7 +85,7 @@ class Steps(Loader):
         )
         if self._draws.active and training:
             raise UsageError(
-                "steps of microbatches do not draw the serial script's numbers; use replicate(exact=True) with "
+                "samestep.steps cannot draw the serial script's numbers for same=True; use replicate(exact=True) with "
                 "steps, or same=True with samestep.loader"
             )
         this = Pass(self, self.epoch, training=training, accumulates=True)

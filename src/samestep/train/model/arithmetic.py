@@ -25,7 +25,9 @@ class FixedArithmetic(Member):
         """From here on."""
         asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
         if not asked.isdigit() or not int(asked):
-            raise UsageError(f"SAMESTEP_EXACT_THREADS is {asked!r}, no number of threads; use 1 or more")
+            raise UsageError(
+                f"SAMESTEP_EXACT_THREADS is {asked!r}, which is not a number of threads; use 1 or more"
+            )
         self.group.set_variable(
             "CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         )

@@ -50,7 +50,7 @@ class Divergence(Member, Subscriber):
 def _every() -> int:
     asked = os.environ.get("SAMESTEP_CHECK_EVERY", "200")
     if not asked.isdigit():
-        raise UsageError(f"SAMESTEP_CHECK_EVERY is {asked!r}, no number of steps; use 0 or more")
+        raise UsageError(f"SAMESTEP_CHECK_EVERY is {asked!r}, which is not a number of steps; use 0 or more")
     return int(asked)
 
 

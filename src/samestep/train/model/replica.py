@@ -97,7 +97,7 @@ class Replica:
             return False
         if share is None or share.microbatch is None:
             raise UsageError(
-                "replicate(exact=True) adds gradients over microbatches and there is none here; "
+                "replicate(exact=True) needs microbatches, and this forward pass is in none; "
                 "take the training batches from samestep.steps"
             )
         return True
@@ -154,8 +154,8 @@ class Replica:
         if again and self._called_at != self._spine.batches and self._spine.trained is not None:
             kind = type(self.model).__name__
             raise UsageError(
-                f"a gradient of {kind} came without a call of it in this batch, and only what model(...) computes "
-                f"is exchanged; call the model, in train() mode, or move what it computes elsewhere into forward"
+                f"backward() reached {kind}, which was not called in this batch, and only gradients of model(...) are "
+                f"exchanged; call the model, in train() mode, or move into its forward what is computed elsewhere"
             )
         self._seen_since.add(id(parameter))
 
@@ -170,9 +170,9 @@ class Replica:
         if not replicas.unlike_said and self._spine.has_unlike_shares() and self._group.world.rank == 0:
             replicas.unlike_said = True
             print(
-                "samestep: two loaders are iterated together and give this rank unlike shares of their batches; "
-                "gradients of a model whose input is no tensor of a batch count as the last one's, so let one "
-                "dataset return both",
+                "samestep: two loaders are iterated together and split their batches differently; the model's input is "
+                "computed from a batch, so its gradients use the share of the latest training batch: let one dataset "
+                "return both",
                 file=sys.stderr,
             )
 

@@ -104,7 +104,7 @@ def only_in(microbatch: Share, at: Spine, output: Any) -> Any:
     def check(_: torch.Tensor) -> None:
         if at.trained is not microbatch:
             raise UsageError(
-                "backward through a microbatch came after it was left, when its weight is gone; "
+                "backward() of a microbatch's loss came after the loop had left that microbatch; "
                 "call it inside the loop over the step's microbatches"
             )
 
@@ -124,6 +124,6 @@ def refuse_opaque(output: Any) -> None:
     hidden = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inside)
     if hidden and not isinstance(output, Mapping | tuple | list) and not dataclasses.is_dataclass(output):
         raise UsageError(
-            f"forward returned a {type(output).__name__}, in which replicate cannot weigh the tensors; "
+            f"forward returned a {type(output).__name__}, in which replicate cannot find the tensors; "
             "return tensors, or a tuple, dict or dataclass of them"
         )
