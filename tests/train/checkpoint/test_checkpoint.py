@@ -98,7 +98,7 @@ WRONG = {
     "every=0, model=model": "every=0 is neither a number of steps nor a timedelta; use every=100 or a timedelta",
     "every=True, model=model": "every=True is neither a number of steps",
     "keep=1, model=model": "keep=1 leaves nothing to go back to when one file is damaged; use keep=2",
-    "accept='size', model=model": "accept does not know size; use dataset, batch_size, seed, order",
+    "accept='size', model=model": "accept got size; use dataset, batch_size, seed, order",
     "every=3": "Checkpoint got no parts to keep; pass model=model, optimizer=optimizer, train=train",
     "samestep=model": "Checkpoint keeps its own state as samestep; give your part another name",
     "model=model, lr=0.1": "Checkpoint cannot keep lr, a float without state_dict and load_state_dict",

@@ -80,7 +80,7 @@ class Checkpoint:
         self._accept = {accept} if isinstance(accept, str) else set(accept)
         if unknown := self._accept - set(ACCEPTED_AS.values()):
             raise UsageError(
-                f"accept does not know {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(ACCEPTED_AS.values()))}"
+                f"accept got {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(ACCEPTED_AS.values()))}"
             )
         self._parts = checked_parts(parts)
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
