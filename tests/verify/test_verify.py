@@ -49,8 +49,6 @@ _MISTAKES = [
     ("own_sampler", "step 1, samples", "the script's own sampler (EachNth)"),
     ("scaled_batch", "step 1, samples of the batch", "a step has 8 samples at 1 process and 16 at 2"),
     ("summed_loss", "step 1, loss", "the loss is a sum over each rank's samples"),
-    ("not_replicated", "step 1, gradient of 0.weight", "Sequential is not replicated"),
-    ("one_rank_trains", "rank 1 took 0 steps and rank 0 6", "run the training loop on all ranks"),
     ("in_the_loop mean", "step 1, loss", "the loop changes the inputs by a value of the rank's share"),
     ("in_the_loop mixed", "step 1, loss", "by random numbers that each rank draws for its own share"),
     ("in_the_loop largest", "step 1, loss", "the loss chooses terms by comparing them within one rank's"),
@@ -79,6 +77,23 @@ def test_a_planted_mistake_is_found_and_its_cause_named(mistake: str, where: str
     verdict = result.stdout.splitlines()[-1]
     assert verdict.startswith(f"different: {where}"), result.output
     assert cause in verdict
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        ("not_replicated", "SGD steps 0.weight of Sequential, which belongs to no replica"),
+        (
+            "one_rank_trains",
+            "a rank ended while this one was in samestep.loader's order (one_rank_trains.py:17)",
+        ),
+    ],
+)
+def test_a_mistake_that_ends_the_run_is_shown_in_the_words_of_the_run(mistake: str, sentence: str) -> None:
+    result = _verify("-n", "1,2", str(MISTAKES / f"{mistake}.py"))
+    assert result.exit_code == 1
+    assert sentence in result.output
+    assert result.output.rstrip().endswith("the script failed at 2 processes")
 
 
 def test_a_sound_script_is_the_same_to_rounding_and_no_cause_is_named() -> None:
