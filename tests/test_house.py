@@ -1,6 +1,7 @@
 """The plan of the house, read from its source: floors, imports, public names, sizes and words."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -147,6 +148,15 @@ def test_every_public_function_says_first_whether_it_is_collective_or_local():
         home = definitions(MODULES[f"samestep.{samestep._HOMES[name]}"])
         word = next(ast.get_docstring(node) for node in home if node.name == name).partition(" ")[0]
         assert (word == "Collective.", word == "Local.") == (name in COLLECTIVE, name in LOCAL), name
+
+
+def test_the_docstring_of_every_public_function_and_of_checkpoint_names_each_argument():
+    for name in [*sorted(COLLECTIVE | LOCAL), "Checkpoint"]:
+        said = inspect.getdoc(getattr(samestep, name)) or ""
+        inherited = "those of `loader`" if name == "steps" else None
+        arguments = inspect.signature(getattr(samestep, name)).parameters
+        missing = [argument for argument in arguments if not re.search(rf"\b{argument}\b", said)]
+        assert missing == [] or (inherited and inherited in said), f"{name} does not explain {missing}"
 
 
 def test_every_module_begins_with_a_sentence():

@@ -42,7 +42,7 @@ def replicate(
     sync_batchnorm: bool | None = None,
     **ddp: Any,
 ) -> Model:
-    """Collective. Keep this model's weights equal on all ranks: rank 0's at the start, everyone's gradient after.
+    """Collective. Keep a model's weights equal on all ranks: start from rank 0's, and exchange the gradients.
 
     The model stays the same object, with its class, attributes and state_dict keys. After backward() every rank
     holds the gradient of the mean loss over the whole batch, however unevenly the ranks share it.
@@ -50,13 +50,13 @@ def replicate(
     same: draw the serial script's random numbers (dropout, noise), and take BatchNorm's statistics from the whole
         batch: the numbers of one process, to rounding. Default: whether SAMESTEP_SAME=1 (`samestep run --same`).
         Without it each rank draws its own from here on.
-    exact: with batches from `samestep.steps`, the same bits at any number of processes.
-    loss: "mean" where the loss is a mean over the samples it is given; "sum" where it is a sum, or is divided by a
+    exact: with batches from `samestep.steps`, the same bits at any number of processes. Default False.
+    loss: "mean" (the default) if it is a mean over its samples; "sum" if it is a sum, or is divided by a
         count of all ranks (`loss_sum / samestep.sum(count)`): then the gradients of the ranks are added.
     sync_batchnorm: take BatchNorm's statistics from the whole batch. Default: as `same`.
     ddp: options of torch's DistributedDataParallel, such as find_unused_parameters=True.
 
-    Returns the model. Raises UsageError for what cannot be, RanksDiffer where the ranks' models differ.
+    Returns the model. Raises UsageError if an argument cannot be used, RanksDiffer if the ranks' models differ.
 
         model = samestep.replicate(Net().to(device))
     """
