@@ -24,6 +24,12 @@ _ROW = "{:>9}  {:>5}  {:>7}  {:>9}  {:30}  {:>7}"
 @click.option(
     "-n", "sizes", metavar="1,2,3", help="Numbers of processes; the first is the reference  [1,2,3]"
 )
+@click.option(
+    "--against",
+    metavar="SERIAL",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The untouched script: say whether SCRIPT, its conversion, takes its step.",
+)
 @click.option("--exact", is_flag=True, help="Fail unless all bits are the same.")
 @click.option("--steps", metavar="K", type=click.IntRange(1), help="Stop each run after K optimizer steps.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
@@ -34,6 +40,7 @@ def command(
     script: str,
     args: tuple[str, ...],
     sizes: str | None,
+    against: str | None,
     exact: bool,
     steps: int | None,
     module: bool,
@@ -45,8 +52,11 @@ def command(
     samestep verify train.py --epochs 1
     samestep verify -n 1,2,4 --exact train.py
     samestep verify --steps 50 -m package.train
+    samestep verify --against train_serial.py train.py --epochs 1
 
-    SCRIPT runs on this machine, once for each number in -n, and writes its usual files each time.
+    SCRIPT runs on this machine, once for each number in -n, and writes its usual files each time. Where the runs
+    differ, they are repeated with --same, which makes dropout masks and BatchNorm statistics those of the whole
+    batch. With --against, SERIAL runs too, by itself and with the same arguments, and SCRIPT with --same.
 
     Exit code: 0 each run takes the same step; 1 one does not, or fails; 2 SCRIPT is serial, or cannot be verified.
     """
@@ -56,7 +66,13 @@ def command(
         if not module and not os.path.isfile(script):
             raise UsageError(f"{script} is no file in {Path.cwd()}; name the script to verify")
         with end_on_signals():
-            report = verify([*(["-m"] * module), script, *args], _sizes(sizes), exact=exact, steps=steps)
+            report = verify(
+                [*(["-m"] * module), script, *args],
+                _sizes(sizes, least=1 if against else 2),
+                exact=exact,
+                steps=steps,
+                against=[against, *args] if against else [],
+            )
     except UsageError as error:
         diff = _conversion(script, module) if isinstance(error, SerialScript) else None
         click.echo(f"samestep verify: {error}", err=True)
@@ -77,7 +93,7 @@ def command(
     raise SystemExit(0 if report.is_same else 1)
 
 
-def _sizes(text: str | None) -> list[int]:
+def _sizes(text: str | None, least: int) -> list[int]:
     devices = len(visible_devices(os.environ))
     if text is None:
         sizes = [size for size in _SIZES if not devices or size <= devices]
@@ -87,7 +103,7 @@ def _sizes(text: str | None) -> list[int]:
         raise UsageError(
             f"-n {text} needs {max(sizes)} devices and {devices} are visible; use at most {devices}"
         )
-    if len(sizes) < 2:
+    if len(sizes) < least:
         found = "there is one device" if text is None else f"-n {text} is one number of processes"
         raise UsageError(
             f"{found}, and verify compares at least two; write two numbers, such as -n 1,2, and hide devices with "
@@ -103,12 +119,13 @@ def _conversion(script: str, module: bool) -> str:
 
 
 def _row(outcome: "Outcome") -> str:
+    run = outcome.size or "untouched"
     if outcome.verdict == "failed":
-        return f"{outcome.size:>9}  failed"
+        return f"{run:>9}  failed"
     what = str(outcome.difference or "").partition(" instead of ")[0]
     size = f"{outcome.distance:.1e}" if outcome.difference and math.isfinite(outcome.distance) else ""
     loss = "" if outcome.loss is None else f"{outcome.loss:.5g}"
-    return _ROW.format(outcome.size, outcome.steps, outcome.samples, loss, what, size).rstrip()
+    return _ROW.format(run, outcome.steps, outcome.samples, loss, what, size).rstrip()
 
 
 def _document(report: "Report") -> dict[str, Any]:

@@ -42,9 +42,9 @@ def explain(first: Run, other: Run, difference: Difference, again: Callable[[], 
                 "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
                 "equal on all ranks, such as samestep.mean(loss)"
             )
-        case "steps":
+        case "steps" if not first.is_untouched:
             return (
-                f"{first.length} steps at {first.processes} and {other.length} at {other.size}: the number of steps "
+                f"{first.length} steps {first.at} and {other.length} at {other.size}: the number of steps "
                 "is computed from the number of processes; use len() of samestep.loader, without world.size"
             )
     return next(_arithmetic(first, other, difference, again), None)
@@ -62,6 +62,11 @@ def explain_rounding(run: Run) -> str | None:
 
 
 def _first_weights(first: Run, again: Callable[[], Run]) -> str:
+    if first.is_untouched:
+        return (
+            "the first weights are not those of the untouched script; set the same seed, and draw nothing else before "
+            "the model is built"
+        )
     other = again()
     if first.length and other.length and first.steps[0].param == other.steps[0].param:
         return (
@@ -69,7 +74,7 @@ def _first_weights(first: Run, again: Callable[[], Run]) -> str:
             "before code that differs between ranks draws random numbers"
         )
     return (
-        f"no seed is set: two runs at {first.processes} start from different weights too; call "
+        f"no seed is set: two runs {first.at} start from different weights too; call "
         "torch.manual_seed before the model is built"
     )
 
@@ -103,11 +108,16 @@ def _samples(first: Run, other: Run, step: int) -> str:
     if not other.steps[step].is_ours:
         return _foreign(other)
     mine, theirs = first.num_samples(step), other.num_samples(step)
-    said = f"a step has {mine} samples at {first.processes} and {theirs} at {other.size}; " * (mine != theirs)
+    said = f"a step has {mine} samples {first.at} and {theirs} at {other.size}; " * (mine != theirs)
     if sampler := other.fact("sampler"):
         return (
             f"{said}the script's own sampler ({sampler}) chooses samples by the number of ranks; leave it out: "
             "samestep.loader shares each batch among the ranks"
+        )
+    if first.is_untouched:
+        return (
+            f"{said}give samestep.loader what the script's DataLoader had: dataset, batch_size, shuffle, sampler and "
+            "drop_last, and no seed"
         )
     if not said:
         return (
@@ -136,12 +146,14 @@ def _hyper(first: Run, other: Run, difference: Difference) -> str:
     name, step, rank = difference.name, difference.step or 0, difference.rank
     since = f", from step {step + 1} on" if step else ""
     if rank is None:
-        pair, places = (first.steps[step], other.steps[step]), (f"at {first.processes}", f"at {other.size}")
+        pair, places = (first.steps[step], other.steps[step]), (first.at, f"at {other.size}")
         why = (
             "its schedule uses a length or count that depends on the number of processes"
             if step
             else "every step has the whole batch, so do not scale it by the number of processes"
         )
+        if first.is_untouched:
+            why = "give the optimizer and its schedule the numbers that the untouched script gives them"
     else:
         pair, places = (other.steps[step], other.ranks[rank][step]), ("on rank 0", f"on rank {rank}")
         why = "build the optimizer and its schedule, and step both, in the same way on every rank"
@@ -205,7 +217,7 @@ def _inputs(first: Run, other: Run, step: int, again: Callable[[], Run]) -> str:
     once_more = again()
     if once_more.length > step and _inputs_differ(first, once_more, step):
         return (
-            f"no seed is set: two runs at {first.processes} get different inputs for the same samples; seed the "
+            f"no seed is set: two runs {first.at} get different inputs for the same samples; seed the "
             "random numbers that the data are made with"
         )
     mine, theirs = (run.each("given", step) for run in (first, other))
@@ -245,12 +257,12 @@ def _scaled(first: Run, other: Run, step: int) -> Iterator[str]:
         return
     if _near(loss, 1):
         yield (
-            f"gradients are {gradients:.3g} times those at {first.processes} and the loss is the same; samestep "
+            f"gradients are {gradients:.3g} times those {first.at} and the loss is the same; samestep "
             "averages gradients over the ranks: do not divide, multiply or all-reduce them"
         )
     elif _near(loss, gradients):
         yield (
-            f"the loss is {loss:.3g} times that at {first.processes}: one of its factors depends on the number of "
+            f"the loss is {loss:.3g} times that {first.at}: one of its factors depends on the number of "
             "processes (world.size, the length of a share); leave that factor out"
         )
 
@@ -280,7 +292,7 @@ def _counted(first: Run, other: Run, step: int) -> Iterator[str]:
         if not _near(part["count"] / part["mine"], one["count"] / one["mine"]):
             yield (
                 f"the loss is divided by a count in each rank's share ({one['count']:g} for {one['mine']} samples "
-                f"at {first.processes}, {part['count']:g} for {part['mine']} on rank {rank} of {other.size}); "
+                f"{first.at}, {part['count']:g} for {part['mine']} on rank {rank} of {other.size}); "
                 "divide the sum of its terms by len(y) and by samestep.mean(count / len(y)), or "
                 f"{_MICROBATCHES}"
             )

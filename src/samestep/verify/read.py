@@ -44,8 +44,8 @@ class Step:
     drew_after: bool = False  # whether random numbers were drawn between backward and the step
 
     def each(self, name: str) -> list[Any]:
-        """A list that each part has, of all parts together: samples, rows or given."""
-        return [item for part in self.parts for item in part.get(name, ())]
+        """A list that each part has, of all parts in the rank's share together: samples, rows or given."""
+        return [item for part in self.parts if part.get("mine", 1) for item in part.get(name, ())]
 
     @property
     def samples(self) -> list[int]:
@@ -80,6 +80,15 @@ class Run:
     @property
     def processes(self) -> str:
         return counted(self.size, "process")
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it is the serial script, whose samples are known by their content alone."""
+        return bool(self.fact("serial"))
+
+    @property
+    def at(self) -> str:
+        return "in the untouched script" if self.is_untouched else f"at {self.processes}"
 
     @property
     def steps(self) -> list[Step]:

@@ -40,11 +40,15 @@ _MOST_ROWS = 4096
 class Recorder:
     """One rank's record, from its first forward pass to the end of its script."""
 
-    def __init__(self, directory: Path, most_steps: int | None, nudge: bool) -> None:
-        """With `nudge` the first step starts from weights whose last bit is changed."""
+    def __init__(
+        self, directory: Path, most_steps: int | None = None, nudge: bool = False, untouched: bool = False
+    ) -> None:
+        """With `nudge` the first step starts from weights whose last bit is changed; a serial script is stopped at
+        its first step, unless `untouched`."""
         self._directory = directory
         self._most_steps = most_steps
         self._nudge = nudge
+        self._untouched = untouched
         self._rank = int(os.environ.get("RANK", "0"))
         self._file = record_path(directory, self._rank).open("w", encoding="utf-8")
         self._roots: list[torch.nn.Module] = []
@@ -153,7 +157,7 @@ class Recorder:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
             self._taken.append(0)
-        if not _is_parallel():
+        if not (self._untouched or _is_parallel()):
             raise SystemExit(0)
         number = self._optimizers.index(optimizer)
         names = {id(tensor): name for name, tensor in self._named(torch.nn.Module.named_parameters)}
@@ -322,17 +326,18 @@ def _plain(state: Any) -> Any:
 
 
 def main() -> None:
-    """`record DIRECTORY [--steps K] [--nudge] -- [-m] SCRIPT ARGS…`: run it as `python` would, and record it."""
+    """`record DIRECTORY [OPTIONS] -- [-m] SCRIPT ARGS…`: run it as `python` would, and record it."""
     parser = argparse.ArgumentParser(prog="record")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--nudge", action="store_true")
+    parser.add_argument("--untouched", action="store_true")
     end = sys.argv.index("--")
     asked = parser.parse_args(sys.argv[1:end])
     is_module = sys.argv[end + 1] == "-m"
     del sys.argv[: end + 1 + is_module]
     script = sys.argv[0]
-    recorder = Recorder(asked.directory, asked.steps, asked.nudge)
+    recorder = Recorder(asked.directory, asked.steps, asked.nudge, asked.untouched)
     recorder.begin()
     try:
         if is_module:

@@ -123,7 +123,8 @@ def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
     one, another = first.steps[step], other.steps[step]
     if first.num_samples(step) != other.num_samples(step):
         yield Difference("batch", step, None, "samples of the batch", math.inf)
-    if first.each("samples", step) != other.each("samples", step):
+    known_by = "rows" if first.is_untouched else "samples"
+    if first.each(known_by, step) != other.each(known_by, step):
         yield Difference("samples", step, None, "samples", math.inf)
     for rank, steps in enumerate(other.ranks):
         if steps[step].training != one.training and steps[step].parts:

@@ -4,7 +4,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -19,11 +19,12 @@ from samestep.verify.printed import printed_otherwise
 from samestep.verify.read import Run, read_record
 from samestep.verify.trajectory import Difference, Trajectory, first_fact, follow
 
-Verdict = Literal["bits", "rounding", "different", "failed"]
-_ORDER: tuple[Verdict, ...] = ("bits", "rounding", "different", "failed")
+Verdict = Literal["bits", "rounding", "with_same", "different", "failed"]
+_ORDER: tuple[Verdict, ...] = ("bits", "rounding", "with_same", "different", "failed")
 _END = 1e-3
 _END_JUMP = 100.0
 _SOFT = {"weights", "buffer", "loss", "grad"}
+_OF_DRAWS = _SOFT | {"end", "printed"}
 
 
 class SerialScript(UsageError):
@@ -32,9 +33,9 @@ class SerialScript(UsageError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One number of processes, against the first."""
+    """One run, against the first."""
 
-    size: int
+    size: int | None  # None: the untouched script
     steps: int
     samples: int
     loss: float | None
@@ -52,27 +53,39 @@ class Report:
 
     outcomes: tuple[Outcome, ...]
     wants_bits: bool
+    needs_same: bool = False  # the runs differ by nothing that --same does not make equal
 
     @property
     def verdict(self) -> Verdict:
-        return self.worst.verdict
+        return "with_same" if self.needs_same else self.worst.verdict
 
     @property
     def is_same(self) -> bool:
-        return self.verdict == "bits" or (self.verdict == "rounding" and not self.wants_bits)
+        return self.verdict == "bits" or (self.verdict in ("rounding", "with_same") and not self.wants_bits)
 
     @property
     def worst(self) -> Outcome:
-        """The first outcome with the report's verdict."""
+        """The first outcome with the worst verdict."""
         return max(self.outcomes, key=lambda outcome: _ORDER.index(outcome.verdict))
 
     def __str__(self) -> str:
+        is_conversion = self.is_same and self.outcomes[0].size is None
+        return "your conversion takes the serial script's step: " * is_conversion + self._found()
+
+    def _found(self) -> str:
         worst = self.worst
-        match worst.verdict:
+        match self.verdict:
             case "bits":
                 return "same to the bit"
+            case "with_same":
+                return (
+                    "same to rounding with --same; without it, dropout masks and BatchNorm statistics are each "
+                    "rank's own"
+                )
+            case "failed" if worst.size is None:
+                return "the untouched script failed"
             case "failed":
-                return f"the script failed at {counted(worst.size, 'process')}"
+                return f"the script failed at {counted(worst.size or 0, 'process')}"
             case "different":
                 return f"different: {worst.difference}" + (f"; {worst.cause}" if worst.cause else "")
         rounding = f"same to rounding: {max(outcome.distance for outcome in self.outcomes):.1e}"
@@ -85,13 +98,30 @@ class Report:
 
 
 def verify(
-    script: Sequence[str], sizes: Sequence[int], *, exact: bool = False, steps: int | None = None
+    script: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    exact: bool = False,
+    steps: int | None = None,
+    against: Sequence[str] = (),
 ) -> Report:
-    """Run `script` (a file, or `-m` and a module, and its arguments) at each size; compare with the first size."""
+    """Run `script` (a file, or `-m` and a module, and its arguments) at each size; compare with the first size.
+
+    With `against`, the untouched script, compare with that, and draw its random numbers at every size. Without it
+    runs that differ are run again in that way, to tell a mistake from what each rank draws for itself.
+    """
     directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     report: Report | None = None
     try:
-        report = Report(tuple(_Experiment(script, sizes, steps, directory).outcomes()), exact)
+        runs = _Runs(script, against, steps, directory, same=bool(against))
+        report = Report(tuple(runs.outcomes([None, *sizes] if against else sizes)), exact)
+        found = report.worst.difference
+        if report.verdict == "different" and not against and found and found.kind in _OF_DRAWS:
+            again = Report(tuple(replace(runs, same=True).outcomes(sizes)), exact)
+            if again.verdict in ("bits", "rounding"):
+                report = replace(report, needs_same=True)
+            elif again.verdict == "different" and again.worst.cause:
+                report = again
     finally:
         # The report of a failure names its logs, so they are kept.
         if report is None or report.verdict != "failed":
@@ -100,48 +130,57 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _Experiment:
-    """A script, and the numbers of processes that it is run at."""
+class _Runs:
+    """Runs a script, or the untouched one; with `same` all ranks draw the serial script's numbers."""
 
     script: Sequence[str]
-    sizes: Sequence[int]
+    untouched: Sequence[str]
     steps: int | None
     directory: Path
+    same: bool = False
 
-    def outcomes(self) -> Iterator[Outcome]:
-        """Of each run against the first; a run that fails is the last."""
+    def outcomes(self, sizes: Sequence[int | None]) -> Iterator[Outcome]:
+        """Of the run at each size (None: the untouched script) against the first; one that fails is the last."""
         first: Run | None = None
 
         @cache
         def again(nudge: bool = False) -> Run:
-            return self._record(self.sizes[0], "nudged" if nudge else "again", nudge)
+            return self._record(sizes[0], "nudged" if nudge else "again", nudge)
 
-        for size in self.sizes:
+        for size in sizes:
             run = self._record(size, str(size))
             if run.code:
                 yield Outcome(size, run.length, 0, None, "failed", failure=run.failure)
                 return
-            self._check(run, is_first=first is None)
+            self._check(run, size, is_first=first is None)
             first = first or run
-            yield _outcome(first, run, again)
+            yield replace(_outcome(first, run, again), size=size)
 
-    def _record(self, size: int, name: str, nudge: bool = False) -> Run:
-        record = self.directory / name / "record"
+    def _record(self, size: int | None, name: str, nudge: bool = False) -> Run:
+        record = self.directory / ("same" if self.same else "default") / name / "record"
         record.mkdir(parents=True)
-        options = [*(["--steps", str(self.steps)] if self.steps else []), *["--nudge"] * nudge]
-        recorder = ["samestep.verify.record", str(record), *options, "--"]
-        return read_record(record, size, Trial(self.script, size, record.parent, through=recorder).run())
+        limit = ["--steps", str(self.steps)] if self.steps else []
+        options = [*limit, *["--nudge"] * nudge, *["--untouched"] * (size is None)]
+        trial = Trial(
+            self.script if size else self.untouched,
+            size or 1,
+            record.parent,
+            {"SAMESTEP_SAME": "1"} if self.same and size else {},
+            through=["samestep.verify.record", str(record), *options, "--"],
+        )
+        return read_record(record, trial.size, trial.run())
 
-    def _check(self, run: Run, is_first: bool) -> None:
-        """Refuse what was not recorded to its end, and a first run that does not train in parallel."""
-        name = self.script[self.script[0] == "-m"]
+    def _check(self, run: Run, size: int | None, is_first: bool) -> None:
+        """Refuse what was not recorded to its end, does not train, or does not share its work."""
+        script = self.script if size else self.untouched
+        name = script[script[0] == "-m"]
         if not all(run.facts):
             # A process that ends without Python's own exit writes no facts, and perhaps not all of its steps.
             raise UsageError(
                 f"{name} left on rank {run.facts.index({})} of {run.size} before its end could be recorded, as "
                 "os._exit and os.exec do; end it with sys.exit or at its last line"
             )
-        if is_first and run.fact("serial") and run.fact("optimizers"):
+        if size and run.fact("serial") and run.fact("optimizers"):
             raise SerialScript(f"{name} is serial; change these lines, then verify it again")
         if is_first and not run.longest:
             raise UsageError(f"{name} took no optimizer step; give it arguments with which it trains")

@@ -1,0 +1,92 @@
+"""What --same makes equal is no mistake, and a conversion takes the untouched script's step."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from samestep.cli.verify import command
+
+MISTAKES = Path(__file__).parent / "mistakes"
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _verify(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+def _edited(mistake: str, *words: tuple[str, str]) -> str:
+    """A script of this name's mistake with other words in it."""
+    source = (MISTAKES / f"{mistake}.py").read_text()
+    for old, new in words:
+        assert old in source
+        source = source.replace(old, new)
+    Path("edited.py").write_text(source)
+    return "edited.py"
+
+
+@pytest.mark.parametrize("script", ["dropout", "batchnorm"])
+def test_what_same_makes_equal_is_no_mistake(script: str) -> None:
+    result = _verify("-n", "1,2", "--steps", "3", "--json", str(MISTAKES / f"{script}.py"))
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0, result.output
+    assert (report["same"], report["verdict"]) == (True, "with_same")
+    assert report["sentence"] == (
+        "same to rounding with --same; without it, dropout masks and BatchNorm statistics are each rank's own"
+    )
+    assert report["sizes"][1]["verdict"] == "different"
+
+
+def test_a_mistake_is_named_although_dropout_makes_the_runs_differ_too() -> None:
+    script = _edited(
+        "dropout", ("F.cross_entropy(model(x), y)", 'F.cross_entropy(model(x), y, reduction="sum")')
+    )
+    result = _verify("-n", "1,2", script)
+    assert result.exit_code == 1, result.output
+    assert "the loss is a sum over each rank's samples" in result.stdout.splitlines()[-1]
+
+
+_SERIAL = (
+    ("import samestep\n", "from torch.utils.data import DataLoader\n"),
+    ("world = samestep.init()\n", ""),
+    ("samestep.loader(data, 8, shuffle=True)", "DataLoader(data, 8, shuffle=True)"),
+    ("samestep.replicate", ""),
+)
+
+
+@pytest.mark.parametrize(("script", "sizes"), [("dropout", "1,2,3"), ("batchnorm", "2")])
+def test_a_conversion_is_compared_with_the_untouched_script(script: str, sizes: str) -> None:
+    serial = Path(_edited(script, *_SERIAL)).rename("serial.py")
+    result = _verify("--against", str(serial), "-n", sizes, str(MISTAKES / f"{script}.py"))
+    assert result.exit_code == 0, result.output
+    verdict = result.stdout.splitlines()[-1]
+    assert verdict.startswith("your conversion takes the serial script's step: same to rounding: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "cause"),
+    [
+        ("shuffle=True", "shuffle=True, seed=1", "step 1, samples", "no seed"),
+        (
+            "model.parameters(), 0.1",
+            "model.parameters(), 0.2",
+            "step 1, lr",
+            "the untouched script gives them",
+        ),
+        ("manual_seed(0)", "manual_seed(1)", "before step 1, 0.weight", "not those of the untouched script"),
+    ],
+)
+def test_a_conversion_that_takes_another_step_is_told_where(
+    old: str, new: str, where: str, cause: str
+) -> None:
+    serial = Path(_edited("dropout", *_SERIAL)).rename("serial.py")
+    result = _verify("--against", str(serial), "-n", "1", "--steps", "2", _edited("dropout", (old, new)))
+    assert result.exit_code == 1, result.output
+    verdict = result.stdout.splitlines()[-1]
+    assert verdict.startswith(f"different: {where}"), result.output
+    assert cause in verdict
