@@ -20,12 +20,12 @@ _VERBS = {
     },
     "Look": {
         "runs": "List the runs here: state, step, speed.",
-        "status": "Say what each rank of a run does.",
+        "status": "Show what each rank of a run does.",
         "logs": "Show a run's output by rank; -f follows it.",
-        "env": "Say who this process is, and which variable says so.",
-        "verify": "Say whether a script takes the same step on any number of processes.",
-        "compare": "Say which tensors differ between weights files, and by how much.",
-        "checkpoints": "List the checkpoints in a directory: which are good, and what made them.",
+        "env": "Print this process's rank and size, and the variables they come from.",
+        "verify": "Test whether a script takes the same step at any number of processes.",
+        "compare": "Show which tensors differ between weights files, and by how much.",
+        "checkpoints": "List the checkpoints in a directory: step, time, size, script.",
         "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",
     },
 }
@@ -49,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _help() -> str:
     parts = [_aligned(_EXAMPLES), *(f"{group}:\n{_aligned(verbs)}" for group, verbs in _VERBS.items())]
-    return "\n\n".join([*parts, "`samestep run --help` says more about run, and so on."])
+    return "\n\n".join([*parts, "`samestep run --help` explains run, and so on for each command."])
 
 
 def _aligned(lines: dict[str, str]) -> str:
