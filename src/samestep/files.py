@@ -3,8 +3,8 @@
 import os
 import secrets
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,9 +43,16 @@ def make_private_directory(directory: Path) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Wait until the disk has the names in a directory."""
+    with open_directory(directory) as fd:
+        os.fsync(fd)
+
+
+@contextmanager
+def open_directory(directory: Path) -> Iterator[int]:
+    """A descriptor of a directory, in which names can be looked up whatever becomes of its path."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
 

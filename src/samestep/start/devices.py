@@ -68,9 +68,9 @@ def _neighbourhood(core: int) -> tuple[int, int, int]:
 
 
 def _present(env: Mapping[str, str], root: Path) -> tuple[str, int]:
-    nvidia = _count(root / "proc/driver/nvidia/gpus", ".+") or _count(root / "dev", "nvidia[0-9]+")
+    nvidia = [*(root / "proc/driver/nvidia/gpus").glob("*")] or [*(root / "dev").glob("nvidia[0-9]*")]
     if nvidia:
-        return "CUDA_VISIBLE_DEVICES", nvidia
+        return "CUDA_VISIBLE_DEVICES", len(nvidia)
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     properties = [read_text(node) for node in nodes.glob("*/properties")]
     amd = sum(bool(re.search(r"^simd_count [1-9]", text, re.MULTILINE)) for text in properties)
@@ -78,13 +78,6 @@ def _present(env: Mapping[str, str], root: Path) -> tuple[str, int]:
         names = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
         return next((name for name in names if name in env), names[0]), amd
     return "ZE_AFFINITY_MASK", len(_mask(env, "ZE_AFFINITY_MASK") or [])
-
-
-def _count(directory: Path, name: str) -> int:
-    try:
-        return sum(re.fullmatch(name, entry) is not None for entry in os.listdir(directory))
-    except OSError:
-        return 0
 
 
 def _mask(env: Mapping[str, str], variable: str) -> list[str] | None:

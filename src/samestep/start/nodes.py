@@ -77,7 +77,8 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
         raise UsageError(f"--node-rank {number} does not fit --nodes {count}; count from 0 to {count - 1}")
     if count == 1:
         return None
-    at = options["rendezvous"] or _first_node(options)
+    address, port = options["master_addr"], options["master_port"] or 29_500
+    at = options["rendezvous"] or (f"tcp://{address}:{port}" if address else None)
     if at is None:
         raise UsageError(
             f"--nodes {count} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node 0, or "
@@ -231,8 +232,3 @@ def _is_here(name: str) -> bool:
     except OSError:
         return False
     return bool(found & {"127.0.0.1", "127.0.1.1", "::1", *addresses.own_addresses()})
-
-
-def _first_node(options: Mapping[str, Any]) -> str | None:
-    address, port = options["master_addr"], options["master_port"]
-    return f"tcp://{address}:{port or 29_500}" if address else None

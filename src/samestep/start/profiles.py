@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -73,19 +73,14 @@ def load_profile(name: str, env: Mapping[str, str]) -> Profile:
 
 def _layers(env: Mapping[str, str]) -> dict[str, list[Path]]:
     """All files of each name, from the one that is taken to the shipped one."""
-    found: dict[str, list[Path]] = {}
-    for folder in _folders(env):
-        for path in folder.glob("*.toml"):
-            found.setdefault(path.stem, []).append(path)
-    return dict(sorted(found.items()))
-
-
-def _folders(env: Mapping[str, str]) -> Iterator[Path]:
-    if own := env.get("SAMESTEP_PROFILES"):
-        yield Path(own)
     configuration = env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or os.path.expanduser("~"), ".config")
-    yield Path(configuration, "samestep", "profiles")
-    yield _SHIPPED
+    folders = [Path(configuration, "samestep", "profiles"), _SHIPPED]
+    if own := env.get("SAMESTEP_PROFILES"):
+        folders.insert(0, Path(own))
+    found: dict[str, list[Path]] = {}
+    for path in (path for folder in folders for path in folder.glob("*.toml")):
+        found.setdefault(path.stem, []).append(path)
+    return dict(sorted(found.items()))
 
 
 def _merged(name: str, layers: Mapping[str, list[Path]], above: tuple[str, ...]) -> dict[str, Any]:

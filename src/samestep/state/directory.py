@@ -8,8 +8,8 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import psutil
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import BOOT_ID, make_private_directory, read_text
+from samestep.files import BOOT_ID, make_private_directory, open_directory, read_text
 from samestep.state import file as state_file
 from samestep.text import size
 
@@ -58,23 +58,22 @@ class CheckpointDirectory:
             if not self._made:
                 make_private_directory(self.directory)
                 self._made = True
-            with self._opened() as dir_fd:
+            # every later name is looked up in this descriptor, so no link put in its way leads out of it
+            with open_directory(self.directory) as dir_fd:
                 self._sweep(dir_fd)
                 if _free(os.fstatvfs(dir_fd)) < packed.size * _MARGIN:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 name = self._write(dir_fd, packed, step)
                 self._prune(dir_fd)
         except OSError as error:
-            raise CheckpointError(
-                f"checkpoint skipped: {self._why(error, packed.size)}", path=self.directory
-            ) from error
+            raise self._error(f"checkpoint skipped: {self._why(error, packed.size)}") from error
         return self.directory / name
 
     def newest(self, read: Callable[[str, int], T]) -> Newest[T] | None:
         """What `read(name, dir_fd)` makes of the newest commit it accepts; None where there never was one."""
         refused: list[str] = []
         try:
-            with self._opened() as dir_fd:
+            with open_directory(self.directory) as dir_fd:
                 for entry in state_file.listing(dir_fd):
                     try:
                         value = read(entry.name, dir_fd)
@@ -86,23 +85,13 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise CheckpointError(
-                f"{self.directory} cannot be read ({error.strerror})", path=self.directory
-            ) from error
+            raise self._error(f"{self.directory} cannot be read ({error.strerror})") from error
         if refused:
-            raise CheckpointError(
-                f"{self.directory} holds no good checkpoint: {'; '.join(refused)}", path=self.directory
-            )
+            raise self._error(f"{self.directory} holds no good checkpoint: {'; '.join(refused)}")
         return None
 
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        # every later name is looked up in this descriptor, so no link put in its way leads out of it
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def _error(self, text: str) -> CheckpointError:
+        return CheckpointError(text, path=self.directory)
 
     def _write(self, dir_fd: int, packed: state_file.Packed, step: int) -> str:
         number = 1 + max((entry.number for entry in state_file.listing(dir_fd)), default=0)
