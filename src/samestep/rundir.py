@@ -97,7 +97,7 @@ def read_pulse(path: Path) -> PulseReading | None:
 
 
 def log_path(run: Path, rank: int) -> Path:
-    """Where a rank's whole output lies."""
+    """Where all of a rank's output lies."""
     return run / "logs" / f"rank-{rank}.log"
 
 

@@ -35,7 +35,7 @@ def main(call: Any) -> None:
         kind, answer = ERROR, _dumped(error)
     call.seek(0)
     call.truncate()
-    # The letter comes last: an answer that was not written whole is none.
+    # The letter comes last: an answer that was cut short is none.
     call.write(b" " + answer)
     call.flush()
     call.seek(0)

@@ -24,7 +24,7 @@ _WORKER = "DataLoader worker (pid"
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
 
-# What a rank says when the trouble is another rank's.
+# What a rank prints because another rank has failed.
 _ECHO = re.compile(
     r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
     r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
@@ -42,7 +42,7 @@ class Traceback(NamedTuple):
 
     @property
     def is_echo(self) -> bool:
-        """Whether it only tells of another rank's end."""
+        """Whether the exception only says that another rank has ended."""
         return any(_ECHO.search(line) for line in self.exception)
 
 

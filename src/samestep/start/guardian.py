@@ -1,4 +1,4 @@
-"""Ends a launcher's workers when the launcher is gone, however it went: a process of its own, run as a file.
+"""Ends the workers of a launcher that has ended, even by SIGKILL: a process of its own, run as a file.
 
 It reads `+PID` and `-PID` lines from its standard input. Where that ends, the groups still named are killed.
 """

@@ -29,7 +29,7 @@ def watch_kills() -> Kills:
 
 
 def explain_kill(pid: int, before: Kills) -> str:
-    """What can be said of a SIGKILL that nobody here sent."""
+    """Why a process got a SIGKILL that samestep did not send, as far as the kernel tells."""
     record, after = _record(pid, before.log), _count()
     is_counted = after is not None and before.total is not None
     if record or (is_counted and after != before.total):

@@ -88,7 +88,7 @@ class Terminal:
         except BlockingIOError:
             return
         except OSError:
-            # Nobody reads any more: the run goes on, its logs are whole.
+            # Nobody reads any more: the run goes on, its logs are complete.
             self._gone.add(kind)
             waiting.clear()
 

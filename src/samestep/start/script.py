@@ -107,7 +107,7 @@ def run_script(script: Script) -> int:
 
 
 def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:
-    """What a worker finds: what it is told, then what the user set, then defaults."""
+    """A worker's environment: the placement, what it is told, the user's variables, and defaults, in this order."""
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": str(threads)}
     env = {**defaults, **os.environ, **told, **exports(place, told)}
     # Set by a torchrun around this; it would have rank 0 dial a store instead of opening one.
@@ -173,7 +173,7 @@ def _specs(
 
 
 def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:
-    """How an attempt ended on this node; a node that only stopped its workers for another's sake has code 0."""
+    """How an attempt ended on this node; code 0 where its workers were stopped because another node failed."""
     code, asked = exit_code(outcome.status), outcome.asked
     if asked is None and code == CHECKPOINTED and (stop_path(run).exists() or time_up_path(run).exists()):
         asked = signal.SIGTERM

@@ -73,9 +73,8 @@ class Job:
         have = self.profile
         if have.cpus_per_task is not None or not have.cores:
             return have.cpus_per_task
-        share = (
-            have.cores * have.gpus_per_node // have.gpus if have.gpus_per_node and have.gpus else have.cores
-        )
+        by_gpus = have.gpus and have.gpus_per_node
+        share = have.cores * by_gpus // have.gpus if by_gpus else have.cores
         return max(1, share // self.tasks)
 
     @property
@@ -266,7 +265,7 @@ def _step(job: Job) -> str:
 
 
 def _directive(value: object) -> str:
-    """A word as sbatch reads it: it knows quotes, a backslash in them, and no variables."""
+    """A word quoted for sbatch, which reads quotes and backslashes in them, but no variables."""
     text = str(value)
     if _PLAIN.fullmatch(text):
         return text

@@ -54,7 +54,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         stack.enter_context(held)
         calls = [stack.enter_context(_file(text)) for _ in range(size)]
         shares, threads = share_cores(size)
-        # A run's directory that keeps nothing; the worker still knows who started it.
+        # No directory: nothing is kept, but the variable tells a worker that samestep started it.
         told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
         ranks = NodeRanks(0, size, 0, 1, "127.0.0.1", port)
         specs = [

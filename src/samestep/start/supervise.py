@@ -129,7 +129,7 @@ class WorkerGroup:
         return None if until == inf else max(0.0, until * 1000)
 
     def _settle(self, watched: Sequence[Worker], now: float) -> None:
-        """Draw the consequences of who has ended in this turn, and of the time."""
+        """Stop the workers when one has failed, and kill them when their time to end is over."""
         failed = [worker for worker in watched if worker.look() and worker.status]
         for worker in () if self._stopping else failed:
             wait_s = 0.0
@@ -147,7 +147,7 @@ class WorkerGroup:
                 worker.send_group(signal.SIGKILL)
 
     def _stop(self, now: float) -> None:
-        """Choose the cause, and ask the rest to end."""
+        """Ask the workers that are left to end."""
         self._stopping = True
         self._kill_at = now + self._grace_s
         for worker in self.workers:

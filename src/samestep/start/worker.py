@@ -94,7 +94,7 @@ class Worker:
         return read_traceback(self.err.tail.decode(errors="replace"))
 
     def send(self, number: int) -> None:
-        """A signal for the worker alone: what it started is its own business."""
+        """A signal for the worker alone, not for the processes it started."""
         if self.is_alive:
             os.kill(self.pid, number)
 

@@ -1,1 +1,1 @@
-"""A state as bytes: checked when read, whole or not at all when written; no torch, no training."""
+"""A state as bytes: checked when read, all or nothing when written; no torch, no training."""

@@ -1,4 +1,4 @@
-"""A directory of commits in which, after a death at any moment, the old state or the new one is found whole.
+"""A directory of commits: after a crash at any moment it holds the old state or the new one, complete.
 
 A commit is written under a name of its own, synced, renamed, and the directory synced; only then do older
 ones go, and never one of the two newest that are known to be good. Known means written or read by this object.
