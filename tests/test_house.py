@@ -164,6 +164,29 @@ def test_every_module_begins_with_a_sentence():
     assert [module for module, sentence in first.items() if not sentence.endswith((".", ":", "?"))] == []
 
 
+def test_the_one_state_of_a_module_in_train_is_the_group():
+    """Names that are rebound, and collections that could be filled, belong to the group, which can be closed."""
+    kept = []
+    for module, tree in MODULES.items():
+        if not module.startswith("samestep.train"):
+            continue
+        kept += [
+            f"{module}: {name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Global)
+            for name in node.names
+        ]
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                is_constant = isinstance(target, ast.Name) and re.fullmatch(
+                    r"_?[A-Z][A-Za-z_0-9]*", target.id
+                )
+                if not is_constant and ast.unparse(target) != "_all_gather":
+                    kept.append(f"{module}: {ast.unparse(target)}")
+    assert set(kept) == {"samestep.train.group.world: _group"}
+
+
 def test_no_file_is_longer_than_400_lines():
     assert [f"{path}" for path in EVERYWHERE if len(path.read_text().splitlines()) > 400] == []
 
