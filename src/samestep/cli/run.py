@@ -17,6 +17,7 @@ from samestep.placement.place import place
 from samestep.start.allocation import allocation_command, explanation
 from samestep.start.devices import masked, visible_devices
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
+from samestep.start.scan import remark_on
 from samestep.start.script import Script, run_script
 from samestep.start.signals import PASSED_ON
 
@@ -137,6 +138,8 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             env["TORCHELASTIC_RUN_ID"] = options["rdzv_id"]
         if options["same"]:
             env["SAMESTEP_SAME"] = "1"
+        if size > 1 and (remark := remark_on(Path(script), size)):
+            click.echo(f"samestep: {remark}", err=True)
         code = run_script(
             Script(
                 name=script,

@@ -1,0 +1,102 @@
+"""What a script's source says of how it runs on several processes: whether it joins a run, or starts ranks itself."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+_JOINS = (
+    *(
+        "samestep",
+        "accelerate",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "ignite",
+        "deepspeed",
+        "horovod",
+    ),
+    *(
+        "transformers",
+        "composer",
+        "fairscale",
+        "colossalai",
+        "idr_torch",
+        "mpi4py",
+        "ray",
+        "submitit",
+        "torchft",
+    ),
+    *("megatron", "torchtitan", "trl", "ezpz", "catalyst", "mmengine", "detectron2", "fastai", "xformers"),
+)
+_MOST_FILES = 50
+
+
+def remark_on(script: Path, size: int) -> str | None:
+    """What to say before `size` copies of this script are started, if anything."""
+    files = list(_files(script))
+    names = {name for _, tree in files for name in _imported(tree)}
+    tops = {name.partition(".")[0] for name in names}
+    if "torch" not in tops:
+        return None
+    for path, tree in files:
+        if (line := _spawn(tree)) is not None:
+            return (
+                f"{path.name}:{line} starts ranks itself, and {size} copies of it would each start their own; run it "
+                f"with `python {script.name}`, or let samestep run start the ranks and leave the spawn out"
+            )
+    if tops & set(_JOINS) or any(name.startswith("torch.distributed") for name in names):
+        return None
+    return (
+        f"{script.name} and what it imports name neither samestep nor torch.distributed, so these {size} processes "
+        f"train {size} copies of one model, each on all samples; `samestep verify {script.name}` shows how to "
+        "convert it"
+    )
+
+
+def _files(script: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """The script and the files beside it that it imports, directly or not."""
+    waiting, seen = [script], set[Path]()
+    while waiting and len(seen) < _MOST_FILES:
+        path = waiting.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError, RecursionError):
+            continue
+        yield path, tree
+        for name in _imported(tree):
+            place = script.parent.joinpath(*name.split("."))
+            waiting += [place.with_suffix(".py"), place / "__init__.py"]
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Every module that is imported, and every name out of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield "torch.distributed"
+
+
+def _spawn(tree: ast.Module) -> int | None:
+    """The line that starts processes by torch.multiprocessing.spawn."""
+    modules = {"torch.multiprocessing"}
+    functions = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname for alias in node.names if alias.name in modules and alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.multiprocessing"):
+            for alias in node.names:
+                named = alias.asname or alias.name
+                if f"{node.module}.{alias.name}" == "torch.multiprocessing":
+                    modules.add(named)
+                elif f"{node.module}.{alias.name}" == "torch.multiprocessing.spawn":
+                    functions.add(named)
+    starts = {f"{module}.spawn" for module in modules} | functions
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return next((call.lineno for call in calls if ast.unparse(call.func) in starts), None)

@@ -1,0 +1,76 @@
+"""A script that would train copies of one model, or start ranks itself, is said before it is started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.start.scan import remark_on
+
+SERIAL = "import torch\nfrom torch.utils.data import DataLoader\nprint(1)\n"
+
+
+def remark(tmp_path: Path, source: str, **others: str) -> str:
+    for name, text in others.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    return remark_on(script, 2) or ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch, samestep\n",
+        "import torch\nimport torch.distributed as dist\n",
+        "import torch\nfrom torch import distributed\n",
+        "import torch\ntorch.distributed.init_process_group()\n",
+        "import torch\nfrom accelerate import Accelerator\n",
+        "import torch\nfrom torch.distributed.fsdp import fully_shard\n",
+        "print('no torch at all')\n",
+        "import torch\nthis is no python\n",
+    ],
+)
+def test_a_script_that_joins_a_run_is_left_alone(tmp_path, source):
+    assert remark(tmp_path, source) == ""
+
+
+def test_a_serial_script_is_said_to_train_copies(tmp_path):
+    said = remark(tmp_path, SERIAL)
+    assert said.startswith(
+        "train.py and what it imports name neither samestep nor torch.distributed, so these 2"
+    )
+
+
+def test_what_the_script_imports_from_beside_it_counts(tmp_path):
+    assert (
+        remark(tmp_path, "import torch, helper\n", helper="import parts\n", parts="import samestep\n") == ""
+    )
+    assert remark(tmp_path, "import torch, other\n", other="import json\n") != ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.multiprocessing as mp\nmp.spawn(main, nprocs=2)\n",
+        "import torch\ntorch.multiprocessing.spawn(main)\n",
+        "from torch import multiprocessing\nimport torch.distributed\nmultiprocessing.spawn(main)\n",
+        "from torch.multiprocessing import spawn as begin\nimport torch\nbegin(main)\n",
+    ],
+)
+def test_a_script_that_starts_ranks_itself_is_said_with_its_line(tmp_path, source):
+    line = source.count("\n")
+    assert remark(tmp_path, source).startswith(
+        f"train.py:{line} starts ranks itself, and 2 copies of it would each"
+    )
+
+
+def test_samestep_run_says_it_before_the_copies_start(tmp_path):
+    (tmp_path / "train.py").write_text("import os, sys\nif sys.argv[1:]:\n    import torch\nprint('ran')\n")
+    command = [sys.executable, "-m", "samestep", "run", "-n", "2", "--run-dir", str(tmp_path), "train.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0
+    assert "these 2 processes train 2 copies of one model" in ran.stderr
+    alone = subprocess.run([*command[:5], "1", *command[6:]], cwd=tmp_path, capture_output=True, text=True)
+    assert "copies" not in alone.stderr
