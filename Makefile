@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench kill-loop fuzz crash-points pairs ways requeue mistakes mutants cluster clean
+.PHONY: help demo test check bench same kill-loop fuzz crash-points pairs ways requeue mistakes mutants cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -7,6 +7,7 @@ help:
 	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
 	@echo "make check  formatting, lint, types, and the plan of the house"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
+	@echo "make same   about thirty scripts at 1, 2, 3 and 5 processes against the untouched ones"
 	@echo "make kill-loop, make fuzz, make crash-points, make pairs, make ways, make requeue, make mistakes,"
 	@echo "make mutants            the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
@@ -28,6 +29,9 @@ check: .venv/made
 
 bench: .venv/made-bench
 	for one in overhead data exact checkpoint; do .venv/bin/python benchmarks/$$one.py || exit; done
+
+same: .venv/made
+	LONG=1 .venv/bin/python -m pytest tests/same
 
 kill-loop: .venv/made
 	.venv/bin/python tests/kill_loop.py

@@ -8,6 +8,7 @@ Not covered, and said once where it happens: draws whose number depends on their
 permutation of the share's length, fused attention with dropout, compiled graphs.
 """
 
+import itertools
 import os
 import sys
 import warnings
@@ -20,9 +21,11 @@ import torch
 
 from samestep.text import name_ranks
 from samestep.train import streams
+from samestep.train.batch_places import BatchPlaces, Place
+from samestep.train.draw_lines import has_fixed_size, line_of_draw
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.step import Spine
+from samestep.train.step import Share, Spine
 
 _FILLS = (
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
@@ -45,10 +48,11 @@ class Part:
     length: int
     whole: int
     rows: torch.Tensor | None = None
+    layout: tuple[int, ...] = ()
 
     def of(self, drawn: torch.Tensor) -> torch.Tensor:
         if self.rows is not None:
-            return drawn.index_select(0, self.rows.to(drawn.device))
+            return drawn.index_select(self.dim, self.rows.to(drawn.device))
         return drawn.narrow(self.dim, self.start, self.length)
 
     def enlarged(self, tensor: torch.Tensor, fill: float | None = None) -> torch.Tensor:
@@ -56,14 +60,15 @@ class Part:
         sizes = list(tensor.shape)
         sizes[self.dim] = self.whole
         strides = tensor.stride()
-        layout = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        # the strides of a share of one sample do not tell how the whole batch lies in memory
+        layout = self.layout or sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
         whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
         if fill is not None:
             whole.fill_(fill)
             if self.rows is None:
                 self.of(whole).copy_(tensor)
             else:
-                whole.index_copy_(0, self.rows.to(tensor.device), tensor)
+                whole.index_copy_(self.dim, self.rows.to(tensor.device), tensor)
         return whole
 
 
@@ -80,9 +85,11 @@ class Draws(Member):
         self._library: torch.library.Library | None = None
         self._of_activations = False
         self._paused = self._is_unwatched = False
-        self._of_shares: set[tuple[Any, ...]] = set()
         self._of_all: set[tuple[Any, ...]] = set()
         self._said: set[str] = set()
+        self._places: dict[Any, Place] = {}
+        self._traced: set[Any] = set()
+        self.tracing: BatchPlaces | None = None
 
     def begin(self) -> None:
         """Collective. From here on all ranks draw the numbers of the serial script."""
@@ -175,7 +182,7 @@ class Draws(Member):
         def fill(
             original: Any, tensor: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any
         ) -> Any:
-            part = self._part(name, tensor.shape) if generator is None else None
+            part = self._part(name, tensor) if generator is None else None
             if part is None:
                 return original(tensor, *args, generator=generator, **kwargs)
             return tensor.copy_(part.of(original(part.enlarged(tensor), *args, **kwargs)))
@@ -183,7 +190,7 @@ class Draws(Member):
         return fill
 
     def _bernoulli(self, original: Any, tensor: torch.Tensor, p: torch.Tensor, generator: Any = None) -> Any:
-        part = self._part("bernoulli", tensor.shape) if generator is None else None
+        part = self._part("bernoulli", tensor) if generator is None else None
         if part is None:
             return original(tensor, p, generator=generator)
         chances = part.enlarged(p.expand(tensor.shape).contiguous(), 0.5)
@@ -191,8 +198,9 @@ class Draws(Member):
 
     def _normal(self, original: Any, mean: Any, std: Any, generator: Any = None) -> Any:
         given = [one for one in (mean, std) if isinstance(one, torch.Tensor)]
-        shape = torch.broadcast_tensors(*given)[0].shape  # type: ignore[no-untyped-call]
-        part = self._part("normal", shape) if generator is None else None
+        whole = torch.broadcast_tensors(*given)[0]  # type: ignore[no-untyped-call]
+        shape = whole.shape
+        part = self._part("normal", whole) if generator is None else None
         if part is None:
             return original(mean, std, generator=generator)
 
@@ -213,7 +221,7 @@ class Draws(Member):
         part = None
         if generator is None and weights.dim() == 2:
             with self._hint(True):
-                part = self._part("multinomial", weights.shape)
+                part = self._part("multinomial", weights)
         with self._quiet():
             if part is None or part.dim:
                 return original(weights, count, replacement, generator=generator)
@@ -222,7 +230,7 @@ class Draws(Member):
     def _native_dropout(self, original: Any, input: torch.Tensor, p: float, train: bool | None) -> Any:
         """CUDA's fused dropout: its mask for the whole batch, of which this rank's part is used."""
         with self._hint(not isinstance(input, torch.nn.Parameter)):
-            part = self._part("native_dropout", input.shape) if train in (None, True) and 0 < p < 1 else None
+            part = self._part("native_dropout", input) if train in (None, True) and 0 < p < 1 else None
         if part is None:
             return original(input, p, train)
         mask = part.of(original(part.enlarged(input, 1.0), p, train)[1]).clone()
@@ -280,31 +288,75 @@ class Draws(Member):
         finally:
             self._paused = before
 
-    def _part(self, name: str, shape: torch.Size) -> Part | None:
+    def _part(self, name: str, tensor: torch.Tensor) -> Part | None:
         """Which part of the whole batch's draw this one is; None where it is one draw for all ranks."""
-        share = self._spine.at_hand
+        share, shape = self._spine.at_hand, tensor.shape
         if share is None or not shape or not 0 < share.mine < share.all:
             return None
         if (packed := self.packed) is not None and shape[0] == packed.length:
             return packed
         mine, start = share.mine, share.start - share.batch_start
-        known = (name, tuple(shape))
+        if (place := self._place(name, tensor)) is not None:
+            if place.dim is None:
+                return None
+            if (found := _part_at(place, shape, share)) is not None:
+                return found
+        known = (name, tuple(shape), line_of_draw())
         dims = [dim for dim in ((1, 0) if self.sequence_first else (0, 1)) if dim < len(shape)]
-        found = next((dim for dim in dims if shape[dim] == mine), None)
-        if found is not None and known not in self._of_all:
-            kind = (name, len(shape), found)
-            if tuple(shape) != (1,) or kind in self._of_shares:
-                self._of_shares.add(kind)
-                return Part(found, start, mine, share.all)
-            return None
+        dim = next((dim for dim in dims if shape[dim] == mine), None)
+        if dim is not None and known not in self._of_all:
+            return None if has_fixed_size() else Part(dim, start, mine, share.all)
         times = self._rows_for_each_sample(shape, mine)
         if times:
             return Part(0, start * times, shape[0], share.all * times)
         self._of_all.add(known)
         return None
 
+    def _place(self, name: str, tensor: torch.Tensor) -> Place | None:
+        """Where the batch is, as found in the first call of the model that drew at this line."""
+        line = name, tensor.dim(), line_of_draw()
+        if self.tracing is not None and (found := self.tracing.place(tensor)) is not None:
+            self._places[line] = found
+        return self._places.get(line)
+
+    @contextmanager
+    def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """Local. While a model is called; the first calls are watched for where the batch is in what it draws."""
+        share = self._spine.at_hand
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        kind = (id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in tensors))
+        with self._spine.called_with(args, kwargs):
+            if kind in self._traced or share is None or not 0 < share.mine < share.all or self.tracing:
+                yield
+                return
+            self._traced.add(kind)
+            constant = itertools.chain(model.parameters(), model.buffers())
+            batch = [one for found in share.of.batch if (one := found()) is not None]
+            self.tracing = BatchPlaces(share.mine, tensors, batch, constant)
+            try:
+                with self.tracing:
+                    yield
+            finally:
+                self.tracing = None
+
     def _rows_for_each_sample(self, shape: torch.Size, mine: int) -> int:
         """Rows for each sample, of flattened activations or of attention heads; 0 where the rows are others."""
         if not self._of_activations or not self._spine.is_share_given or shape[0] % mine:
             return 0
         return shape[0] // mine
+
+
+def _part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
+    """This rank's part of a draw that has the batch in that place; None where a draw of this shape cannot."""
+    assert place.dim is not None
+    times, rest = divmod(shape[place.dim], share.mine)
+    if rest or (place.before * place.after == 1) != (times == 1):
+        return None
+    start, length, layout = share.start - share.batch_start, shape[place.dim], place.layout
+    if place.before == 1:
+        return Part(place.dim, start * times, length, share.all * times, layout=layout)
+    # the length before the batch may be another than where the place was found
+    rows = torch.arange(share.all * times).view(-1, share.all, place.after)
+    return Part(
+        place.dim, 0, length, share.all * times, rows[:, start : start + share.mine].reshape(-1), layout
+    )

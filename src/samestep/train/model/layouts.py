@@ -17,8 +17,7 @@ def note_layouts(model: torch.nn.Module, target: torch.nn.Module, world: World) 
     for module in target.modules():
         if isinstance(module, torch.nn.RNNBase):
             # torch runs recurrent layers sequence-first, whatever their inputs are
-            if module.dropout and module.num_layers > 1:
-                _watch(module, _enter_recurrent, _leave_recurrent)
+            _watch(module, _enter_recurrent, _leave_recurrent)
         elif getattr(module, "batch_first", True) is False:
             _watch(module, _enter_sequence, _leave_sequence)
     compiled = model is not target or getattr(target, "_compiled_call_impl", None) is not None
@@ -47,7 +46,7 @@ def _leave_sequence(module: torch.nn.Module, args: Any, output: Any) -> None:
 def _enter_recurrent(module: torch.nn.Module, args: Any) -> None:
     draws = joined().the(Draws)
     draws.sequence_first += 1
-    if draws.active and module.training and isinstance(args[0], PackedSequence):
+    if draws.active and module.training and module.dropout and isinstance(args[0], PackedSequence):
         draws.packed = _packed_part(args[0])
 
 
@@ -55,6 +54,8 @@ def _leave_recurrent(module: torch.nn.Module, args: Any, output: Any) -> None:
     draws = joined().the(Draws)
     draws.sequence_first -= 1
     draws.packed = None
+    if draws.tracing is not None and isinstance(output, tuple) and isinstance(output[0], torch.Tensor):
+        draws.tracing.mark(output[0], 0 if module.batch_first else 1)
 
 
 def _packed_part(packed: PackedSequence) -> Part | None:

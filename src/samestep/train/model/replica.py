@@ -65,7 +65,7 @@ class Replica:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._draws.active:
-            with self._spine.called_with(args, kwargs):
+            with self._draws.model_called(self.model, args, kwargs):
                 return self._called(args, kwargs)
         return self._called(args, kwargs)
 

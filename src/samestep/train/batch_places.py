@@ -1,0 +1,263 @@
+"""Where the batch is in each tensor that a model draws, found while the model is called.
+
+Beside every tensor goes a tensor without values (on torch's meta device) of another batch size: a dimension that
+differs between the two is one of the batch. So a hidden size, a number of heads or a sequence length that happens to
+equal this rank's number of samples is not taken for the batch, and the memory layout of a share of one sample is known.
+Not covered: tensors that an operation of another library makes; there the place is guessed from the shape.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Primes are no products of the sizes of layers. The first is the batch; a batch merged behind another dimension, as in
+# a sequence-first view of (length * batch, …), has another for each size of that dimension.
+_OTHER_BATCH = 7919
+_MERGED = (7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)
+_VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand"}
+_SIZED = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "as_strided"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The dimension of the batch, None for a draw that is one for all ranks, and the memory's order.
+
+    The dimension may be merged of several: `before` the batch, and `after` it.
+    """
+
+    dim: int | None
+    before: int = 1
+    after: int = 1
+    layout: tuple[int, ...] = ()
+
+
+class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active: beside each tensor one of another batch size."""
+
+    def __init__(
+        self,
+        mine: int,
+        given: Sequence[torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        constant: Iterator[torch.Tensor],
+    ) -> None:
+        """`given` are the model's inputs, which may be views of the loader's `batch`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mine = mine
+        self._shadows: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._to_come: torch.Tensor | None = None
+        self._before = {_OTHER_BATCH: 1}
+        for tensor in constant:
+            self._note(tensor, _meta(tensor, tuple(tensor.shape)))
+        first = any(tensor.dim() and tensor.shape[0] == mine for tensor in given)
+        for tensor in given:
+            dim = _dim_in(tensor, batch)
+            dim = int(not first) if dim is None else dim
+            sizes = list(tensor.shape)
+            if dim < len(sizes) and sizes[dim] == mine:
+                sizes[dim] = _OTHER_BATCH
+            self._note(tensor, _meta(tensor, sizes))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before, self._to_come = self._to_come, None
+        shadow: Any = None
+        if func.namespace in ("aten", "prims"):
+            try:
+                shadow = self._shadow_of_call(func, args, kwargs)
+            except Exception:  # the operation needs values, or sizes that were given as numbers
+                shadow = None
+        self._to_come = shadow if isinstance(shadow, torch.Tensor) else None
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            self._to_come = before
+        if func._overloadname.endswith("out") or func._schema.is_mutable:
+            return made
+        if shadow is None and isinstance(made, torch.Tensor):
+            if func._opname in _VIEWS:
+                shadow = self._viewed(args[0], made)
+            elif func._opname in _SIZED or not any(isinstance(one, torch.Tensor) for one in args):
+                shadow = self._sized(made)
+        self._note_all(made, shadow)
+        return made
+
+    def place(self, tensor: torch.Tensor) -> Place | None:
+        """Where the batch is in this tensor, None where it is not known."""
+        shadow = self._found(tensor)
+        if shadow is None or shadow.dim() != tensor.dim():
+            shadow = self._to_come
+        if shadow is None or shadow.dim() != tensor.dim():
+            return None
+        unlike = [
+            dim
+            for dim, (one, other) in enumerate(zip(tensor.shape, shadow.shape, strict=True))
+            if one != other
+        ]
+        if not unlike:
+            # a share of the other batch's size is no share that anyone has
+            return Place(None)
+        dim = unlike[0]
+        batch = self._batch_in(shadow.shape[dim])
+        if len(unlike) > 1 or not batch:
+            return None
+        times, before = shadow.shape[dim] // batch, self._before[batch]
+        if times * self._mine != tensor.shape[dim]:
+            return None
+        strides = shadow.stride()
+        layout = tuple(sorted(range(shadow.dim()), key=lambda dim: (-strides[dim], dim)))
+        return Place(dim, before, times // before, layout)
+
+    def _batch_in(self, size: int) -> int:
+        """The other batch size that this size is a multiple of; 0 where it is of none."""
+        return next((batch for batch in self._before if size % batch == 0), 0)
+
+    def _shadow_of_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._opname in _VIEWS or func._opname in _SIZED:
+            return None
+        tensors = [0]
+
+        def shadow_of(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                tensors[0] += 1
+                found = self._found(value, outside=True)
+                if found is None:
+                    raise LookupError
+                return found
+            if isinstance(value, torch.device):
+                return torch.device("meta")
+            if isinstance(value, list | tuple):
+                return type(value)(shadow_of(one) for one in value)
+            return value
+
+        shadows = [shadow_of(one) for one in args], {name: shadow_of(one) for name, one in kwargs.items()}
+        if not tensors[0]:
+            return None
+        return func(*shadows[0], **shadows[1])
+
+    def _viewed(self, given: torch.Tensor, made: torch.Tensor) -> torch.Tensor | None:
+        """The shadow of another view, whose sizes were given as numbers."""
+        shadow = self._found(given, outside=True)
+        if shadow is None:
+            return None
+        if given.shape == made.shape:
+            return shadow
+        changed = [dim for dim in range(given.dim()) if shadow.shape[dim] != given.shape[dim]]
+        sizes = list(made.shape)
+        if len(changed) > 1:
+            return None
+        if changed:
+            batch = self._batch_in(shadow.shape[changed[0]])
+            before = self._before.get(batch, 0)
+            if not before:
+                return None
+            if given.numel() != made.numel():  # expanded: dimensions are added in front
+                at = changed[0] + made.dim() - given.dim()
+            else:
+                moved = _moved(tuple(given.shape), tuple(made.shape), changed[0], before, self._mine)
+                if moved is None:
+                    return None
+                at, before = moved
+                batch = self._batch_behind(before)
+            sizes[at] = sizes[at] // self._mine * batch
+        try:
+            return shadow.view(sizes) if given.numel() == made.numel() else shadow.expand(sizes)
+        except RuntimeError:
+            return _meta(made, sizes)
+
+    def _sized(self, made: torch.Tensor) -> torch.Tensor | None:
+        """A guess for a tensor whose size was given in numbers; where it is wrong, the next operation mostly fails."""
+        equal = [dim for dim, size in enumerate(made.shape) if size == self._mine]
+        if len(equal) > 1:
+            return None
+        sizes = list(made.shape)
+        for dim in equal:
+            sizes[dim] = _OTHER_BATCH
+        return _meta(made, sizes)
+
+    def mark(self, tensor: torch.Tensor, dim: int) -> None:
+        """Say where the batch is in what a layer returned."""
+        sizes = list(tensor.shape)
+        if dim < len(sizes) and sizes[dim] == self._mine:
+            sizes[dim] = _OTHER_BATCH
+            self._note(tensor, _meta(tensor, sizes))
+
+    def _batch_behind(self, before: int) -> int:
+        """The other batch size for a batch that is merged behind a dimension of this size."""
+        for batch in (_OTHER_BATCH, *_MERGED):
+            if self._before.setdefault(batch, before) == before:
+                return batch
+        raise LookupError
+
+    def _note_all(self, made: Any, shadow: Any) -> None:
+        if isinstance(made, torch.Tensor):
+            self._note(made, shadow if isinstance(shadow, torch.Tensor) else None)
+        elif isinstance(made, list | tuple):
+            shadows = (
+                shadow
+                if isinstance(shadow, list | tuple) and len(shadow) == len(made)
+                else [None] * len(made)
+            )
+            for one, other in zip(made, shadows, strict=True):
+                self._note_all(one, other)
+
+    def _note(self, tensor: torch.Tensor, shadow: torch.Tensor | None) -> None:
+        if shadow is not None and shadow.dim() != tensor.dim():
+            shadow = None
+        self._shadows[_key(tensor)] = tensor, shadow
+
+    def _found(self, tensor: torch.Tensor, *, outside: bool = False) -> torch.Tensor | None:
+        """The tensor of another batch size; what was made before the call and is not of the batch is constant."""
+        found = self._shadows.get(_key(tensor))
+        if found is None and outside:
+            self._note(tensor, _meta(tensor, tuple(tensor.shape)))
+            found = self._shadows[_key(tensor)]
+        return found[1] if found else None
+
+
+def _dim_in(tensor: torch.Tensor, batch: Sequence[torch.Tensor]) -> int | None:
+    """Which dimension of a view of a tensor of the batch has the steps of its first; None for other tensors."""
+    for whole in batch:
+        if whole.dim() and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            step = whole.stride(0)
+            return next((dim for dim in range(tensor.dim()) if tensor.stride(dim) == step), None)
+    return None
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    # autograd may hand on a view as another object with the same memory
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _meta(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    strides = tensor.stride()
+    layout = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    return torch.empty_permuted(tuple(sizes), layout, dtype=tensor.dtype, device="meta")
+
+
+def _moved(
+    given: tuple[int, ...], made: tuple[int, ...], dim: int, before: int, mine: int
+) -> tuple[int, int] | None:
+    """Where a batch is after a view, and how much is merged before it there.
+
+    Elements keep their order, so as many elements are before one step of the batch, and after it, as there were.
+    """
+    ahead, behind = given[:dim], given[dim + 1 :]
+    before *= math.prod(ahead)
+    passed = 1
+    found = []
+    for at, size in enumerate(made):
+        here, rest = divmod(before, passed)
+        if not rest and size % (here * mine) == 0:
+            found.append((at, here))
+        passed *= size
+    if mine > 1 or len(found) < 2:
+        return found[0] if found else None
+    # of a share of one sample the batch may be in several places
+    alone = next(((at, here) for at, here in found if here == 1 and made[at] == 1), None)
+    split = made[: len(ahead)] == ahead and len(made) > len(ahead) + len(behind)
+    return alone or (found[-1] if split else found[0])

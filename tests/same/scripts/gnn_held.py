@@ -1,0 +1,46 @@
+"""A graph network over one whole graph, which the model holds, with batches of node indices."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import samestep
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(7)
+world = samestep.init()
+features, labels = torch.rand(24, 6), torch.randint(0, 3, (24,))
+adjacency = (torch.rand(24, 24) < 0.2).double() + torch.eye(24)
+adjacency = adjacency / adjacency.sum(1, keepdim=True)
+train = samestep.loader(TensorDataset(torch.arange(18)), batch_size=8, shuffle=True)
+
+
+class GCN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.x, self.adjacency = features, adjacency
+
+    def forward(self, chosen):
+        adjacency = self.adjacency
+        x = F.dropout(self.x, 0.2, self.training)
+        x = F.dropout(F.relu(self.one(adjacency @ x)), 0.5, self.training)
+        return self.two(adjacency @ x)[chosen]
+
+
+model = samestep.replicate(GCN().to(world.device), same=True)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for epoch in range(3):
+    model.train()
+    for (chosen,) in train:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(chosen), labels[chosen])
+        loss.backward()
+        optimizer.step()
+        print("loss", samestep.mean(loss.item()))
+    model.eval()
+    with torch.no_grad():
+        right = model(torch.arange(18, 24)).argmax(1) == labels[18:]
+    print(epoch, right.double().mean().item())
+samestep.save("weights.pt", model.state_dict())

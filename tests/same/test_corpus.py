@@ -1,0 +1,47 @@
+"""Scripts in the shapes that users write give the untouched script's numbers at any number of processes."""
+
+import os
+
+import pytest
+from same import corpus
+
+LONG = bool(os.environ.get("LONG"))
+SAMPLE = ["checkpointed", "encoder_sequence_first", "gru_sequence_first", "mixup", "reinforce", "vae"]
+NAMES = sorted(corpus.SCRIPTS) if LONG else SAMPLE
+SIZES = (2, 3, 5) if LONG else (2, 3)
+# bfloat16 keeps 8 bits, and rounds sums of other parts otherwise
+TOLERANCE = {"amp": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def untouched(nest, tmp_path_factory):
+    """What the untouched script does, run once for all sizes."""
+    done = {}
+
+    def ran(name):
+        if name not in done:
+            home = tmp_path_factory.mktemp("serial") / name
+            done[name] = corpus.run(nest, corpus.SCRIPTS[name], 0, home)
+        return done[name]
+
+    return ran
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_converted_script_has_the_bits_of_the_untouched_one_at_one_process(name, untouched, nest, tmp_path):
+    assert corpus.run(nest, corpus.SCRIPTS[name], 1, tmp_path / name).has_bits_of(untouched(name))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_converted_script_has_the_untouched_ones_numbers(name, size, untouched, nest, tmp_path):
+    found = corpus.run(nest, corpus.SCRIPTS[name], size, tmp_path / name)
+    assert found.difference(untouched(name)) <= TOLERANCE.get(name, 1e-6)
+    assert "serial script" not in found.complained
+
+
+def test_without_same_the_numbers_are_others(untouched, nest, tmp_path):
+    """The control: dropout would show."""
+    script = tmp_path / "mnist_cnn.py"
+    script.write_text(corpus.SCRIPTS["mnist_cnn"].read_text().replace("same=True", "same=False"))
+    assert corpus.run(nest, script, 2, tmp_path / "home").difference(untouched("mnist_cnn")) > 1e-3
