@@ -6,7 +6,7 @@ subscribe. Data does not know of models, and models do not know of data.
 
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +33,9 @@ def cut(count: int, size: int, rank: int) -> tuple[int, int]:
 class Pass:
     """One way through a loader; a pass that the script has left keeps neither loader nor order alive."""
 
-    def __init__(self, of: object, epoch: int, *, training: bool, accumulates: bool = False) -> None:
-        """`accumulates` says that its steps are made of microbatches."""
-        self.epoch, self.training, self.accumulates = epoch, training, accumulates
+    def __init__(self, of: object, epoch: int, *, training: bool, microbatches: Collection[int] = ()) -> None:
+        """`microbatches` are the numbers of microbatches that its steps have, where they are made of such."""
+        self.epoch, self.training, self.microbatches = epoch, training, microbatches
         self.seed = 0
         self.counted = 0
         self.is_left = False
@@ -116,6 +116,7 @@ class Spine(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.steps = 0
+        self._many = group.world.size > 1
         self.batches = 0
         self.inside_model = 0
         self.is_reading = False
@@ -171,14 +172,14 @@ class Spine(Member):
     def hand_out(self, share: Share, batch: Any = None) -> None:
         """This batch or microbatch is what the script works on from here."""
         held = share.of
-        if self._passes[-1:] != [held]:
+        if not self._passes or self._passes[-1] is not held:
             self._passes = [*(old for old in self._passes if old is not held), held]
         held.latest = share
         held.counted += share.mine
         if held.training:
             self.batches += 1
             self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
-        if batch is not None:
+        if self._many and batch is not None:
             held.batch = _tensors(batch)
 
     def leave_microbatches(self, share: Share) -> None:
@@ -292,13 +293,12 @@ def spine() -> Spine:
 
 
 def _tensors(batch: Any) -> "tuple[weakref.ref[torch.Tensor], ...]":
-    return tuple(weakref.ref(value) for value in _values(batch) if isinstance(value, torch.Tensor))
-
-
-def _values(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        yield from batch.values()
-    elif isinstance(batch, list | tuple):
-        yield from batch
-    else:
-        yield batch
+    """References to the tensors of a batch, as far as they stand in a list, tuple or dict."""
+    values = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, list | tuple)
+        else [batch]
+    )
+    return tuple([weakref.ref(value) for value in values if isinstance(value, torch.Tensor)])

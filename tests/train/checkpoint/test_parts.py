@@ -95,3 +95,31 @@ def test_a_run_that_never_committed_in_time_learns_from_reading(run, tmp_path):
     assert run(source, 1, tmp_path / "commits")[0] == [0]
     _, (said,) = run(source, 1, tmp_path / "commits")
     assert "a commit takes 1.5" in said
+
+
+def test_the_state_of_an_optimizer_is_laid_out_like_its_parameters_after_a_resume(run, tmp_path):
+    source = """
+        net = torch.nn.Conv2d(18, 54, (1, 6)).to(memory_format=torch.channels_last)
+        adam = torch.optim.AdamW(net.parameters(), fused=True)
+        checkpoint = samestep.Checkpoint(sys.argv[1], every=1, net=net, adam=adam)
+        done = checkpoint.resume()
+        torch.manual_seed(done)
+        for _ in range(done, done + 2):
+            net(torch.randn(2, 18, 1, 6)).square().sum().backward()
+            adam.step()
+            adam.zero_grad()
+        if not done:
+            checkpoint.step()
+            checkpoint.finish()
+        strides = {adam.state[net.weight][name].stride() for name in ("exp_avg", "exp_avg_sq")}
+        assert strides == {net.weight.stride()}, strides
+        print(net.weight.double().sum().item())
+    """
+    straight = source.replace("if not done", "if False").replace("range(done, done + 2)", "range(4)")
+    straight = straight.replace("torch.manual_seed(done)", "pass").replace(
+        "net(torch", "torch.manual_seed(0 if _ == 0 else 1) if _ in (0, 2) else None\n            net(torch"
+    )
+    assert run(source, 1, tmp_path / "commits")[0] == [0]
+    codes, (said,) = run(source, 1, tmp_path / "commits")
+    assert codes == [0], said
+    assert run(straight, 1, tmp_path / "none")[1][0].splitlines()[-1] == said.splitlines()[-1]

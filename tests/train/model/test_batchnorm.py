@@ -139,3 +139,17 @@ def test_statistics_taken_anew_without_gradients_are_everyones_too(world):
         ranks = samestep.gather(model[1].running_mean[None])
     assert not torch.equal(own[0], own[1])
     assert all(torch.equal(one, own[0]) for one in ranks)
+
+
+@pytest.mark.sizes(2, 3)
+def test_unequal_numbers_of_microbatches_are_refused_before_the_first_step(world):
+    model = samestep.replicate(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), sync_batchnorm=True)
+    rows = TensorDataset(torch.rand(28, 3))
+    for step in samestep.steps(rows, 12, microbatch=2, drop_last=True):
+        for (x,) in step:
+            model(x).sum().backward()
+    uneven = samestep.steps(rows, 12 if world.size == 3 else 9, microbatch=2 if world.size == 3 else 3)
+    with pytest.raises(
+        UsageError, match=rf"a step of \d microbatches gives the {world.size} ranks unequal"
+    ):
+        iter(uneven)

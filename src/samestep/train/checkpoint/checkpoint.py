@@ -275,6 +275,8 @@ class Checkpoint:
             )
         for name, part in self._parts.items():
             part.load_state_dict(self._adjusted(name, state[name]))
+            if isinstance(part, torch.optim.Optimizer):
+                _lay_out_as_parameters(part)
         self.steps = self._asked_at = int(own["step"])
         self._writer.committed = self._place()
         self._group.the(Meter).count_on_from(self.steps)
@@ -343,6 +345,15 @@ def _read_run(name: str, dir_fd: int) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(own, dict) or not {"step", "streams", "facts", "arithmetic"} <= own.keys():
         raise CheckpointError(f"{name} is not damaged, but it holds no state of a run")
     return state, meta
+
+
+def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give each state tensor its parameter's strides, which a file does not keep; fused optimizers need them."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if is_like and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _received(size: int, group: Group) -> Any:

@@ -88,7 +88,8 @@ class Steps(Loader):
                 "samestep.steps cannot draw the serial script's numbers for same=True; use replicate(exact=True) with "
                 "steps, or same=True with samestep.loader"
             )
-        this = Pass(self, self.epoch, training=training, accumulates=True)
+        counts = {-(-piece.all // self.microbatch) for piece in pieces}
+        this = Pass(self, self.epoch, training=training, microbatches=counts or {1})
         self._spine.begin_pass(this)
         return self._steps(this, self._drawn(this) if self._reads_ahead else None, pieces)
 

@@ -27,13 +27,12 @@ class Divergence(Member, Subscriber):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        group.the(Spine).subscribe(self)
+        if group.world.size > 1:
+            group.the(Spine).subscribe(self)
 
     def step_begins(self, share: Share) -> None:
         """Collective. An error where parameters differ."""
-        if not share.of.training or not (every := _every()) or share.step % every:
-            return
-        if self.group.world.size > 1:
+        if share.of.training and (every := check_every()) and not share.step % every:
             self._compare(share.step, every)
 
     def _compare(self, step: int, every: int) -> None:
@@ -47,7 +46,8 @@ class Divergence(Member, Subscriber):
                 _name_the_difference(replica, self.group.all_gather(_CALL, sums[replica.number]), step, every)
 
 
-def _every() -> int:
+def check_every() -> int:
+    """The value of $SAMESTEP_CHECK_EVERY."""
     asked = os.environ.get("SAMESTEP_CHECK_EVERY", "200")
     if not asked.isdigit():
         raise UsageError(f"SAMESTEP_CHECK_EVERY is {asked!r}, which is not a number of steps; use 0 or more")

@@ -19,7 +19,7 @@ from samestep.errors import UsageError
 from samestep.train.digest import bit_sums
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
-from samestep.train.model.batchnorm import BATCH_NORMS
+from samestep.train.model.batchnorm import BATCH_NORMS, Synced
 from samestep.train.model.exchange import Exchange
 from samestep.train.model.weighing import only_in, refuse_opaque, share_weight, weigh_gradient, weighed_call
 from samestep.train.step import Pass, Share, Spine, Subscriber
@@ -192,6 +192,11 @@ class Replica:
         for buffer in self.model.buffers():
             broadcast(buffer)
 
+    @property
+    def has_synced_statistics(self) -> bool:
+        """Whether a BatchNorm of this model exchanges its statistics in every forward."""
+        return any(isinstance(module, Synced | torch.nn.SyncBatchNorm) for module in self.model.modules())
+
     def own_buffers(self) -> dict[str, torch.Tensor]:
         """By name, the floating-point buffers that are not BatchNorm's."""
         return {
@@ -262,10 +267,19 @@ class Replicas(Member, Subscriber):
 
     def pass_begins(self, begun: Pass) -> None:
         """In a world of one a model is left as it is, until its microbatches have to be weighed."""
-        if begun.training and begun.accumulates:
-            for model, sums in list(self.alone.items()):
-                del self.alone[model]
-                self.add(model, {}, Exchange(sums=sums))
+        if not begun.training or not begun.microbatches:
+            return
+        for model, sums in list(self.alone.items()):
+            del self.alone[model]
+            self.add(model, {}, Exchange(sums=sums))
+        size = self.group.world.size
+        uneven = next((count for count in begun.microbatches if count % size), None)
+        if uneven is not None and any(replica.has_synced_statistics for replica in self):
+            raise UsageError(
+                f"a step of {uneven} microbatches gives the {size} ranks unequal numbers of them, and a BatchNorm "
+                "over all ranks needs equal ones; choose a batch_size and a microbatch whose numbers divide evenly, "
+                "with drop_last=True, or leave sync_batchnorm out"
+            )
 
     def microbatch_begins(self, share: Share) -> None:
         if share.of.training:

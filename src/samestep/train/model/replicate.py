@@ -24,7 +24,7 @@ from samestep.train.group.group import Group, Member
 from samestep.train.group.world import World, joined
 from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
-from samestep.train.model.divergence import Divergence
+from samestep.train.model.divergence import Divergence, check_every
 from samestep.train.model.exchange import Exchange, TreeExchange
 from samestep.train.model.layouts import note_layouts
 from samestep.train.model.replica import Replicas, broadcast, replica_of
@@ -67,6 +67,7 @@ def replicate(
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
     _check_modes(same, exact, loss, sync_batchnorm)
     same = not exact and (os.environ.get("SAMESTEP_SAME") == "1" if same is None else same)
+    check_every()
     group.the(Divergence)
     if world.size == 1 and not exact:
         replicas.alone[target] = loss == "sum"
