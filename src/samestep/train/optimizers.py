@@ -6,6 +6,7 @@ loss of a closure (LBFGS), losses that are sums. Not covered: updates written by
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class Optimizers(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
-        self._seen: dict[int, int] = {}
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._backward: Callable[..., None] = torch.Tensor.backward
         self._looked_at_losses = 0
         self._hook = None
@@ -45,7 +46,7 @@ class Optimizers(Member):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._spine.at_hand is None:
             return None
-        steps = self._seen[id(optimizer)] = self._seen.get(id(optimizer), 0) + 1
+        steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps <= _FIRST_STEPS:
             self._check_owners(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
