@@ -28,7 +28,7 @@ check: .venv/made
 	.venv/bin/python -m pytest tests/test_house.py
 
 bench: .venv/made-bench
-	for one in overhead data exact checkpoint; do .venv/bin/python benchmarks/$$one.py || exit; done
+	for one in overhead data exact same checkpoint; do .venv/bin/python benchmarks/$$one.py || exit; done
 
 same: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/same

@@ -9,6 +9,7 @@ permutation of the share's length, fused attention with dropout, compiled graphs
 """
 
 import itertools
+import math
 import os
 import sys
 import warnings
@@ -37,6 +38,7 @@ _DEPENDENT = (
     *("_cudnn_rnn", *_ATTENTION),
 )
 _CALL = "samestep's random streams"
+_Memory = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,17 @@ class Part:
             return drawn.index_select(self.dim, self.rows.to(drawn.device))
         return drawn.narrow(self.dim, self.start, self.length)
 
-    def enlarged(self, tensor: torch.Tensor, fill: float | None = None) -> torch.Tensor:
+    def enlarged(
+        self, tensor: torch.Tensor, fill: float | None = None, memory: _Memory | None = None
+    ) -> torch.Tensor:
         """A tensor of the whole draw's size, laid out in memory like this one; with fill, around its values."""
         sizes = list(tensor.shape)
         sizes[self.dim] = self.whole
         strides = tensor.stride()
         # the strides of a share of one sample do not tell how the whole batch lies in memory
         layout = self.layout or sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        if memory is not None:
+            return _in_memory(memory, sizes, layout, tensor)
         whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
         if fill is not None:
             whole.fill_(fill)
@@ -88,6 +94,7 @@ class Draws(Member):
         self._of_all: set[tuple[Any, ...]] = set()
         self._said: set[str] = set()
         self._places: dict[Any, Place] = {}
+        self._memory: _Memory = {}
         self._traced: set[Any] = set()
         self.tracing: BatchPlaces | None = None
 
@@ -97,7 +104,8 @@ class Draws(Member):
             return
         self.adopt_first()
         self.active = True
-        self.group.watch(self._digest, self._parted)
+        if self._library is None:
+            self.group.watch(self._digest, self._parted)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is meant
@@ -108,6 +116,7 @@ class Draws(Member):
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
             self.active = False
+            self._memory.clear()
 
     def adopt_first(self) -> None:
         """Collective. Go on in rank 0's random streams."""
@@ -185,7 +194,8 @@ class Draws(Member):
             part = self._part(name, tensor) if generator is None else None
             if part is None:
                 return original(tensor, *args, generator=generator, **kwargs)
-            return tensor.copy_(part.of(original(part.enlarged(tensor), *args, **kwargs)))
+            whole = part.enlarged(tensor, memory=self._memory)
+            return tensor.copy_(part.of(original(whole, *args, **kwargs)))
 
         return fill
 
@@ -344,6 +354,18 @@ class Draws(Member):
         if not self._of_activations or not self._spine.is_share_given or shape[0] % mine:
             return 0
         return shape[0] // mine
+
+
+def _in_memory(
+    memory: _Memory, sizes: Sequence[int], layout: Sequence[int], like: torch.Tensor
+) -> torch.Tensor:
+    """A tensor in memory that is kept: fresh memory of this size costs as much as a part of the draw."""
+    count = math.prod(sizes)
+    kept = memory.get((like.dtype, like.device))
+    if kept is None or kept.numel() < count:
+        kept = memory[like.dtype, like.device] = torch.empty(count, dtype=like.dtype, device=like.device)
+    found = kept[:count].view([sizes[dim] for dim in layout])
+    return found.permute([layout.index(dim) for dim in range(len(layout))])
 
 
 def _part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
