@@ -42,20 +42,21 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         mine: int,
         given: Sequence[torch.Tensor],
-        batch: Sequence[torch.Tensor],
+        rows: Sequence[tuple[int, int]],
         constant: Iterator[torch.Tensor],
     ) -> None:
-        """`given` are the model's inputs, which may be views of the loader's `batch`."""
+        """`given` are the model's inputs; those in the memory of the batch have its samples at the stride in `rows`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._mine = mine
         self._shadows: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._to_come: torch.Tensor | None = None
         self._before = {_OTHER_BATCH: 1}
+        self._unsure: set[Any] = set()
         for tensor in constant:
             self._note(tensor, _meta(tensor, tuple(tensor.shape)))
         first = any(tensor.dim() and tensor.shape[0] == mine for tensor in given)
         for tensor in given:
-            dim = _dim_in(tensor, batch)
+            dim = _dim_in(tensor, rows)
             dim = int(not first) if dim is None else dim
             sizes = list(tensor.shape)
             if dim < len(sizes) and sizes[dim] == mine:
@@ -81,6 +82,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if shadow is None and isinstance(made, torch.Tensor):
             if func._opname in _VIEWS:
                 shadow = self._viewed(args[0], made)
+                if _key(args[0]) in self._unsure:
+                    self._unsure.add(_key(made))
             elif func._opname in _SIZED or not any(isinstance(one, torch.Tensor) for one in args):
                 shadow = self._sized(made)
         self._note_all(made, shadow)
@@ -88,7 +91,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where the batch is in this tensor, None where it is not known."""
-        shadow = self._found(tensor)
+        shadow = None if _key(tensor) in self._unsure else self._found(tensor)
         if shadow is None or shadow.dim() != tensor.dim():
             shadow = self._to_come
         if shadow is None or shadow.dim() != tensor.dim():
@@ -119,11 +122,12 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _shadow_of_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._opname in _VIEWS or func._opname in _SIZED:
             return None
-        tensors = [0]
+        tensors, unsure = [0], [False]
 
         def shadow_of(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 tensors[0] += 1
+                unsure[0] |= _key(value) in self._unsure
                 found = self._found(value, outside=True)
                 if found is None:
                     raise LookupError
@@ -137,7 +141,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shadows = [shadow_of(one) for one in args], {name: shadow_of(one) for name, one in kwargs.items()}
         if not tensors[0]:
             return None
-        return func(*shadows[0], **shadows[1])
+        made = func(*shadows[0], **shadows[1])
+        if unsure[0] and not (isinstance(made, torch.Tensor) and any(map(self._batch_in, made.shape))):
+            return None
+        return made
 
     def _viewed(self, given: torch.Tensor, made: torch.Tensor) -> torch.Tensor | None:
         """The shadow of another view, whose sizes were given as numbers."""
@@ -169,14 +176,16 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except RuntimeError:
             return _meta(made, sizes)
 
-    def _sized(self, made: torch.Tensor) -> torch.Tensor | None:
+    def _sized(self, made: torch.Tensor) -> torch.Tensor:
         """A guess for a tensor whose size was given in numbers; where it is wrong, the next operation mostly fails."""
         equal = [dim for dim, size in enumerate(made.shape) if size == self._mine]
-        if len(equal) > 1:
-            return None
         sizes = list(made.shape)
-        for dim in equal:
-            sizes[dim] = _OTHER_BATCH
+        if len(equal) == 1:
+            sizes[equal[0]] = _OTHER_BATCH
+        elif (
+            equal
+        ):  # perhaps a mask over time: it may be combined with a tensor of the batch, and says nothing alone
+            self._unsure.add(_key(made))
         return _meta(made, sizes)
 
     def mark(self, tensor: torch.Tensor, dim: int) -> None:
@@ -219,12 +228,12 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found[1] if found else None
 
 
-def _dim_in(tensor: torch.Tensor, batch: Sequence[torch.Tensor]) -> int | None:
-    """Which dimension of a view of a tensor of the batch has the steps of its first; None for other tensors."""
-    for whole in batch:
-        if whole.dim() and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            step = whole.stride(0)
-            return next((dim for dim in range(tensor.dim()) if tensor.stride(dim) == step), None)
+def _dim_in(tensor: torch.Tensor, rows: Sequence[tuple[int, int]]) -> int | None:
+    """The dimension of the samples in a view of a tensor of the batch; None for other tensors."""
+    memory = tensor.untyped_storage().data_ptr()
+    for of_batch, stride in rows:
+        if of_batch == memory:
+            return next((dim for dim in range(tensor.dim()) if tensor.stride(dim) == stride), None)
     return None
 
 

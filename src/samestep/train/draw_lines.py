@@ -19,7 +19,7 @@ _NOT_THE_MODELS = (
     *(str(Path(__file__).parents[1]), contextlib.__file__),
 )
 _NOT_THE_SCRIPTS = (_LAYERS, *_NOT_THE_MODELS)
-_SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"}
+_SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full", "randperm"}
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
 

@@ -84,7 +84,7 @@ class Draws(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.active = False
-        self.sequence_first = 0
+        self.sequence_first = self.in_attention = 0
         self.packed: Part | None = None
         self._spine = group.the(Spine)
         self._pid = os.getpid()
@@ -177,7 +177,8 @@ class Draws(Member):
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
         def original(*args: Any, **kwargs: Any) -> Any:
-            return kernel.call_boxed(keys, *args, **{k: v for k, v in kwargs.items() if v is not None})
+            given = {k: v for k, v in kwargs.items() if v is not None or name.startswith("randperm")}
+            return kernel.call_boxed(keys, *args, **given)
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             if self._paused or self._spine.is_reading or os.getpid() != self._pid:
@@ -252,9 +253,13 @@ class Draws(Member):
 
     def _randperm(self, original: Any, n: int, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         share = self._spine.at_hand
-        if generator is None and share is not None and 1 < share.mine == n < share.all:
-            self._say_other("randperm", "a permutation of this rank's share is none of the whole batch")
-        return original(n, *args, generator=generator, **kwargs)
+        if generator is not None or share is None or not 0 < share.mine == n < share.all or has_fixed_size():
+            return original(n, *args, generator=generator, **kwargs)
+        self._say_other("randperm", "a permutation of this rank's share is none of the whole batch")
+        # all ranks draw that of the whole batch, so that their streams stay alike
+        out, first = kwargs["out"], share.start - share.batch_start
+        whole = original(share.all, generator=None, out=torch.empty_like(out))
+        return out.resize_(n).copy_(whole[(whole >= first) & (whole < first + n)] - first)
 
     def _dependent(self, name: str) -> Callable[..., Any]:
         def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -312,7 +317,11 @@ class Draws(Member):
             if (found := _part_at(place, shape, share)) is not None:
                 return found
         known = (name, tuple(shape), line_of_draw())
-        dims = [dim for dim in ((1, 0) if self.sequence_first else (0, 1)) if dim < len(shape)]
+        dims = [
+            dim
+            for dim in ((1, 0) if self.sequence_first and not self.in_attention else (0, 1))
+            if dim < len(shape)
+        ]
         dim = next((dim for dim in dims if shape[dim] == mine), None)
         if dim is not None and known not in self._of_all:
             return None if has_fixed_size() else Part(dim, start, mine, share.all)
@@ -341,8 +350,7 @@ class Draws(Member):
                 return
             self._traced.add(kind)
             constant = itertools.chain(model.parameters(), model.buffers())
-            batch = [one for found in share.of.batch if (one := found()) is not None]
-            self.tracing = BatchPlaces(share.mine, tensors, batch, constant)
+            self.tracing = BatchPlaces(share.mine, tensors, share.of.rows, constant)
             try:
                 with self.tracing:
                     yield

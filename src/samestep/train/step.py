@@ -41,6 +41,8 @@ class Pass:
         self.is_left = False
         self.latest: Share | None = None
         self.batch: tuple[weakref.ref[torch.Tensor], ...] = ()
+        # memory and stride of the samples: a view of a tensor of the batch is known where the tensor itself is gone
+        self.rows: tuple[tuple[int, int], ...] = ()
         self._of = weakref.ref(of)
         self._order: Callable[[], torch.Tensor | None] = lambda: None
 
@@ -181,6 +183,11 @@ class Spine(Member):
             self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
         if self._many and batch is not None:
             held.batch = _tensors(batch)
+            held.rows = tuple(
+                (one.untyped_storage().data_ptr(), one.stride(0))
+                for found in held.batch
+                if (one := found()) is not None and one.dim()
+            )
 
     def leave_microbatches(self, share: Share) -> None:
         """All microbatches of this rank are done; `share` is its part of the step."""

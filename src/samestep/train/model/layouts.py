@@ -18,6 +18,8 @@ def note_layouts(model: torch.nn.Module, target: torch.nn.Module, world: World) 
         if isinstance(module, torch.nn.RNNBase):
             # torch runs recurrent layers sequence-first, whatever their inputs are
             _watch(module, _enter_recurrent, _leave_recurrent)
+        elif isinstance(module, torch.nn.MultiheadAttention):
+            _watch(module, _enter_attention, _leave_attention)
         elif getattr(module, "batch_first", True) is False:
             _watch(module, _enter_sequence, _leave_sequence)
     compiled = model is not target or getattr(target, "_compiled_call_impl", None) is not None
@@ -41,6 +43,15 @@ def _enter_sequence(module: torch.nn.Module, args: Any) -> None:
 
 def _leave_sequence(module: torch.nn.Module, args: Any, output: Any) -> None:
     joined().the(Draws).sequence_first -= 1
+
+
+def _enter_attention(module: torch.nn.Module, args: Any) -> None:
+    # its weights are (batch, heads, …) whatever its inputs are
+    joined().the(Draws).in_attention += 1
+
+
+def _leave_attention(module: torch.nn.Module, args: Any, output: Any) -> None:
+    joined().the(Draws).in_attention -= 1
 
 
 def _enter_recurrent(module: torch.nn.Module, args: Any) -> None:

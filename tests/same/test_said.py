@@ -1,0 +1,43 @@
+"""What same=True cannot make the serial script's is said once, by operation; the run goes on."""
+
+from textwrap import dedent
+
+import pytest
+
+PARTED = "the random stream of torch on ranks 1, 2 is not that of rank 0"
+SCRIPT = """
+import torch, samestep
+from torch import nn
+from torch.utils.data import TensorDataset
+world = samestep.init()
+torch.manual_seed({seed})
+train = samestep.loader(TensorDataset(torch.rand(23, 4)), batch_size=6, shuffle=True)
+model = samestep.replicate(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1)), same=True)
+{after}
+for epoch in range(2):
+    for (x,) in train:
+        {inside}
+        loss = model(x).square().mean()
+        loss.backward()
+        print(samestep.mean(loss.item()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"inside": "torch.distributions.Beta(torch.ones(len(x)), 0.4).sample()"}, "_sample_dirichlet (train.py:"),
+        ({"inside": "torch.poisson(x)"}, "poisson (train.py:"),
+        ({"inside": "x = x[torch.randperm(len(x))]"}, "randperm (train.py:"),
+        ({"inside": "world.rank or torch.rand(3)"}, PARTED),
+        ({"after": "torch.manual_seed(world.rank)"}, PARTED),
+    ],
+    ids=["gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank"],
+)  # fmt: skip
+def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(dedent(SCRIPT).format(**{"seed": "0", "after": "", "inside": "pass", **parts}))
+    ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
+    assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
+    assert ranks[0].complained.count(said) == 1
+    assert not ranks[1].complained
