@@ -44,9 +44,9 @@ class Pass:
         # memory and stride of the samples: a view of a tensor of the batch is known where the tensor itself is gone
         self.rows: tuple[tuple[int, int], ...] = ()
         self._of = weakref.ref(of)
-        self._order: Callable[[], torch.Tensor | None] = lambda: None
+        self._order: Callable[[], Any] = lambda: None
 
-    def take_order(self, order: torch.Tensor, seed: int) -> None:
+    def take_order(self, order: Any, seed: int) -> None:
         """The order of the samples, and the seed that belongs to it."""
         self._order, self.seed = weakref.ref(order), seed
 
@@ -55,7 +55,7 @@ class Pass:
         return self._of()
 
     @property
-    def order(self) -> torch.Tensor | None:
+    def order(self) -> Any:
         return self._order()
 
 

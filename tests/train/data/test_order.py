@@ -118,7 +118,7 @@ def test_a_sampler_that_gives_no_order_of_its_length_is_an_error_and_no_other_tr
     ):
         loader = samestep.loader(DATA, 4, sampler=Gives(given, 12))
         with pytest.raises(UsageError, match=message):
-            next(iter(loader))
+            list(loader)
     with pytest.raises(UsageError, match=r"sampler, list_iterator, without length; give it a __len__"):
         samestep.loader(DATA, 4, sampler=iter([1]))
     for given in (torch.arange(12), list(torch.arange(12)), torch.arange(12).numpy()):

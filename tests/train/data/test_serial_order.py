@@ -83,6 +83,24 @@ def test_a_sampler_draws_from_the_scripts_stream(world):
     assert walk(make(samestep.loader), samestep.loader(DATA, 5)) == serially(make)
 
 
+class Wandering:
+    """Draws for each sample when it is asked for it."""
+
+    def __len__(self):
+        return 15
+
+    def __iter__(self):
+        return (int(torch.randint(15, ())) for _ in range(15))
+
+
+@pytest.mark.sizes(1)
+def test_a_sampler_that_draws_for_each_sample_draws_when_torchs_dataloader_lets_it(world):
+    def make(loader):
+        return loader(DATA, batch_size=4, sampler=Wandering())
+
+    assert walk(make(samestep.loader), samestep.loader(DATA, 5)) == serially(make)
+
+
 def test_a_sampler_with_a_generator_of_its_own_goes_on_in_it(world):
     def make(loader):
         generator = torch.Generator().manual_seed(7)

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
 from samestep.train.data.batches import FromMemory, FromWorkers, content, on_device
-from samestep.train.data.order import Order, Sampled
+from samestep.train.data.order import Lazy, Order, Sampled
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
@@ -192,7 +192,12 @@ class Loader:
         """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
         ledger = {"ledger": self.ledger} if self.ledger else {}
         place = {"epoch": self.epoch, "position": self._position}
-        return {**place, **(self._order.state() if self._position else {}), **ledger, **self.facts()}
+        return {
+            **place,
+            **(self._order.state(self._position) if self._position else {}),
+            **ledger,
+            **self.facts(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, at any number of processes."""
@@ -250,13 +255,13 @@ class Loader:
         self._spine.begin_pass(this)
         return self._batches(this, self._drawn(this) if self._reads_ahead else None, pieces)
 
-    def _drawn(self, this: Pass) -> torch.Tensor:
+    def _drawn(self, this: Pass) -> torch.Tensor | Lazy:
         order = self._order.draw(this.epoch, alike=this.training)
         this.take_order(order, self._order.pass_seed)
         return order
 
     def _batches(
-        self, this: Pass, drawn: torch.Tensor | None, pieces: Sequence[share.Piece]
+        self, this: Pass, drawn: torch.Tensor | Lazy | None, pieces: Sequence[share.Piece]
     ) -> Iterator[Any]:
         spine = self._spine
         order = self._drawn(this) if drawn is None else drawn
@@ -313,7 +318,7 @@ class Loader:
                 file=sys.stderr,
             )
 
-    def _note(self, order: torch.Tensor, piece: share.Piece) -> None:
+    def _note(self, order: torch.Tensor | Lazy, piece: share.Piece) -> None:
         """The samples of this batch are consumed, on all ranks."""
         self._position = piece.stop
         if self.ledger:

@@ -7,7 +7,8 @@ on from its last pass, one with `set_epoch`, one with a `state_dict`. Another or
 """
 
 import hashlib
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterator
 from operator import index
 from typing import Any
 
@@ -33,7 +34,7 @@ class Order:
         if self._seed is None and not self._expected and not again:
             streams.draw_seed()
 
-    def draw(self, epoch: int, *, alike: bool) -> torch.Tensor:
+    def draw(self, epoch: int, *, alike: bool) -> "torch.Tensor | Lazy":
         """The samples of this epoch; collective where it is drawn, and where it has to be `alike` on all ranks."""
         expected, self._expected = self._expected, {}
         if self._seed is None and self._shuffle:
@@ -47,7 +48,7 @@ class Order:
         drawn = streams.draw_seed()
         return int(self._group.all_gather("samestep.loader's order", str(drawn).encode())[0])
 
-    def state(self) -> dict[str, Any]:
+    def state(self, position: int) -> dict[str, Any]:
         """What brings back the order drawn last."""
         if self._seed is None and self._shuffle:
             return {"order": {"seed": self.pass_seed}}
@@ -56,6 +57,28 @@ class Order:
     def go_on(self, state: dict[str, Any]) -> None:
         """Let the next order drawn be the one of this state."""
         self._expected = state.get("order", {})
+
+
+class Lazy:
+    """An order that is taken from a sampler as far as it is asked for, as torch's DataLoader takes it."""
+
+    def __init__(self, of: "Sampled", iterator: Iterator[Any]) -> None:
+        self._of, self._iterator = of, iterator
+        self._taken: list[int] = []
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        missing = part.stop - len(self._taken)
+        if missing > 0:
+            self._taken += self._of.as_indices(list(itertools.islice(self._iterator, missing)))
+            if part.stop >= self._of.length:
+                self._taken += self._of.as_indices(list(self._iterator))
+                self._of.check_length(len(self._taken))
+            self._of.check_length(len(self._taken), at_least=part.stop)
+        return torch.tensor(self._taken[part], dtype=torch.int64)
+
+    def first(self, count: int) -> torch.Tensor:
+        """The first samples, as far as they were taken."""
+        return torch.tensor(self._taken[:count], dtype=torch.int64)
 
 
 class Sampled(Order):
@@ -71,10 +94,12 @@ class Sampled(Order):
         self._passes = 0
         self._before: Any = None
         self._drawn_in: dict[str, Any] = {}
-        self._digest = ""
+        self._drawn: torch.Tensor | Lazy | None = None
 
-    def draw(self, epoch: int, *, alike: bool) -> torch.Tensor:
+    def draw(self, epoch: int, *, alike: bool) -> torch.Tensor | Lazy:
         expected, self._expected = self._expected, {}
+        if self._seed is None and not expected and self._group.world.size == 1:
+            return self._begin(epoch)
         if "before" in expected:
             self._sampler.load_state_dict(expected["before"])
         elif expected:
@@ -82,52 +107,67 @@ class Sampled(Order):
             while self._passes < epoch:
                 self._pass(self._passes, expected["drawn_in"])
         drawn = self._pass(epoch, expected.get("drawn_in"))
-        if expected and self._digest != expected["digest"]:
+        if expected and _digest(drawn[: expected["count"]]) != expected["digest"]:
             raise UsageError(
                 f"the sampler gives epoch {epoch} another order than before the run was resumed; make the order a "
                 "function of its seed and epoch, or give the sampler a state_dict"
             )
         if alike:
-            self._compare()
+            self._compare(_digest(drawn))
         return drawn
 
-    def _compare(self) -> None:
+    def _begin(self, epoch: int) -> Lazy:
+        """One process takes the sampler as torch's DataLoader does: what it draws is drawn in between."""
+        self._drawn_in = {"streams": streams.capture(), "generator": _state_of(self._own_generator())}
+        self._prepare(epoch)
+        self._passes += 1
+        self._drawn = Lazy(self, iter(self._sampler))
+        return self._drawn
+
+    def _compare(self, mine: str) -> None:
         name, rank = type(self._sampler).__name__, self._group.world.rank
-        digests = self._group.all_gather("samestep.loader's sampler", self._digest.encode())
-        for other, digest in enumerate(digests):
-            if digest.decode() != self._digest:
+        for other, digest in enumerate(self._group.all_gather("samestep.loader's sampler", mine.encode())):
+            if digest.decode() != mine:
                 raise RanksDiffer(
                     f"the sampler, {name}, gives rank {rank} another order than rank {other}, and all ranks share one "
                     "order; leave out a sampler that chooses by rank, or seed it alike on all ranks"
                 )
 
-    def state(self) -> dict[str, Any]:
-        if not self._digest:
+    def state(self, position: int) -> dict[str, Any]:
+        if self._drawn is None:
             return {}
         before = {} if self._before is None else {"before": self._before}
-        return {"order": {"digest": self._digest, "drawn_in": self._drawn_in, **before}}
+        taken = self._drawn.first(position) if isinstance(self._drawn, Lazy) else self._drawn[:position]
+        facts = {"digest": _digest(taken), "count": len(taken), "drawn_in": self._drawn_in}
+        return {"order": {**facts, **before}}
 
     def _pass(self, epoch: int, drawn_in: dict[str, Any] | None = None) -> torch.Tensor:
         """One pass of the sampler; without a seed it draws from rank 0's stream, as that is or was."""
         own = streams.capture()
         brought_back = self._take_streams(epoch, own, drawn_in or {})
         try:
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(epoch)
-            if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
-                self._before = self._sampler.state_dict()
-            drawn = self._as_order(list(self._sampler))
+            self._prepare(epoch)
+            drawn = self.as_indices(list(self._sampler))
         finally:
             streams.restore(own, brought_back)
+        self.check_length(len(drawn))
         self._passes += 1
-        self._digest = hashlib.blake2b(drawn.numpy().tobytes(), digest_size=8).hexdigest()
-        return drawn
+        order = self._drawn = torch.tensor(drawn, dtype=torch.int64)
+        return order
+
+    def _prepare(self, epoch: int) -> None:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
+            self._before = self._sampler.state_dict()
+
+    def _own_generator(self) -> torch.Generator | None:
+        generator = getattr(self._sampler, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
 
     def _take_streams(self, epoch: int, own: bytes, drawn_in: dict[str, Any]) -> Collection[str]:
         """Set the streams that the sampler draws from; which of this rank's own do not go on by that."""
-        generator = getattr(self._sampler, "generator", None)
-        if not isinstance(generator, torch.Generator):
-            generator = None
+        generator = self._own_generator()
         if self._seed is not None:
             streams.draw_as("sampler", self._seed, epoch)
             if generator is not None:
@@ -140,21 +180,32 @@ class Sampled(Order):
             self._drawn_in = drawn_in
             return streams.NAMES
         first = self._group.all_gather("samestep.loader's sampler draws", own)[0]
-        state = b"" if generator is None else generator.get_state().numpy().tobytes()
-        self._drawn_in = {"streams": first, "generator": state}
+        self._drawn_in = {"streams": first, "generator": _state_of(generator)}
         streams.restore(first)
         return streams.different(first, own)
 
-    def _as_order(self, drawn: list[Any]) -> torch.Tensor:
-        name = type(self._sampler).__name__
-        if len(drawn) != self.length:
+    def check_length(self, count: int, *, at_least: int | None = None) -> None:
+        """Whether the sampler has yielded as many samples as its len() says."""
+        if count != self.length if at_least is None else count < at_least:
             raise UsageError(
-                f"the sampler, {name}, yielded {len(drawn)} samples but its len() is {self.length}; make them agree"
+                f"the sampler, {type(self._sampler).__name__}, yielded {count} samples but its len() is "
+                f"{self.length}; make them agree"
             )
+
+    def as_indices(self, drawn: list[Any]) -> list[int]:
+        """What the sampler yielded, as whole numbers."""
         try:
-            return torch.tensor([index(one) for one in drawn], dtype=torch.int64)
+            return [index(one) for one in drawn]
         except TypeError as error:
             raise UsageError(
-                f"the sampler, {name}, yielded a {type(drawn[0]).__name__}, which is not the index of a sample; let it "
-                "yield integers, and the loader makes batches of them"
+                f"the sampler, {type(self._sampler).__name__}, yielded a {type(drawn[0]).__name__}, which is not the "
+                "index of a sample; let it yield integers, and the loader makes batches of them"
             ) from error
+
+
+def _digest(order: torch.Tensor) -> str:
+    return hashlib.blake2b(order.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _state_of(generator: torch.Generator | None) -> bytes:
+    return b"" if generator is None else generator.get_state().numpy().tobytes()

@@ -8,6 +8,7 @@ import torch
 from samestep.errors import UsageError
 from samestep.train.data import share
 from samestep.train.data.loader import Loader, agree, as_int
+from samestep.train.data.order import Lazy
 from samestep.train.group.group import Group
 from samestep.train.group.world import joined
 from samestep.train.step import Pass, Share, cut
@@ -94,7 +95,7 @@ class Steps(Loader):
         return self._steps(this, self._drawn(this) if self._reads_ahead else None, pieces)
 
     def _steps(
-        self, this: Pass, drawn: torch.Tensor | None, pieces: Sequence[share.Piece]
+        self, this: Pass, drawn: torch.Tensor | Lazy | None, pieces: Sequence[share.Piece]
     ) -> Iterator["Step"]:
         spine = self._spine
         order = self._drawn(this) if drawn is None else drawn
