@@ -119,7 +119,7 @@ class Sampled(Order):
     def _begin(self, epoch: int) -> Lazy:
         """One process takes the sampler as torch's DataLoader does: what it draws is drawn in between."""
         self._drawn_in = {"streams": streams.capture(), "generator": _state_of(self._own_generator())}
-        self._prepare(epoch)
+        self._begin_epoch(epoch)
         self._passes += 1
         self._drawn = Lazy(self, iter(self._sampler))
         return self._drawn
@@ -146,7 +146,7 @@ class Sampled(Order):
         own = streams.capture()
         brought_back = self._take_streams(epoch, own, drawn_in or {})
         try:
-            self._prepare(epoch)
+            self._begin_epoch(epoch)
             drawn = self.as_indices(list(self._sampler))
         finally:
             streams.restore(own, brought_back)
@@ -155,7 +155,7 @@ class Sampled(Order):
         order = self._drawn = torch.tensor(drawn, dtype=torch.int64)
         return order
 
-    def _prepare(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
