@@ -38,7 +38,7 @@ args = parser.parse_args()
 
 torch.manual_seed(args.seed)
 device = samestep.init().device
-train = samestep.loader(digits(args.data_dir, train=True), args.batch_size, shuffle=True, seed=args.seed)
+train = samestep.loader(digits(args.data_dir, train=True), args.batch_size, shuffle=True)
 test = samestep.loader(digits(args.data_dir, train=False), batch_size=2000)
 model = samestep.replicate(Net().to(device))
 optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)

@@ -107,9 +107,11 @@ def kill_at_a_call(nest: Nest, rank: Rank, until: float, draw: random.Random) ->
     call = draw.choice(list(CALLS))
     inject = f"inject={call}:signal=KILL:when={draw.randint(1, CALLS[call])}"
     command = ["strace", "-f", "-qqq", "-o", os.devnull, "-p", str(rank.pid), "-e", inject]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL):
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as tracer:
         while rank.code is None and time.monotonic() < until:
             nest.look(0.02)
+        tracer.terminate()  # or a rank that came to no such call in time would be killed later, unnoticed
+    nest.look()
     return rank.ended_at if rank.code == -signal.SIGKILL else None
 
 

@@ -24,7 +24,7 @@ SEVEN_LINES = """\
 -test = DataLoader(digits(args.data_dir, train=False), batch_size=2000)
 -model = Net().to(device)
 +device = samestep.init().device
-+train = samestep.loader(digits(args.data_dir, train=True), args.batch_size, shuffle=True, seed=args.seed)
++train = samestep.loader(digits(args.data_dir, train=True), args.batch_size, shuffle=True)
 +test = samestep.loader(digits(args.data_dir, train=False), batch_size=2000)
 +model = samestep.replicate(Net().to(device))
 -    print(f"epoch {epoch}: {correct / len(test.dataset):.2%}")

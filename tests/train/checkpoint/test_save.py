@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -98,9 +99,12 @@ samestep.save(sys.argv[1], {"weights": torch.ones(100_000)})
     assert not list(tmp_path.iterdir())
 
 
+RAN = Path(tempfile.gettempdir(), f"samestep-ran-code-{os.getpid()}")
+
+
 class Evil:
     def __reduce__(self):
-        return os.system, ("touch /tmp/samestep-was-here",)
+        return os.system, (f"touch {RAN}",)
 
 
 def test_files_that_carry_code_are_refused_and_not_run(tmp_path):
@@ -111,7 +115,7 @@ def test_files_that_carry_code_are_refused_and_not_run(tmp_path):
             CheckpointError, match=r"evil.pt is not a file of plain weights \(.*\); save a state_dict"
         ):
             samestep.load(path)
-    assert not Path("/tmp/samestep-was-here").exists()
+    assert not RAN.exists()
 
 
 def test_what_else_a_file_holds_is_named_when_it_is_saved_and_read(tmp_path, capsys):
