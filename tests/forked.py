@@ -108,6 +108,8 @@ class Nest:
             self._count += 1
             log = self.home / f"said-{self._count}"
             errors = self.home / f"complained-{self._count}" if apart else log
+            for file in (log, errors):
+                file.touch()  # it may be read before the rank has opened it
             here = {**world, "RANK": rank, "LOCAL_RANK": rank} if size else {}
             variables = {**here, **(env or {})}
             order = {
