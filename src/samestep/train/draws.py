@@ -90,7 +90,7 @@ class Draws(Member):
         self._pid = os.getpid()
         self._library: torch.library.Library | None = None
         self._of_activations = False
-        self._paused = self._is_unwatched = False
+        self._paused = self._is_unwatched = self._is_share_given = False
         self._of_all: set[tuple[Any, ...]] = set()
         self._said: set[str] = set()
         self._places: dict[Any, Place] = {}
@@ -103,7 +103,7 @@ class Draws(Member):
         if self.active or self.group.world.size == 1:
             return
         self.adopt_first()
-        self.active = True
+        self.active = self._spine.notes_memory = True
         if self._library is None:
             self.group.watch(self._digest, self._parted)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ class Draws(Member):
     def close(self) -> None:
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
-            self.active = False
+            self.active = self._spine.notes_memory = False
             self._memory.clear()
 
     def adopt_first(self) -> None:
@@ -344,7 +344,9 @@ class Draws(Member):
         share = self._spine.at_hand
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
         kind = (id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in tensors))
-        with self._spine.called_with(args, kwargs):
+        before = self._is_share_given
+        self._is_share_given = share is not None and any(share.mine in one.shape[:2] for one in tensors)
+        try:
             if kind in self._traced or share is None or not 0 < share.mine < share.all or self.tracing:
                 yield
                 return
@@ -356,10 +358,12 @@ class Draws(Member):
                     yield
             finally:
                 self.tracing = None
+        finally:
+            self._is_share_given = before
 
     def _rows_for_each_sample(self, shape: torch.Size, mine: int) -> int:
         """Rows for each sample, of flattened activations or of attention heads; 0 where the rows are others."""
-        if not self._of_activations or not self._spine.is_share_given or shape[0] % mine:
+        if not self._of_activations or not self._is_share_given or shape[0] % mine:
             return 0
         return shape[0] // mine
 

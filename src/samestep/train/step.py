@@ -7,7 +7,6 @@ subscribe. Data does not know of models, and models do not know of data.
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +121,7 @@ class Spine(Member):
         self.batches = 0
         self.inside_model = 0
         self.is_reading = False
-        self.is_share_given = False
+        self.notes_memory = False
         self._subscribers: list[Subscriber] = []
         self._passes: list[Pass] = []
         self._left: Pass | None = None
@@ -183,11 +182,13 @@ class Spine(Member):
             self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
         if self._many and batch is not None:
             held.batch = _tensors(batch)
-            held.rows = tuple(
-                (one.untyped_storage().data_ptr(), one.stride(0))
-                for found in held.batch
-                if (one := found()) is not None and one.dim()
-            )
+            if self.notes_memory:
+                tensors = (found() for found in held.batch)
+                held.rows = tuple(
+                    (one.untyped_storage().data_ptr(), one.stride(0))
+                    for one in tensors
+                    if one is not None and one.dim()
+                )
 
     def leave_microbatches(self, share: Share) -> None:
         """All microbatches of this rank are done; `share` is its part of the step."""
@@ -254,17 +255,6 @@ class Spine(Member):
         rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         shares = (held.latest for held in reversed(self._passes) if held.latest is not None)
         return next((share for share in shares if share.mine in rows), None), False
-
-    @contextmanager
-    def called_with(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """While a model is called: whether its input has as many rows, or columns, as this rank has samples."""
-        share, before = self.at_hand, self.is_share_given
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        self.is_share_given = share is not None and any(share.mine in one.shape[:2] for one in tensors)
-        try:
-            yield
-        finally:
-            self.is_share_given = before
 
     def has_unlike_shares(self) -> bool:
         """Whether unfinished training passes give this rank unlike parts of their batches."""
