@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench same kill-loop fuzz crash-points pairs ways requeue mistakes mutants cluster clean
+.PHONY: help demo test check bench same kill-loop fuzz crash-points attack pairs ways requeue mistakes mutants cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -8,7 +8,7 @@ help:
 	@echo "make check  formatting, lint, types, and the plan of the house"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
 	@echo "make same   about thirty scripts at 1, 2, 3 and 5 processes against the untouched ones"
-	@echo "make kill-loop, make fuzz, make crash-points, make pairs, make ways, make requeue, make mistakes,"
+	@echo "make kill-loop, make fuzz, make crash-points, make attack, make pairs, make ways, make requeue, make mistakes,"
 	@echo "make mutants            the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
@@ -41,6 +41,9 @@ fuzz: .venv/made
 
 crash-points: .venv/made
 	.venv/bin/python tests/crash_points.py
+
+attack: .venv/made
+	.venv/bin/python -m pytest tests/attack
 
 pairs: .venv/made
 	PAIRS=100 .venv/bin/python -m pytest tests/cluster/test_meeting.py
