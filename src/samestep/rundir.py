@@ -16,15 +16,23 @@ from samestep.files import write_atomically
 from samestep.text import reason_of
 
 CHECKPOINTED = 75  # the exit code that asks to be started again
-PHASES = ("start", "data", "compute", "exchange", "checkpoint", "end", "other")
+# "exchange" and "call" are waits: a rank leaves them only when the others have come to them too.
+WAITS = ("exchange", "call")
+COMPUTE = ("forward", "backward", "optimizer", "user", "evaluation")
+PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 
-# A pulse file holds _MAGIC, then _BEAT, then _CALL. A reader that finds two different counters saw half a write.
-_MAGIC = b"pulse\0\0\3"
-_BEAT = struct.Struct("<Qqi16sdd")  # counter, step, epoch, device, Unix time, monotonic time
-_CALL = struct.Struct("<16sd160sQ")  # phase, monotonic time of its begin, call, counter
+# A pulse file holds _MAGIC, _OPENED, a counter, _BEAT, _CALL and a counter. The writer changes the last counter first
+# and the first counter last, and the reader reads the first one first: equal counters enclose no half of a write.
+_MAGIC = b"pulse\0\0\4"
+_OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
+_BEAT = struct.Struct("<qidd")  # step, epoch, Unix time, monotonic time
+_CALL = struct.Struct("<16sdQ160s")  # phase, monotonic time of its begin, number of waits, call
 _COUNTER = struct.Struct("<Q")
-_PULSE_BYTES = len(_MAGIC) + _BEAT.size + _CALL.size
-_AT_BEAT, _AT_CALL, _AT_END = len(_MAGIC), len(_MAGIC) + _BEAT.size, _PULSE_BYTES - _COUNTER.size
+_AT_FIRST = len(_MAGIC) + _OPENED.size
+_AT_BEAT = _AT_FIRST + _COUNTER.size
+_AT_CALL = _AT_BEAT + _BEAT.size
+_AT_LAST = _AT_CALL + _CALL.size
+_PULSE_BYTES = _AT_LAST + _COUNTER.size
 
 
 class PulseReading(NamedTuple):
@@ -38,18 +46,21 @@ class PulseReading(NamedTuple):
     phase: str = "start"
     call: str = ""
     phase_began: float = 0.0
+    waits: int = 0  # how often it has begun to wait for others, this time included
+    pid: int = 0
+    patience_s: float = 0.0
 
 
 class Pulse:
     """A worker's sign of life: a small file in memory that others may read at any moment."""
 
-    def __init__(self, path: Path, device: str = "cpu") -> None:
-        self._device = device.encode()
-        self._counter, self._step, self._epoch = 0, -1, 0
+    def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
+        self._counter, self._step, self._epoch, self._waits = 0, -1, 0, 0
+        opened = _MAGIC + _OPENED.pack(device.encode(), os.getpid(), patience_s)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             # Written, not just sized: a hole in a full file system would be a SIGBUS at the first beat.
-            os.pwrite(descriptor, _MAGIC + bytes(_PULSE_BYTES - len(_MAGIC)), 0)
+            os.pwrite(descriptor, opened.ljust(_PULSE_BYTES, b"\0"), 0)
             os.ftruncate(descriptor, _PULSE_BYTES)
             self._memory = mmap.mmap(descriptor, _PULSE_BYTES)
         finally:
@@ -59,41 +70,52 @@ class Pulse:
     def beat(self, step: int, epoch: int = 0) -> None:
         """Say that this step is being taken."""
         self._step, self._epoch = step, epoch
+        self._begin_write()
         self._write_beat(time.monotonic())
-        _COUNTER.pack_into(self._memory, _AT_END, self._counter)
+        _COUNTER.pack_into(self._memory, _AT_FIRST, self._counter)
 
     def enter(self, phase: str, call: str = "") -> None:
         """Say what this process does from now on: one of PHASES, and the call with its file and line."""
         now = time.monotonic()
         phase = phase if phase in PHASES else "other"
+        self._waits += phase in WAITS
+        self._begin_write()
         self._write_beat(now)
-        _CALL.pack_into(
-            self._memory, _AT_CALL, phase.encode(), now, call.encode(errors="replace"), self._counter
-        )
+        what = (phase.encode(), now, self._waits, call.encode(errors="replace"))
+        _CALL.pack_into(self._memory, _AT_CALL, *what)
+        _COUNTER.pack_into(self._memory, _AT_FIRST, self._counter)
+
+    def _begin_write(self) -> None:
+        self._counter += 1
+        _COUNTER.pack_into(self._memory, _AT_LAST, self._counter)
 
     def _write_beat(self, now: float) -> None:
-        self._counter += 1
-        here = (self._counter, self._step, self._epoch, self._device, time.time(), now)
-        _BEAT.pack_into(self._memory, _AT_BEAT, *here)
+        _BEAT.pack_into(self._memory, _AT_BEAT, self._step, self._epoch, time.time(), now)
 
 
 def read_pulse(path: Path) -> PulseReading | None:
     """The last beat in a pulse file, or None where no worker of this version has opened it."""
     for _ in range(8):
         try:
-            data = path.read_bytes()
+            with path.open("rb", buffering=0) as file:
+                # in three reads, as one read may copy in any order
+                first = os.pread(file.fileno(), _COUNTER.size, _AT_FIRST)
+                data = os.pread(file.fileno(), _PULSE_BYTES + 1, 0)
+                last = os.pread(file.fileno(), _COUNTER.size, _AT_LAST)
         except OSError:
             return None
         if len(data) != _PULSE_BYTES or not data.startswith(_MAGIC):
             return None
-        counter, step, epoch, device, unix, monotonic = _BEAT.unpack_from(data, _AT_BEAT)
-        phase, phase_began, call, counter_after = _CALL.unpack_from(data, _AT_CALL)
-        if counter == counter_after > 0:
+        if first == last != bytes(_COUNTER.size):
             break
     else:
         return None
+    device, pid, patience_s = _OPENED.unpack_from(data, len(_MAGIC))
+    step, epoch, unix, monotonic = _BEAT.unpack_from(data, _AT_BEAT)
+    phase, phase_began, waits, call = _CALL.unpack_from(data, _AT_CALL)
     device, phase, call = (text.rstrip(b"\0").decode(errors="ignore") for text in (device, phase, call))
-    return PulseReading(step, epoch, device, unix, monotonic, phase, call, phase_began)
+    beat = (step, epoch, device, unix, monotonic)
+    return PulseReading(*beat, phase, call, phase_began, waits, pid, patience_s)
 
 
 def log_path(run: Path, rank: int) -> Path:

@@ -1,8 +1,5 @@
 """Counts the training steps of this process and tells those outside, at the price of a store to memory."""
 
-import os
-
-from samestep.rundir import Pulse, pulse_of
 from samestep.train.group.group import Group, Member
 from samestep.train.step import Share, Spine, Subscriber
 
@@ -12,8 +9,6 @@ class Meter(Member, Subscriber):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._pulse: Pulse | None = None
-        self._begun = False
         self._resumed = 0
 
     def count_on_from(self, steps: int) -> None:
@@ -21,12 +16,5 @@ class Meter(Member, Subscriber):
         self._resumed = steps - self.group.the(Spine).steps
 
     def step_begins(self, share: Share) -> None:
-        if not share.of.training:
-            return
-        if not self._begun:
-            self._begun = True
-            world = self.group.world
-            path = pulse_of(os.environ, world.rank)
-            self._pulse = Pulse(path, str(world.device)) if path else None
-        if self._pulse:
-            self._pulse.beat(self._resumed + share.step + 1, share.of.epoch)
+        if share.of.training and self.group.pulse is not None:
+            self.group.pulse.beat(self._resumed + share.step + 1, share.of.epoch)

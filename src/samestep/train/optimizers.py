@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
 from samestep.train import totals
@@ -33,17 +34,21 @@ class Optimizers(Member):
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._backward: Callable[..., None] = torch.Tensor.backward
         self._looked_at_losses = 0
-        self._hook = None
+        self._hooks: list[RemovableHandle] = []
         if group.world.size > 1:
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(lambda *_: group.enter("user")),
+            ]
             torch.Tensor.backward = self._watched_backward()  # type: ignore[method-assign]
 
     def close(self) -> None:
         self._release_backward()
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self.group.enter("optimizer")
         if self._spine.at_hand is None:
             return None
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1

@@ -103,6 +103,9 @@ class Subscriber:
         """Whether the gradients of ranks are added."""
         return False
 
+    def phase_begins(self, phase: str, call: str) -> None:
+        """This rank does something else from here on: one of rundir's PHASES, and the call with its line."""
+
     def pass_begins(self, begun: Pass) -> None: ...
     def step_begins(self, share: Share) -> None: ...
     def microbatch_begins(self, share: Share) -> None: ...
@@ -141,8 +144,11 @@ class Spine(Member):
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Tell it of all that comes; once is enough."""
-        if subscriber not in self._subscribers:
-            self._subscribers.append(subscriber)
+        if subscriber in self._subscribers:
+            return
+        self._subscribers.append(subscriber)
+        if type(subscriber).phase_begins is not Subscriber.phase_begins:
+            self.group.hear_phases(subscriber.phase_begins)
 
     def is_training(self, shuffled: bool) -> bool:
         """Whether a pass that begins now is one of training, as far as autograd and the subscribers can tell."""
@@ -175,6 +181,7 @@ class Spine(Member):
         held = share.of
         if not self._passes or self._passes[-1] is not held:
             self._passes = [*(old for old in self._passes if old is not held), held]
+        self.group.enter("user" if held.training else "evaluation")
         held.latest = share
         held.counted += share.mine
         if held.training:
@@ -214,6 +221,7 @@ class Spine(Member):
 
     def end_pass(self, ended: Pass) -> None:
         """The loader has no more batches in this pass."""
+        self.group.enter("user")
         self._passes = [old for old in self._passes if old is not ended]
         for subscriber in self._subscribers:
             subscriber.pass_ends(ended)

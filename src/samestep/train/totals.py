@@ -109,7 +109,7 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     whole = math.fsum(weights) if divide else 1.0
     columns = iter([[one[1 + at] for one in ranks] for at in range(len(small))])
     totals = (
-        _all_reduced(leaf, weight, whole, divide)
+        _all_reduced(call, leaf, weight, whole, divide)
         if _is_large(leaf)
         else _added(leaf, next(columns), weights, whole, divide)
         for leaf in leaves
@@ -183,14 +183,15 @@ def _added(leaf: Any, column: Sequence[Any], weights: Sequence[float], whole: fl
         return float(builtins.sum(terms)) / whole
 
 
-def _all_reduced(leaf: torch.Tensor, weight: float, whole: float, divide: bool) -> torch.Tensor:
+def _all_reduced(call: str, leaf: torch.Tensor, weight: float, whole: float, divide: bool) -> torch.Tensor:
     wide = leaf.dtype if leaf.dtype in _NARROW else torch.float32 if leaf.is_floating_point() else torch.int64
     part = torch.zeros(leaf.shape, dtype=wide, device=joined().world.device)
     if weight:
         part.copy_(leaf.detach())
     if divide:
         part *= weight / whole if whole else math.nan
-    dist.all_reduce(part)
+    with joined().waiting(call):
+        dist.all_reduce(part)
     return _narrowed(part, leaf)
 
 

@@ -32,6 +32,7 @@ from samestep.train.checkpoint.parts import ACCEPTED_AS, OWN, Part, checked_ever
 from samestep.train.checkpoint.stopping import StopRequests
 from samestep.train.checkpoint.writer import Writer
 from samestep.train.data.loader import Loader
+from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
@@ -137,6 +138,10 @@ class Checkpoint:
         self.steps += 1
         if self.steps < self._quiet_until and self._requests.heard is None:
             return
+        with self._group.within("checkpoint", f"samestep.Checkpoint.step ({users_line()})"):
+            self._take_step()
+
+    def _take_step(self) -> None:
         due = isinstance(self._every, int) and self.steps % self._every == 0
         stop = ""
         if self.steps >= self._agree_at_step or (self._requests.heard is not None and self._world.size == 1):

@@ -10,6 +10,7 @@ import torch
 
 from samestep.errors import CheckpointError
 from samestep.files import write_atomically
+from samestep.train.group.control import users_line
 from samestep.train.group.world import joined
 
 
@@ -25,11 +26,12 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     """
     failure = ""
     if joined().world.rank == 0:
-        try:
-            write_atomically(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
-            failure = f"{path} cannot be written ({reason}); what was there is intact"
+        with joined().within("checkpoint", f"samestep.save ({users_line()})"):
+            try:
+                write_atomically(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
+            except Exception as error:  # whatever it is, the others wait to hear of it
+                reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
+                failure = f"{path} cannot be written ({reason}); what was there is intact"
     if failure := joined().all_gather("samestep.save", failure.encode())[0].decode():
         raise CheckpointError(failure)
     if joined().world.rank == 0:

@@ -330,6 +330,7 @@ class Loader:
         batches = on_device(self._source.batches(plan, this.epoch, this.seed), self._world.device)
         while True:
             self._spine.is_reading = True
+            self._group.enter("data")
             try:
                 batch = next(batches)
             except StopIteration:

@@ -4,8 +4,8 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from samestep.errors import SamestepError, UsageError
 from samestep.failure import write_failure
-from samestep.train.group.control import Control
+from samestep.rundir import Pulse, pulse_of
+from samestep.train.group.control import Control, users_line
 
 T = TypeVar("T", bound="Member")
 _LEAVE = timedelta(seconds=1)
@@ -36,10 +37,19 @@ class Group:
     """What this process shares with the other ranks: the world, the control channel and the members."""
 
     def __init__(
-        self, world: Any, control: Control | None, own_cores: int, variables: Mapping[str, str | None]
+        self,
+        world: Any,
+        control: Control | None,
+        own_cores: int,
+        variables: Mapping[str, str | None],
+        timeout: timedelta,
     ) -> None:
         """`variables` are those that opening this group has set, with their values before: closing brings them back."""
-        self.world = world
+        self.world, self.timeout = world, timeout
+        path = pulse_of(os.environ, world.rank)
+        self.pulse = Pulse(path, str(world.device), timeout.total_seconds()) if path else None
+        self._phase = ("user", "")
+        self._phases_heard: list[Callable[[str, str], None]] = []
         self.own_cores = own_cores
         self.failed: int | None = None
         self._control = control
@@ -73,12 +83,40 @@ class Group:
             )
         watches = list(self._watches)
         marks = b"".join(mark() for mark, _ in watches)
-        payloads, of_ranks = self._control.all_gather(call, payload, patience, marks)
+        with self.waiting(call):
+            payloads, of_ranks = self._control.all_gather(call, payload, patience, marks)
         for at, (_, differ) in enumerate(watches):
             mine = [marks[at * _MARK : (at + 1) * _MARK] for marks in of_ranks]
             if len(set(mine)) > 1:
                 differ(mine, call)
         return payloads
+
+    def enter(self, phase: str, call: str = "") -> None:
+        """Say what this rank does from here on: one of rundir's PHASES, and the call with its line."""
+        self._phase = phase, call
+        if self.pulse is not None:
+            self.pulse.enter(phase, call)
+        for hear in self._phases_heard:
+            hear(phase, call)
+
+    @contextmanager
+    def within(self, phase: str, call: str = "") -> Iterator[None]:
+        """Meanwhile this rank is in another phase."""
+        before = self._phase
+        self.enter(phase, call)
+        try:
+            yield
+        finally:
+            self.enter(*before)
+
+    def waiting(self, call: str) -> AbstractContextManager[None]:
+        """Meanwhile this rank is in a call that ends only when all ranks have come to it."""
+        line = users_line()
+        return self.within("call", f"{call} ({line})" if line else call)
+
+    def hear_phases(self, hear: Callable[[str, str], None]) -> None:
+        """Call it with every phase and call that this rank enters."""
+        self._phases_heard.append(hear)
 
     def watch(self, mark: Callable[[], bytes], differ: Callable[[list[bytes], str], None]) -> None:
         """Send these 8 bytes with every message; `differ` is called on all ranks where they are not equal."""
@@ -88,8 +126,10 @@ class Group:
         """Collective. Copy rank 0's file to a new file on every other rank."""
         if self._control is not None:
             here = str(file.stat().st_size) if self.world.rank == 0 else "0"
-            size = int(self.all_gather("samestep's handing out of a file", here.encode())[0])
-            self._control.hand_out(file, size)
+            call = "samestep's handing out of a file"
+            size = int(self.all_gather(call, here.encode())[0])
+            with self.waiting(call):
+                self._control.hand_out(file, size)
 
     def set_variable(self, name: str, value: str) -> None:
         """Set a variable of the environment until the group is closed."""
@@ -105,6 +145,8 @@ class Group:
         """
         saved = True
         self._watches.clear()
+        self._phases_heard.clear()
+        self.enter("end")
         for member in reversed(self._members.values()):
             try:
                 member.close()

@@ -130,7 +130,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
             print(f"samestep: {note}", file=sys.stderr)
     facts = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
     changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
-    _group = Group(World(*facts, device, here.launcher), control, own_cores, changed)
+    _group = Group(World(*facts, device, here.launcher), control, own_cores, changed, timeout)
 
 
 def _leave(pid: int) -> None:

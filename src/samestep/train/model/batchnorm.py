@@ -16,15 +16,18 @@ class _Everyones(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
-        whole = part.clone()
-        dist.all_reduce(whole)
-        return whole
+        return _all_reduced(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        whole = gradient.contiguous().clone()
+        return _all_reduced(gradient.contiguous())
+
+
+def _all_reduced(part: torch.Tensor) -> torch.Tensor:
+    whole = part.clone()
+    with spine().group.waiting("BatchNorm"):
         dist.all_reduce(whole)
-        return whole
+    return whole
 
 
 class Synced:
@@ -100,6 +103,14 @@ def convert(model: torch.nn.Module) -> None:
             module.__dict__["process_group"] = None
         module.__dict__["plain"] = type(module)
         module.__class__ = SyncedOnDevice if on_device else _SYNCED[type(module)]
+
+
+def has_only_their_buffers(model: torch.nn.Module) -> bool:
+    """Whether every buffer of the model is a BatchNorm's."""
+    return all(
+        isinstance(module, BATCH_NORMS) or next(module.buffers(recurse=False), None) is None
+        for module in model.modules()
+    )
 
 
 @torch.no_grad()

@@ -43,6 +43,14 @@ class Exchange(Subscriber):
         """Give back threads and process groups."""
 
 
+def broadcast(tensor: torch.Tensor) -> None:
+    """Collective. Rank 0's values, in place, whatever the strides."""
+    sent = tensor.detach().contiguous()
+    dist.broadcast(sent, src=0)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(sent)
+
+
 class _Reach(torch.autograd.Function):
     """Identity that puts every parameter into the graph, so that DDP's hooks all fire."""
 

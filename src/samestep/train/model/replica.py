@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -19,12 +18,20 @@ from samestep.errors import UsageError
 from samestep.train.digest import bit_sums
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
-from samestep.train.model.batchnorm import BATCH_NORMS, Synced
-from samestep.train.model.exchange import Exchange
-from samestep.train.model.weighing import only_in, refuse_opaque, share_weight, weigh_gradient, weighed_call
+from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers
+from samestep.train.model.exchange import Exchange, broadcast
+from samestep.train.model.weighing import (
+    after_backward,
+    only_in,
+    refuse_opaque,
+    share_weight,
+    weigh_gradient,
+    weighed_call,
+)
 from samestep.train.step import Pass, Share, Spine, Subscriber
 from samestep.train.streams import draw_as
 
+_BUFFER_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # torch 2.11 has only the latter
 _PATCHED = ("forward", "__getstate__")
 
 
@@ -47,10 +54,10 @@ class Replica:
         self._hooks: list[RemovableHandle] = []
         self._weighs_microbatches = False
         many = group.world.size > 1
-        moves = many and next(model.buffers(), None) is not None and not _names_buffers(options)
+        moves = many and next(model.buffers(), None) is not None and not options.keys() & set(_BUFFER_OPTIONS)
         self.moves_buffers = moves and not exchange.sums_buffers
         if many:
-            late = moves and _only_batchnorm_buffers(model)
+            late = moves and has_only_their_buffers(model)
             buffers = {_buffer_option(): False} if late else {}
             fixed = exchange.ddp_options if exchange.needs_microbatches else {}
             self.ddp = DistributedDataParallel(
@@ -59,6 +66,7 @@ class Replica:
             exchange.attach(self.ddp)
             self._watch_calls()
         self._called_at = -1
+        self._exchanges = False
         self._seen_since: set[int] = set()
         model.__dict__["forward"] = self
         model.__dict__["__getstate__"] = partial(_plain_state, model)
@@ -80,6 +88,11 @@ class Replica:
         if self.exchange.needs_microbatches and not self._has_microbatch(share):
             return self.own_forward(*args, **kwargs)
         self.note_call()
+        with self._group.within("forward"):
+            return self._exchanging(share, is_certain, args, kwargs)
+
+    def _exchanging(self, share: Share | None, is_certain: bool, args: Any, kwargs: Any) -> Any:
+        """The model's output, through which backward comes to gradients of all ranks."""
         if share is not None and share.microbatch is not None:
             return self._in_microbatch(share, args, kwargs)
         if not is_certain:
@@ -127,6 +140,7 @@ class Replica:
         """The model's output, whose gradients are exchanged; DDP's errors in words of this interface."""
         if self.ddp is None:
             return self.own_forward(*args, **kwargs)
+        self._exchanges = bool(self.ddp.require_backward_grad_sync)
         try:
             return self.ddp(*args, **kwargs)
         except RuntimeError as error:
@@ -158,6 +172,15 @@ class Replica:
                 f"exchanged; call the model, in train() mode, or move into its forward what is computed elsewhere"
             )
         self._seen_since.add(id(parameter))
+        if self._exchanges:
+            self._exchanges = False
+            self._group.enter("backward")
+            after_backward(self._begin_to_wait)
+
+    def _begin_to_wait(self) -> None:
+        """All gradients of this rank are there; what DDP does at the end of backward waits for the other ranks."""
+        self._group.enter("exchange")
+        after_backward(partial(self._group.enter, "user"))
 
     def _without_gradient(self, error: str) -> str:
         trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -189,8 +212,9 @@ class Replica:
     def share_buffers(self) -> None:
         """Collective. Rank 0's buffers, on every rank."""
         self.dirty = False
-        for buffer in self.model.buffers():
-            broadcast(buffer)
+        with self._group.waiting(f"the buffers of {type(self.model).__name__}"):
+            for buffer in self.model.buffers():
+                broadcast(buffer)
 
     @property
     def has_synced_statistics(self) -> bool:
@@ -363,14 +387,6 @@ class _Body(torch.nn.Module):
         return self.own_forward(*args, **kwargs)
 
 
-def broadcast(tensor: torch.Tensor) -> None:
-    """Collective. Rank 0's values, in place, whatever the strides."""
-    sent = tensor.detach().contiguous()
-    dist.broadcast(sent, src=0)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(sent)
-
-
 def replica_of(model: torch.nn.Module) -> Replica | None:
     found = getattr(model, "_orig_mod", model).__dict__.get("forward")
     return found if isinstance(found, Replica) else None
@@ -378,15 +394,4 @@ def replica_of(model: torch.nn.Module) -> Replica | None:
 
 def _buffer_option() -> str:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-
-
-def _names_buffers(options: dict[str, Any]) -> bool:
-    return bool(options.keys() & {"forward_sync_buffers", "broadcast_buffers"})
-
-
-def _only_batchnorm_buffers(model: torch.nn.Module) -> bool:
-    return all(
-        isinstance(module, BATCH_NORMS) or next(module.buffers(recurse=False), None) is None
-        for module in model.modules()
-    )
+    return next(name for name in _BUFFER_OPTIONS if name in known)

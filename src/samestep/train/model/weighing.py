@@ -116,6 +116,12 @@ def only_in(microbatch: Share, at: Spine, output: Any) -> Any:
     return map_tensors(watch, output)
 
 
+def after_backward(call: Callable[[], None]) -> None:
+    """Call it at the end of the backward that is going on, after what was asked for before."""
+    # DDP and FSDP end backward so too; nothing public of torch 2.13 does.
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def refuse_opaque(output: Any) -> None:
     """Weighing would miss, without a word, the tensors of an object that only its class knows."""
     if isinstance(output, torch.Tensor):
