@@ -7,7 +7,7 @@ help:
 	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
 	@echo "make check  formatting, lint, types, and the plan of the house"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
-	@echo "make same   about thirty scripts at 1, 2, 3 and 5 processes against the untouched ones"
+	@echo "make same   35 scripts at 1, 2, 3 and 5 processes against the untouched ones"
 	@echo "make kill-loop, make fuzz, make crash-points, make attack, make pairs, make ways, make requeue, make mistakes,"
 	@echo "make mutants            the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"

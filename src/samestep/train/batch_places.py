@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.train.step import Ragged
+
 # Primes are no products of the sizes of layers. The first is the batch; a batch merged behind another dimension, as in
 # a sequence-first view of (length * batch, …), has another for each size of that dimension.
 _OTHER_BATCH = 7919
 _MERGED = (7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)
+_RAGGED = (7841, 7853, 7867, 7873, 7877, 7879, 7883, 7901, 7907)
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand"}
 _SIZED = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "as_strided"}
 
@@ -26,13 +29,15 @@ _SIZED = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 class Place:
     """The dimension of the batch, None for a draw that is one for all ranks, and the memory's order.
 
-    The dimension may be merged of several: `before` the batch, and `after` it.
+    The dimension may be merged of several: `before` the batch, and `after` it. It is that of the
+    samples, or of nodes of graphs and the like, whose name in the batch is in `ragged`.
     """
 
     dim: int | None
     before: int = 1
     after: int = 1
     layout: tuple[int, ...] = ()
+    ragged: str = ""
 
 
 class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -44,6 +49,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given: Sequence[torch.Tensor],
         rows: Sequence[tuple[int, int]],
         constant: Iterator[torch.Tensor],
+        ragged: Sequence[Ragged] = (),
     ) -> None:
         """`given` are the model's inputs; those in the memory of the batch have its samples at the stride in `rows`."""
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,6 +57,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._shadows: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._to_come: torch.Tensor | None = None
         self._before = {_OTHER_BATCH: 1}
+        # tensors of equal sizes, such as those of nodes and of the graph that each is in, have one kind of rows
+        alike = {one.part: one for one in reversed(ragged)}
+        self._ragged = dict(zip(_RAGGED, alike.values(), strict=False))
+        self._before |= dict.fromkeys(self._ragged, 1)
         self._unsure: set[Any] = set()
         for tensor in constant:
             self._note(tensor, _meta(tensor, tuple(tensor.shape)))
@@ -62,6 +72,11 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if dim < len(sizes) and sizes[dim] == mine:
                 sizes[dim] = _OTHER_BATCH
             self._note(tensor, _meta(tensor, sizes))
+        for one in ragged:
+            batch = next((batch for batch, kind in self._ragged.items() if kind.part == one.part), one.mine)
+            laid = one.tensor()
+            if laid is not None:
+                self._note(laid, _meta(laid, [*laid.shape[: one.dim], batch, *laid.shape[one.dim + 1 :]]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,11 +124,21 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(unlike) > 1 or not batch:
             return None
         times, before = shadow.shape[dim] // batch, self._before[batch]
-        if times * self._mine != tensor.shape[dim]:
+        if times * self._size(batch) != tensor.shape[dim]:
             return None
-        strides = shadow.stride()
-        layout = tuple(sorted(range(shadow.dim()), key=lambda dim: (-strides[dim], dim)))
-        return Place(dim, before, times // before, layout)
+        layout = _layout(tensor)
+        guessed = _layout(shadow)
+        # strides say nothing of a dimension of size 1, as that of a share of one sample
+        if [dim for dim in layout if tensor.shape[dim] > 1] == [
+            dim for dim in guessed if tensor.shape[dim] > 1
+        ]:
+            layout = guessed
+        name = self._ragged[batch].name if batch in self._ragged else ""
+        return Place(dim, before, times // before, layout, name)
+
+    def _size(self, batch: int) -> int:
+        """How many this rank has of what has this size in the other batch."""
+        return self._ragged[batch].mine if batch in self._ragged else self._mine
 
     def _batch_in(self, size: int) -> int:
         """The other batch size that this size is a multiple of; 0 where it is of none."""
@@ -165,12 +190,13 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if given.numel() != made.numel():  # expanded: dimensions are added in front
                 at = changed[0] + made.dim() - given.dim()
             else:
-                moved = _moved(tuple(given.shape), tuple(made.shape), changed[0], before, self._mine)
-                if moved is None:
+                mine = self._size(batch)
+                moved = _moved(tuple(given.shape), tuple(made.shape), changed[0], before, mine)
+                if moved is None or (batch in self._ragged and moved[1] > 1):
                     return None
                 at, before = moved
-                batch = self._batch_behind(before)
-            sizes[at] = sizes[at] // self._mine * batch
+                batch = batch if batch in self._ragged else self._batch_behind(before)
+            sizes[at] = sizes[at] // self._size(batch) * batch
         try:
             return shadow.view(sizes) if given.numel() == made.numel() else shadow.expand(sizes)
         except RuntimeError:
@@ -182,10 +208,12 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = list(made.shape)
         if len(equal) == 1:
             sizes[equal[0]] = _OTHER_BATCH
-        elif (
-            equal
-        ):  # perhaps a mask over time: it may be combined with a tensor of the batch, and says nothing alone
+        elif equal:
+            # perhaps a mask over time: it may be combined with a tensor of the batch, and says nothing alone
             self._unsure.add(_key(made))
+        elif made.dim():
+            kinds = (batch for batch, one in self._ragged.items() if one.mine == made.shape[0])
+            sizes[0] = next(kinds, sizes[0])
         return _meta(made, sizes)
 
     def mark(self, tensor: torch.Tensor, dim: int) -> None:
@@ -217,6 +245,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, tensor: torch.Tensor, shadow: torch.Tensor | None) -> None:
         if shadow is not None and shadow.dim() != tensor.dim():
             shadow = None
+        if shadow is None and self._shadows.get(_key(tensor), (None,))[0] is tensor:
+            return  # changed in place, as by an all-reduce
         self._shadows[_key(tensor)] = tensor, shadow
 
     def _found(self, tensor: torch.Tensor, *, outside: bool = False) -> torch.Tensor | None:
@@ -243,9 +273,13 @@ def _key(tensor: torch.Tensor) -> Any:
 
 
 def _meta(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    return torch.empty_permuted(tuple(sizes), _layout(tensor), dtype=tensor.dtype, device="meta")
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its dimensions in the order of memory."""
     strides = tensor.stride()
-    layout = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    return torch.empty_permuted(tuple(sizes), layout, dtype=tensor.dtype, device="meta")
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
 def _moved(

@@ -9,13 +9,11 @@ permutation of the share's length, fused attention with dropout, compiled graphs
 """
 
 import itertools
-import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +22,11 @@ from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.batch_places import BatchPlaces, Place
 from samestep.train.draw_lines import has_fixed_size, line_of_draw
+from samestep.train.draw_parts import Memory, Part, part_at, ragged_part
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.step import Share, Spine
+from samestep.train.nested import named_tensors
+from samestep.train.step import Spine
 
 _FILLS = (
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
@@ -38,44 +38,6 @@ _DEPENDENT = (
     *("_cudnn_rnn", *_ATTENTION),
 )
 _CALL = "samestep's random streams"
-_Memory = dict[tuple[torch.dtype, torch.device], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which part of a whole draw is this rank's: along `dim`, `length` of `whole` from `start`, or those `rows`."""
-
-    dim: int
-    start: int
-    length: int
-    whole: int
-    rows: torch.Tensor | None = None
-    layout: tuple[int, ...] = ()
-
-    def of(self, drawn: torch.Tensor) -> torch.Tensor:
-        if self.rows is not None:
-            return drawn.index_select(self.dim, self.rows.to(drawn.device))
-        return drawn.narrow(self.dim, self.start, self.length)
-
-    def enlarged(
-        self, tensor: torch.Tensor, fill: float | None = None, memory: _Memory | None = None
-    ) -> torch.Tensor:
-        """A tensor of the whole draw's size, laid out in memory like this one; with fill, around its values."""
-        sizes = list(tensor.shape)
-        sizes[self.dim] = self.whole
-        strides = tensor.stride()
-        # the strides of a share of one sample do not tell how the whole batch lies in memory
-        layout = self.layout or sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-        if memory is not None:
-            return _in_memory(memory, sizes, layout, tensor)
-        whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
-        if fill is not None:
-            whole.fill_(fill)
-            if self.rows is None:
-                self.of(whole).copy_(tensor)
-            else:
-                whole.index_copy_(self.dim, self.rows.to(tensor.device), tensor)
-        return whole
 
 
 class Draws(Member):
@@ -94,7 +56,7 @@ class Draws(Member):
         self._of_all: set[tuple[Any, ...]] = set()
         self._said: set[str] = set()
         self._places: dict[Any, Place] = {}
-        self._memory: _Memory = {}
+        self._memory: Memory = {}
         self._traced: set[Any] = set()
         self.tracing: BatchPlaces | None = None
 
@@ -314,8 +276,13 @@ class Draws(Member):
         if (place := self._place(name, tensor)) is not None:
             if place.dim is None:
                 return None
-            if (found := _part_at(place, shape, share)) is not None:
+            found = ragged_part(place, shape, share) if place.ragged else part_at(place, shape, share)
+            if found is not None:
                 return found
+        kinds = {one.part for one in share.of.ragged if one.mine == shape[0] != mine}
+        if len(kinds) == 1 and not has_fixed_size():
+            ((rows, first, whole),) = kinds
+            return Part(0, first, rows, whole)
         known = (name, tuple(shape), line_of_draw())
         dims = [
             dim
@@ -342,7 +309,7 @@ class Draws(Member):
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """Local. While a model is called; the first calls are watched for where the batch is in what it draws."""
         share = self._spine.at_hand
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
         kind = (id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in tensors))
         before = self._is_share_given
         self._is_share_given = share is not None and any(share.mine in one.shape[:2] for one in tensors)
@@ -352,7 +319,7 @@ class Draws(Member):
                 return
             self._traced.add(kind)
             constant = itertools.chain(model.parameters(), model.buffers())
-            self.tracing = BatchPlaces(share.mine, tensors, share.of.rows, constant)
+            self.tracing = BatchPlaces(share.mine, tensors, share.of.rows, constant, share.of.ragged)
             try:
                 with self.tracing:
                     yield
@@ -366,31 +333,3 @@ class Draws(Member):
         if not self._of_activations or not self._is_share_given or shape[0] % mine:
             return 0
         return shape[0] // mine
-
-
-def _in_memory(
-    memory: _Memory, sizes: Sequence[int], layout: Sequence[int], like: torch.Tensor
-) -> torch.Tensor:
-    """A tensor in memory that is kept: fresh memory of this size costs as much as a part of the draw."""
-    count = math.prod(sizes)
-    kept = memory.get((like.dtype, like.device))
-    if kept is None or kept.numel() < count:
-        kept = memory[like.dtype, like.device] = torch.empty(count, dtype=like.dtype, device=like.device)
-    found = kept[:count].view([sizes[dim] for dim in layout])
-    return found.permute([layout.index(dim) for dim in range(len(layout))])
-
-
-def _part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
-    """This rank's part of a draw that has the batch in that place; None where a draw of this shape cannot."""
-    assert place.dim is not None
-    times, rest = divmod(shape[place.dim], share.mine)
-    if rest or (place.before * place.after == 1) != (times == 1):
-        return None
-    start, length, layout = share.start - share.batch_start, shape[place.dim], place.layout
-    if place.before == 1:
-        return Part(place.dim, start * times, length, share.all * times, layout=layout)
-    # the length before the batch may be another than where the place was found
-    rows = torch.arange(share.all * times).view(-1, share.all, place.after)
-    return Part(
-        place.dim, 0, length, share.all * times, rows[:, start : start + share.mine].reshape(-1), layout
-    )

@@ -1,11 +1,13 @@
-"""Applies a function to every tensor in a nested value and keeps the value's own types."""
+"""The tensors in a nested value: changed in place of each other with the value's own types kept, or listed."""
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+_DEEPEST = 6
 
 
 def map_tensors(change: Callable[[Any], Any], value: Any, *, movable: bool = False) -> Any:
@@ -30,3 +32,19 @@ def map_tensors(change: Callable[[Any], Any], value: Any, *, movable: bool = Fal
             )
         return new
     return value
+
+
+def named_tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in lists, tuples, dicts and plain objects, with its place there."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth == _DEEPEST or isinstance(value, torch.nn.Module | type):
+        return
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(value):
+            yield from named_tensors(inner, f"{name}.{at}", depth + 1)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from named_tensors(inner, f"{name}.{key}", depth + 1)
+    elif hasattr(value, "__dict__"):
+        yield from named_tensors(vars(value), name, depth + 1)

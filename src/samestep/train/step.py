@@ -17,6 +17,7 @@ from samestep.text import name_ranks
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
+from samestep.train.nested import named_tensors
 
 _MOST_PASSES = 8
 _POSITION = struct.Struct("<HHI")
@@ -42,6 +43,7 @@ class Pass:
         self.batch: tuple[weakref.ref[torch.Tensor], ...] = ()
         # memory and stride of the samples: a view of a tensor of the batch is known where the tensor itself is gone
         self.rows: tuple[tuple[int, int], ...] = ()
+        self.ragged: tuple[Ragged, ...] = ()
         self._of = weakref.ref(of)
         self._order: Callable[[], Any] = lambda: None
 
@@ -56,6 +58,26 @@ class Pass:
     @property
     def order(self) -> Any:
         return self._order()
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A dimension of a tensor in the batch that is not one of samples: nodes of graphs, words laid end to end.
+
+    This rank has `mine` elements of it, which are those from `start` of `all` in the whole batch.
+    """
+
+    name: str
+    tensor: weakref.ref[torch.Tensor]
+    dim: int
+    mine: int
+    start: int
+    all: int
+
+    @property
+    def part(self) -> tuple[int, int, int]:
+        """Alike for tensors whose elements belong together."""
+        return self.mine, self.start, self.all
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -176,19 +198,19 @@ class Spine(Member):
         for subscriber in self._subscribers:
             subscriber.pass_begins(begun)
 
-    def hand_out(self, share: Share, batch: Any = None) -> None:
+    def hand_out(self, share: Share, batch: Any = None, ragged: tuple[Ragged, ...] = ()) -> None:
         """This batch or microbatch is what the script works on from here."""
         held = share.of
         if not self._passes or self._passes[-1] is not held:
             self._passes = [*(old for old in self._passes if old is not held), held]
         self.group.enter("user" if held.training else "evaluation")
-        held.latest = share
+        held.latest, held.ragged = share, ragged
         held.counted += share.mine
         if held.training:
             self.batches += 1
             self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
         if self._many and batch is not None:
-            held.batch = _tensors(batch)
+            held.batch = tuple(weakref.ref(tensor) for _, tensor in named_tensors(batch))
             if self.notes_memory:
                 tensors = (found() for found in held.batch)
                 held.rows = tuple(
@@ -295,15 +317,3 @@ def _in_words(mark: bytes) -> str:
 def spine() -> Spine:
     """The spine of the group of this process."""
     return joined().the(Spine)
-
-
-def _tensors(batch: Any) -> "tuple[weakref.ref[torch.Tensor], ...]":
-    """References to the tensors of a batch, as far as they stand in a list, tuple or dict."""
-    values = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, list | tuple)
-        else [batch]
-    )
-    return tuple([weakref.ref(value) for value in values if isinstance(value, torch.Tensor)])

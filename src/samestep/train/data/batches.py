@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,22 +13,28 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
+from samestep.train.data.collated import Collated, Whole, streams_kept
 from samestep.train.nested import map_tensors
 from samestep.train.streams import seed_of
 
 Indices = torch.Tensor
 _Key = tuple[int, int, int]
+# The samples of a batch, or of a whole one and which of them are this rank's.
+Planned = Indices | tuple[Indices, slice]
 
 
 class FromMemory:
     """A data set that is tensors in memory: a batch is one gather for each tensor."""
 
+    collates = False
+
     def __init__(self, dataset: TensorDataset, pin: bool) -> None:
         self.tensors = dataset.tensors
         self.pin = pin and all(one.device.type == "cpu" for one in self.tensors)
 
-    def batches(self, plan: Iterator[Indices], epoch: int, seed: int) -> Iterator[list[torch.Tensor]]:
+    def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[list[torch.Tensor]]:
         for indices in plan:
+            assert isinstance(indices, torch.Tensor)
             batch = [one.index_select(0, indices.to(one.device)) for one in self.tensors]
             yield [one.pin_memory() for one in batch] if self.pin else batch
 
@@ -41,14 +48,22 @@ class FromWorkers:
     def __init__(self, dataset: Any, options: dict[str, Any]) -> None:
         self._plan = _Plan()
         self._dataset = _Seeded(dataset)
+        self.collates = options.get("collate_fn") is not None
+        if self.collates:
+            options["collate_fn"] = Collated(options["collate_fn"])
         options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
         # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.
         self._loader: DataLoader[Any] = DataLoader(
             self._dataset, batch_sampler=self._plan, generator=torch.Generator(), **options
         )
 
-    def batches(self, plan: Iterator[Indices], epoch: int, seed: int) -> Iterator[Any]:
-        self._plan.keys = ([(seed, epoch, index) for index in indices.tolist()] for indices in plan)
+    def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Any]:
+        def keys(planned: Planned) -> list[_Key]:
+            indices, part = planned if isinstance(planned, tuple) else (planned, None)
+            found = ((seed, epoch, index) for index in indices.tolist())
+            return list(found) if part is None else Whole(found, part)
+
+        self._plan.keys = map(keys, plan)
         return iter(self._loader)
 
     def sample(self, index: int) -> Any:
@@ -72,15 +87,9 @@ class _Seeded(Dataset[Any]):
         self.dataset = dataset
 
     def __getitems__(self, keys: Sequence[_Key]) -> list[Any]:
-        if get_worker_info() is not None:
-            return [self._sample(*key) for key in keys]
-        before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        try:
-            return [self._sample(*key) for key in keys]
-        finally:
-            torch.set_rng_state(before[0])
-            random.setstate(before[1])
-            np.random.set_state(before[2])
+        with nullcontext() if get_worker_info() is not None else streams_kept():
+            samples = [self._sample(*key) for key in keys]
+        return Whole(samples, keys.part) if isinstance(keys, Whole) else samples
 
     def _sample(self, seed: int, epoch: int, index: int) -> Any:
         seed = seed_of(seed, epoch, index)

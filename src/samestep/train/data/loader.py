@@ -1,9 +1,7 @@
 """Which samples are mine: this rank's share of every batch of the serial script, already on its device."""
 
 import hashlib
-import inspect
 import json
-import multiprocessing
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,22 +11,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
-from samestep.train.data.batches import FromMemory, FromWorkers, content, on_device
+from samestep.train.data.batches import Planned, content, on_device
+from samestep.train.data.collated import ragged
 from samestep.train.data.order import Lazy, Order, Sampled
+from samestep.train.data.source import check_dataset, source_of
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
 from samestep.train.optimizers import Optimizers
-from samestep.train.step import Pass, Share, Spine
+from samestep.train.step import Pass, Ragged, Share, Spine
 
 Kind = TypeVar("Kind", bound="Loader")
-_OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
-_OURS = {"batch_sampler", "shuffle", "batch_size", "drop_last", "generator", "dataset"}
 
 
 def loader(
@@ -119,7 +117,7 @@ class Loader:
         share.check_batch_size(batch_size, world.size)
         if seed is not None and type(seed := as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is not an integer; use one, such as seed=0")
-        _check_dataset(dataset)
+        check_dataset(dataset)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -147,7 +145,7 @@ class Loader:
         # torch's iterator with workers reads ahead, and draws the order before the first batch is asked for
         self._reads_ahead = bool(options.get("num_workers"))
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
-        self._source = _source(dataset, options, world.device, group.own_cores)
+        self._source = source_of(dataset, options, world.device, group.own_cores)
 
     def __len__(self) -> int:
         whole, rest = divmod(self._length, self.batch_size)
@@ -256,7 +254,8 @@ class Loader:
         return self._batches(this, self._drawn(this) if self._reads_ahead else None, pieces)
 
     def _drawn(self, this: Pass) -> torch.Tensor | Lazy:
-        order = self._order.draw(this.epoch, alike=this.training)
+        lazily = self._world.size == 1 or self._draws.active
+        order = self._order.draw(this.epoch, alike=this.training, lazily=lazily)
         this.take_order(order, self._order.pass_seed)
         return order
 
@@ -266,17 +265,20 @@ class Loader:
         spine = self._spine
         order = self._drawn(this) if drawn is None else drawn
         mine = [piece for piece in pieces if piece.mine or this.training]
-        plan = (
-            order[piece.mine_start : piece.mine_stop] if piece.mine else order[piece.start : piece.stop]
-            for piece in mine
-        )
+        # what a collate_fn makes of a sample may depend on the other samples of the batch
+        whole = self._draws.active and self._source.collates
+        plan = (self._planned(order, piece, whole) for piece in mine)
         try:
             for piece, batch in zip(mine, self._read(plan, this), strict=True):
                 lent, step = not piece.mine, spine.steps
+                parts: tuple[Ragged, ...] = ()
+                if whole and 0 < piece.mine < piece.all:
+                    batch, sizes = batch
+                    parts = ragged(batch, sizes)
                 handed_out = Share(
                     this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step
                 )
-                spine.hand_out(handed_out, batch)
+                spine.hand_out(handed_out, batch, parts)
                 self._note(order, piece)
                 spine.begin_step(handed_out)
                 yield batch
@@ -289,6 +291,16 @@ class Loader:
             spine.end_pass(this)
         finally:
             spine.leave_pass(this)
+
+    @staticmethod
+    def _planned(order: torch.Tensor | Lazy, piece: share.Piece, whole: bool) -> Planned:
+        """The samples to read for this batch; a rank without a share takes it all, with weight 0."""
+        # torch takes a sampler batch by batch, whatever is this rank's share
+        samples = order[piece.start : piece.stop]
+        if piece.mine in (0, piece.all):
+            return samples
+        mine = slice(piece.mine_start - piece.start, piece.mine_stop - piece.start)
+        return (samples, mine) if whole else samples[mine]
 
     def _remark_same_order(self, training: bool) -> None:
         """A loader made anew for each epoch has the order of epoch 0 each time."""
@@ -325,7 +337,7 @@ class Loader:
             samples = order[piece.start : piece.stop].numpy().tobytes()
             self.ledger = hashlib.blake2b(self.ledger + samples, digest_size=32).digest()
 
-    def _read(self, plan: Iterator[torch.Tensor], this: Pass) -> Iterator[Any]:
+    def _read(self, plan: Iterator[Planned], this: Pass) -> Iterator[Any]:
         """The batches on this rank's device; what reading them draws is no draw of the script."""
         batches = on_device(self._source.batches(plan, this.epoch, this.seed), self._world.device)
         while True:
@@ -352,37 +364,3 @@ class _Begun(Member):
 def as_int(value: Any) -> Any:
     """NumPy's whole numbers are whole numbers too."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise UsageError(
-            f"loader got {type(dataset).__name__}, a stream without an order to share; give it a dataset "
-            "with __len__ and __getitem__, or take every world.size-th element of the stream yourself"
-        )
-    if not hasattr(dataset, "__len__"):
-        raise UsageError(f"loader got {type(dataset).__name__}, which has no length; give it a __len__")
-
-
-def _source(
-    dataset: Any, options: dict[str, Any], device: torch.device, own_cores: int
-) -> FromMemory | FromWorkers:
-    if refused := options.keys() & _OURS:
-        raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
-    if unknown := options.keys() - inspect.signature(DataLoader.__init__).parameters.keys():
-        raise UsageError(
-            f"loader knows no option {', '.join(sorted(unknown))}; it takes those of torch's DataLoader"
-        )
-    # elsewhere there is nothing to pin for, and torch may fail at it
-    pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and device.type == "cuda"
-    if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
-        return FromMemory(dataset, pin)
-    if "num_workers" not in options:
-        forks = multiprocessing.get_start_method() == "fork"
-        options["num_workers"] = own_cores - (device.type == "cpu") if forks else 0
-        if not options["num_workers"]:
-            # said of workers, of which a rank with one core has none
-            options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
-    if options["num_workers"]:
-        options.setdefault("persistent_workers", True)
-    return FromWorkers(dataset, options)

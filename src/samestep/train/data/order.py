@@ -34,8 +34,11 @@ class Order:
         if self._seed is None and not self._expected and not again:
             streams.draw_seed()
 
-    def draw(self, epoch: int, *, alike: bool) -> "torch.Tensor | Lazy":
-        """The samples of this epoch; collective where it is drawn, and where it has to be `alike` on all ranks."""
+    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "torch.Tensor | Lazy":
+        """The samples of this epoch; collective where it is drawn, and where it has to be `alike` on all ranks.
+
+        With `lazily`, ranks whose random streams are alike take a sampler as far as they need it.
+        """
         expected, self._expected = self._expected, {}
         if self._seed is None and self._shuffle:
             self.pass_seed = expected.get("seed") or self._drawn_seed()
@@ -62,8 +65,8 @@ class Order:
 class Lazy:
     """An order that is taken from a sampler as far as it is asked for, as torch's DataLoader takes it."""
 
-    def __init__(self, of: "Sampled", iterator: Iterator[Any]) -> None:
-        self._of, self._iterator = of, iterator
+    def __init__(self, of: "Sampled", iterator: Iterator[Any], *, alike: bool) -> None:
+        self._of, self._iterator, self._alike = of, iterator, alike
         self._taken: list[int] = []
 
     def __getitem__(self, part: slice) -> torch.Tensor:
@@ -74,6 +77,9 @@ class Lazy:
                 self._taken += self._of.as_indices(list(self._iterator))
                 self._of.check_length(len(self._taken))
             self._of.check_length(len(self._taken), at_least=part.stop)
+        if self._alike:
+            self._alike = False
+            self._of.compare(_digest(torch.tensor(self._taken)))
         return torch.tensor(self._taken[part], dtype=torch.int64)
 
     def first(self, count: int) -> torch.Tensor:
@@ -96,10 +102,10 @@ class Sampled(Order):
         self._drawn_in: dict[str, Any] = {}
         self._drawn: torch.Tensor | Lazy | None = None
 
-    def draw(self, epoch: int, *, alike: bool) -> torch.Tensor | Lazy:
+    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> torch.Tensor | Lazy:
         expected, self._expected = self._expected, {}
-        if self._seed is None and not expected and self._group.world.size == 1:
-            return self._begin(epoch)
+        if self._seed is None and not expected and lazily:
+            return self._begin(epoch, alike=alike)
         if "before" in expected:
             self._sampler.load_state_dict(expected["before"])
         elif expected:
@@ -113,18 +119,21 @@ class Sampled(Order):
                 "function of its seed and epoch, or give the sampler a state_dict"
             )
         if alike:
-            self._compare(_digest(drawn))
+            self.compare(_digest(drawn))
         return drawn
 
-    def _begin(self, epoch: int) -> Lazy:
-        """One process takes the sampler as torch's DataLoader does: what it draws is drawn in between."""
+    def _begin(self, epoch: int, *, alike: bool) -> Lazy:
+        """The sampler is taken as torch's DataLoader does: what it draws is drawn in between."""
         self._drawn_in = {"streams": streams.capture(), "generator": _state_of(self._own_generator())}
         self._begin_epoch(epoch)
         self._passes += 1
-        self._drawn = Lazy(self, iter(self._sampler))
+        self._drawn = Lazy(self, iter(self._sampler), alike=alike)
         return self._drawn
 
-    def _compare(self, mine: str) -> None:
+    def compare(self, mine: str) -> None:
+        """Collective. Raise RanksDiffer where another rank's sampler gave another order than this digest's."""
+        if self._group.world.size == 1:
+            return
         name, rank = type(self._sampler).__name__, self._group.world.rank
         for other, digest in enumerate(self._group.all_gather("samestep.loader's sampler", mine.encode())):
             if digest.decode() != mine:

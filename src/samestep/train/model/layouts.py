@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from samestep.train.draws import Draws, Part
+from samestep.train.draw_parts import Part
+from samestep.train.draws import Draws
 from samestep.train.group.world import World, joined
 from samestep.train.step import spine
 
