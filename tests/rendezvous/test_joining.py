@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,11 @@ import pytest
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
 from samestep.rendezvous import note
 from samestep.rendezvous.join import Member, host, join
+from samestep.rendezvous.link import Link
 from samestep.rendezvous.listen import listen
 from samestep.rendezvous.peers import Peers
+
+KEY = bytes(range(32))
 
 
 def start(work: Callable[[], Peers]) -> Future[Peers]:
@@ -28,9 +31,9 @@ def start(work: Callable[[], Peers]) -> Future[Peers]:
     return future
 
 
-def listening() -> tuple[socket.socket, list[tuple[str, int]]]:
-    opened = listen([0])
-    return opened, [("127.0.0.1", opened.getsockname()[1])]
+def listening() -> tuple[list[socket.socket], list[tuple[str, int]]]:
+    opened = listen([0], ["127.0.0.1"])
+    return opened, [opened[0].getsockname()]
 
 
 def gathered(peers: Peers, word: str) -> list[str]:
@@ -40,8 +43,8 @@ def gathered(peers: Peers, word: str) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_hear_what_each_brings_by_number(size):
     opened, where = listening()
-    coming = [start(lambda n=n: join(lambda: where, Member("r", n, size))) for n in range(1, size)]
-    groups = [host(opened, Member("r", 0, size)), *(one.result(20) for one in coming)]
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, size, KEY))) for n in range(1, size)]
+    groups = [host(opened, Member("r", 0, size, KEY)), *(one.result(20) for one in coming)]
     rest = [start(lambda c=c, n=n: gathered(c, f"word {n}")) for n, c in enumerate(groups) if n]
     assert gathered(groups[0], "word 0") == [f"word {n}" for n in range(size)]
     assert [one.result(20) for one in rest] == [[f"word {n}" for n in range(size)]] * (size - 1)
@@ -52,14 +55,14 @@ def test_all_hear_what_each_brings_by_number(size):
 
 def test_a_member_of_another_run_is_told_whom_it_found_and_keeps_nobody_from_coming():
     opened, where = listening()
-    hosting = start(lambda: host(opened, Member("job 124.0", 0, 2)))
+    hosting = start(lambda: host(opened, Member("job 124.0", 0, 2, KEY)))
     with pytest.raises(RankMissing) as raised:
-        join(lambda: where, Member("job 123.0", 1, 2, limit_s=0.3))
+        join(lambda: where, Member("job 123.0", 1, 2, KEY, limit_s=0.3))
     assert str(raised.value) == (
         f"rank 1 of job 123.0 found no rank 0 within 0.3 s (127.0.0.1:{where[0][1]}: found job 124.0 there); "
         f"is rank 0 started, and can {socket.gethostname()} reach it?"
     )
-    join(lambda: where, Member("job 124.0", 1, 2)).close()
+    join(lambda: where, Member("job 124.0", 1, 2, KEY)).close()
     hosting.result(20).close()
 
 
@@ -67,9 +70,9 @@ def test_something_else_at_the_port_is_passed_over():
     opened, where = listening()
     with socket.create_server(("127.0.0.1", 0)) as other:
         silent = [("127.0.0.1", other.getsockname()[1])]
-        hosting = start(lambda: host(opened, Member("r", 0, 2)))
+        hosting = start(lambda: host(opened, Member("r", 0, 2, KEY)))
         began = time.monotonic()
-        join(lambda: silent + where, Member("r", 1, 2)).close()
+        join(lambda: silent + where, Member("r", 1, 2, KEY)).close()
         assert time.monotonic() - began < 10
         hosting.result(20).close()
 
@@ -77,16 +80,17 @@ def test_something_else_at_the_port_is_passed_over():
 def test_a_taken_port_is_left_to_whoever_has_it():
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        with listen([taken, 0]) as opened:
+        (opened,) = listen([taken, 0], ["127.0.0.1"])
+        with opened:
             assert opened.getsockname()[1] != taken
 
 
 def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatch):
     monkeypatch.setattr("samestep.rendezvous.join._SAY_S", 0.2)
     opened, where = listening()
-    present = start(lambda: join(lambda: where, Member("r", 1, 3, limit_s=5)))
+    present = start(lambda: join(lambda: where, Member("r", 1, 3, KEY, limit_s=5)))
     with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$") as raised:
-        host(opened, Member("r", 0, 3, limit_s=1, expected=["node01", "node01", "node02"]))
+        host(opened, Member("r", 0, 3, KEY, limit_s=1, expected=["node01", "node01", "node02"]))
     with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$") as heard:
         present.result(20)
     assert raised.value.ranks == heard.value.ranks == (2,)
@@ -95,9 +99,10 @@ def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatc
 
 def test_a_rank_that_comes_twice_is_named_with_both_its_places():
     opened, where = listening()
-    hosting = start(lambda: host(opened, Member("r", 0, 3)))
-    first = start(lambda: join(lambda: where, Member("r", 1, 3)))
-    twin = f"from samestep.rendezvous.join import Member, join\njoin(lambda: {where!r}, Member('r', 1, 3, limit_s=20))"
+    hosting = start(lambda: host(opened, Member("r", 0, 3, KEY)))
+    first = start(lambda: join(lambda: where, Member("r", 1, 3, KEY)))
+    twin = f"from samestep.rendezvous.join import Member, join\nKEY = {KEY!r}\n"
+    twin += f"join(lambda: {where!r}, Member('r', 1, 3, KEY, limit_s=20))"
     time.sleep(0.5)
     done = subprocess.run([sys.executable, "-c", twin], capture_output=True, text=True, timeout=30)
     for one in (hosting, first):
@@ -108,24 +113,24 @@ def test_a_rank_that_comes_twice_is_named_with_both_its_places():
 
 def test_ranks_that_count_differently_are_refused():
     opened, where = listening()
-    hosting = start(lambda: host(opened, Member("r", 0, 3)))
+    hosting = start(lambda: host(opened, Member("r", 0, 3, KEY)))
     with pytest.raises(RankMissing, match=r"counts 3 ranks and rank 1 .* counts 4"):
-        join(lambda: where, Member("r", 1, 4, limit_s=5))
+        join(lambda: where, Member("r", 1, 4, KEY, limit_s=5))
     with pytest.raises(RanksDiffer):
         hosting.result(20)
 
 
 def test_members_that_run_two_scripts_are_refused_whatever_their_numbers():
     opened, where = listening()
-    hosting = start(lambda: host(opened, Member("r", 0, 3, "node", script="a.py")))
-    unsaid = start(lambda: join(lambda: where, Member("r", 2, 3, "node")))
+    hosting = start(lambda: host(opened, Member("r", 0, 3, KEY, "node", script="a.py")))
+    unsaid = start(lambda: join(lambda: where, Member("r", 2, 3, KEY, "node")))
     time.sleep(0.5)
     assert [hosting.done(), unsaid.done()] == [False, False]
     says = (
         r"^node 0 \(.*\) runs 'a\.py' and another node \(.*\) runs 'b\\n.*; run one script on all nodes, or"
     )
     with pytest.raises(RankMissing, match=says) as raised:
-        join(lambda: where, Member("r", -1, 3, "node", limit_s=5, script="b\n" + 1000 * "b"))
+        join(lambda: where, Member("r", -1, 3, KEY, "node", limit_s=5, script="b\n" + 1000 * "b"))
     assert len(str(raised.value)) < 500
     for one, kind in ((hosting, RanksDiffer), (unsaid, RankMissing)):
         with pytest.raises(kind, match=says):
@@ -134,21 +139,21 @@ def test_members_that_run_two_scripts_are_refused_whatever_their_numbers():
 
 def test_one_that_left_before_all_were_there_may_come_again():
     opened, where = listening()
-    hosting = start(lambda: host(opened, Member("r", 0, 3, noun="node")))
+    hosting = start(lambda: host(opened, Member("r", 0, 3, KEY, noun="node")))
     early = "from samestep.rendezvous.join import *\nfrom samestep.rendezvous.listen import listen\n"
-    early += f"join(lambda: {where!r}, Member('r', 1, 3, noun='node'))"
+    early += f"KEY = {KEY!r}\njoin(lambda: {where!r}, Member('r', 1, 3, KEY, noun='node'))"
     with subprocess.Popen([sys.executable, "-c", early]) as process:
         time.sleep(1)
         process.kill()
-    again = [start(lambda n=n: join(lambda: where, Member("r", n, 3, noun="node"))) for n in (1, 2)]
+    again = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY, noun="node"))) for n in (1, 2)]
     for one in (hosting, *again):
         one.result(20).close()
 
 
 def test_a_member_without_a_number_gets_a_free_one():
     opened, where = listening()
-    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (-1, 2)]
-    peers = host(opened, Member("r", 0, 3))
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY))) for n in (-1, 2)]
+    peers = host(opened, Member("r", 0, 3, KEY))
     assert [one.result(20).rank for one in coming] == [1, 2]
     for one in (peers, *(one.result() for one in coming)):
         one.close()
@@ -158,35 +163,54 @@ def test_a_member_without_a_number_gets_a_free_one():
 def hosting() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
     """A host of three nodes as a process, which can be stopped, and where it listens."""
     work = "from samestep.rendezvous.join import *\nfrom samestep.rendezvous.listen import listen\n"
-    work += "opened = listen([0])\n"
-    work += "print(opened.getsockname()[1], flush=True)\nhost(opened, Member('r', 0, 3, 'node', limit_s=20))"
+    work += f"KEY = {KEY!r}\nopened = listen([0], ['127.0.0.1'])\n"
+    work += "print(opened[0].getsockname()[1], flush=True)\nhost(opened, Member('r', 0, 3, KEY, 'node', limit_s=20))"
     with subprocess.Popen([sys.executable, "-c", work], stdout=-1, stderr=-1, text=True) as process:
         yield process, ("127.0.0.1", int(process.stdout.readline()))
         process.kill()
 
 
-def hello(number: int, **other: object) -> bytes:
+def hello(number: int, **other: object) -> dict[str, object]:
     words = {"run": "r", "number": number, "size": 3, "host": "node02", "pid": 1, "script": ""}
-    return json.dumps(words | other).encode() + b"\n"
+    return words | other
 
 
-def answer(line: socket.socket, said: bytes) -> bytes:
-    line.sendall(said)
-    return line.recv(1 << 12)
+def connected(stack: ExitStack, where: tuple[str, int]) -> Link:
+    """A connection whose two ends have shown each other that they have the key."""
+    link = Link(stack.enter_context(socket.create_connection(where)), KEY, is_host=False)
+    while not link.is_proven:
+        assert link.read() == []
+    return link
+
+
+def heard(link: Link) -> list[dict[str, object]]:
+    """What the other end says until it leaves."""
+    messages = []
+    with suppress(EOFError):
+        while True:
+            messages += link.read_json()
+    return messages
+
+
+def answer(link: Link, said: dict[str, object]) -> dict[str, object]:
+    link.send_json(said)
+    while not (messages := link.read_json()):
+        pass
+    return messages[0]
 
 
 def test_one_too_many_without_a_number_is_refused_where_all_come_at_once(hosting):
     process, where = hosting
     with ExitStack() as stack:
-        lines = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
+        lines = [connected(stack, where) for _ in range(4)]
         # The last is answered, so the others are in; what they say while the host is stopped it hears in one turn.
-        assert answer(lines[3], hello(-1, run="another")) == b'{"unknown": "r"}\n'
+        assert answer(lines[3], hello(-1, run="another")) == {"unknown": "r"}
         process.send_signal(signal.SIGSTOP)
         for line in lines[:3]:
-            line.sendall(hello(-1))
+            line.send_json(hello(-1))
         process.send_signal(signal.SIGCONT)
         said = process.communicate(timeout=20)[1].splitlines()[-1]
-        told = [line.makefile().read() for line in lines[:3]]
+        told = [str(heard(line)) for line in lines[:3]]
     assert said == (
         "samestep.errors.RanksDiffer: another node (node02) came, which is one too many for 3; "
         "start as many as are counted"
@@ -197,23 +221,22 @@ def test_one_too_many_without_a_number_is_refused_where_all_come_at_once(hosting
 def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_in(hosting):
     process, where = hosting
     with ExitStack() as stack:
-        before, again, other = (stack.enter_context(socket.create_connection(where)) for _ in range(3))
-        assert answer(before, hello(1)) == b'{"welcome": 1}\n'
-        assert answer(other, hello(-1, run="another")) == b'{"unknown": "r"}\n'
+        before, again, other = (connected(stack, where) for _ in range(3))
+        assert answer(before, hello(1)) == {"welcome": 1}
+        assert answer(other, hello(-1, run="another")) == {"unknown": "r"}
         process.send_signal(signal.SIGSTOP)
-        again.sendall(hello(1))
+        again.send_json(hello(1))
         before.close()
         process.send_signal(signal.SIGCONT)
-        assert again.recv(1 << 12) == b'{"welcome": 1}\n'
-        with socket.create_connection(where) as last:
-            assert answer(last, hello(2)).startswith(b'{"welcome": 2}\n')
-            assert (process.wait(20), process.stderr.read()) == (0, "")
+        assert again.read_json() == [{"welcome": 1}]
+        assert answer(connected(stack, where), hello(2)) == {"welcome": 2}
+        assert (process.wait(20), process.stderr.read()) == (0, "")
 
 
 def test_a_lost_member_is_named_to_all():
     opened, where = listening()
-    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
-    peers = host(opened, Member("r", 0, 3))
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY))) for n in (1, 2)]
+    peers = host(opened, Member("r", 0, 3, KEY))
     first, second = (one.result(20) for one in coming)
     first.close()
     told = start(lambda: gathered(second, "here"))
@@ -227,8 +250,8 @@ def test_a_lost_member_is_named_to_all():
 
 def test_news_of_one_reach_all_others():
     opened, where = listening()
-    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3))) for n in (1, 2)]
-    peers = host(opened, Member("r", 0, 3))
+    coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY))) for n in (1, 2)]
+    peers = host(opened, Member("r", 0, 3, KEY))
     first, second = (one.result(20) for one in coming)
     first.tell({"failed": 1})
     for one in (peers, second):
@@ -246,18 +269,18 @@ def test_a_note_that_a_crash_left_is_replaced(tmp_path):
     path = tmp_path / "note"
     with socket.create_server(("127.0.0.1", 0)) as gone:
         path.write_text(json.dumps({"addresses": ["127.0.0.1"], "port": gone.getsockname()[1]}))
-    coming = start(lambda: join(lambda: note.read(path), Member("r", 1, 2)))
+    coming = start(lambda: join(lambda: note.read(path), Member("r", 1, 2, KEY)))
     time.sleep(0.3)
-    opened = listen([0])
-    with note.posted(path, opened.getsockname()[1]):
-        peers = host(opened, Member("r", 0, 2))
+    opened = listen([0], ["127.0.0.1"])
+    with note.posted(path, opened):
+        peers = host(opened, Member("r", 0, 2, KEY))
     assert not path.exists()
     for one in (peers, coming.result(20)):
         one.close()
 
 
 def test_a_note_that_never_comes_ends_in_advice_where_all_were_started_together(tmp_path: Path):
-    told = Member("r", 1, 2, nowhere="set MASTER_ADDR", untold_s=0.3)
+    told = Member("r", 1, 2, KEY, nowhere="set MASTER_ADDR", untold_s=0.3)
     with pytest.raises(PlacementError, match=r"^set MASTER_ADDR$"):
         join(lambda: note.read(tmp_path / "note"), told)
 

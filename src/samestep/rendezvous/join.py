@@ -5,21 +5,32 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
-from samestep.rendezvous.peers import JsonSocket, Peers
-from samestep.text import name_ranks, reason_of
+from samestep.rendezvous.link import Link
+from samestep.rendezvous.peers import Peers
+from samestep.text import name_ranks, printable, reason_of
 
 _STEP_S = 0.25
 _CONNECT_S = 2.0
 _REPLY_S = 3.0
 _SAY_S = 5.0
 _SAY_LATER_S = 30.0
+# Of those who have not proved that they have the key: how long, how many of one address, how many in all.
+_GREETING_S = 5.0
+_MOST_STRANGERS_EACH, _MOST_STRANGERS = 32, 128
+_ACCEPTED_AT_ONCE = 16
+_MOST_KNOCKS = 1 << 16
+
+_LONGEST_ERROR = 2000
+
+Place = tuple[str, int] | str  # an address and a port, or the path of a Unix socket
 
 
 def say(text: str) -> None:
@@ -28,7 +39,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Member:
-    """Who joins which run; number -1 takes any that is free.
+    """Who joins which run, and the key that shows it; number -1 takes any that is free.
 
     A member that learns of no address within untold_s gives up with the advice in nowhere. Where script is given,
     it has to be the same for all members.
@@ -37,6 +48,7 @@ class Member:
     run: str
     number: int
     size: int
+    key: bytes = field(repr=False)
     noun: str = "rank"
     limit_s: float = 600.0
     silence_s: float = 60.0
@@ -50,16 +62,18 @@ class Member:
         return f"{self.noun} {self.number}" + (f" of {self.run}" if self.run else "")
 
 
-def host(listener: socket.socket, me: Member) -> Peers:
-    """Number 0: accept members of this run until all are there; closes the listener."""
-    with listener:
-        return _Host(me).run(listener)
+def host(listeners: Sequence[socket.socket], me: Member) -> Peers:
+    """Number 0: accept members of this run until all are there; closes the listeners."""
+    with ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        return _Host(me).run(listeners)
 
 
-def join(where: Callable[[], Iterable[tuple[str, int]]], me: Member) -> Peers:
+def join(where: Callable[[], Iterable[Place]], me: Member) -> Peers:
     """The other members: try each address in turn, again and again, until number 0 of the same run answers."""
     began, said_at = time.monotonic(), _SAY_S
-    seen: dict[tuple[str, int], str] = {}
+    seen: dict[Place, str] = {}
     pause = 0.05
     was_told = False
     while True:
@@ -92,18 +106,24 @@ def join(where: Callable[[], Iterable[tuple[str, int]]], me: Member) -> Peers:
 class _Host:
     def __init__(self, me: Member) -> None:
         self._me = me
-        self._members: dict[int, JsonSocket] = {}
+        self._members: dict[int, Link] = {}
         self._processes = {0: (socket.gethostname(), os.getpid())}
         self._selector = selectors.DefaultSelector()
+        self._strangers: dict[Link, str] = {}
+        self._knocks: set[bytes] = set()
 
-    def run(self, listener: socket.socket) -> Peers:
+    def run(self, listeners: Sequence[socket.socket]) -> Peers:
         me, began, said_at = self._me, time.monotonic(), _SAY_S
-        listener.settimeout(0)
-        self._selector.register(listener, selectors.EVENT_READ)
+        for listener in listeners:
+            listener.settimeout(0)
+            self._selector.register(listener, selectors.EVENT_READ)
         try:
             while len(self._members) + 1 < me.size:
-                for key, _ in self._selector.select(_STEP_S):
-                    self._hear(key.data) if key.data else self._open(listener)
+                ready = [key for key, _ in self._selector.select(_STEP_S)]
+                # Whoever has the key says so at once, and is heard before a flood of others is let in.
+                for key in sorted(ready, key=lambda key: key.data is None):
+                    self._hear(key.data) if key.data else self._open(key.fileobj)
+                self._drop_strangers()
                 waited = time.monotonic() - began
                 if waited > me.limit_s:
                     raise RankMissing(
@@ -125,30 +145,61 @@ class _Host:
         self._tell({"complete": names})
         return Peers(0, names, self._members, me.silence_s, me.noun)
 
-    def _open(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            connection, _ = listener.accept()
-            self._selector.register(connection, selectors.EVENT_READ, JsonSocket(connection))
+    def _open(self, listener: Any) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, address = listener.accept()
+                link = Link(connection, self._me.key, is_host=True)
+            except OSError:
+                return
+            self._selector.register(connection, selectors.EVENT_READ, link)
+            self._strangers[link] = str(address[0]) if isinstance(address, tuple) else ""
 
-    def _hear(self, stream: JsonSocket) -> None:
+    def _hear(self, link: Link) -> None:
+        if link.connection.fileno() < 0:  # closed within this turn
+            return
         try:
-            for message in stream.read():
-                if stream not in self._members.values():
-                    self._admit(stream, message)
+            has_knocked = bool(link.others_nonce)
+            messages = link.read_json()
+            if link.others_nonce and not has_knocked:
+                self._believe(link.others_nonce)
+            if link.is_proven:
+                self._strangers.pop(link, None)
+            for message in messages:
+                self._admit(link, message)
         except RanksDiffer as error:
             with suppress(OSError):
-                stream.send({"error": str(error)})
+                link.send_json({"error": str(error)})
             raise
         except (EOFError, ValueError, KeyError, TypeError, OSError):
-            self._forget(stream)
+            self._forget(link)
 
-    def _admit(self, stream: JsonSocket, hello: dict[str, Any]) -> None:
+    def _believe(self, nonce: bytes) -> None:
+        """A knock that was made with the key is no part of a flood, unless it is the copy of another."""
+        if nonce in self._knocks or len(self._knocks) > _MOST_KNOCKS:
+            raise ValueError("a repeated knock")
+        self._knocks.add(nonce)
+
+    def _drop_strangers(self) -> None:
+        """The slow, and of too many the oldest of the address that has most."""
+        late = time.monotonic() - _GREETING_S
+        silent = {link: address for link, address in self._strangers.items() if not link.others_nonce}
+        counts = Counter(silent.values())
+        for link, address in list(self._strangers.items()):
+            is_crowd = counts[address] > _MOST_STRANGERS_EACH or (
+                counts.total() > _MOST_STRANGERS and counts[address] == max(counts.values())
+            )
+            if link.opened_at < late or (link in silent and is_crowd):
+                counts[address] -= link in silent
+                self._forget(link)
+
+    def _admit(self, stream: Link, hello: dict[str, Any]) -> None:
         me = self._me
         if hello["run"] != me.run:
-            stream.send({"unknown": me.run})
+            stream.send_json({"unknown": me.run})
             self._forget(stream)
             return
-        number, who = int(hello["number"]), (str(hello["host"]), int(hello["pid"]))
+        number, who = int(hello["number"]), (printable(hello["host"], 64), int(hello["pid"]))
         comer = f"{me.noun} {number}" if number >= 0 else f"another {me.noun}"
         script, host = str(hello.get("script", "")), f"{me.noun} 0 ({self._processes[0][0]})"
         if me.script and script and script != me.script:
@@ -178,9 +229,10 @@ class _Host:
         if number in self._members:
             self._forget(self._members[number])
         self._members[number], self._processes[number] = stream, who
-        stream.send({"welcome": number})
+        stream.send_json({"welcome": number})
 
-    def _forget(self, stream: JsonSocket) -> None:
+    def _forget(self, stream: Link) -> None:
+        self._strangers.pop(stream, None)
         for number in [number for number, member in self._members.items() if member is stream]:
             del self._members[number], self._processes[number]
         # ValueError: it was closed within this turn, when the same member came again.
@@ -191,7 +243,7 @@ class _Host:
     def _tell(self, message: dict[str, Any]) -> None:
         for stream in self._members.values():
             with suppress(OSError):
-                stream.send(message)
+                stream.send_json(message)
 
     def _missing(self) -> str:
         me = self._me
@@ -201,44 +253,71 @@ class _Host:
         return [number for number in range(1, self._me.size) if number not in self._members]
 
 
-def _connect(target: tuple[str, int], me: Member, began: float) -> Peers | str:
-    """The connection to all members, or why this address does not lead to it."""
+def dial(target: Place, timeout_s: float) -> socket.socket:
+    """A connection to this place; raises OSError."""
+    if isinstance(target, tuple):
+        return socket.create_connection(target, timeout=timeout_s)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection = socket.create_connection(target, timeout=_CONNECT_S)
-    except OSError as error:
-        return reason_of(error)
-    stream = JsonSocket(connection)
+        connection.settimeout(timeout_s)
+        connection.connect(target)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(target: Place, me: Member, began: float) -> Peers | str:
+    """The connection to all members, or why this address does not lead to it."""
     hello = {"run": me.run, "number": me.number, "size": me.size, "script": me.script}
+    hello |= {"host": socket.gethostname(), "pid": os.getpid()}
     number: int | None = None
     peers: Peers | None = None
+    link: Link | None = None
     with ExitStack() as unless_joined:
-        unless_joined.callback(stream.close)
         try:
-            stream.send(hello | {"host": socket.gethostname(), "pid": os.getpid()})
+            connection = unless_joined.enter_context(dial(target, _CONNECT_S))
+        except OSError as error:
+            return reason_of(error)
+        try:
+            link = Link(connection, me.key, is_host=False)
+            is_said = False
             while peers is None:
                 wait = _REPLY_S if number is None else me.limit_s + _REPLY_S - (time.monotonic() - began)
                 connection.settimeout(max(0.1, wait))
-                for message in stream.read():
+                for message in link.read_json():
                     if peers is not None:
                         peers.take(0, message)
-                    elif "unknown" in message:
-                        return f"found {message['unknown'] or 'a run without name'} there"
-                    elif "error" in message:
-                        raise RankMissing(str(message["error"]), ranks=message.get("ranks", ()))
+                    elif said := _refused(message):
+                        return said
                     elif "complete" in message and number is not None:
-                        peers = Peers(number, message["complete"], {0: stream}, me.silence_s, me.noun)
+                        names = [printable(name, 64) for name in message["complete"]]
+                        peers = Peers(number, names, {0: link}, me.silence_s, me.noun)
                     else:
                         number = message.get("welcome", number)
+                if link.is_proven and not is_said:
+                    is_said = True
+                    link.send_json(hello)
         except (EOFError, ValueError, OSError):
-            return "found something else there" if number is None else f"{me.noun} 0 went away"
+            if number is not None:
+                return f"{me.noun} 0 went away"
+            return "found nothing with this run's key there; machines without a common home need SAMESTEP_KEY"
         unless_joined.pop_all()
         return peers
 
 
-def _tried(seen: dict[tuple[str, int], str], nowhere: str) -> str:
+def _refused(message: Mapping[str, Any]) -> str | None:
+    if "error" in message:
+        raise RankMissing(printable(message["error"], _LONGEST_ERROR), ranks=message.get("ranks", ()))
+    if "unknown" in message:
+        return f"found {printable(message['unknown']) or 'a run without name'} there"
+    return None
+
+
+def _tried(seen: dict[Place, str], nowhere: str) -> str:
     reasons: dict[str, list[str]] = {}
-    for (name, port), reason in seen.items():
-        reasons.setdefault(reason, []).append(f"{name}:{port}")
+    for place, reason in seen.items():
+        reasons.setdefault(reason, []).append(place if isinstance(place, str) else f"{place[0]}:{place[1]}")
     parts = [
         f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {reason}"
         for reason, places in sorted(reasons.items(), key=lambda item: not item[0].startswith("found"))

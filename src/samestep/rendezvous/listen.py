@@ -1,23 +1,34 @@
-"""Sockets on all addresses of this machine, IPv6 and IPv4: to listen at a port, or to keep one free for rank 0."""
+"""Where processes listen: at addresses of this machine, or at a Unix socket that only their user can reach.
 
+A port can also be kept free for rank 0.
+"""
+
+import os
 import socket
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from samestep.errors import PlacementError
+from samestep.rendezvous.addresses import own_addresses
+from samestep.rendezvous.key import derive
 
+LOOP = "127.0.0.1"
 _STEP_S = 0.25
 _TAKEN_S = 30.0
+_BACKLOG = 1024
 _ALL_ADDRESSES = ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0"))
 
 
-def listen(ports: Sequence[int], why: str = "") -> socket.socket:
-    """Listen at the first of these ports that is free on this machine (0: any)."""
+def listen(ports: Sequence[int], addresses: Sequence[str], why: str = "") -> list[socket.socket]:
+    """Listen at these addresses, at the first of these ports that is free on this machine (0: any)."""
     until = time.monotonic() + _TAKEN_S
     while True:
         for port in ports:
-            if (listener := listen_at(port)) is not None:
-                return listener
+            if listeners := listen_at(port, addresses):
+                return listeners
         if time.monotonic() > until:
             listed = ", ".join(map(str, ports))
             is_given = why.startswith("MASTER_PORT")
@@ -29,34 +40,93 @@ def listen(ports: Sequence[int], why: str = "") -> socket.socket:
         time.sleep(_STEP_S)
 
 
-def listen_at(port: int) -> socket.socket | None:
-    """A socket that listens at this port, or None where it is taken."""
-    return _bound(port, listens=True)
+def listen_at(port: int, addresses: Sequence[str]) -> list[socket.socket]:
+    """Sockets that listen at this port of these addresses, none where it is taken."""
+    listeners: list[socket.socket] = []
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        opened = _bound(family, address, listeners[0].getsockname()[1] if listeners else port)
+        try:
+            if opened is None:
+                raise OSError
+            listeners.append(opened)
+            opened.listen(_BACKLOG)
+        except OSError:
+            for listener in listeners:
+                listener.close()
+            return []
+    return listeners
+
+
+def addresses_for(name: str) -> list[str]:
+    """Those of this machine at which others that know it by this name will look for it."""
+    try:
+        found = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        found = set()
+    outside = own_addresses()
+    # A machine may resolve its own name to the loop, where nobody else comes.
+    return (
+        [one for one in outside if one in found]
+        or (outside if name not in (LOOP, "localhost", "::1") else [])
+        or [LOOP]
+    )
+
+
+@contextmanager
+def private_socket(path: Path) -> Iterator[socket.socket]:
+    """Listen at a Unix socket in a directory of mode 0700, which is removed at the end."""
+    folder = path.parent
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o170077 != 0o040000:
+        raise PlacementError(f"{folder} is not this user's own directory; remove it")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
+        try:
+            opened.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)  # what a crash left
+        else:
+            raise PlacementError(f"another process listens at {path}; give every rank a number of its own")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
+        opened.bind(str(path))
+        opened.listen(_BACKLOG)
+        try:
+            yield opened
+        finally:
+            with suppress(OSError):
+                path.unlink()
+                folder.rmdir()
+
+
+def private_path(key: bytes, *words: str) -> Path:
+    """Where the ranks of one machine meet; nobody without their key can make a directory of that name first."""
+    folder = f"samestep-{os.geteuid()}-{derive(key, 'directory', *words).hex()[:24]}"
+    base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    return Path(base, folder, "rank-0")
 
 
 def hold_port() -> tuple[socket.socket, int]:
     """A socket bound to a free port that never listens: rank 0 sets SO_REUSEADDR too and may listen there."""
-    if (held := _bound(0, listens=False)) is None:
-        raise OSError("no TCP port can be bound on this machine")
-    return held, held.getsockname()[1]
-
-
-def _bound(port: int, *, listens: bool) -> socket.socket | None:
     for family, address in _ALL_ADDRESSES:
-        try:
-            opened = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            continue
-        try:
-            if family == socket.AF_INET6:
-                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            # A launcher may hold the port, bound and not listening; of two that listen one fails here.
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind((address, port))
-            if listens:
-                opened.listen(1024)
-        except OSError:
-            opened.close()
-            continue
-        return opened
-    return None
+        if (held := _bound(family, address, 0)) is not None:
+            return held, held.getsockname()[1]
+    raise OSError("no TCP port can be bound on this machine")
+
+
+def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket | None:
+    try:
+        opened = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
+        # A launcher may hold the port, bound and not listening; of two that listen one fails here.
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((address, port))
+    except OSError:
+        opened.close()
+        return None
+    return opened

@@ -3,7 +3,8 @@
 import json
 import os
 import secrets
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -11,15 +12,16 @@ from samestep.errors import PlacementError
 from samestep.files import write_atomically
 from samestep.rendezvous.addresses import own_addresses
 from samestep.rendezvous.join import Member, host, join
-from samestep.rendezvous.listen import listen
+from samestep.rendezvous.listen import LOOP, listen
 from samestep.rendezvous.peers import Peers
 from samestep.text import reason_of
 
 
 @contextmanager
-def posted(path: Path, port: int) -> Iterator[None]:
+def posted(path: Path, listeners: Sequence[socket.socket]) -> Iterator[None]:
     """While entered, the note is there; a note that a crash left is replaced."""
-    mine = {"addresses": own_addresses() or ["127.0.0.1"], "port": port, "mark": secrets.token_hex(8)}
+    places = [listener.getsockname() for listener in listeners]
+    mine = {"addresses": [place[0] for place in places], "port": places[0][1], "mark": secrets.token_hex(8)}
     text = json.dumps(mine | {"host": os.uname().nodename, "pid": os.getpid()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,9 +42,9 @@ def meet(path: Path, me: Member) -> Peers:
     """Connect the members of a run: number 0 leaves the note, the others read it."""
     if me.number:
         return join(lambda: read(path), me)
-    listener = listen([0])
-    with posted(path, listener.getsockname()[1]):
-        return host(listener, me)
+    listeners = listen([0], own_addresses() or [LOOP])
+    with posted(path, listeners):
+        return host(listeners, me)
 
 
 def read(path: Path) -> list[tuple[str, int]]:

@@ -1,69 +1,29 @@
 """The processes of a run connected through number 0: they gather values, and hear when a peer is lost.
 
-Both ends of a connection first say which run they belong to, so that two runs at one port never mix.
-Covered: members that come late, twice, from another run, or are lost. Not covered: a member that lies about
-its run.
+Covered: members that come late, twice, from another run, or are lost. Not covered: a member that has the key and lies.
 """
 
-import json
 import selectors
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from samestep.errors import RankMissing
-from samestep.text import name_ranks
+from samestep.rendezvous.link import Link
+from samestep.rendezvous.listen import LOOP
+from samestep.text import name_ranks, printable
 
 _STEP_S = 0.25
 _BEAT_S = 1.0
-_SEND_S = 10.0
-_CHUNK = 1 << 16
-_MOST_BYTES = 1 << 24
-
-
-class JsonSocket:
-    """A connection that carries JSON objects, one a line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.heard_at = time.monotonic()
-        self._rest = bytearray()
-        connection.settimeout(_SEND_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError where the other end is gone."""
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self) -> list[dict[str, Any]]:
-        """What has arrived; EOFError at the end, ValueError where it is not this protocol."""
-        try:
-            data = self.connection.recv(_CHUNK)
-        except OSError as error:
-            raise EOFError(str(error)) from error
-        if not data:
-            raise EOFError("closed")
-        self.heard_at = time.monotonic()
-        self._rest += data
-        if len(self._rest) > _MOST_BYTES:
-            raise ValueError("a line without end")
-        *lines, self._rest = self._rest.split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("no object")
-        return messages
-
-    def close(self) -> None:
-        self.connection.close()
+_LONGEST_ERROR = 2000
 
 
 class Peers:
     """All members of a run; number 0 has a stream to each other member, each of them has a stream to number 0."""
 
     def __init__(
-        self, rank: int, names: Sequence[str], streams: Mapping[int, JsonSocket], silence_s: float, noun: str
+        self, rank: int, names: Sequence[str], streams: Mapping[int, Link], silence_s: float, noun: str
     ) -> None:
         self.rank, self.size, self.names = rank, len(names), list(names)
         self.news: list[tuple[int, Any]] = []
@@ -81,13 +41,12 @@ class Peers:
     def address(self) -> str:
         """Number 0's address, as number 0 or this member sees it."""
         stream = next(iter(self._streams.values()))
-        name = stream.connection.getpeername() if self.rank else stream.connection.getsockname()
-        return str(name[0]).removeprefix("::ffff:")
+        return _address(stream.connection.getpeername() if self.rank else stream.connection.getsockname())
 
     @property
     def own_address(self) -> str:
         """The address of this machine that leads to number 0."""
-        return str(self._streams[0].connection.getsockname()[0]).removeprefix("::ffff:")
+        return _address(self._streams[0].connection.getsockname())
 
     def gather(self, mine: Any, limit_s: float) -> list[Any]:
         """Collective. What every member brought, by number; RankMissing where one is lost or too late."""
@@ -122,7 +81,7 @@ class Peers:
             self._send_all({})
         for key, _ in self._selector.select(wait_s):
             try:
-                messages = self._streams[key.data].read()
+                messages = self._streams[key.data].read_json()
             except (EOFError, ValueError):
                 self._lose(key.data, "its process has ended or its network is cut")
             for message in messages:
@@ -141,7 +100,7 @@ class Peers:
     def take(self, number: int, message: dict[str, Any]) -> None:
         """Local. Note one message of a member; RankMissing where it says that a member is lost."""
         if "error" in message:
-            raise RankMissing(str(message["error"]), ranks=message.get("ranks", ()))
+            raise RankMissing(printable(message["error"], _LONGEST_ERROR), ranks=message.get("ranks", ()))
         if "part" in message:
             self._parts[number] = message["part"]
         if "gathered" in message:
@@ -158,11 +117,11 @@ class Peers:
 
     def _send(self, number: int, message: Mapping[str, Any]) -> None:
         try:
-            self._streams[number].send(message)
+            self._streams[number].send_json(message)
         except OSError:
             # What it sent before it went may say why it did.
             with suppress(EOFError, ValueError):
-                for last in self._streams[number].read():
+                for last in self._streams[number].read_json():
                     self.take(number, last)
             self._lose(number, "its process has ended or its network is cut")
 
@@ -172,5 +131,10 @@ class Peers:
     def _fail(self, text: str, numbers: Sequence[int]) -> None:
         for stream in self._streams.values() if not self.rank else ():
             with suppress(OSError):
-                stream.send({"error": text, "ranks": numbers})
+                stream.send_json({"error": text, "ranks": numbers})
         raise RankMissing(text, ranks=numbers)
+
+
+def _address(name: Any) -> str:
+    """The loop where it is a Unix socket, whose ends have no addresses."""
+    return str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else LOOP

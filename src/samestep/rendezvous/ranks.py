@@ -1,36 +1,70 @@
-"""Connects the ranks of a run: at a given or derived port, or where a note says; no torch."""
+"""Connects the ranks of a run: by a private socket on one machine, else at a port, or where a note says; no torch."""
 
 import os
+import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from samestep.errors import PlacementError
 from samestep.placement.launchers import hosts_of_ranks, port_choices
-from samestep.placement.place import Placement
+from samestep.placement.place import ASSUMED, Placement
 from samestep.rendezvous import addresses, note
-from samestep.rendezvous.join import Member, host, join
-from samestep.rendezvous.listen import listen
+from samestep.rendezvous.join import Member, Place, host, join
+from samestep.rendezvous.key import key_of_run
+from samestep.rendezvous.listen import LOOP, addresses_for, listen, private_path, private_socket
 from samestep.rendezvous.peers import Peers
 
-_LOOP = "127.0.0.1"
 _NO_NOTE_S = 120.0
+Publish = Callable[[Sequence[Place]], Sequence[Place]]
 
 
-def connect_ranks(here: Placement, limit_s: float) -> Peers:
-    """Collective. Connect this process with all ranks of its run."""
+def connect_ranks(here: Placement, limit_s: float, publish: Publish | None = None) -> Peers:
+    """Collective. Connect this process with all ranks of its run.
+
+    `publish` takes where rank 0 listens, and gives it to the others, which bring nothing.
+    """
+    key = key_of_run(os.environ, here.launcher)
     expected = hosts_of_ranks(os.environ, here.size)
-    me = Member(here.run or "", here.rank, here.size, limit_s=limit_s, expected=expected)
-    if here.master_addr is None or here.master_port is None:
+    me = Member(here.run or "", here.rank, here.size, key, limit_s=limit_s, expected=expected)
+    if publish:
+        return _published(here, me, publish)
+    path = private_path(key, me.run, str(here.master_port))
+    is_alone = is_one_machine(here)
+    if not is_alone and (here.master_addr is None or here.master_port is None):
         return _by_note(here, me)
-    said = here.origin.get("master_port", "")
-    is_given = said.lower().startswith("master_port=")
-    ports = [here.master_port] if is_given else port_choices(here.master_port)
     if here.rank == 0:
-        return host(listen(ports, said), me)
-    names = _names(here, here.master_addr)
-    return join(lambda: [(name, port) for port in ports for name in names], me)
+        with ExitStack() as stack:
+            private = stack.enter_context(private_socket(path))
+            return host([private, *([] if is_alone else _doors(here))], me)
+    if is_alone or (here.node == 0 and "=" in here.origin.get("node", "")):
+        return join(lambda: [str(path)], me)
+    names = addresses.resolve(here.master_addr or LOOP, _suffix(here))
+    return join(lambda: [(name, port) for port in _ports(here) for name in names], me)
+
+
+def is_one_machine(here: Placement) -> bool:
+    """Whether all ranks are known to run on one machine."""
+    is_told = here.nodes == 1 and here.origin.get("local_size") != ASSUMED
+    return is_told or here.master_addr in ("localhost", LOOP, "::1")
+
+
+def _published(here: Placement, me: Member, publish: Publish) -> Peers:
+    if here.rank:
+        places = publish([])
+        return join(
+            lambda: [place if isinstance(place, str) else (place[0], place[1]) for place in places], me
+        )
+    if is_one_machine(here):
+        path = private_path(os.urandom(32))
+        with private_socket(path) as private:
+            publish([str(path)])
+            return host([private], me)
+    listeners = listen([0], addresses.own_addresses() or [LOOP])
+    publish([one.getsockname()[:2] for one in listeners])
+    return host(listeners, me)
 
 
 def _by_note(here: Placement, me: Member) -> Peers:
@@ -52,10 +86,17 @@ def _by_note(here: Placement, me: Member) -> Peers:
     return note.meet(path, replace(me, nowhere=nowhere, untold_s=no_note_s))
 
 
-def _names(here: Placement, master: str) -> Sequence[str]:
-    """Where rank 0's machine is for this process."""
-    is_told = "=" in here.origin.get("node", "")
-    if here.node == 0 and is_told:
-        return [_LOOP]
+def _doors(here: Placement) -> list[socket.socket]:
+    name = f"{here.master_addr}{_suffix(here)}"
+    return listen(_ports(here), addresses_for(name), here.origin.get("master_port", ""))
+
+
+def _ports(here: Placement) -> list[int]:
+    port = here.master_port or 0
+    is_given = here.origin.get("master_port", "").lower().startswith("master_port=")
+    return [port] if is_given else port_choices(port)
+
+
+def _suffix(here: Placement) -> str:
     is_given = here.origin.get("master_addr", "").lower().startswith("master_addr=")
-    return addresses.resolve(master, "" if is_given else os.environ.get("SAMESTEP_ADDRESS_SUFFIX", ""))
+    return "" if is_given else os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "")

@@ -6,6 +6,7 @@ silent. Not covered: going on without a node that is lost.
 
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ from samestep.placement.launchers import port_choices
 from samestep.placement.place import Placement
 from samestep.rendezvous import addresses, note
 from samestep.rendezvous.join import Member, host, join
-from samestep.rendezvous.listen import listen, listen_at
+from samestep.rendezvous.key import derive, key_of_user
+from samestep.rendezvous.listen import addresses_for, listen, listen_at
 from samestep.rendezvous.peers import Peers
 from samestep.rundir import CHECKPOINTED, read_record
 
@@ -147,12 +149,16 @@ class Launchers:
         return None
 
     def begin(self, size: int, address: str, port: int) -> NodeRanks:
-        """What is this node's in the next attempt; the address is for a run of this node alone."""
+        """What is this node's in the next attempt, which has a new key; the address is for a run of this node alone."""
         if self._peers:
             self._peers.news.clear()
             address = self._peers.address
         self._stop_at = inf
-        sizes, ports = zip(*self._gather([size, port]), strict=True)
+        sizes, ports, words = zip(*self._gather([size, port, secrets.token_hex(32)]), strict=True)
+        # The word of node 0 is no secret: it was sent over the network.
+        self.key = (
+            derive(key_of_user(os.environ), "run", words[0]) if self._peers else secrets.token_bytes(32)
+        )
         self._began = time.monotonic()
         return NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, address, ports[0])
 
@@ -205,20 +211,18 @@ def _blame(end: End) -> tuple[bool, bool, bool, bool, float]:
 
 def _member(number: int, count: int, run: str, limit_s: float) -> Member:
     """This node among others; -1 takes any number that is free."""
-    return Member(run, number, count, "node", limit_s, _SILENCE_S)
+    return Member(run, number, count, key_of_user(os.environ), "node", limit_s, _SILENCE_S)
 
 
 def _peers(where: NodeMeeting) -> Peers:
     me, name, ports, file = where
     if file:
         return note.meet(file, me)
-    if me.number == 0:
-        return host(listen(ports, "--rendezvous"), me)
-    if me.number < 0 and _is_here(name):
-        own = listen_at(ports[0])
-        if own is not None:
-            return host(own, replace(me, number=0))
     suffix = os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "") if len(ports) > 1 else ""
+    if me.number == 0:
+        return host(listen(ports, addresses_for(name + suffix), "--rendezvous"), me)
+    if me.number < 0 and _is_here(name) and (own := listen_at(ports[0], addresses_for(name))):
+        return host(own, replace(me, number=0))
     # MASTER_ADDR, which a rank would be told, is not looked at here: it may be left from the launcher around.
     instead = f"write --nodes {me.size} --rendezvous tcp://HOST:{ports[0]} with"
     found = addresses.resolve(name, suffix, instead)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from samestep.errors import UsageError
 from samestep.placement.place import Placement, exports
+from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.rundir import (
     CHECKPOINTED,
@@ -139,12 +140,14 @@ def _specs(
         attempt.enter_context(held)
     ranks = launchers.begin(script.size, script.address, port)
     shares, threads = share_cores(script.size)
+    key = attempt.enter_context(handed_on(launchers.key))
     told = {
         "TORCHELASTIC_RUN_ID": launchers.run_name,
         **script.env,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(script.max_restarts),
         "SAMESTEP_RUN": str(run),
+        DESCRIPTOR: str(key),
     }
 
     def lost(reason: str) -> None:
@@ -167,6 +170,7 @@ def _specs(
                 terminal if rank in script.shown else None,
                 None if script.shown == {0} else f"[rank {rank}] ".encode() if rank else b"",
                 failure_path(run, rank),
+                key,
             )
         )
     return specs, ranks.total

@@ -2,6 +2,7 @@
 
 import codecs
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
 import cloudpickle
 
 from samestep.errors import UsageError, WorkerFailed
+from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.start.call import BOOT, ERROR, VALUE
 from samestep.start.devices import share_cores
@@ -55,7 +57,8 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         calls = [stack.enter_context(_file(text)) for _ in range(size)]
         shares, threads = share_cores(size)
         # No directory: nothing is kept, but the variable tells a worker that samestep started it.
-        told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
+        key = stack.enter_context(handed_on(secrets.token_bytes(32)))
+        told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch", DESCRIPTOR: str(key)}
         ranks = NodeRanks(0, size, 0, 1, "127.0.0.1", port)
         specs = [
             WorkerSpec(
@@ -65,6 +68,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
                 shares[rank],
                 call.fileno(),
                 console=_Caller() if rank == 0 else None,
+                key=key,
             )
             for rank, call in enumerate(calls)
         ]

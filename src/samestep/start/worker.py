@@ -32,6 +32,7 @@ class WorkerSpec(NamedTuple):
     console: Console | None = None
     prefix: bytes | None = None
     record: Path | None = None
+    key: int | None = None
 
 
 class Guardian(Popen[bytes]):
@@ -67,6 +68,7 @@ class Worker:
                 stdout=PIPE,
                 stderr=PIPE,
                 start_new_session=True,
+                pass_fds=() if spec.key is None else (spec.key,),
             )
         self.pid = self._process.pid
         guardian.watch(self.pid)

@@ -50,6 +50,8 @@ def test_the_variables_of_torch_are_there(world):
         "TORCHELASTIC_RESTART_COUNT",
     } <= os.environ.keys()
     assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    # a job that the script submits would inherit the name of an interface that its machines may not have
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & os.environ.keys()
 
 
 def test_one_process_of_the_node_goes_first(world, tmp_path):

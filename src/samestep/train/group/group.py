@@ -165,7 +165,7 @@ class Group:
         if sys.excepthook == self._note_failure:
             sys.excepthook = self._excepthook
         self._control = None
-        self._restore_environment()
+        restore_environment(self._variables)
         return saved
 
     def leave(self) -> None:
@@ -180,13 +180,6 @@ class Group:
         if not self.close():
             _exit(1)
 
-    def _restore_environment(self) -> None:
-        for name, value in self._variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
     def _note_failure(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
@@ -195,6 +188,15 @@ class Group:
             self.failed = code
         self._excepthook(kind, error, traceback)
         write_failure(os.environ, error, code)
+
+
+def restore_environment(before: Mapping[str, str | None]) -> None:
+    """Give these variables their values back; None is none."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _exit(code: int) -> None:

@@ -4,38 +4,45 @@ Below torchrun its own store is used. Everywhere else rank 0 opens a door at the
 others show that they belong to the same run, and a store is made for them at a port of its own.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from samestep.errors import PlacementError
 from samestep.placement.place import ASSUMED, Placement
 from samestep.rendezvous import addresses
-from samestep.rendezvous.join import say
-from samestep.rendezvous.listen import listen
+from samestep.rendezvous.join import Place, say
+from samestep.rendezvous.listen import LOOP, listen
 from samestep.rendezvous.peers import Peers
-from samestep.rendezvous.ranks import connect_ranks
+from samestep.rendezvous.ranks import Publish, connect_ranks, is_one_machine
 
-_LOOP = "127.0.0.1"
 _MOST_TRIED = 64
 
 
-def find(here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
-    """Collective. Where this process really is, and a store that all ranks share."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))  # type: ignore[attr-defined]
-        _take_interface(_own_address(here, store))
-        return here, store
-    with closing(connect_ranks(here, timeout.total_seconds())) as peers:
+class Found(NamedTuple):
+    """Where this process really is, a store that all ranks share, and variables that name its interface to torch."""
+
+    here: Placement
+    store: Any
+    interface: dict[str, str]
+
+
+def find(here: Placement, timeout: timedelta) -> Found:
+    """Collective. Where this process is among all ranks, and what they share."""
+    publish = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_one_machine(here):
+        publish = _through_store(here, timeout)
+    with closing(connect_ranks(here, timeout.total_seconds(), publish)) as peers:
         return _meet(peers, here, timeout)
 
 
-def _meet(peers: Peers, here: Placement, timeout: timedelta) -> tuple[Placement, Any]:
+def _meet(peers: Peers, here: Placement, timeout: timedelta) -> Found:
     """Three rounds: on which machines, at which addresses, and whether these were reached."""
     limit_s = timeout.total_seconds()
     machine = addresses.machine()
@@ -48,13 +55,20 @@ def _meet(peers: Peers, here: Placement, timeout: timedelta) -> tuple[Placement,
         address = reached
     else:
         away = next((reached for other, reached in roster if other != machine), None)
-        address = addresses.source_for(away) if away else _LOOP
-    interface = _take_interface(address)
+        address = addresses.source_for(away) if away else LOOP
+    interface = _interface(address)
     store: Any = None
     if here.rank == 0:
-        store = dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-    with listen([0]) as door:
-        at = peers.gather([address, door.getsockname()[1], store and store.port, interface], limit_s)
+        (held,) = listen([0], [address])
+        port = held.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=held.detach()
+        )
+    with listen([0], [address])[0] as door:
+        at = peers.gather(
+            [address, door.getsockname()[1], store and store.port, interface.get("GLOO_SOCKET_IFNAME")],
+            limit_s,
+        )
         firsts = [everyones.index(one) for one in machines]
         before = firsts[: firsts.index(here.rank)][-_MOST_TRIED:] if here.rank in firsts else []
         places = {(at[rank][0], at[rank][1]): rank for rank in before}
@@ -67,7 +81,7 @@ def _meet(peers: Peers, here: Placement, timeout: timedelta) -> tuple[Placement,
     elif len(machines) > 1:
         through = ", ".join(dict.fromkeys(one[3] for one in at if one[3]))
         say(f"{here.size} ranks on {len(machines)} nodes meet at {address}:{port} through {through}")
-    return replace(here, master_addr=meeting, master_port=port), store
+    return Found(replace(here, master_addr=meeting, master_port=port), store, interface)
 
 
 def _check_reached(tried: Sequence[Sequence[int]], names: Sequence[str], at: Sequence[Sequence[Any]]) -> None:
@@ -96,23 +110,24 @@ def _placed(here: Placement, machines: Sequence[str]) -> Placement:
     )
 
 
-def _own_address(here: Placement, store: Any) -> str:
-    """The address of this process for the others, where torchrun has brought them together."""
-    if here.nodes == 1 or here.master_addr is None:
-        return _LOOP
-    if here.node != 0:
-        address = addresses.source_for(addresses.resolve(here.master_addr)[0])
-        store.set("samestep/away", address)
-        return address
-    return addresses.source_for(store.get("samestep/away").decode())
+def _through_store(here: Placement, timeout: timedelta) -> Publish:
+    """torchrun's agent has the only port that the nodes know; its store says where rank 0 listens."""
+    store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))  # type: ignore[attr-defined]
+    name = f"samestep/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+
+    def publish(places: Sequence[Place]) -> Sequence[Place]:
+        if places:
+            store.set(name, json.dumps(places))
+        found: list[Place] = json.loads(store.get(name))
+        return found
+
+    return publish
 
 
-def _take_interface(address: str) -> str | None:
+def _interface(address: str) -> dict[str, str]:
     """Gloo would ask what this machine's name resolves to, and NCCL takes the first that it finds."""
     name = addresses.interface_of(address)
     if name is None:
-        return os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    if address != _LOOP:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-    return os.environ["GLOO_SOCKET_IFNAME"]
+        return {}
+    names = {"GLOO_SOCKET_IFNAME": name} | ({} if address == LOOP else {"NCCL_SOCKET_IFNAME": f"={name}"})
+    return {variable: os.environ.get(variable, value) for variable, value in names.items()}

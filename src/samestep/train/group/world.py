@@ -25,7 +25,7 @@ from samestep.rundir import begin_run, start_record
 from samestep.text import name_ranks
 from samestep.train.group import rendezvous
 from samestep.train.group.control import Control, Store
-from samestep.train.group.group import Group
+from samestep.train.group.group import Group, restore_environment
 
 
 @dataclass(frozen=True)
@@ -116,21 +116,34 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     atexit.register(_leave, os.getpid())
     before = dict(os.environ)
     here, store, control = this_process(), None, None
+    interface: Mapping[str, str] = {}
     if here.size > 1 and not dist.is_initialized():
-        here, store = rendezvous.find(here, timeout)
+        here, store, interface = rendezvous.find(here, timeout)
     device = _take_device(here)
     if here.rank == 0 and here.launcher == "slurm":
         _begin_run(here)
     own_cores = len(cores())
     if here.size > 1:
         os.environ.update(exports(here, os.environ))
-        control, own_cores = _join(here, store, device, backend, timeout)
+        with _variables(interface):
+            control, own_cores = _join(here, store, device, backend, timeout)
     if here.rank == 0:
         for note in here.notes:
             print(f"samestep: {note}", file=sys.stderr)
     facts = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
     changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
     _group = Group(World(*facts, device, here.launcher), control, own_cores, changed, timeout)
+
+
+@contextmanager
+def _variables(some: Mapping[str, str]) -> Iterator[None]:
+    """While entered, these are set; a job that is submitted later, perhaps to other machines, inherits none."""
+    before = {name: os.environ.get(name) for name in some}
+    os.environ.update(some)
+    try:
+        yield
+    finally:
+        restore_environment(before)
 
 
 def _leave(pid: int) -> None:

@@ -1,0 +1,127 @@
+"""The key of a run: 32 random bytes that only its processes get; nobody joins without a proof that he has them.
+
+`samestep run` hands its workers a key of their own through an inherited descriptor. Where nothing is inherited
+(srun, mpirun, torchrun, launchers of several nodes) the key is in a file that only its user can read, or in
+SAMESTEP_KEY.
+"""
+
+import hmac
+import os
+import re
+import secrets
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from samestep.errors import PlacementError
+from samestep.files import make_private_directory
+from samestep.text import reason_of
+
+DESCRIPTOR = "SAMESTEP_KEY_FD"
+_BYTES = 32
+_MARK = b"samestep key\n"
+_WRITTEN_S = 5.0
+
+
+def derive(key: bytes, *words: str | bytes) -> bytes:
+    """A key or a proof that belongs to these words; nothing of the key can be learned from it."""
+    parts = [word.encode(errors="replace") if isinstance(word, str) else word for word in words]
+    return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
+
+
+def key_of_run(env: Mapping[str, str], launcher: str) -> bytes:
+    """The key that this process shares with the other processes of its run."""
+    if launcher == "samestep" and (number := env.get(DESCRIPTOR)):
+        return _inherited(number)
+    return key_of_user(env)
+
+
+def key_of_user(env: Mapping[str, str]) -> bytes:
+    """SAMESTEP_KEY, or what a file of mode 0600 in the user's state directory holds; the file is made once."""
+    if said := env.get("SAMESTEP_KEY"):
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * _BYTES}}}", said):
+            raise PlacementError(
+                f"SAMESTEP_KEY has {len(said)} characters that are no key; set it to {2 * _BYTES} random "
+                "hexadecimal digits, such as those of `openssl rand -hex 32`",
+                variable="SAMESTEP_KEY",
+            )
+        return bytes.fromhex(said)
+    state = env.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    path = Path(state, "samestep", "key")
+    try:
+        make_private_directory(path.parent)
+        return _made(path) or _read(path)
+    except OSError as error:
+        raise PlacementError(
+            f"the key at {path} cannot be read or made ({reason_of(error)}); correct that, or set SAMESTEP_KEY "
+            f"to the same {2 * _BYTES} random hexadecimal digits for every rank"
+        ) from error
+
+
+@contextmanager
+def handed_on(key: bytes) -> Iterator[int]:
+    """A descriptor of a file without a name that holds the key: a worker inherits it, and nobody else opens it."""
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("samestep-key")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    try:
+        os.write(descriptor, _MARK + key)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _inherited(number: str) -> bytes:
+    try:
+        descriptor = int(number)
+        os.set_inheritable(descriptor, False)
+        said = os.pread(descriptor, len(_MARK) + _BYTES + 1, 0)
+    except (ValueError, OverflowError, OSError):
+        said = b""
+    if len(said) != len(_MARK) + _BYTES or not said.startswith(_MARK):
+        raise PlacementError(
+            f"{DESCRIPTOR} names no open key, which `samestep run` gives to its workers; let descriptors through "
+            "to the script, and unset SAMESTEP_RUN in what is no worker",
+            variable=DESCRIPTOR,
+        )
+    return said.removeprefix(_MARK)
+
+
+def _made(path: Path) -> bytes | None:
+    """A new key, or None where there is one."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return None
+    key = secrets.token_bytes(_BYTES)
+    with open(descriptor, "wb") as file:
+        file.write(key)
+        file.flush()
+        os.fsync(descriptor)
+    return key
+
+
+def _read(path: Path) -> bytes:
+    until = time.monotonic() + _WRITTEN_S
+    while True:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            facts, key = os.fstat(file.fileno()), file.read(_BYTES + 1)
+        mode = stat.S_IMODE(facts.st_mode)
+        if facts.st_uid != os.geteuid() or mode & 0o077 or not stat.S_ISREG(facts.st_mode):
+            raise PlacementError(
+                f"{path} has owner {facts.st_uid} and mode {mode:o}, so its key may not be this user's alone; "
+                "delete it, and a new one is made"
+            )
+        if len(key) == _BYTES:
+            return key
+        if len(key) > _BYTES or time.monotonic() > until:
+            raise PlacementError(
+                f"{path} holds {len(key)} bytes and no key; delete it, and a new one is made"
+            )
+        time.sleep(0.05)  # another process has just made it
