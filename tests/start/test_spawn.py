@@ -181,7 +181,7 @@ def test_a_script_calls_its_own_functions_without_a_main_guard(tmp_path):
 
 
 def test_the_package_of_the_same_name_can_be_called_too():
-    import_first = "import samestep.start.devices, samestep; print(samestep.launch(lambda: 1, 2))"
+    import_first = "import samestep.placement.devices, samestep; print(samestep.launch(lambda: 1, 2))"
     done = subprocess.run([sys.executable, "-c", import_first], capture_output=True, text=True, check=True)
     assert done.stdout == "[1, 1]\n"
 

@@ -13,9 +13,9 @@ import click
 from samestep.cli.output import numbers, verb
 from samestep.errors import UsageError
 from samestep.placement.cores import cores
+from samestep.placement.devices import COUNTED, masked, visible_devices
 from samestep.placement.place import place
 from samestep.start.allocation import allocation_command, explanation
-from samestep.start.devices import masked, visible_devices
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
 from samestep.start.scan import remark_on
 from samestep.start.script import Script, run_script
@@ -217,7 +217,7 @@ def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
         env, size = masked(os.environ, devices)
         if count and count != str(size):
             raise UsageError(f"-n {count} does not fit the {size} of --devices {devices}; leave -n out")
-        return env, size
+        return env | {COUNTED: str(size)}, size
     visible = len(visible_devices(os.environ))
     if count is None and not visible:
         click.echo(
@@ -227,7 +227,7 @@ def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
     if count in ("gpu", "xpu") and not visible:
         raise UsageError(f"-n {count} asks for a process on each device, but none is visible; write a number")
     if count in (None, "gpu", "xpu"):
-        return {}, visible
+        return {COUNTED: str(visible)}, visible
     if count in ("cpu", "auto"):
         return {}, (count == "auto" and visible) or len(cores())
     if not re.fullmatch(r"[1-9][0-9]{0,3}", count):

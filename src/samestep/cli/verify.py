@@ -11,7 +11,7 @@ import click
 from samestep.cli.output import numbers, print_json, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
-from samestep.start.devices import visible_devices
+from samestep.placement.devices import visible_devices
 
 if TYPE_CHECKING:
     from samestep.verify.verify import Outcome, Report

@@ -18,8 +18,8 @@ from threading import Thread, Timer
 
 from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.runs import Run, read_run
+from samestep.placement.devices import share_cores
 from samestep.rundir import log_path
-from samestep.start.devices import share_cores
 from samestep.start.script import Script, run_script
 
 _STOP_S = 2.0  # what workers have to end in once they are told to

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.errors import UsageError
+from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, share_cores
 from samestep.placement.place import Placement, exports
 from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
@@ -24,7 +25,6 @@ from samestep.rundir import (
     time_up_path,
     write_record,
 )
-from samestep.start.devices import share_cores
 from samestep.start.ending import ending, restarting, step_of
 from samestep.start.failure import exit_code
 from samestep.start.memory import watch_kills
@@ -110,6 +110,7 @@ def run_script(script: Script) -> int:
 def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:
     """A worker's environment: the placement, what it is told, the user's variables, and defaults, in this order."""
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": str(threads)}
+    defaults |= {CUBLAS: FIXED_CUBLAS[0]}
     env = {**defaults, **os.environ, **told, **exports(place, told)}
     # Set by a torchrun around this; it would have rank 0 dial a store instead of opening one.
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -139,7 +140,7 @@ def _specs(
         held, port = hold_port()
         attempt.enter_context(held)
     ranks = launchers.begin(script.size, script.address, port)
-    shares, threads = share_cores(script.size)
+    shares, threads = share_cores(script.size, {**os.environ, **script.env})
     key = attempt.enter_context(handed_on(launchers.key))
     told = {
         "TORCHELASTIC_RUN_ID": launchers.run_name,

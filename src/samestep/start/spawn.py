@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
 import cloudpickle
 
 from samestep.errors import UsageError, WorkerFailed
+from samestep.placement.devices import share_cores
 from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.start.call import BOOT, ERROR, VALUE
-from samestep.start.devices import share_cores
 from samestep.start.failure import describe_end, last_words
 from samestep.start.memory import explain_kill, watch_kills
 from samestep.start.nodes import NodeRanks

@@ -5,14 +5,20 @@ from functools import cache
 
 import torch
 
+from samestep.train.group.device import widest
+
 _PIECE = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sums(tensors: Iterable[torch.Tensor]) -> bytes:
     """For each tensor eight bytes: the sum of its bits read as integers, which one flipped bit always changes."""
-    sums = [_bit_sum(_flat(tensor)).cpu() for tensor in tensors]
-    return torch.stack(sums).numpy().tobytes() if sums else b""
+    sums = [_bit_sum(_flat(tensor)) for tensor in tensors]
+    found = torch.zeros(len(sums), dtype=torch.int64, device="cpu")
+    for device in {one.device for one in sums}:
+        at = [number for number, one in enumerate(sums) if one.device == device]
+        found[at] = torch.stack([sums[number] for number in at]).cpu()
+    return found.numpy().tobytes()
 
 
 @torch.no_grad()
@@ -22,7 +28,7 @@ def digests(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[float, float, int
     Tensors that are close have close norms and projections.
     """
     for tensor in tensors:
-        flat = _flat(tensor.cpu() if tensor.device.type == "mps" else tensor)  # MPS has no float64
+        flat = _flat(tensor if widest(tensor.device) == torch.float64 else tensor.cpu())
         square, along = torch.zeros(2, dtype=torch.float64, device=flat.device)
         bits = torch.zeros((), dtype=torch.int64, device=flat.device)
         for start in range(0, flat.numel(), _PIECE):

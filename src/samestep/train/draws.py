@@ -71,7 +71,7 @@ class Draws(Member):
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is meant
-            for key in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
+            for key in {"CPU", torch._C._dispatch_key_for_device(self.group.world.device.type)}:
                 self._override(key)
 
     def close(self) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-NAMES = ("torch", "python", "numpy", "cuda")
+from samestep.train.group.device import set_stream_of_device, stream_of_device
+
+_OF_HOST = ("torch", "python", "numpy")
 
 
 def seed_of(*facts: int | str) -> int:
@@ -20,7 +22,7 @@ def seed_of(*facts: int | str) -> int:
 
 def draw_seed() -> int:
     """Local. A number of 63 bits from torch's stream, as DataLoader and RandomSampler draw their seeds."""
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def draw_as(*facts: int | str) -> None:
@@ -39,23 +41,24 @@ def capture() -> bytes:
         "python": random.getstate(),
         "numpy": [name, np.asarray(words).tolist(), *rest],
     }
-    if torch.cuda.is_available():
-        kept["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    kind, state = stream_of_device(in_use=False)
+    if state is not None:
+        kept[kind] = state.numpy().tobytes().hex()
     return json.dumps(kept).encode()
 
 
-def restore(kept: bytes, names: Collection[str] = NAMES) -> None:
-    """Local. Go on drawing where `capture` was called, in these streams."""
-    streams = json.loads(kept)
-    if "torch" in names:
+def restore(kept: bytes, names: Collection[str] | None = None) -> None:
+    """Local. Go on drawing where `capture` was called, in these streams or in all."""
+    streams = {name: at for name, at in json.loads(kept).items() if names is None or name in names}
+    if "torch" in streams:
         torch.set_rng_state(_tensor(streams["torch"]))
-    if "python" in names:
+    if "python" in streams:
         version, words, gauss = streams["python"]
         random.setstate((version, tuple(words), gauss))
-    if "numpy" in names:
+    if "numpy" in streams:
         np.random.set_state(tuple(streams["numpy"]))
-    if "cuda" in names and "cuda" in streams and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(streams["cuda"]))
+    for kind in streams.keys() - set(_OF_HOST):
+        set_stream_of_device(kind, _tensor(streams[kind]))
 
 
 def _tensor(text: str) -> torch.Tensor:
@@ -69,8 +72,9 @@ def digest() -> bytes:
     _, words, *rest = np.random.get_state(legacy=True)
     state.update(np.asarray(numbers, np.uint64).tobytes() + np.asarray(words).tobytes())
     state.update(repr((gauss, rest)).encode())
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state.update(torch.cuda.get_rng_state().numpy().tobytes())
+    _, of_device = stream_of_device(in_use=True)
+    if of_device is not None:
+        state.update(of_device.numpy().tobytes())
     return state.digest()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from samestep.state.directory import CheckpointDirectory
 from samestep.train.checkpoint import capture
+from samestep.train.group.device import HostMemory, synchronize
 
 
 class Writer:
@@ -24,7 +25,8 @@ class Writer:
         self.begun_at = time.monotonic()
         self._directory, self._device, self._on_written = directory, device, on_written
         self._thread: threading.Thread | None = None
-        self._copy = torch.empty(0, dtype=torch.uint8)
+        self._is_awaited = False
+        self._copy = HostMemory(0, device)
 
     @property
     def is_writing(self) -> bool:
@@ -32,18 +34,17 @@ class Writer:
 
     def wait(self) -> None:
         """Wait for the commit that is under way, if there is one."""
+        self._is_awaited = True
         if self._thread is not None:
             self._thread.join()
 
     def start(self, state: object, meta: Mapping[str, Any], place: list[Any]) -> None:
         """Copy the state and write it; `place` is `committed` once that was done, and begins with the step."""
-        size = capture.bulk(state)
-        on_cuda = self._device.type == "cuda"
-        if len(self._copy) < size:
-            self._copy = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
-        packed = capture.pack(state, meta, into=self._copy)
-        if on_cuda:
-            torch.cuda.synchronize()
+        size, self._is_awaited = capture.bulk(state), False
+        if len(self._copy.bytes) < size:
+            self._copy = HostMemory(size, self._device)
+        packed = capture.pack(state, meta, into=self._copy.bytes)
+        synchronize(self._device)
         self.begun_at = time.monotonic()
         self._thread = threading.Thread(target=self._write, args=(packed, place), name="samestep-commit")
         self._thread.start()
@@ -60,3 +61,5 @@ class Writer:
         else:
             self.failure, self.committed = "", place
             self._on_written(time.monotonic() - begun)
+            if not self._is_awaited:
+                self._copy.pin()

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from samestep.train.data.collated import Collated, Whole, streams_kept
+from samestep.train.group.device import moved
 from samestep.train.nested import map_tensors
 from samestep.train.streams import seed_of
 
@@ -30,13 +31,21 @@ class FromMemory:
 
     def __init__(self, dataset: TensorDataset, pin: bool) -> None:
         self.tensors = dataset.tensors
-        self.pin = pin and all(one.device.type == "cpu" for one in self.tensors)
+        self._pin = pin
+        devices = {one.device for one in self.tensors}
+        self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[list[torch.Tensor]]:
         for indices in plan:
             assert isinstance(indices, torch.Tensor)
-            batch = [one.index_select(0, indices.to(one.device)) for one in self.tensors]
-            yield [one.pin_memory() for one in batch] if self.pin else batch
+            yield [self._gathered(one, indices) for one in self.tensors]
+
+    def _gathered(self, tensor: torch.Tensor, indices: Indices) -> torch.Tensor:
+        if not self._pin or tensor.device.type != "cpu" or tensor.requires_grad:
+            return tensor.index_select(0, indices.to(tensor.device))
+        # torch gives pinned memory away again only after the copies from it
+        room = torch.empty(len(indices), *tensor.shape[1:], dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return torch.index_select(tensor, 0, indices, out=room)
 
     def sample(self, index: int) -> list[torch.Tensor]:
         return [one[index] for one in self.tensors]
@@ -44,6 +53,8 @@ class FromMemory:
 
 class FromWorkers:
     """Any other data set, through torch's DataLoader; its workers live as long as the loader."""
+
+    device = torch.device("cpu")
 
     def __init__(self, dataset: Any, options: dict[str, Any]) -> None:
         self._plan = _Plan()
@@ -137,43 +148,35 @@ def content(sample: Any) -> bytes:
     return repr(sample if plain else type(sample).__name__).encode()
 
 
-def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The same batches on the device; on CUDA copied on a side stream while the one before is used."""
+def on_device(batches: Iterator[Any], device: torch.device, side: torch.Stream | None) -> Iterator[Any]:
+    """The same batches on the device; with a side stream each is copied while the one before is used."""
     if device.type == "cpu":
         yield from batches
         return
-    if device.type != "cuda":
-        for batch in batches:
-            yield _moved(batch, device)
-        return
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    waiting: tuple[Any, torch.cuda.Event] | None = None
+    waiting: tuple[Any, torch.Event] | None = None
     for batch in batches:
-        with torch.cuda.stream(side):
+        if side is None:
+            yield _moved(batch, device)
+            continue
+        # What is allocated here may lie where an earlier batch was, whoever allocated that: an object's own `.to` say.
+        side.wait_stream(torch.accelerator.current_stream(device))
+        with side:
             copied = _moved(batch, device)
         arrived = side.record_event()
         if waiting is not None:
-            yield _arrived(*waiting)
+            yield _arrived(*waiting, device)
         waiting = copied, arrived
     if waiting is not None:
-        yield _arrived(*waiting)
+        yield _arrived(*waiting, device)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
     def move(one: Any) -> Any:
-        return one.to(device, non_blocking=True) if isinstance(one, torch.Tensor) else one.to(device)
+        return moved(one, device) if isinstance(one, torch.Tensor) else one.to(device)
 
     return map_tensors(move, batch, movable=True)
 
 
-def _arrived(batch: Any, arrived: torch.cuda.Event) -> Any:
-    stream = torch.cuda.current_stream()
-    stream.wait_event(arrived)
-
-    def keep(one: Any) -> Any:
-        # Memory of the side stream must not be given away while this stream still reads it.
-        if isinstance(one, torch.Tensor):
-            one.record_stream(stream)
-        return one
-
-    return map_tensors(keep, batch)
+def _arrived(batch: Any, arrived: torch.Event, device: torch.device) -> Any:
+    torch.accelerator.current_stream(device).wait_event(arrived)
+    return batch

@@ -20,6 +20,7 @@ from samestep.train.data.collated import ragged
 from samestep.train.data.order import Lazy, Order, Sampled
 from samestep.train.data.source import check_dataset, source_of
 from samestep.train.draws import Draws
+from samestep.train.group.device import SideStreams, moved
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
@@ -259,15 +260,20 @@ class Loader:
         this.take_order(order, self._order.pass_seed)
         return order
 
+    def _near(self, order: torch.Tensor | Lazy) -> torch.Tensor | Lazy:
+        """The order where the samples are: indices are sent to a device once a pass, not in every step."""
+        return moved(order, self._source.device) if isinstance(order, torch.Tensor) else order
+
     def _batches(
         self, this: Pass, drawn: torch.Tensor | Lazy | None, pieces: Sequence[share.Piece]
     ) -> Iterator[Any]:
         spine = self._spine
         order = self._drawn(this) if drawn is None else drawn
+        near = self._near(order)
         mine = [piece for piece in pieces if piece.mine or this.training]
         # what a collate_fn makes of a sample may depend on the other samples of the batch
         whole = self._draws.active and self._source.collates
-        plan = (self._planned(order, piece, whole) for piece in mine)
+        plan = (self._planned(near, piece, whole) for piece in mine)
         try:
             for piece, batch in zip(mine, self._read(plan, this), strict=True):
                 lent, step = not piece.mine, spine.steps
@@ -339,7 +345,8 @@ class Loader:
 
     def _read(self, plan: Iterator[Planned], this: Pass) -> Iterator[Any]:
         """The batches on this rank's device; what reading them draws is no draw of the script."""
-        batches = on_device(self._source.batches(plan, this.epoch, this.seed), self._world.device)
+        side = self._group.the(SideStreams).of_copies
+        batches = on_device(self._source.batches(plan, this.epoch, this.seed), self._world.device, side)
         while True:
             self._spine.is_reading = True
             self._group.enter("data")

@@ -174,20 +174,20 @@ class Sampled(Order):
         generator = getattr(self._sampler, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
-    def _take_streams(self, epoch: int, own: bytes, drawn_in: dict[str, Any]) -> Collection[str]:
-        """Set the streams that the sampler draws from; which of this rank's own do not go on by that."""
+    def _take_streams(self, epoch: int, own: bytes, drawn_in: dict[str, Any]) -> Collection[str] | None:
+        """Set the streams that the sampler draws from; which of this rank's own do not go on by that (None: all)."""
         generator = self._own_generator()
         if self._seed is not None:
             streams.draw_as("sampler", self._seed, epoch)
             if generator is not None:
                 generator.manual_seed(streams.seed_of("sampler", self._seed, epoch))
-            return streams.NAMES
+            return None
         if drawn_in:
             streams.restore(drawn_in["streams"])
             if generator is not None:
                 generator.set_state(torch.frombuffer(bytearray(drawn_in["generator"]), dtype=torch.uint8))
             self._drawn_in = drawn_in
-            return streams.NAMES
+            return None
         first = self._group.all_gather("samestep.loader's sampler draws", own)[0]
         self._drawn_in = {"streams": first, "generator": _state_of(generator)}
         streams.restore(first)

@@ -2,6 +2,7 @@
 
 import inspect
 import multiprocessing
+import sys
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from samestep.errors import UsageError
 from samestep.train.data.batches import FromMemory, FromWorkers
+from samestep.train.group.device import overlaps
 
 _OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
 _OURS = {"batch_sampler", "shuffle", "batch_size", "drop_last", "generator", "dataset"}
@@ -34,12 +36,16 @@ def source_of(
             f"loader knows no option {', '.join(sorted(unknown))}; it takes those of torch's DataLoader"
         )
     # elsewhere there is nothing to pin for, and torch may fail at it
-    pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and device.type == "cuda"
+    pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and overlaps(device)
     if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
         return FromMemory(dataset, pin)
     if "num_workers" not in options:
-        forks = multiprocessing.get_start_method() == "fork"
+        method = multiprocessing.get_start_method(allow_none=True)
+        # Python 3.14 does not fork unless it is asked to, and no other way takes a script as it is
+        forks = method == "fork" or (method is None and sys.platform == "linux")
         options["num_workers"] = own_cores - (device.type == "cpu") if forks else 0
+        if forks:
+            options.setdefault("multiprocessing_context", "fork")
         if not options["num_workers"]:
             # said of workers, of which a rank with one core has none
             options = {name: value for name, value in options.items() if name not in _OF_WORKERS}

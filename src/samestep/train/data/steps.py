@@ -100,7 +100,8 @@ class Steps(Loader):
         spine = self._spine
         order = self._drawn(this) if drawn is None else drawn
         steps = [Step(self, this, piece) for piece in pieces]
-        plan = (order[start:stop] for step in steps for start, stop in step.parts)
+        near = self._near(order)
+        plan = (near[start:stop] for step in steps for start, stop in step.parts)
         batches = self._read(plan, this)
         try:
             for step in steps:

@@ -18,13 +18,22 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.errors import RanksDiffer, SamestepError, UsageError
+from samestep.errors import PlacementError, RanksDiffer, SamestepError, UsageError
 from samestep.placement.cores import cores
+from samestep.placement.devices import (
+    COUNTED,
+    CUBLAS,
+    FIXED_CUBLAS,
+    masking_variable,
+    own_instance,
+    visible_devices,
+)
 from samestep.placement.place import Placement, device_index, exports, idle_devices, this_process
 from samestep.rundir import begin_run, start_record
 from samestep.text import name_ranks
 from samestep.train.group import rendezvous
 from samestep.train.group.control import Control, Store
+from samestep.train.group.device import kind_of_device, overlaps, reads_cublas, uuid_of, why_unused
 from samestep.train.group.group import Group, restore_environment
 
 
@@ -119,7 +128,10 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     interface: Mapping[str, str] = {}
     if here.size > 1 and not dist.is_initialized():
         here, store, interface = rendezvous.find(here, timeout)
+    os.environ.update(own_instance(os.environ, here.local_rank))
     device = _take_device(here)
+    if reads_cublas(device):
+        os.environ.setdefault(CUBLAS, FIXED_CUBLAS[0])
     if here.rank == 0 and here.launcher == "slurm":
         _begin_run(here)
     own_cores = len(cores())
@@ -158,17 +170,35 @@ def _leave(pid: int) -> None:
 
 def _take_device(here: Placement) -> torch.device:
     """The device of this process, chosen before any group is made: NCCL binds to the current device."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or (kind.type == "mps" and here.size > 1):
-        return torch.device("cpu")
+    kind = kind_of_device(here.size)
+    if kind == "cpu":
+        _say_unused(here)
+        return torch.device(kind)
     visible = torch.accelerator.device_count()
     index = device_index(here, visible)
     if idle := idle_devices(here, visible, sys.argv[0]):
         print(f"samestep: {idle}", file=sys.stderr)
-    if index is None or kind.type == "mps":
-        return torch.device(kind.type)
+    if index is None or not overlaps(torch.device(kind)):
+        return torch.device(kind)
     torch.accelerator.set_device_index(index)
-    return torch.device(kind.type, index)
+    return torch.device(kind, index)
+
+
+def _say_unused(here: Placement) -> None:
+    """Devices are here, and torch cannot use them: a driver does not match, or torch was built for CPU alone."""
+    counted = os.environ.get(COUNTED)
+    if not counted and (here.rank or torch.accelerator.is_available()):
+        return
+    count = int(counted or len(visible_devices(os.environ)))
+    if not count:
+        return
+    said = (
+        f"{count} {'devices are' if count > 1 else 'device is'} visible, and torch {torch.__version__} cannot train on "
+        f"{'them' if count > 1 else 'it'} ({why_unused(masking_variable(os.environ))}); install a torch for this driver"
+    )
+    if counted:
+        raise PlacementError(f"{said}, or write -n {count} to train on the cores")
+    print(f"samestep: {said}; this run trains on the cores", file=sys.stderr)
 
 
 def _begin_run(here: Placement) -> None:
@@ -196,7 +226,7 @@ def _join(
     """The control channel, and how many cores this process shares with no other rank."""
     backend = backend or dist.get_default_backend_for_device(device)
     _check_backend(backend)
-    of_nccl = device.type == "cuda" and "nccl" in backend
+    of_nccl = overlaps(device) and "nccl" in backend
     facts = json.dumps(_facts(here, device if of_nccl else None))
     store: Store | None = None
     if found is not None:
@@ -232,7 +262,7 @@ def _facts(here: Placement, device: torch.device | None) -> dict[str, Any]:
         "host": socket.gethostname(),
         "node": here.node,
         "cores": cores(),
-        "device": device and [str(device), str(torch.cuda.get_device_properties(device).uuid)],
+        "device": device and [str(device), uuid_of(device)],
     }
 
 

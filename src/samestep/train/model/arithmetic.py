@@ -1,12 +1,13 @@
 """What equal bits rest on: deterministic kernels, one thread count, and facts that are recorded to be compared."""
 
 import os
-import platform
 from typing import Any
 
 import torch
 
 from samestep.errors import UsageError
+from samestep.placement.devices import CUBLAS, FIXED_CUBLAS
+from samestep.train.group.device import check_cublas, name_of_hardware
 from samestep.train.group.group import Group, Member
 
 
@@ -28,12 +29,12 @@ class FixedArithmetic(Member):
             raise UsageError(
                 f"SAMESTEP_EXACT_THREADS is {asked!r}, which is not a number of threads; use 1 or more"
             )
-        self.group.set_variable(
-            "CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        )
+        if os.environ.get(CUBLAS) not in FIXED_CUBLAS:
+            self.group.set_variable(CUBLAS, FIXED_CUBLAS[0])
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.set_num_threads(int(asked))
+        check_cublas(self.group.world.device)
 
     def close(self) -> None:
         deterministic, torch.backends.cudnn.benchmark, threads = self._before
@@ -44,15 +45,7 @@ class FixedArithmetic(Member):
 def arithmetic() -> dict[str, Any]:
     """What the promise of equal bits rests on; another value of any of these may change them."""
     return {
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "hardware": name_of_hardware(),
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import UsageError
-from samestep.train.step import spine
+from samestep.train.group.device import has_synced_kernels
+from samestep.train.step import Share, spine
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
@@ -38,17 +39,18 @@ class Synced:
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, BATCH_NORMS)
         at_hand = spine().trained
-        everyone_has_some = at_hand is None or not at_hand.all or at_hand.all >= dist.get_world_size()
-        if not self.training or (isinstance(self, torch.nn.SyncBatchNorm) and everyone_has_some):
+        by_torch = isinstance(self, torch.nn.SyncBatchNorm) and not lends(at_hand, dist.get_world_size())
+        if not self.training or by_torch:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         keep = 0.0 if at_hand is not None and at_hand.lent else 1.0
         over = [axis for axis in range(input.dim()) if axis != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        count = wide.new_tensor([keep * (wide.numel() // wide.shape[1])])
+        count = wide.new_full((1,), keep * (wide.numel() // wide.shape[1]))
         total: torch.Tensor = _Everyones.apply(torch.cat([wide.sum(over) * keep, count]))  # type: ignore[no-untyped-call]
         count = total[-1].detach()
-        if count < 2:
+        may_be_alone = at_hand is None or at_hand.all < 2  # else it is not asked: that waits for the device
+        if may_be_alone and count < 2:
             raise UsageError(
                 f"BatchNorm got {count:g} value per channel in the whole batch; train on at least 2"
             )
@@ -98,7 +100,7 @@ def convert(model: torch.nn.Module) -> None:
             continue
         # torch's SyncBatchNorm has no CPU kernels, and DDP refuses one on CPU.
         tensors = (*module.parameters(), *module.buffers(), *model.parameters())
-        on_device = bool(tensors) and tensors[0].device.type == "cuda"
+        on_device = bool(tensors) and has_synced_kernels(tensors[0].device)
         if on_device and not isinstance(module, torch.nn.SyncBatchNorm):
             module.__dict__["process_group"] = None
         module.__dict__["plain"] = type(module)
@@ -111,6 +113,13 @@ def has_only_their_buffers(model: torch.nn.Module) -> bool:
         isinstance(module, BATCH_NORMS) or next(module.buffers(recurse=False), None) is None
         for module in model.modules()
     )
+
+
+def lends(share: Share | None, size: int) -> bool:
+    """Whether a rank takes the step with weight 0, on samples that count for another: torch's kernels count them."""
+    if share is None or not share.all:
+        return False
+    return (share.all if share.microbatch is None else share.microbatches) < size
 
 
 @torch.no_grad()

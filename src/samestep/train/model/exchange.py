@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import UsageError
+from samestep.train.group.device import SideStreams, moved, widest
 from samestep.train.group.group import Group
 from samestep.train.model.tree_sum import Blocks, Sender, Vectors, add_up, layout
 from samestep.train.nested import map_tensors
@@ -104,7 +105,8 @@ class TreeExchange(Exchange):
         self._sender: Sender | None = None
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        self._sender = Sender(self._group.world.device)
+        side = self._group.the(SideStreams).of_exchanges
+        self._sender = Sender(self._group.world.device, side, self._group.timeout)
         weakref.finalize(self, self._sender.dismiss).atexit = False
         # DDP must not hold the exchange whose replica holds DDP: the collector does not see through DDP.
         ddp.register_comm_hook(weakref.ref(self), _sent_by)
@@ -127,7 +129,8 @@ class TreeExchange(Exchange):
         self._used = bytearray(len(self._parameters))
         self._earlier = [one.grad for one in self._parameters]
         self._held = self._buffers()
-        self._before = [one.clone() for one in self._held]
+        self._before = self._values(self._held)
+        self._counts_before = [one.clone() for one in self._held[self._floating :]]
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -135,15 +138,16 @@ class TreeExchange(Exchange):
     def microbatch_ends(self, share: Share) -> None:
         assert share.microbatch is not None
         weight = share.mine / share.all
-        found = self._buffers()
-        floating, before = found[: self._floating], self._before[: self._floating]
-        if not share.lent:
-            pairs = zip(floating, before, strict=True)
-            changes = [(now.double() - then.double()) * weight for now, then in pairs]
-            self._changes.push(share.microbatch, 1, changes)
-        counting = (found if share.last else self._before)[self._floating :]
-        for (module, name), buffer, value in zip(self._places, self._held, before + counting, strict=True):
-            buffer.copy_(value)
+        found, held = self._buffers(), self._held
+        if self._before is not None and not share.lent:
+            now = self._values(found)
+            assert now is not None
+            self._changes.push(share.microbatch, 1, [(now - self._before) * weight])
+        self._bring_back(self._before)
+        counts = found[self._floating :] if share.last else self._counts_before
+        if counts:
+            torch._foreach_copy_(held[self._floating :], counts)
+        for (module, name), buffer in zip(self._places, held, strict=True):
             setattr(module, name, buffer)
         if self._sender is None or not share.last:
             self._gradients.push(share.microbatch, 1, self._take_gradients(self._weight(share)))
@@ -163,9 +167,8 @@ class TreeExchange(Exchange):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
         self._earlier = []
-        if floating := self._held[: self._floating]:
-            for buffer, change in zip(floating, self._everyones_changes(share, floating), strict=True):
-                buffer.copy_(buffer.double() + change)
+        if self._before is not None:
+            self._bring_back(self._before + self._everyones_change(share, self._before))
 
     def send(self, bucket: dist.GradBucket) -> Total:  # type: ignore[name-defined]
         """What earlier microbatches left joins the bucket of the last one, and all ranks' sums are added."""
@@ -184,9 +187,13 @@ class TreeExchange(Exchange):
             for start, size, vectors in self._gradients:
                 flat = torch.zeros_like(buffer)
                 of_bucket = torch.view_as_complex(flat.view(-1, 2)) if parameters[0].is_complex() else flat
-                for at, view, parameter in zip(places, views, parameters, strict=True):
-                    offset = view.storage_offset() - buffer.storage_offset()
-                    of_bucket.as_strided(parameter.size(), _strides(parameter), offset).copy_(vectors[at])
+                into = [
+                    of_bucket.as_strided(
+                        parameter.size(), _strides(parameter), view.storage_offset() - buffer.storage_offset()
+                    )
+                    for view, parameter in zip(views, parameters, strict=True)
+                ]
+                torch._foreach_copy_(into, [vectors[at] for at in places])
                 blocks.push(start, size, [flat])
             if not share.lent:
                 blocks.push(index, 1, [buffer.mul_(weight)])
@@ -210,25 +217,34 @@ class TreeExchange(Exchange):
     def _buffers(self) -> Vectors:
         return [getattr(module, name) for module, name in self._places]
 
+    def _values(self, buffers: Vectors) -> torch.Tensor | None:
+        """What the floating-point ones hold, as one tensor: a few operations whatever the number of layers."""
+        device = self._group.world.device
+        flat = [moved(buffer.reshape(-1), device) for buffer in buffers[: self._floating]]
+        return torch.cat(flat).to(widest(device)) if flat else None
+
+    def _bring_back(self, values: torch.Tensor | None) -> None:
+        if values is not None:
+            held = self._held[: self._floating]
+            parts = torch.split(values, [buffer.numel() for buffer in held])
+            torch._foreach_copy_(held, [part.view_as(one) for part, one in zip(parts, held, strict=True)])
+
     def _take_gradients(self, weight: float) -> Vectors:
         taken = []
         for at, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             self._used[at] |= gradient is not None
-            taken.append(torch.zeros_like(parameter) if gradient is None else gradient.detach() * weight)
+            taken.append(torch.zeros_like(parameter) if gradient is None else gradient.detach())
             parameter.grad = None
-        return taken
+        return list(torch._foreach_mul(taken, weight)) if taken else []
 
-    def _everyones_changes(self, share: Share, floating: Vectors) -> Vectors:
+    def _everyones_change(self, share: Share, like: torch.Tensor) -> torch.Tensor:
         sender = self._sender
         if sender is None:
-            return self._changes.fold()
-        like = torch.cat([buffer.reshape(-1).double() for buffer in floating])
-        own = [torch.cat([vector.reshape(-1) for vector in vectors]) for _, _, vectors in self._changes]
+            return self._changes.fold()[0]
+        own = [vectors[0] for _, _, vectors in self._changes]
         ranks = layout(share.microbatches, self._group.world.size)
-        total = sender.send(lambda: add_up(own, like, ranks, sender.group)).wait()
-        parts = torch.split(total, [buffer.numel() for buffer in floating])
-        return [part.view_as(buffer) for part, buffer in zip(parts, floating, strict=True)]
+        return sender.send(lambda: add_up(own, like, ranks, sender.group)).wait()
 
 
 def _sent_by(exchange: "weakref.ref[TreeExchange]", bucket: dist.GradBucket) -> Total:  # type: ignore[name-defined]

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -92,22 +93,22 @@ def add_up(
 
 
 class Sender:
-    """Runs exchanges one after another while backward goes on: in a thread, or on a CUDA stream."""
+    """Runs exchanges one after another while backward goes on: on a stream of the device, or in a thread."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.group = dist.new_group()
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, stream: torch.Stream | None, timeout: timedelta) -> None:
+        self.group = dist.new_group(timeout=timeout)
+        self._device, self._stream = device, stream
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="samestep-exchange", daemon=True)
-        self._thread.start()
+        if stream is None:
+            self._thread.start()
 
     def send(self, job: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
         """Run the job after those before it; every rank has to send the same jobs."""
         if self._stream is not None:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device])
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            with self._stream:
                 done.set_result(job())
             return done
         done = torch.futures.Future()
@@ -127,7 +128,8 @@ class Sender:
 
     def stop(self) -> None:
         self.dismiss()
-        self._thread.join(timeout=5)
+        if self._stream is None:
+            self._thread.join(timeout=5)
         dist.destroy_process_group(self.group)
 
     def _run(self) -> None:

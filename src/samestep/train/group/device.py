@@ -1,0 +1,147 @@
+"""What devices do apart from Python, and what single kinds of them lack; the one file of `train` that names kinds.
+
+Written for anything that torch.accelerator, torch.Stream and torch.Event know. Tried on CPU and on simulated
+streams; docs/devices.md says what was tried where.
+"""
+
+import platform
+import weakref
+from typing import Any
+
+import torch
+
+from samestep.errors import UsageError
+from samestep.placement.devices import CUBLAS, FIXED_CUBLAS
+from samestep.train.group.group import Group, Member
+
+# On MPS a copy that does not wait may read memory that has been given away, and no group of processes is there.
+_IN_ORDER = {"cpu", "mps"}
+
+
+def kind_of_device(size: int) -> str:
+    """The kind of device that this process can train on, among so many processes: "cuda", …, or "cpu"."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None or (found.type == "mps" and size > 1) else found.type
+
+
+def why_unused(variable: str) -> str:
+    """Why torch does not use devices that the machine has; `variable` is the one that masks them."""
+    kind = "xpu" if variable == "ZE_AFFINITY_MASK" else "cuda"  # torch calls AMD's cuda too
+    try:
+        getattr(torch, kind).init()
+    except Exception as error:
+        return str(error).strip().partition("\n")[0].rstrip(".")
+    return f"torch.{kind} finds none"
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether copies and exchanges run on streams of their own while the script goes on."""
+    return device.type not in _IN_ORDER
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device; the script does not wait for a copy that is in order with what uses it."""
+    return tensor.to(device, non_blocking=overlaps(device) and tensor.device.type == "cpu")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The most exact floating-point type that the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def has_synced_kernels(device: torch.device) -> bool:
+    """Whether torch's SyncBatchNorm runs there."""
+    return device.type in ("cuda", "xpu")
+
+
+class SideStreams(Member):
+    """One stream for copies and one for exchanges in each process: every stream has memory of its own."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        device = group.world.device
+        are_there = overlaps(device)
+        self.of_copies = torch.Stream(device) if are_there else None
+        self.of_exchanges = torch.Stream(device) if are_there and group.world.size > 1 else None
+
+
+class HostMemory:
+    """Memory that is kept for copies from a device; once pinned, they are fast and do not wait."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._is_pinned = device.type != "cuda" or not size
+
+    def pin(self) -> None:
+        """Pin it as it is: torch's own pinned memory is rounded up to a power of two. It takes seconds for many GB."""
+        if not self._is_pinned:
+            self._is_pinned = True
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            address = self.bytes.data_ptr()
+            if not int(runtime.cudaHostRegister(address, len(self.bytes), 1)):
+                weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
+
+
+def stream_of_device(*, in_use: bool) -> tuple[str, torch.Tensor | None]:
+    """The kind of device and where its random stream is; `in_use`: nothing where this process has not used it yet."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "", None
+    module = torch.get_device_module(found)
+    is_in_use = not in_use or getattr(module, "is_initialized", lambda: True)()
+    state = module.get_rng_state() if is_in_use and hasattr(module, "get_rng_state") else None
+    return found.type, state
+
+
+def set_stream_of_device(kind: str, state: torch.Tensor) -> None:
+    """Go on drawing there, where this process has such a device."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type == kind:
+        torch.get_device_module(found).set_rng_state(state)
+
+
+def name_of_hardware() -> str:
+    """The model of the device, or of the processor where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    named = getattr(torch.get_device_module(found), "get_device_name", None) if found is not None else None
+    return str(named()) if named else _processor()
+
+
+def uuid_of(device: torch.device) -> str:
+    """What tells this device from any other."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def reads_cublas(device: torch.device) -> bool:
+    """Whether matrices are multiplied by cuBLAS, which reads how from the environment once, at the first time."""
+    return device.type == "cuda"
+
+
+def check_cublas(device: torch.device) -> None:
+    """Raise where cuBLAS was used before it was told to compute the same bits each time."""
+    if not reads_cublas(device):
+        return
+    one = torch.ones(1, 1, device=device)
+    try:
+        one @ one
+    except RuntimeError as error:
+        if CUBLAS not in str(error):
+            raise
+        raise UsageError(
+            f"a matrix was multiplied on {device} before {CUBLAS} was set to {FIXED_CUBLAS[0]}, which is too late for "
+            "exact=True; call samestep.init() before anything is computed on the device"
+        ) from None
