@@ -1,0 +1,243 @@
+"""Races between streams, found without a GPU: copies of batches, exchanges in the tree, copies for a checkpoint."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated import DEVICE, ORDERS, Device, Event, OnDevice, Stream
+from torch.utils.data import Subset, TensorDataset
+
+from samestep.train.checkpoint import capture
+from samestep.train.data.batches import _moved, on_device
+from samestep.train.data.loader import Loader
+from samestep.train.digest import bit_sums
+from samestep.train.group.device import synchronize
+from samestep.train.group.group import Group
+from samestep.train.group.world import World
+from samestep.train.model import tree_sum
+from samestep.train.nested import map_tensors
+from samestep.train.step import Spine
+
+ROWS = torch.arange(48.0).reshape(12, 4)
+EXPECTED = [(rows.float() * 2 + 1).sum(1) for rows in ROWS.split(2)]
+
+
+class Graph:
+    """As PyG's Data: an object with its own `.to`, whose tensors nobody else finds."""
+
+    def __init__(self, x):
+        self._x = [x]
+
+    def to(self, device):
+        return Graph(self._x[0].to(device, non_blocking=True))
+
+    @property
+    def x(self):
+        return self._x[0]
+
+
+def batches(kind):
+    return (Graph(rows.clone()) if kind is Graph else [rows.clone()] for rows in ROWS.split(2))
+
+
+def trained(found):
+    """Some work on each batch, of which the script lets go at once, as a loop does."""
+    results = []
+    for batch in found:
+        x = batch.x if isinstance(batch, Graph) else batch[0]
+        results.append((x * 2 + 1).sum(1))
+        del x, batch
+    return [one.cpu() for one in results]
+
+
+def right(results):
+    return len(results) == len(EXPECTED) and all(map(torch.equal, results, EXPECTED))
+
+
+def verdicts(monkeypatch, test, **planted):
+    """For each order that the waits allow, whether the values were right."""
+    found = []
+    for order in ORDERS:
+        with monkeypatch.context() as patched, Device(patched, order, **planted):
+            found.append(test())
+        gc.collect()
+    return found
+
+
+def before_the_mend(batches, device, side):
+    """How batches were copied before: the memory of tensors that are found is kept, that of objects is not."""
+    waiting = None
+    for batch in batches:
+        with side:
+            copied = _moved(batch, device)
+        arrived = side.record_event()
+        if waiting is not None:
+            yield kept(*waiting)
+        waiting = copied, arrived
+    yield kept(*waiting)
+
+
+def kept(batch, arrived):
+    stream = torch.accelerator.current_stream()
+    stream.wait_event(arrived)
+
+    def keep(one):
+        if isinstance(one, torch.Tensor):
+            one.record_stream(stream)
+        return one
+
+    return map_tensors(keep, batch)
+
+
+@pytest.mark.parametrize("kind", [list, Graph])
+def test_a_copied_batch_is_whole_in_every_order(monkeypatch, kind):
+    assert all(verdicts(monkeypatch, lambda: right(trained(on_device(batches(kind), DEVICE, Stream())))))
+
+
+def test_a_batch_object_was_overwritten_while_it_was_read(monkeypatch):
+    """The fault that this simulation is for; tensors alone were right by `record_stream`."""
+
+    def test(kind):
+        return lambda: right(trained(before_the_mend(batches(kind), DEVICE, Stream())))
+
+    assert all(verdicts(monkeypatch, test(list)))
+    assert not all(verdicts(monkeypatch, test(Graph)))
+
+
+@pytest.mark.parametrize("forgets_main", [False, True])
+def test_a_wait_that_is_lost_shows_in_the_batches(monkeypatch, forgets_main):
+    """Of the copies for the script, or of the script for the copies."""
+
+    def forgets(stream):
+        return (stream is Device.now.main) == forgets_main
+
+    found = verdicts(
+        monkeypatch, lambda: right(trained(on_device(batches(list), DEVICE, Stream()))), forgets=forgets
+    )
+    assert not all(found)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of one process, for the collectives of the exchange."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def exchanged():
+    """Three buckets of a backward pass, each summed in the tree and then used by the script."""
+    sender = tree_sum.Sender(DEVICE, Device.now.exchanges, None)
+    ranks = tree_sum.layout(3, 1)
+    futures, expected, held = (
+        [],
+        [],
+        [],
+    )  # held as the exchange and DDP hold gradients and buckets, until the step ends
+    for number in range(3):
+        buffer = torch.full((5,), float(number)).to(DEVICE) + 1
+        left = torch.arange(5.0).to(DEVICE) * 2
+
+        def job(buffer=buffer, left=left):
+            own = left + 1
+            return tree_sum.add_up([own, buffer.mul_(3)], buffer, ranks, sender.group)
+
+        futures.append(sender.send(job))
+        expected.append(torch.arange(5.0) * 2 + 1 + (number + 1) * 3)
+        held += [buffer, left]
+        del buffer, left, job
+    totals = [future.wait() * 1 for future in futures]
+    del futures, held
+    torch.zeros(3).to(DEVICE)
+    sender.stop()
+    return all(torch.equal(total.cpu(), one) for total, one in zip(totals, expected, strict=True))
+
+
+def with_a_stream(test):
+    def begun():
+        Device.now.exchanges = Stream()
+        return test()
+
+    return begun
+
+
+def test_sums_in_the_tree_are_right_in_every_order(monkeypatch, alone):
+    assert all(verdicts(monkeypatch, with_a_stream(exchanged)))
+
+
+@pytest.mark.parametrize("of", ["exchanges", "main"])
+def test_a_wait_that_is_lost_in_the_tree_shows_in_its_sums(monkeypatch, alone, of):
+    """The stream of exchanges does not wait for the gradients, or the script not for the sums."""
+
+    def forgets(stream):
+        return stream is getattr(Device.now, of, None)
+
+    assert not all(verdicts(monkeypatch, with_a_stream(exchanged), forgets=forgets))
+
+
+def captured(wait):
+    """What a checkpoint would write of a state that the next step changes at once."""
+    weights = torch.arange(6.0).to(DEVICE)
+    weights += 1
+    state = {"model": {"weights": weights}}
+    memory = torch.zeros(capture.bulk(state), dtype=torch.uint8)
+    packed = capture.pack(state, into=memory)
+    wait(DEVICE)
+    found = torch.frombuffer(bytearray(packed.buffers[0]), dtype=torch.float32)
+    weights.zero_()
+    return torch.equal(found, torch.arange(6.0) + 1)
+
+
+def test_a_commit_has_the_values_of_its_step_in_every_order(monkeypatch):
+    monkeypatch.setattr(capture, "_refuse_foreign", lambda tensor, where: None)
+    assert all(verdicts(monkeypatch, lambda: captured(synchronize)))
+    assert not all(verdicts(monkeypatch, lambda: captured(lambda device: None)))
+
+
+def loaded(dataset, steps=6, **options):
+    """An epoch of a loader whose device is the simulated one, and how often the script waited for it in the steps."""
+    group = Group(World(0, 1, 0, 1, 0, 1, DEVICE, "alone"), None, 1, {})
+    loader = Loader(dataset, 2, False, False, None, options, group)
+    results, before = [], []
+    for (x,) in loader:
+        before.append(Device.now.waits)
+        results.append((x * 2 + 1).sum(1))
+        del x
+    assert group.the(Spine).steps == steps
+    waited = Device.now.waits - before[0]
+    return right([one.cpu() for one in results]) and not waited
+
+
+def test_a_loader_never_waits_for_the_device_wherever_its_data_is(monkeypatch):
+    assert all(verdicts(monkeypatch, lambda: loaded(TensorDataset(ROWS))))
+    slow = Subset(TensorDataset(ROWS), range(12))
+    assert all(verdicts(monkeypatch, lambda: loaded(slow, num_workers=0, pin_memory=False)))
+    assert all(verdicts(monkeypatch, lambda: loaded(TensorDataset(ROWS.to(DEVICE)))))
+
+
+def test_sums_of_bits_take_one_transfer_also_of_buffers_elsewhere(monkeypatch):
+    with Device(monkeypatch, 0) as device:
+        tensors = [ROWS.to(DEVICE), torch.ones(3), ROWS[3:].to(DEVICE), torch.tensor(5).to(DEVICE)]
+        before = device.waits
+        assert bit_sums(tensors) == bit_sums([ROWS, torch.ones(3), ROWS[3:], torch.tensor(5)])
+        assert device.waits == before + 1
+
+
+def test_the_simulated_device_computes_as_a_cpu_does(monkeypatch):
+    """Views, operations in place, lists of tensors and results on the host."""
+    for order in ORDERS:
+        with monkeypatch.context() as patched, Device(patched, order):
+            x = ROWS.to(DEVICE, non_blocking=True)
+            y = x.clone()
+            y[1:3] += 10
+            torch._foreach_mul_([y, x], 2.0)
+            left, right = torch.split(torch.cat([x, y]), 12)
+            assert isinstance(left.t(), OnDevice)
+            assert torch.equal((right - left).cpu()[1:3], torch.full((2, 4), 20.0))
+            assert left.sum().item() == 2 * ROWS.sum().item()
+            event = torch.accelerator.current_stream().record_event()
+            assert isinstance(event, Event)
+            event.synchronize()
+            assert torch.equal(x.host, ROWS * 2)
