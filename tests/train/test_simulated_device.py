@@ -1,6 +1,7 @@
 """Races between streams, found without a GPU: copies of batches, exchanges in the tree, copies for a checkpoint."""
 
 import gc
+from datetime import timedelta
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def alone(tmp_path):
 
 def exchanged():
     """Three buckets of a backward pass, each summed in the tree and then used by the script."""
-    sender = tree_sum.Sender(DEVICE, Device.now.exchanges, None)
+    sender = tree_sum.Sender(DEVICE, Device.now.exchanges, timedelta(minutes=1))
     ranks = tree_sum.layout(3, 1)
     futures, expected, held = (
         [],
@@ -198,7 +199,7 @@ def test_a_commit_has_the_values_of_its_step_in_every_order(monkeypatch):
 
 def loaded(dataset, steps=6, **options):
     """An epoch of a loader whose device is the simulated one, and how often the script waited for it in the steps."""
-    group = Group(World(0, 1, 0, 1, 0, 1, DEVICE, "alone"), None, 1, {})
+    group = Group(World(0, 1, 0, 1, 0, 1, DEVICE, "alone"), None, 1, {}, timedelta(minutes=1))
     loader = Loader(dataset, 2, False, False, None, options, group)
     results, before = [], []
     for (x,) in loader:
