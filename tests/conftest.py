@@ -26,6 +26,9 @@ _OFTEN_IGNORED = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(
+        "SAMESTEP_METER", "0"
+    )  # on a busy machine a short run may be long enough for its lines
     if _starts_all(config):
         os.environ[_MARK] = secrets.token_hex(8)
     _start_children_with_default_signals()

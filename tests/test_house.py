@@ -17,7 +17,7 @@ EVERYWHERE = [
     *(path for part in ("tests", "examples", "benchmarks") for path in (ROOT / part).rglob("*.py")),
 ]
 
-PURE = {"errors", "text", "files", "rundir", "failure"}
+PURE = {"errors", "text", "files", "rundir", "failure", "steptimes"}
 BELOW_TRAIN = PURE | {"placement", "rendezvous", "state"}
 OUTSIDE = PURE | {"placement", "rendezvous", "start"}
 MAY_IMPORT = {
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "files": set(),
     "rundir": PURE - {"failure"},
     "failure": PURE,
+    "steptimes": {"text"},
     "state": PURE,
     "placement": PURE,
     "rendezvous": PURE | {"placement"},

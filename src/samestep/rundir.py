@@ -149,6 +149,17 @@ def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
     return pulse_path(Path(run), rank) if run and Path(run, "pulse").is_dir() else None
 
 
+def step_times_path(run: Path, rank: int) -> Path:
+    """Where a rank keeps the times of its steps."""
+    return pulse_path(run, rank).with_name(f"steps-{rank}")
+
+
+def step_times_of(env: Mapping[str, str], rank: int) -> Path | None:
+    """Where this worker's times lie, or None outside a run's directory."""
+    pulse = pulse_of(env, rank)
+    return step_times_path(pulse.parents[1], rank) if pulse else None
+
+
 def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, object]:
     """What run.json says of a start."""
     return {

@@ -5,9 +5,7 @@ import time
 import click
 
 from samestep.cli.output import print_json, verb
-from samestep.measure.runs import Run, find_run, read_run
-
-_LOOK_S = 1.0
+from samestep.measure.runs import find_run
 
 
 @verb("samestep status")
@@ -23,9 +21,8 @@ def command(run: str | None, as_json: bool) -> None:
     RUN is a directory, or a name that `samestep runs` lists  [the newest].
     """
     found = find_run(run)
-    speed, found = _measured(found)
     now = time.time()
-    facts = found.facts() | ({} if speed is None else {"steps_per_second": round(speed, 3)})
+    facts = found.facts()
     if as_json:
         names = ("device", "step", "epoch")
         ranks = [
@@ -35,6 +32,8 @@ def command(run: str | None, as_json: bool) -> None:
         print_json({**facts, "by_rank": ranks})
         return
     per_second = f", {facts['steps_per_second']:.3g} steps/s" if facts["steps_per_second"] else ""
+    if facts["samples_per_second"]:
+        per_second += f", {facts['samples_per_second']:,.0f} samples/s"
     click.echo(f"{found.path}: {found.state}, {found.command} on {found.size} ranks{per_second}")
     for rank, pulse in found.pulses.items():
         step = "no step yet" if pulse.step < 0 else f"epoch {pulse.epoch}, step {pulse.step}"
@@ -42,15 +41,3 @@ def command(run: str | None, as_json: bool) -> None:
         click.echo(f"  rank {rank:<4} {pulse.device:<8} {step}{age}")
     if facts["failure"]:
         click.echo(f"\n{facts['failure']}")
-
-
-def _measured(run: Run) -> tuple[float | None, Run]:
-    """Steps a second now, where it is running and takes at least one in a second, and the run as it is then."""
-    if run.is_over or not run.pulses:
-        return None, run
-    time.sleep(_LOOK_S)
-    later = read_run(run.path) or run
-    rank = min(run.pulses)
-    before, after = run.pulses[rank], later.pulses.get(rank, run.pulses[rank])
-    steps, seconds = after.step - before.step, after.monotonic - before.monotonic
-    return (steps / seconds if steps > 0 and seconds > 0 else None), later

@@ -3,13 +3,15 @@
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from samestep.errors import UsageError
-from samestep.rundir import PulseReading, log_path, pulse_path, read_pulse, read_record
+from samestep.rundir import PulseReading, log_path, pulse_path, read_pulse, read_record, step_times_path
+from samestep.steptimes import Progress, read_step_times
 
 _SILENT_S = 600.0
 _ENDS = {0: "done", 75: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
@@ -76,9 +78,18 @@ class Run:
         """The step that every rank has reached."""
         return min((pulse.step for pulse in self.pulses.values() if pulse.step >= 0), default=None)
 
+    @cached_property
+    def progress(self) -> Progress:
+        """What the first rank's meter says."""
+        rank = min(self.pulses, default=0)
+        found = read_step_times(step_times_path(self.path, rank))
+        return found.progress if found else Progress()
+
     @property
     def speed(self) -> float | None:
-        """Steps a second since the start."""
+        """Steps a second in training, start-up excluded; since the start where no meter has counted yet."""
+        if self.progress.step_s > 0:
+            return 1 / self.progress.step_s
         beats = [pulse for pulse in self.pulses.values() if pulse.step > 0]
         if not beats:
             return None
@@ -97,6 +108,7 @@ class Run:
             "seconds": round(self.seconds, 3),
             "step": self.step,
             "steps_per_second": self.speed and round(self.speed, 3),
+            "samples_per_second": round(self.progress.samples_per_second, 1) or None,
             "exit_code": self.result and self.result.get("exit_code"),
             "failure": self.result and self.result.get("failure"),
         }

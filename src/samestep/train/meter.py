@@ -1,20 +1,228 @@
-"""Counts the training steps of this process and tells those outside, at the price of a store to memory."""
+"""Measures where the time of each training step goes, and keeps it for those outside, at the price of a few stores.
 
+Covered: loops over `loader` and `steps`, on CPU and, with events instead of synchronisation, on CUDA. Not covered:
+the time of loops over anything else, and of a copy to a device that is neither.
+"""
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from samestep.rundir import step_times_of
+from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
 from samestep.train.group.group import Group, Member
-from samestep.train.step import Share, Spine, Subscriber
+from samestep.train.step import Pass, Share, Spine, Subscriber
+
+_AT = {name: at for at, name in enumerate((*PARTS, "user"))}
+_DATA = _AT["data"]
+_REST = _AT["rest"]
+_EVALUATION = _AT["evaluation"]
+_USER = _AT["user"]  # becomes forward or rest, as what follows says
+_LEADS_TO = {_AT["forward"]: _AT["forward"], _AT["backward"]: _AT["forward"]}
+_LOSS_S = 0.5
+_EXCHANGE_EVERY = 32
+_FIRST_LINE_S = 60.0
+_LONGEST_PAUSE_S = 600.0
+_SHORT_S = 5.0
+_Done = Callable[[float, float, Sequence[float], tuple[int, int, int]], None]
 
 
 class Meter(Member, Subscriber):
-    """Writes the pulse of this process, from its first training step on."""
+    """Writes the pulse of this process and the times of its training steps."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
+        self._spine = group.the(Spine)
         self._resumed = 0
+        self._evaluates = False
+        self.times: StepTimes | None = None
+        on_cuda = group.world.device.type == "cuda"
+        self._clock: _HostClock | _DeviceClock = (
+            _DeviceClock(self._note) if on_cuda else _HostClock(self._note)
+        )
+        self._loss_at, self._say_at, self._pause_s = 0.0, self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
+        self._planned = 0
+        self._asked = os.environ.get("SAMESTEP_METER", "")
+        self._hooks: list[RemovableHandle] = []
+        if group.world.size == 1:
+            self._hooks = [
+                register_optimizer_step_pre_hook(lambda *_: group.enter("optimizer")),
+                register_optimizer_step_post_hook(lambda *_: group.enter("user")),
+            ]
+        self._backward: Callable[..., None] = torch.Tensor.backward
+        self._watched = self._watched_backward()
+        torch.Tensor.backward = self._watched  # type: ignore[method-assign]
 
     def count_on_from(self, steps: int) -> None:
         """Count the steps of a resumed run on from those it had done."""
-        self._resumed = steps - self.group.the(Spine).steps
+        self._resumed = steps - self._spine.steps
+
+    def plan(self, epochs: int) -> None:
+        """So many epochs are asked for, which tells how long the run will take."""
+        self._planned = epochs
+
+    def pass_begins(self, begun: Pass) -> None:
+        self._evaluates = not begun.training
+        if not begun.training:
+            return
+        if self.times is None:
+            self.times = StepTimes(step_times_of(os.environ, self.group.world.rank))
+        self.times.progress.epoch, self.times.progress.epochs = begun.epoch, self._planned
+        self.times.progress.batches = begun.batches
+        self._clock.begin()
+
+    def pass_ends(self, ended: Pass) -> None:
+        self._evaluates = False
 
     def step_begins(self, share: Share) -> None:
         if share.of.training and self.group.pulse is not None:
             self.group.pulse.beat(self._resumed + share.step + 1, share.of.epoch)
+
+    def phase_begins(self, phase: str, call: str) -> None:
+        self._clock.mark(_EVALUATION if self._evaluates else _AT.get(phase, _REST))
+
+    def step_ends(self, share: Share) -> None:
+        if share.of.training:
+            self._clock.end((self._resumed + share.step, share.mine, share.all))
+
+    def _watched_backward(self) -> Callable[..., None]:
+        group, original = self.group, self._backward
+
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if self._clock.since > self._loss_at:
+                self._keep_loss(loss)
+            before = group.phase
+            group.enter("backward")
+            try:
+                original(loss, *args, **kwargs)
+            finally:
+                group.enter(*before)
+
+        return backward
+
+    def _keep_loss(self, loss: torch.Tensor) -> None:
+        """For the line that says how far the run is; elsewhere than on the CPU reading it would wait for the device."""
+        self._loss_at = self._clock.since + _LOSS_S
+        if self.times is not None and loss.numel() == 1 and loss.device.type == "cpu":
+            self.times.progress.loss = loss.item()
+
+    def _note(self, began: float, ended: float, parts: Sequence[float], facts: tuple[int, int, int]) -> None:
+        """The times of a step are known."""
+        assert self.times is not None
+        number, mine, batch = facts
+        progress = self.times.progress
+        if progress.rows % _EXCHANGE_EVERY == 0:
+            for seen_s, hidden_s in self._spine.exchanges():
+                progress.exchanged_s, progress.hidden_s = (
+                    progress.exchanged_s + seen_s,
+                    progress.hidden_s + hidden_s,
+                )
+        self.times.add(number, began, ended, mine, batch, parts)
+        if ended > self._say_at and self.group.world.rank == 0 and self._asked not in ("0", "live"):
+            print(f"samestep: {progress}", file=sys.stderr)
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._say_at = ended + self._pause_s
+
+    def close(self) -> None:
+        if torch.Tensor.backward is self._watched:
+            torch.Tensor.backward = self._backward  # type: ignore[method-assign]
+        for hook in self._hooks:
+            hook.remove()
+        if self.group.world.rank == 0 and self.times is not None and self._asked != "0":
+            self._say_breakdown(self.times)
+
+    def _say_breakdown(self, times: StepTimes) -> None:
+        """The last line of a run that was not short: where the time of its steps went."""
+        now = times.progress
+        if self._asked != "1" and now.last - now.first < _SHORT_S:
+            return
+        paths = {rank: step_times_of(os.environ, rank) for rank in range(self.group.world.size)}
+        found = {rank: read_step_times(path) for rank, path in paths.items() if path is not None}
+        # outside of a run's directory, or without a shared one, this rank speaks for all
+        readings = {rank: one for rank, one in found.items() if one is not None} | {0: times.read()}
+        if said := breakdown(readings):
+            print(f"samestep: {said}", file=sys.stderr)
+
+
+class _HostClock:
+    """Times by this process's clock."""
+
+    def __init__(self, done: _Done) -> None:
+        self._done = done
+        self._times = [0.0] * (len(PARTS) + 1)
+        self._slot = _DATA
+        self._began = self.since = time.monotonic()
+
+    def begin(self) -> None:
+        """A pass begins, and with it the wait for its first batch."""
+        self._times = [0.0] * (len(PARTS) + 1)
+        self._slot = _DATA
+        self._began = self.since = time.monotonic()
+
+    def mark(self, slot: int) -> None:
+        now, times = time.monotonic(), self._times
+        before = self._slot
+        if before == _USER:
+            before = _LEADS_TO.get(slot, _REST)
+        times[before] += now - self.since
+        self.since, self._slot = now, slot
+
+    def end(self, facts: tuple[int, int, int]) -> None:
+        """A step is over, and the next begins."""
+        self.mark(_DATA)
+        began, self._began = self._began, self.since
+        times, self._times = self._times, [0.0] * (len(PARTS) + 1)
+        times.pop()
+        self._done(began, self.since, times, facts)
+
+
+class _DeviceClock:
+    """Times by the device's own clock: an event at each mark, read when the device has passed it."""
+
+    def __init__(self, done: _Done) -> None:
+        self._done = done
+        self._marks: list[tuple[Any, int]] = []
+        self._waiting: deque[tuple[list[tuple[Any, int]], tuple[int, int, int]]] = deque()
+        self._spare: list[Any] = []
+        self._origin: tuple[float, Any] | None = None
+        self.since = time.monotonic()
+
+    def begin(self) -> None:
+        """A pass begins, and with it the wait for its first batch."""
+        self._marks = []
+        self.mark(_DATA)
+
+    def mark(self, slot: int) -> None:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self.since = time.monotonic()
+        if self._origin is None:
+            self._origin = self.since, event
+        self._marks.append((event, slot))
+
+    def end(self, facts: tuple[int, int, int]) -> None:
+        """A step is over, and the next begins."""
+        self.mark(_DATA)
+        self._waiting.append((self._marks, facts))
+        self._marks = self._marks[-1:]
+        while self._waiting and self._waiting[0][0][-1][0].query():
+            self._settle(*self._waiting.popleft())
+
+    def _settle(self, marks: list[tuple[Any, int]], facts: tuple[int, int, int]) -> None:
+        assert self._origin is not None
+        times = [0.0] * len(PARTS)
+        for (event, slot), (after, follows) in pairwise(marks):
+            slot = _LEADS_TO.get(follows, _REST) if slot == _USER else slot
+            times[slot] += event.elapsed_time(after) / 1e3
+            if event is not self._origin[1]:
+                self._spare.append(event)
+        at = self._origin[0] + self._origin[1].elapsed_time(marks[0][0]) / 1e3
+        self._done(at, at + sum(times), times, facts)

@@ -37,6 +37,7 @@ class Pass:
         """`microbatches` are the numbers of microbatches that its steps have, where they are made of such."""
         self.epoch, self.training, self.microbatches = epoch, training, microbatches
         self.seed = 0
+        self.batches = 0
         self.counted = 0
         self.is_left = False
         self.latest: Share | None = None
@@ -125,6 +126,10 @@ class Subscriber:
         """Whether the gradients of ranks are added."""
         return False
 
+    def exchanges(self) -> Iterable[tuple[float, float]]:
+        """Seconds that the latest measured exchange of gradients took, and for how many of them backward went on."""
+        return ()
+
     def phase_begins(self, phase: str, call: str) -> None:
         """This rank does something else from here on: one of rundir's PHASES, and the call with its line."""
 
@@ -186,6 +191,10 @@ class Spine(Member):
     def adds_losses(self) -> bool:
         """Whether the gradients of ranks are added, for a model whose loss is a sum."""
         return any(subscriber.adds_losses for subscriber in self._subscribers)
+
+    def exchanges(self) -> Iterator[tuple[float, float]]:
+        """The latest measured exchanges of gradients: seconds, and seconds of it beside backward."""
+        return (one for subscriber in self._subscribers for one in subscriber.exchanges())
 
     def begin_pass(self, begun: Pass) -> None:
         """A loader is iterated anew; what was left of its last pass is given up."""

@@ -163,6 +163,7 @@ class Loader:
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs still to do of count in all; the one this loader is in the middle of comes first."""
         first = self.epoch + self._begun
+        self._group.the(Meter).plan(count)
         for epoch in range(first, count):
             if epoch > first or self._begun:
                 self.epoch, self._position = epoch, 0
@@ -251,6 +252,7 @@ class Loader:
             self._remark_lending(pieces[-1].all)
         self._remark_same_order(training)
         this = Pass(self, self.epoch, training=training)
+        this.batches = len(pieces)
         self._spine.begin_pass(this)
         return self._batches(this, self._drawn(this) if self._reads_ahead else None, pieces)
 

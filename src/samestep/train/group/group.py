@@ -48,7 +48,7 @@ class Group:
         self.world, self.timeout = world, timeout
         path = pulse_of(os.environ, world.rank)
         self.pulse = Pulse(path, str(world.device), timeout.total_seconds()) if path else None
-        self._phase = ("user", "")
+        self.phase = ("user", "")
         self._phases_heard: list[Callable[[str, str], None]] = []
         self.own_cores = own_cores
         self.failed: int | None = None
@@ -93,7 +93,7 @@ class Group:
 
     def enter(self, phase: str, call: str = "") -> None:
         """Say what this rank does from here on: one of rundir's PHASES, and the call with its line."""
-        self._phase = phase, call
+        self.phase = phase, call
         if self.pulse is not None:
             self.pulse.enter(phase, call)
         for hear in self._phases_heard:
@@ -102,7 +102,7 @@ class Group:
     @contextmanager
     def within(self, phase: str, call: str = "") -> Iterator[None]:
         """Meanwhile this rank is in another phase."""
-        before = self._phase
+        before = self.phase
         self.enter(phase, call)
         try:
             yield

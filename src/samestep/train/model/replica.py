@@ -19,7 +19,7 @@ from samestep.train.digest import bit_sums
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers
-from samestep.train.model.exchange import Exchange, broadcast
+from samestep.train.model.exchange import Exchange, broadcast, times_of
 from samestep.train.model.weighing import (
     after_backward,
     only_in,
@@ -284,6 +284,9 @@ class Replicas(Member, Subscriber):
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for replica in self for parameter in replica.model.parameters())
+
+    def exchanges(self) -> Iterator[tuple[float, float]]:
+        return (times_of(replica.ddp) for replica in self if replica.ddp is not None)
 
     @property
     def adds_losses(self) -> bool:

@@ -1,0 +1,176 @@
+"""What a run's meter says of its steps agrees with clocks and sleeps that the script itself has."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep.steptimes import START_UP_STEPS, breakdown, read_step_times
+from samestep.train.meter import _HostClock
+
+LOOP = """
+    plan = json.loads(sys.argv[1])
+    def pause(name):
+        if plan.get("rank", world.rank) == world.rank:
+            time.sleep(plan.get(name, 0))
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 42
+        def __getitem__(self, at):
+            pause("data")
+            return torch.ones(4)
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+        @staticmethod
+        def backward(ctx, gradient):
+            pause("backward")
+            return gradient
+    class Sgd(torch.optim.SGD):
+        def step(self, closure=None):
+            pause("optimizer")
+            return super().step(closure)
+    train = samestep.loader(Slow(), 3, num_workers=0)
+    optimizer = Sgd(model.parameters(), lr=0.01)
+    times, at, seen = [], time.monotonic(), 0
+    for batch in train:
+        seen += len(batch)
+        pause("forward")
+        Wait.apply(model(batch)).sum().backward()
+        optimizer.step()
+        pause("rest")
+        if plan.get("call"):
+            samestep.sum(1.0)
+        now = time.monotonic()
+        times.append(now - at)
+        at = now
+    print(json.dumps([times, seen]))
+"""
+
+
+@pytest.fixture
+def metered(run, tmp_path):
+    """Runs the loop above with pauses: what its clocks say, by rank, and what the meter says."""
+
+    def started(size, asked="0", **plan):
+        (tmp_path / "run" / "pulse").mkdir(parents=True)
+        env = {"SAMESTEP_RUN": str(tmp_path / "run"), "SAMESTEP_METER": asked}
+        codes, said = run("    import json\n" + LOOP, size, json.dumps(plan), env=env)
+        assert codes == [0] * size, said
+        clocks = [json.loads(re.search(r"^\[\[.*$", one, re.MULTILINE)[0]) for one in said]
+        files = {rank: read_step_times(tmp_path / "run" / "pulse" / f"steps-{rank}") for rank in range(size)}
+        return clocks, files, said
+
+    return started
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_add_up_to_the_scripts_own_clock_and_samples_are_counted_exactly(metered, size):
+    clocks, files, _ = metered(size, forward=0.01, data=0.002)
+    for rank, (times, _) in enumerate(clocks):
+        found = files[rank]
+        mine = sum(times[START_UP_STEPS:]) / len(times[START_UP_STEPS:])
+        assert sum(found.sums.values()) / found.progress.steps == pytest.approx(mine, rel=0.03)
+        assert found.progress.step_s == pytest.approx(mine, rel=0.03)
+        assert found.progress.rows == len(times) == 14
+        assert sum(step.mine for step in found.steps) == found.progress.mine
+    assert sum(seen for _, seen in clocks) == 14 * 3
+    assert sum(one.progress.mine for one in files.values()) == files[0].progress.all == 33
+    said = breakdown(files)
+    assert sum(said.parts.values()) == pytest.approx(said.step_s)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer", "rest"])
+def test_a_pause_is_found_in_its_part(metered, size, part):
+    _, files, _ = metered(size, **{part: 0.03})
+    parts = breakdown(files).parts
+    assert max(parts, key=parts.get) == part
+    seconds = 0.03 * 3 / size if part == "data" else 0.03
+    assert parts[part] > 0.95 * seconds
+
+
+@pytest.mark.parametrize("call", [False, True])
+def test_the_rank_that_the_others_wait_for_is_named(metered, call):
+    _, files, _ = metered(3, forward=0.03, rank=1, call=call)
+    said = breakdown(files)
+    assert said.slowest == 1
+    assert said.parts["slowest"] > 0.015  # two of three ranks wait 0.03 s
+    assert "(rank 1)" in str(said)
+
+
+def test_ranks_that_are_slow_in_turns_are_not_named(metered):
+    _, files, _ = metered(2)
+    steps = files[0].steps
+    turns = [
+        [
+            one._replace(parts=tuple(0.01 * (at % 2 == rank) for _ in one.parts))
+            for at, one in enumerate(steps)
+        ]
+        for rank in range(2)
+    ]
+    readings = {rank: type(files[0])(files[0].progress, files[0].sums, turns[rank]) for rank in range(2)}
+    assert breakdown(readings).slowest is None
+
+
+def test_the_last_line_is_rank_zeros_and_only_where_it_was_asked_for_or_the_run_was_long(metered):
+    said = metered(2, asked="1", rest=0.01)[2]
+    line = r"samestep: [\d,]+ samples/s, step [\d.]+ ms: .*compute \d+ %.*rest \d+ %"
+    assert re.search(line, said[0])
+    assert "samples/s" not in said[1]
+
+
+@pytest.mark.parametrize("asked", ["0", ""])
+def test_a_short_run_says_nothing(metered, asked):
+    assert "samples/s" not in "".join(metered(1, asked=asked)[2])
+
+
+def test_a_step_costs_the_meter_less_than_a_two_hundredth_of_ten_milliseconds():
+    clock = _HostClock(lambda *_: None)
+    phases = [0, 10, 2, 10, 3, 4, 10, 3, 10, 6, 10]  # as a step at two ranks has them
+    best = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(200):
+            for slot in phases:
+                clock.mark(slot)
+            clock.end((0, 1, 1))
+        best.append((time.perf_counter() - began) / 200)
+    assert min(best) < 0.005 * 0.010
+
+
+def test_backward_is_torchs_own_again_when_the_group_is_closed(run):
+    source = """
+    for (x,) in train:
+        model(x).sum().backward()
+    assert torch.Tensor.backward.__module__ == "samestep.train.meter"
+    from samestep.train.group.world import close
+    close()
+    assert torch.Tensor.backward.__module__ == "torch._tensor"
+    """
+    assert run(source, 2)[0] == [0, 0]
+
+
+def test_steps_after_a_pass_that_was_left_are_counted(run, tmp_path):
+    (tmp_path / "run" / "pulse").mkdir(parents=True)
+    source = """
+    for epoch in range(3):
+        for at, (x,) in enumerate(train):
+            model(x).sum().backward()
+            optimizer.step()
+            if at == 2:
+                break
+        with torch.no_grad():
+            for (x,) in samestep.loader(data, 3):
+                time.sleep(0.01)
+    """
+    assert run(source, 1, env={"SAMESTEP_RUN": str(tmp_path / "run")})[0] == [0]
+    found = read_step_times(Path(tmp_path, "run", "pulse", "steps-0"))
+    assert found.progress.rows == 6  # a step that the loop breaks off has no end
+    assert found.progress.between_s > 0.03
+    assert found.progress.step_s < 0.01
+    assert torch.isnan(torch.tensor(found.progress.loss)) or found.progress.loss != 0
