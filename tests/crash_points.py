@@ -18,9 +18,10 @@ from pathlib import Path
 from samestep.errors import CheckpointError
 from samestep.state import file as carry
 from samestep.state.directory import CheckpointDirectory
+from samestep.state.lease import NAME as LEASE
 
-CHANGING = ("fallocate", "pwritev2", "fsync", "renameat", "unlinkat")
-CALLS = (*CHANGING, "openat", "close", "fcntl", "fstatfs", "newfstatat", "getdents64")
+CHANGING = ("fallocate", "pwritev2", "pwrite64", "fsync", "fdatasync", "renameat", "unlinkat")
+CALLS = (*CHANGING, "flock", "utimensat", "openat", "close", "fcntl", "fstatfs", "newfstatat", "getdents64")
 FAULTS = ("signal=KILL", "error=EIO", "error=ENOSPC", "error=EDQUOT", "error=EINTR")
 SKIPPED = 3
 
@@ -71,7 +72,7 @@ def traced(directory, log, calls, *options):
 
 def wrong(directory, code):
     """What is not as promised after a commit that ended with `code`, in words; nothing when all is."""
-    names = os.listdir(directory)
+    names = set(os.listdir(directory)) - {LEASE}
     good = []
     for entry in carry.listing(directory):
         try:

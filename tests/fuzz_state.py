@@ -22,6 +22,7 @@ from samestep.train.checkpoint import capture as carry
 CODE = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "exec")
 SLACK = 12 << 20
 PAGE = 4096
+HEADER = 128
 ran = []
 
 
@@ -59,9 +60,9 @@ def originals(directory):
 def resealed(data):
     """The same file with digests that are right again, as a forger would leave it."""
     _, _, count, length, _ = struct.unpack_from("<8sIIQQ", data)
-    end = 64 + length + 32 * count
+    end = HEADER + length + 32 * count
     if end <= len(data):
-        data[32:64] = blake2b(data[:32] + data[64:end], digest_size=32, person=b"root").digest()
+        data[96:HEADER] = blake2b(data[:96] + data[HEADER:end], digest_size=32, person=b"root").digest()
     return data
 
 
@@ -148,7 +149,7 @@ def lie_in_preamble(rng, data, other):
 def lie_in_header(rng, data, other):
     """Change numbers and names where the header is text, and put its digest right."""
     (length,) = struct.unpack_from("<Q", data, 16)
-    text = bytes(data[64 : 64 + length])
+    text = bytes(data[HEADER : HEADER + length])
     old, new = rng.choice((
         (b"float32", b"float64"), (b"float32", b"objectt"), (b'"tensor":', b'"bytess":'), (b"[64,", b"[-4,"),
         (b"[64,", b"[99,"),
@@ -156,7 +157,7 @@ def lie_in_header(rng, data, other):
         (b'"tensor":1', b'"tensor":9'), (b"[[", b"[("), (b'"blobs"', b'"BLOBS"'), (b":", b";"),
     ))  # fmt: skip
     at = rng.choice([i for i in range(len(text)) if text.startswith(old, i)] or [0])
-    data[64 + at : 64 + at + len(new)] = new
+    data[HEADER + at : HEADER + at + len(new)] = new
     return resealed(data)
 
 
@@ -164,13 +165,13 @@ def nest(rng, data, other):
     (length,) = struct.unpack_from("<Q", data, 16)
     half = rng.choice((length // 2, length // 2, 40))
     opening = rng.choice((b"[", b'{"tuple":[', b'{"dict":[['))
-    data[64 : 64 + length] = (opening * half)[:half].ljust(length, b"]")
+    data[HEADER : HEADER + length] = (opening * half)[:half].ljust(length, b"]")
     return resealed(data)
 
 
 def garbage_header(rng, data, other):
     (length,) = struct.unpack_from("<Q", data, 16)
-    data[64 : 64 + length] = rng.choice(
+    data[HEADER : HEADER + length] = rng.choice(
         (rng.randbytes(length), b"[]," * (length // 3) + b" " * (length % 3), bytes(length))
     )
     return resealed(data)
@@ -178,7 +179,7 @@ def garbage_header(rng, data, other):
 
 def become_a_pickle(rng, data, other):
     code = pickle.dumps(Canary())
-    at = rng.choice((0, 64, outline_of(data).start, len(data) - len(code)))
+    at = rng.choice((0, HEADER, outline_of(data).start, len(data) - len(code)))
     data[at : at + len(code)] = code
     return resealed(data) if rng.random() < 0.5 else data
 
@@ -198,8 +199,8 @@ def rich_header(rng, data, other):
         rng.choice((2**14,) * 9 + (2**20,)) // len(part) - 99
     )
     header += b'{"end":0}]}'
-    end = -(-(64 + len(header)) // 64) * 64
-    sealed = struct.pack("<8sIIQQ32s", b"samestep", 1, 0, len(header), end, b"")
+    end = -(-(HEADER + len(header)) // 64) * 64
+    sealed = struct.pack("<8sIIQQ96s", b"samestep", 2, 0, len(header), end, b"")
     return resealed(bytearray((sealed + header).ljust(end, b"\0")))
 
 

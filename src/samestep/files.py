@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from errno import EINVAL, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,7 +45,16 @@ def make_private_directory(directory: Path) -> None:
 def sync_directory(directory: Path) -> None:
     """Wait until the disk has the names in a directory."""
     with open_directory(directory) as fd:
-        os.fsync(fd)
+        sync_names(fd)
+
+
+def sync_names(dir_fd: int) -> None:
+    """Wait until the disk has the names in an open directory, where its file system can be asked to."""
+    try:
+        os.fsync(dir_fd)
+    except OSError as error:
+        if error.errno not in (EINVAL, ENOSYS, EOPNOTSUPP):
+            raise
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def run(verb, *arguments):
 
 
 def files(directory):
-    return sorted(directory.iterdir())
+    return sorted(directory.glob("*.samestep"))
 
 
 def damage(path):

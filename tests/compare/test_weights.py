@@ -17,6 +17,7 @@ from samestep.compare.compare import compare
 from samestep.compare.weights import damage, read
 from samestep.errors import CheckpointError
 from samestep.state import file as carry
+from samestep.state.directory import CheckpointDirectory
 from samestep.train.checkpoint.capture import pack
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.zeros(()), "n": torch.empty(0, 3)}
@@ -104,15 +105,13 @@ def test_what_cannot_be_read_is_one_sentence(write: object, sentence: str, tmp_p
 
 
 def test_a_directory_is_its_newest_good_checkpoint(tmp_path: Path) -> None:
+    commits = CheckpointDirectory(tmp_path, keep=3)
     for number in (1, 2, 3):
-        _carried(
-            tmp_path / f"{number:06}-step-{number * 10}-0123abcd.samestep", {"w": torch.tensor([number])}
-        )
-    newest = max(tmp_path.iterdir())
+        newest = commits.commit(pack({"w": torch.tensor([number])}), number * 10)
     newest.write_bytes(newest.read_bytes()[:-1])
     found = read(tmp_path)
     assert compare({"w": torch.tensor([2])}, found.state).verdict == "same"
-    assert "000003-step-30-0123abcd.samestep is torn" in found.notes[0]
+    assert f"{newest.name} is torn" in found.notes[0]
 
 
 def test_a_flipped_bit_in_a_torch_file_is_known_by_its_checksum(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import torch
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.state import file
-from samestep.state.directory import CheckpointDirectory, _here
+from samestep.state.directory import CheckpointDirectory
+from samestep.state.lease import NAME as LEASE
+from samestep.state.lease import here
 from samestep.train.checkpoint import capture
 
 TESTS = Path(__file__).parents[1]
@@ -30,6 +32,10 @@ def read(name, dir_fd):
 
 def steps(directory):
     return [entry.step for entry in file.listing(directory)]
+
+
+def files(directory):
+    return sorted(set(os.listdir(directory)) - {LEASE})
 
 
 def damage(path):
@@ -158,13 +164,13 @@ def test_leftovers_of_dead_writers_are_removed_and_of_living_ones_kept(tmp_path)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    here, other = _here(), "0" * 16
+    place, other = here(), "0" * 16
     leftovers = {
-        f".writing-{here}-{dead.pid}-00000000": True,
-        f".writing-{here}-{living.pid}-00000000": False,
+        f".writing-{place}-{dead.pid}-00000000": True,
+        f".writing-{place}-{living.pid}-00000000": False,
         f".writing-{other}-{dead.pid}-00000000": False,
         f".writing-{other}-{dead.pid}-11111111": True,
-        f".writing-{here}-999999999999-00000000": False,
+        f".writing-{place}-999999999999-00000000": False,
         ".writing-by-someone-else": False,
         "notes.txt": False,
     }
@@ -206,7 +212,7 @@ def test_a_file_larger_than_this_process_may_write_is_skipped_without_a_trace(tm
             commits.commit(packed(2, 10_000), 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert os.listdir(commits.directory) == [paths[0].name]
+    assert files(commits.directory) == [paths[0].name]
 
 
 def test_a_commit_that_is_broken_off_leaves_no_file(tmp_path, monkeypatch):
@@ -218,7 +224,7 @@ def test_a_commit_that_is_broken_off_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
         commits.commit(packed(2), 2)
-    assert os.listdir(commits.directory) == [paths[0].name]
+    assert files(commits.directory) == [paths[0].name]
 
 
 @pytest.fixture
@@ -240,7 +246,7 @@ def test_a_full_disk_costs_only_the_commit_tried(small_disk):
     reason = rf"^checkpoint skipped: \d+\.\d of 550\.\d kB free on {commits.directory}$"
     with pytest.raises(CheckpointError, match=reason):
         commits.commit(packed(3, 125_000), 3)
-    assert sorted(os.listdir(commits.directory)) == kept
+    assert files(commits.directory) == kept
     assert commits.newest(read).value == 2
     (small_disk / "data").unlink()
     commits.commit(packed(4, 125_000), 4)
@@ -251,6 +257,7 @@ def test_a_full_disk_costs_only_the_commit_tried(small_disk):
 def test_a_disk_that_became_read_only_costs_only_the_commit_tried(small_disk):
     commits = CheckpointDirectory(small_disk / "run")
     commits.commit(packed(1), 1)
+    commits.release()  # a file that is open for writing keeps the disk writable
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(CheckpointError, match=r"run cannot be written \(Read-only file system\)$"):
         commits.commit(packed(2), 2)

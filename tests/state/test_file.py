@@ -38,14 +38,14 @@ def there_and_back(tmp_path, state):
     return capture.read(write(tmp_path / "state", state))[0]
 
 
-def seal(header, blobs=(), *, version=1, count=None, length=None, size=None):
+def seal(header, blobs=(), *, version=2, count=None, length=None, size=None, sealing=bytes(64)):
     """A file whose digests are right whatever its header says, as a forger would make it."""
     bulk = b"".join(blob + bytes(-len(blob) % 64) for blob in blobs)
     digests = b"".join(digest(digest(blob, b"piece") if blob else b"", b"blob") for blob in blobs)
-    start = -(-(64 + len(header) + len(digests)) // 64) * 64
+    start = -(-(128 + len(header) + len(digests)) // 64) * 64
     count = len(blobs) if count is None else count
     length = len(header) if length is None else length
-    sealed = struct.pack("<8sIIQQ", b"samestep", version, count, length, size or start + len(bulk))
+    sealed = struct.pack("<8sIIQQ", b"samestep", version, count, length, size or start + len(bulk)) + sealing
     root = digest(sealed + header + digests, b"root")
     return (sealed + root + header + digests).ljust(start, b"\0") + bulk
 
@@ -286,11 +286,13 @@ def test_a_torn_file_and_a_foreign_one_are_told_apart(tmp_path):
     data = write(tmp_path / "state", {"a": torch.ones(100)}).read_bytes()
     assert refused(tmp_path, data[:-64]) == f"is torn: {len(data) - 64} of {len(data)} bytes are there"
     assert refused(tmp_path, data + b"\0") == f"is torn: {len(data) + 1} of {len(data)} bytes are there"
-    assert refused(tmp_path, data[:40]) == refused(tmp_path, b"") == "is not a samestep checkpoint"
+    assert refused(tmp_path, data[:40]) == "is torn: 40 bytes are there"
+    assert refused(tmp_path, data[:15]) == refused(tmp_path, b"") == "is not a samestep checkpoint"
     assert refused(tmp_path, b"PK\3\4" + data) == "is not a samestep checkpoint"
-    assert refused(tmp_path, seal(outline(None), version=2)).startswith(
-        "has format 2, and this samestep reads"
-    )
+    for other in (1, 3):
+        assert refused(tmp_path, seal(outline(None), version=other)) == (
+            f"has format {other}, and this samestep reads format 2; use the samestep that wrote it"
+        )
 
 
 def test_tensors_of_one_shape_do_not_change_places(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.state import file
+from samestep.state import file, pieces
 from samestep.state.directory import _ABANDONED_SECONDS, CheckpointDirectory, _free
 from samestep.state.tree import Blob, place
 from samestep.train.checkpoint import capture
@@ -29,20 +29,23 @@ CheckpointDirectory(sys.argv[1]).commit(pack({"a": bytes(100)}), 1)
 @pytest.mark.skipif(not shutil.which("strace") and "CI" not in os.environ, reason="strace is not installed")
 def test_a_commit_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts(tmp_path):
     trace = tmp_path / "trace"
-    calls = "--trace=/^(fallocate|pwritev2?|fsync|rename.*)$"
+    calls = "--trace=/^(fallocate|pwritev2?|pwrite64|fsync|fdatasync|rename.*)$"
     words = ["strace", "--follow-forks", "--decode-fds=path", calls, f"--output={trace}"]
     subprocess.run([*words, sys.executable, "-c", COMMIT, tmp_path / "run"], check=True, timeout=50)
     seen = re.findall(
-        rf"(fallocate|pwritev|fsync|rename)\w*\(.*{tmp_path}/run(/\.writing)?", trace.read_text()
+        rf"(fallocate|pwrite|fsync|fdatasync|rename)\w*\(.*{tmp_path}/run(/\.writing|/\.lease)?",
+        trace.read_text(),
     )
     assert seen == [
+        ("pwrite", "/.lease"),
         ("fallocate", "/.writing"),
-        ("pwritev", "/.writing"),
-        ("fsync", "/.writing"),
-        ("pwritev", "/.writing"),
+        ("pwrite", "/.writing"),
+        ("pwrite", "/.writing"),
         ("fsync", "/.writing"),
         ("rename", ""),
         ("fsync", ""),
+        ("pwrite", "/.lease"),
+        ("fdatasync", "/.lease"),
     ]
 
 
@@ -79,7 +82,8 @@ def test_a_tensor_whose_strides_no_file_holds_is_refused_when_it_is_packed():
 
 
 def test_a_good_file_of_several_pieces_is_verified(tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "_PIECE", 1000)
+    for module in (file, pieces):
+        monkeypatch.setattr(module, "PIECE", 1000)
     for count in (1, 999, 1000, 1001, 2500):
         path = tmp_path / "state"
         with path.open("wb") as opened:
@@ -145,7 +149,7 @@ def test_a_leftover_of_another_machine_is_old_by_the_file_servers_clock_now(tmp_
 def test_a_disk_that_has_room_but_takes_no_more_files_is_not_said_to_be_full(tmp_path):
     if os.geteuid():
         pytest.skip("needs root to mount a small disk")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=3", "tmpfs", tmp_path], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=4", "tmpfs", tmp_path], check=True)
     try:
         vault = CheckpointDirectory(tmp_path / "run")
         vault.commit(file.pack(1), 1)

@@ -11,7 +11,9 @@ import click
 
 from samestep.cli.output import verb
 from samestep.errors import CheckpointError
+from samestep.files import open_directory
 from samestep.state import file as carry
+from samestep.state.directory import Found, examine
 from samestep.text import printable, size
 
 _IN_COLUMNS = ("step", "time")
@@ -30,7 +32,8 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
 
     Without --verify only each header is checked. "whole": no byte is missing; "good": every byte is right.
     """
-    rows = [_row(directory, entry, verify) for entry in carry.listing(directory)]
+    with open_directory(directory) as dir_fd:
+        rows = [_row(dir_fd, found, verify) for found in examine(dir_fd)]
     if as_json:
         for row in rows:
             click.echo(json.dumps(row))
@@ -41,14 +44,19 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
     sys.exit(any(row["state"] == "bad" for row in rows))
 
 
-def _row(directory: Path, entry: carry.Entry, verify: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"file": entry.name, "step": entry.step}
+def _row(dir_fd: int, found: Found, verify: bool) -> dict[str, Any]:
+    entry, outline, why = found.entry, found.outline, found.why
+    row: dict[str, Any] = {"file": entry.name, "step": outline.seal.step if outline else entry.step}
     try:
-        row["bytes"] = os.lstat(directory / entry.name).st_size
-        outline = (carry.verify if verify else carry.peek)(directory / entry.name)
+        row["bytes"] = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_size
+        if verify and outline and not why:
+            carry.verify(entry.name, dir_fd=dir_fd)
     except (CheckpointError, OSError) as error:
-        return {**row, "state": "bad", "why": str(error).removeprefix(f"{directory / entry.name} ")}
-    return {**row, "state": "good" if verify else "whole", "meta": outline.meta, "digest": outline.digest}
+        why = str(error)
+    if outline is None or why:
+        return {**row, "state": "bad", "why": why.removeprefix(f"{entry.name} ")}
+    facts = {"run": outline.seal.run.hex(), "meta": outline.meta, "digest": outline.digest}
+    return {**row, "state": "good" if verify else "whole", **facts}
 
 
 def _table(rows: list[dict[str, Any]]) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from samestep.compare.names import flatten
 from samestep.errors import CheckpointError
+from samestep.files import open_directory
 from samestep.state import file as carry
+from samestep.state.directory import examine
 from samestep.state.tree import Blob
 from samestep.text import printable
 
@@ -57,15 +59,17 @@ def read(path: str | Path) -> Weights:
 def _newest(directory: Path) -> Weights:
     """The newest good checkpoint of a directory."""
     bad = []
-    for entry in carry.listing(directory):
+    with open_directory(directory) as dir_fd:
+        commits = examine(dir_fd)
+    for commit in commits:
         try:
-            if (directory / entry.name).is_symlink():
-                raise CheckpointError(f"{directory / entry.name} is a link that leads elsewhere")
-            found = read(directory / entry.name)
+            if commit.why:
+                raise CheckpointError(f"{directory}: {commit.why}")
+            found = read(directory / commit.entry.name)
         except CheckpointError as error:
             bad.append(f"{error}; reading an older checkpoint")
         else:
-            note = f"{directory}: reading its newest good checkpoint, {entry.name}"
+            note = f"{directory}: reading its newest good checkpoint, {commit.entry.name}"
             return replace(found, notes=(*bad, note))
     raise CheckpointError(f"{directory} holds no good checkpoint; name a weights file")
 

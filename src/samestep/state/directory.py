@@ -1,32 +1,35 @@
 """A directory of commits: after a crash at any moment it holds the old state or the new one, complete.
 
-A commit is written under a name of its own, synced, renamed, and the directory synced; only then do older
-ones go, and never one of the two newest that are known to be good. Known means written or read by this object.
+A commit is written under a name of its own, synced, renamed, and the directory synced; then the lease names it, and
+only then do older ones go, never one of the two newest that are known to be good. Known means written or read by this
+object. Which commit a file is, its header says: a renamed, foreign or substituted file is refused.
 """
 
 import errno
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
-from platform import node
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import psutil
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import BOOT_ID, make_private_directory, open_directory, read_text
+from samestep.files import make_private_directory, open_directory, sync_names
 from samestep.state import file as state_file
+from samestep.state import lease
+from samestep.state.lease import Record
 from samestep.text import size
 
 T = TypeVar("T")
+_AMBIGUOUS = "holds commits of two runs, or two copies of a run, and no lease; move those of the other away"
 _UNFINISHED = re.compile(r"\.writing-([0-9a-f]{16})-(\d{1,9})-[0-9a-f]{8}")
 _ABANDONED_SECONDS = 3600
 _MARGIN = 1.1
+_REMEDY = "give each run a directory of its own, or end that one first"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,30 @@ class Newest(Generic[T]):
 
     value: T
     path: Path
+    root: bytes
     refused: tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """A file that is named as a commit, what its header says, and why it is not used as one."""
+
+    entry: state_file.Entry
+    outline: state_file.Outline | None
+    why: str = ""
+    is_renamed: bool = False
+
+    @property
+    def number(self) -> int:
+        """Its own, not that of its name, where it can be read."""
+        return self.outline.seal.number if self.outline else self.entry.number
+
+
+def examine(dir_fd: int, record: Record | None = None) -> list[Found]:
+    """The files that are named as commits, the newest first, by what their headers and the lease say of them."""
+    found = [_peeked(dir_fd, entry) for entry in state_file.listing(dir_fd)]
+    outlines = [one.outline for one in found if one.outline]
+    record = record or lease.read(dir_fd) or _record_of(outlines)
+    return sorted((_judged(one, record) for one in found), key=lambda one: one.number, reverse=True)
 
 
 class CheckpointDirectory:
@@ -48,23 +74,47 @@ class CheckpointDirectory:
         self.keep = keep
         self._made = False
         self._good: dict[str, tuple[int, int, int]] = {}
+        self._lease: lease.Lease | None = None
+        self._me = lease.this_process()
+        self._say: Callable[[str], object] = str
+        self._remedy = _REMEDY
+        # the commits that the next one follows, the newest last, and the number of the newest
+        self._line: list[tuple[int, bytes]] = []
+        self._number: int | None = None
+
+    def hold(self, me: lease.Holder, say: Callable[[str], object], remedy: str) -> None:
+        """Be the only process that writes here; a CheckpointError says which other one is."""
+        self._me, self._say, self._remedy = me, say, remedy
+        try:
+            self._make()
+            with open_directory(self.directory) as dir_fd:
+                self._hold(dir_fd)
+        except OSError:
+            # a disk that is full or read-only can be read from; the first commit says what is wrong with it
+            return
+
+    def release(self) -> None:
+        """Let another process write here."""
+        if self._lease is not None:
+            with suppress(OSError), open_directory(self.directory) as dir_fd:
+                self._lease.release(dir_fd)
+            self._lease = None
 
     def commit(self, packed: state_file.Packed, step: int) -> Path:
         """Write a state as the newest commit; a CheckpointError means all older ones are as they were."""
         if step < 0:
             raise UsageError(f"step {step} is negative; count the steps taken")
         try:
-            # once: under a mount that went away the same path is another disk
-            if not self._made:
-                make_private_directory(self.directory)
-                self._made = True
+            self._make()
             # every later name is looked up in this descriptor, so no link put in its way leads out of it
             with open_directory(self.directory) as dir_fd:
+                held = self._hold(dir_fd)
                 self._sweep(dir_fd)
                 if _free(os.fstatvfs(dir_fd)) < packed.size * _MARGIN:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                name = self._write(dir_fd, packed, step)
-                self._prune(dir_fd)
+                name = self._write(dir_fd, packed, step, held.record.run)
+                held.note(self._line)
+                self._prune(dir_fd, held.record.run)
         except OSError as error:
             raise self._error(f"checkpoint skipped: {self._why(error, packed.size)}") from error
         return self.directory / name
@@ -74,35 +124,95 @@ class CheckpointDirectory:
         refused: list[str] = []
         try:
             with open_directory(self.directory) as dir_fd:
-                for entry in state_file.listing(dir_fd):
-                    try:
-                        value = read(entry.name, dir_fd)
-                        self._good[entry.name] = _identity(dir_fd, entry.name)
-                    except (CheckpointError, OSError) as error:
-                        refused.append(str(error))
-                    else:
-                        return Newest(value, self.directory / entry.name, tuple(refused))
+                found = self._examined(dir_fd)
+                # one that has only lost its name is better than none
+                for one in (*found, *(one for one in found if one.is_renamed)):
+                    if one.why and (not one.is_renamed or one.why not in refused):
+                        refused.append(one.why)
+                    elif one.outline is not None:
+                        try:
+                            return self._taken(dir_fd, one.entry.name, one.outline, read, tuple(refused))
+                        except (CheckpointError, OSError) as error:
+                            refused.append(str(error))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._error(f"{self.directory} cannot be read ({error.strerror})") from error
         if refused:
-            raise self._error(f"{self.directory} holds no good checkpoint: {'; '.join(refused)}")
+            raise self._error(
+                f"{self.directory} holds no good checkpoint: {'; '.join(dict.fromkeys(refused))}"
+            )
         return None
+
+    def _taken(
+        self,
+        dir_fd: int,
+        name: str,
+        outline: state_file.Outline,
+        read: Callable[[str, int], T],
+        refused: tuple[str, ...],
+    ) -> Newest[T]:
+        before = _identity(dir_fd, name)
+        value = read(name, dir_fd)
+        if state_file.peek(name, dir_fd=dir_fd).root != outline.root or before != _identity(dir_fd, name):
+            raise CheckpointError(f"{name} was exchanged while it was read", path=name)
+        self._good[name] = before
+        self._line = [
+            *(one for one in self._line if one[0] < outline.seal.number),
+            (outline.seal.number, outline.root),
+        ]
+        return Newest(value, self.directory / name, outline.root, refused)
+
+    def _make(self) -> None:
+        # once: under a mount that went away the same path is another disk
+        if not self._made:
+            make_private_directory(self.directory)
+            self._made = True
+
+    def _hold(self, dir_fd: int) -> lease.Lease:
+        if self._lease is not None:
+            self._lease.check(dir_fd)
+            return self._lease
+
+        def first() -> Record:
+            """The run that a directory without a lease belongs to: that of its commits, or a new one."""
+            outlines = [one.outline for one in examine(dir_fd) if one.outline]
+            record = _record_of(outlines) if outlines else Record(os.urandom(16))
+            if record is None:
+                raise self._error(f"{self.directory} {_AMBIGUOUS}")
+            return record
+
+        self._lease = lease.Lease(self.directory, dir_fd, self._me, self._say, self._remedy, first)
+        return self._lease
+
+    def _examined(self, dir_fd: int) -> list[Found]:
+        """The commits, and what the next one follows."""
+        record = self._lease.record if self._lease else lease.read(dir_fd)
+        found = examine(dir_fd, record)
+        ours = [
+            (one.number, one.outline.root) for one in found if one.outline and (not one.why or one.is_renamed)
+        ]
+        self._line = list(record.commits) if record else []
+        self._line += [one for one in sorted(ours)[-1:] if one not in self._line]
+        self._number = max((number for number, _ in (*self._line, *ours)), default=0)
+        return found
 
     def _error(self, text: str) -> CheckpointError:
         return CheckpointError(text, path=self.directory)
 
-    def _write(self, dir_fd: int, packed: state_file.Packed, step: int) -> str:
-        number = 1 + max((entry.number for entry in state_file.listing(dir_fd)), default=0)
+    def _write(self, dir_fd: int, packed: state_file.Packed, step: int, run: bytes) -> str:
+        if self._number is None:
+            self._examined(dir_fd)
+        number = (self._number or 0) + 1
+        seal = state_file.Seal(run, number, step, self._line[-1][1] if self._line else bytes(32))
         nonce = secrets.token_hex(4)
-        unfinished = f".writing-{_here()}-{os.getpid()}-{nonce}"
+        unfinished = f".writing-{lease.here()}-{os.getpid()}-{nonce}"
         name = f"{number:06d}-step-{step}-{nonce}.samestep"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(unfinished, flags, 0o600, dir_fd=dir_fd)
         try:
             try:
-                state_file.write(fd, packed)
+                root = state_file.write(fd, packed, seal)
             finally:
                 os.close(fd)
             os.rename(unfinished, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -110,21 +220,24 @@ class CheckpointDirectory:
             with suppress(OSError):
                 os.unlink(unfinished, dir_fd=dir_fd)
             raise
-        os.fsync(dir_fd)
+        self._number = number
+        self._line.append((number, root))
+        sync_names(dir_fd)
         self._good[name] = _identity(dir_fd, name)
         return name
 
-    def _prune(self, dir_fd: int) -> None:
-        """Remove what is older than the `keep` newest commits known to be good, and unchanged since."""
-        good = 0
+    def _prune(self, dir_fd: int, run: bytes) -> None:
+        """Remove what is older than the `keep` newest good commits, of which only the newest of each step counts."""
+        steps: set[int] = set()
         for entry in state_file.listing(dir_fd):
             # a commit that stands is not undone because an old one cannot be removed; the next tries again
             with suppress(OSError):
-                if good >= self.keep:
+                is_good = self._good.get(entry.name) == _identity(dir_fd, entry.name)
+                if len(steps) < self.keep and not (is_good and entry.step in steps):
+                    steps.update([entry.step] if is_good else [])
+                elif entry.name in self._good or _run_of(dir_fd, entry) in (None, run):
                     os.unlink(entry.name, dir_fd=dir_fd)
                     self._good.pop(entry.name, None)
-                else:
-                    good += self._good.get(entry.name) == _identity(dir_fd, entry.name)
 
     def _sweep(self, dir_fd: int) -> None:
         """Remove what dead writers left; whether one on another machine is dead, only time tells."""
@@ -135,7 +248,7 @@ class CheckpointDirectory:
                     os.unlink(name, dir_fd=dir_fd)
 
     def _is_abandoned(self, dir_fd: int, name: str, place: str, pid: int) -> bool:
-        if place == _here():
+        if place == lease.here():
             return not psutil.pid_exists(pid)
         # both times are the file server's, so no two clocks are compared
         os.utime(dir_fd)
@@ -162,10 +275,43 @@ def _identity(dir_fd: int, name: str) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _here() -> str:
-    """Where a process number means something: this boot of this machine, this process namespace."""
+def _peeked(dir_fd: int, entry: state_file.Entry) -> Found:
     try:
-        place = f"{read_text(BOOT_ID)}{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        place = node()
-    return blake2b(place.encode(), digest_size=8).hexdigest()
+        return Found(entry, state_file.peek(entry.name, dir_fd=dir_fd))
+    except CheckpointError as error:
+        return Found(entry, None, str(error))
+
+
+def _run_of(dir_fd: int, entry: state_file.Entry) -> bytes | None:
+    outline = _peeked(dir_fd, entry).outline
+    return outline.seal.run if outline else None
+
+
+def _record_of(outlines: Sequence[state_file.Outline]) -> Record | None:
+    """What a lost lease said, as far as the commits tell; None where they contradict each other."""
+    if not outlines:
+        return Record(bytes(16))
+    newest = max(outlines, key=lambda one: one.seal.number)
+    before = [one.root for one in outlines if one.seal.number < newest.seal.number]
+    follows = not before or newest.seal.previous in before
+    is_one_run = len({one.seal.run for one in outlines}) == 1
+    return Record(newest.seal.run, ((newest.seal.number, newest.root),)) if follows and is_one_run else None
+
+
+def _judged(one: Found, record: Record | None) -> Found:
+    """Whether what can be read is a commit of this directory's run."""
+    if one.outline is None:
+        return one
+    seal, name, why, is_renamed = one.outline.seal, one.entry.name, "", False
+    known = dict(record.commits) if record else {}
+    if record is None:
+        why = f"is one of several commits here: the directory {_AMBIGUOUS}"
+    elif seal.run != record.run:
+        why = "is a commit of another run"
+    elif known.get(seal.number, one.outline.root) != one.outline.root:
+        why = f"is not the commit {seal.number} that this run made"
+    elif known and seal.number > max(known) and seal.previous not in known.values():
+        why = f"does not follow commit {max(known)}, the last that this run made"
+    elif (one.entry.number, one.entry.step) != (seal.number, seal.step):
+        why, is_renamed = f"is commit {seal.number} after step {seal.step} under another name", True
+    return one._replace(why=why and f"{name} {why}", is_renamed=is_renamed)

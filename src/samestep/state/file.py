@@ -3,9 +3,9 @@
 Workers write these files, and `samestep checkpoints` lists and verifies them where no torch is.
 docs/checkpoint-format.md draws the layout.
 
-Covered: torn, truncated, flipped, swapped, spliced and hostile files, with memory within twice the file.
-Not covered: forgery. The digests carry no key, so who may write the directory may write a valid file; it is
-data all the same, and nothing in it is ever run or used as a path.
+Covered: torn, truncated, flipped, swapped, spliced, sparse and hostile files, with memory within twice the bytes
+that are on the disk. Not covered: forgery. The digests carry no key, so who may write the directory may write a
+valid file; it is data all the same, and nothing in it is ever run or used as a path.
 """
 
 import json
@@ -15,23 +15,37 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from errno import EINVAL, EIO, ELOOP, ENOSYS, EOPNOTSUPP
-from hashlib import blake2b
+from errno import EINVAL, ELOOP, ENOSYS, EOPNOTSUPP
 from typing import Any, NamedTuple, NoReturn
 
+import psutil
+
 from samestep.errors import CheckpointError, UsageError
+from samestep.state.pieces import (
+    PIECE,
+    blob_digest,
+    digest,
+    in_threads,
+    piece_digest,
+    pieces,
+    read_exactly,
+    read_into,
+    write_all,
+)
 from samestep.state.tree import ITEMSIZE, Bad, Blob, Leaf, Packer, Unpacker
 from samestep.text import printable
+from samestep.text import size as in_bytes
 
-VERSION = 1
+VERSION = 2
 ALIGN = 64
 _MAGIC = b"samestep"
-_PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, blobs, header bytes, file bytes, root digest
+# magic, version, blobs, header bytes, file bytes; the seal: run, number, step, root of the commit before; root digest
+_PREAMBLE = struct.Struct("<8sIIQQ16sQQ32s32s")
 _SEALED = _PREAMBLE.size - 32
-_PIECE = 4 << 20
+_LARGEST_COUNT = 1 << 62
+_SMALL = 64 << 20
 _META_LIMIT = 64 << 10
 _ENTRY = re.compile(r"(\d{6,})-step-(\d+)-[0-9a-f]{8}\.samestep")
 
@@ -42,6 +56,15 @@ class Entry(NamedTuple):
     name: str
     number: int
     step: int
+
+
+class Seal(NamedTuple):
+    """Which commit of which run a file is, whatever its name: the run's identity, and the root of the one before."""
+
+    run: bytes = bytes(16)
+    number: int = 0
+    step: int = 0
+    previous: bytes = bytes(32)
 
 
 @dataclass(frozen=True)
@@ -70,12 +93,17 @@ class Outline:
 
     meta: dict[str, Any]
     size: int
-    digest: str
+    seal: Seal
+    root: bytes
     blobs: tuple[Blob, ...]
     names: tuple[str, ...]
     digests: tuple[bytes, ...]
     start: int
     tree: Any
+
+    @property
+    def digest(self) -> str:
+        return self.root.hex()
 
     def offsets(self) -> Iterator[tuple[int, int]]:
         """Where each blob begins, and how many zero bytes follow it; they lie without gap or overlap."""
@@ -105,7 +133,7 @@ def pack(state: object, meta: Mapping[str, Any] | None = None, leaf: Leaf | None
     outline = {"meta": dict(meta or {}), "blobs": packer.blobs, "tree": tree}
     header = json.dumps(outline, separators=(",", ":"), allow_nan=False).encode("ascii")
     packed = Packed(header, tuple(packer.buffers))
-    if len(header) > _header_limit(packed.size) or _is_rich(header, packed.size):
+    if packed.start > _header_limit(packed.size, packed.size) or _is_rich(header, packed.size, packed.size):
         raise UsageError(
             f"the state's outline takes {len(header)} of {packed.size} bytes, too much to be read safely; "
             "put long lists of numbers in a tensor"
@@ -113,35 +141,35 @@ def pack(state: object, meta: Mapping[str, Any] | None = None, leaf: Leaf | None
     return packed
 
 
-def write(fd: int, packed: Packed) -> None:
-    """Write a state to a new, empty file and wait until the disk has it."""
+def write(fd: int, packed: Packed, seal: Seal = Seal()) -> bytes:  # noqa: B008
+    """Write a state to a new, empty file and wait until the disk has it; returns its root digest."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, packed.size)
         except OSError as error:
             if error.errno not in (EOPNOTSUPP, EINVAL, ENOSYS):
                 raise
-    pieces = [piece for buffer in packed.buffers for piece in _pieces(buffer)]
+    in_pieces = [piece for buffer in packed.buffers for piece in pieces(buffer)]
     # two threads hash while this one writes and waits for the disk; more would take cores from the training
-    with _in_threads(2, _piece_digest, pieces) as hashed:
-        _write_all(fd, packed.start, _padded(packed.buffers))
-        os.fsync(fd)
-        digests = b"".join(_blob_digest(hashed, len(buffer)) for buffer in packed.buffers)
+    with in_threads(2, piece_digest, in_pieces) as hashed:
+        write_all(fd, packed.start, _padded(packed.buffers))
+        digests = b"".join(blob_digest(hashed, len(buffer)) for buffer in packed.buffers)
     body = packed.header + digests
     counts = (len(packed.buffers), len(packed.header), packed.size)
-    sealed = _PREAMBLE.pack(_MAGIC, VERSION, *counts, b"")[:_SEALED]
-    root = _digest(sealed + body, b"root")
-    _write_all(fd, 0, [memoryview((sealed + root + body).ljust(packed.start, b"\0"))])
+    sealed = _PREAMBLE.pack(_MAGIC, VERSION, *counts, *seal, b"")[:_SEALED]
+    root = digest(sealed + body, b"root")
+    write_all(fd, 0, [memoryview((sealed + root + body).ljust(packed.start, b"\0"))])
     os.fsync(fd)
+    return root
 
 
-def peek(file: str | os.PathLike[str], *, dir_fd: int | None = None) -> Outline:
+def peek(file: str | os.PathLike[str] | int, *, dir_fd: int | None = None) -> Outline:
     """Read and check the header alone."""
     with _opened(file, dir_fd) as fd:
         return _outline(fd)
 
 
-def verify(file: str | os.PathLike[str], *, dir_fd: int | None = None) -> Outline:
+def verify(file: str | os.PathLike[str] | int, *, dir_fd: int | None = None) -> Outline:
     """Check every byte of a file, holding a few pieces of it at a time."""
     with _opened(file, dir_fd) as fd:
         outline = _outline(fd)
@@ -150,11 +178,12 @@ def verify(file: str | os.PathLike[str], *, dir_fd: int | None = None) -> Outlin
 
 
 def read(
-    file: str | os.PathLike[str], room: Room | None = None, *, dir_fd: int | None = None
+    file: str | os.PathLike[str] | int, room: Room | None = None, *, dir_fd: int | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """The state and its meta, every byte checked; `room` gives a blob's memory and says what it becomes."""
     with _opened(file, dir_fd) as fd:
         outline = _outline(fd)
+        _believe(fd, outline)
         room = room or _bytes_room
         rooms = [(_bytes_room if blob.dtype == "bytes" else room)(blob) for blob in outline.blobs]
         _pull(fd, outline, [memory for memory, _ in rooms])
@@ -170,40 +199,68 @@ def listing(directory: str | os.PathLike[str] | int) -> list[Entry]:
 
 
 def _outline(fd: int) -> Outline:
-    size = os.fstat(fd).st_size
-    preamble = _read_exactly(fd, min(size, _PREAMBLE.size), 0)
-    if preamble[:8] != _MAGIC or size < _PREAMBLE.size:
+    size, there = _sizes(fd)
+    preamble = read_exactly(fd, min(size, _PREAMBLE.size), 0)
+    if preamble[:8] != _MAGIC or size < 16:
         raise Bad("is not a samestep checkpoint")
-    _, version, count, length, announced, root = _PREAMBLE.unpack(preamble)
-    if version != VERSION:
-        raise Bad(f"has format {version}, and this samestep reads format {VERSION}")
+    if (version := int.from_bytes(preamble[8:12], "little")) != VERSION:
+        raise Bad(
+            f"has format {version}, and this samestep reads format {VERSION}; use the samestep that wrote it"
+        )
+    if size < _PREAMBLE.size:
+        raise Bad(f"is torn: {size} bytes are there")
+    _, _, count, length, announced, *sealing, root = _PREAMBLE.unpack(preamble)
+    seal = Seal(*sealing)
     if announced != size:
         raise Bad(f"is torn: {size} of {announced} bytes are there")
     start = _aligned(_PREAMBLE.size + length + 32 * count)
-    if length > _header_limit(size) or start > size:
-        raise Bad(f"announces a header of {length} bytes and {count} blobs in {size} bytes")
-    body = _read_exactly(fd, start - _PREAMBLE.size, _PREAMBLE.size)
+    if start > min(size, _header_limit(size, there)):
+        raise Bad(f"announces a header of {length} bytes and {count} blobs in {there} bytes on the disk")
+    body = read_exactly(fd, start - _PREAMBLE.size, _PREAMBLE.size)
     sealed, gap = body[: length + 32 * count], body[length + 32 * count :]
-    if _digest(preamble[:_SEALED] + sealed, b"root") != root or any(gap):
+    if digest(preamble[:_SEALED] + sealed, b"root") != root or any(gap):
         raise Bad("has a damaged header")
-    if _is_rich(sealed[:length], size):
+    if max(seal.number, seal.step) > _LARGEST_COUNT:
+        raise Bad(f"announces commit {seal.number} after step {seal.step}")
+    if _is_rich(sealed[:length], size, there):
         raise Bad("has a header of too many parts")
-    try:
-        described = json.loads(
-            sealed[:length].decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
-        meta, table, tree = described["meta"], described["blobs"], described["tree"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Bad(f"has a header that is not one ({printable(error)})") from error
-    if not isinstance(meta, dict) or len(described) != 3:
-        raise Bad("has a header that is not one")
+    meta, table, tree = _described(sealed[:length])
     blobs = _blobs(table, count)
     unpacker = Unpacker(blobs)
     if start + sum(_aligned(blob.nbytes) for blob in blobs) != size:
         raise Bad(f"announces blobs that do not fill its {size} bytes")
     unpacker.unpack(tree)
     digests = tuple(sealed[i : i + 32] for i in range(length, len(sealed), 32))
-    return Outline(meta, size, root.hex(), blobs, tuple(unpacker.names), digests, start, tree)
+    return Outline(meta, size, seal, root, blobs, tuple(unpacker.names), digests, start, tree)
+
+
+def _described(header: bytes) -> tuple[dict[str, Any], Any, Any]:
+    """The header's meta, table of blobs and tree."""
+    try:
+        described = json.loads(header.decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        meta, table, tree = described["meta"], described["blobs"], described["tree"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Bad(f"has a header that is not one ({printable(error)})") from error
+    if not isinstance(meta, dict) or len(described) != 3:
+        raise Bad("has a header that is not one")
+    return meta, table, tree
+
+
+def _sizes(fd: int) -> tuple[int, int]:
+    """A file's length, and how much of it is on the disk; where that is not told, all of it."""
+    found = os.fstat(fd)
+    blocks = getattr(found, "st_blocks", 0) * 512
+    return found.st_size, min(found.st_size, blocks or found.st_size)
+
+
+def _believe(fd: int, outline: Outline) -> None:
+    """Find out before memory is taken whether a file is as large as it says: a file of holes costs nothing to make."""
+    size, there = _sizes(fd)
+    if size > (memory := psutil.virtual_memory().total):
+        raise Bad(f"takes {in_bytes(size)}, more than the {in_bytes(memory)} of memory here")
+    # a copy without holes is read once; where the file system compresses, or made holes of zeros, it is read twice
+    if size > _SMALL and 2 * there < size:
+        _pull(fd, outline, None)
 
 
 def _blobs(table: Any, count: int) -> tuple[Blob, ...]:
@@ -231,86 +288,52 @@ def _is_shape(shape: Sequence[Any], dtype: str) -> bool:
 
 def _pull(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> None:
     """Read all blobs, into `memory` or past it, and compare their digests."""
-    jobs: list[tuple[int, int, memoryview | None]] = []
-    for index, (at, gap) in enumerate(outline.offsets()):
-        length = outline.blobs[index].nbytes
-        for i in range(0, length, _PIECE):
-            part = None if memory is None else memory[index][i : i + _PIECE]
-            jobs.append((at + i, min(_PIECE, length - i), part))
-        if any(_read_exactly(fd, gap, at + length)):
-            raise Bad(f"is damaged after {printable(outline.names[index])}")
+
+    def jobs() -> Iterator[tuple[int, int, memoryview | None]]:
+        for index, (at, gap) in enumerate(outline.offsets()):
+            length = outline.blobs[index].nbytes
+            for i in range(0, length, PIECE):
+                part = None if memory is None else memory[index][i : i + PIECE]
+                yield at + i, min(PIECE, length - i), part
+            if any(read_exactly(fd, gap, at + length)):
+                raise Bad(f"is damaged after {printable(outline.names[index])}")
 
     def pull(job: tuple[int, int, memoryview | None]) -> bytes:
         at, length, view = job
         view = memoryview(bytearray(length)) if view is None else view
-        _read_into(fd, view, at)
-        return _piece_digest(view)
+        read_into(fd, view, at)
+        return piece_digest(view)
 
-    with _in_threads(min(4, os.cpu_count() or 1), pull, jobs) as pulled:
-        for blob, name, digest in zip(outline.blobs, outline.names, outline.digests, strict=True):
-            if _blob_digest(pulled, blob.nbytes) != digest:
+    with in_threads(min(4, os.cpu_count() or 1), pull, jobs()) as pulled:
+        for blob, name, sealed in zip(outline.blobs, outline.names, outline.digests, strict=True):
+            if blob_digest(pulled, blob.nbytes) != sealed:
                 raise Bad(f"has a damaged {printable(name)}")
 
 
 @contextmanager
-def _opened(file: str | os.PathLike[str], dir_fd: int | None) -> Iterator[int]:
+def _opened(file: str | os.PathLike[str] | int, dir_fd: int | None) -> Iterator[int]:
     """A regular file open for reading; whatever is wrong with it is a CheckpointError that names it."""
+    name = "what was sent" if isinstance(file, int) else os.fspath(file)
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.dup(file) if isinstance(file, int) else os.open(file, flags, dir_fd=dir_fd)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise Bad("is not a regular file")
+            _check_kind(os.fstat(fd), None if dir_fd is None else os.fstat(dir_fd))
             yield fd
         finally:
             os.close(fd)
     except OSError as error:
         reason = "is a symbolic link" if error.errno == ELOOP else f"cannot be read ({error.strerror})"
-        raise CheckpointError(f"{printable(os.fspath(file))} {reason}", path=file) from error
+        raise CheckpointError(f"{printable(name)} {reason}", path=name) from error
     except Bad as bad:
-        raise CheckpointError(f"{printable(os.fspath(file))} {bad}", path=file) from bad.__cause__
+        raise CheckpointError(f"{printable(name)} {bad}", path=name) from bad.__cause__
 
 
-@contextmanager
-def _in_threads(
-    count: int, function: Callable[[Any], bytes], items: Sequence[Any]
-) -> Iterator[Iterator[bytes]]:
-    pool = ThreadPoolExecutor(count)
-    try:
-        results: Iterator[bytes] = pool.map(function, items)
-    except RuntimeError:
-        # while the interpreter ends no thread can start, and the last commit is worth its time
-        results = map(function, items)
-    try:
-        yield results
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _write_all(fd: int, offset: int, views: Iterable[memoryview]) -> None:
-    left = [view for view in views if view][::-1]
-    while left:
-        wrote = os.pwritev(fd, left[:-65:-1], offset)
-        if wrote == 0:
-            raise OSError(EIO, os.strerror(EIO))
-        offset += wrote
-        while left and wrote >= len(left[-1]):
-            wrote -= len(left.pop())
-        if wrote:
-            left[-1] = left[-1][wrote:]
-
-
-def _read_into(fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        got = os.preadv(fd, [view], offset)
-        if got == 0:
-            raise Bad("became shorter while it was read")
-        view, offset = view[got:], offset + got
-
-
-def _read_exactly(fd: int, length: int, offset: int) -> bytes:
-    data = bytearray(length)
-    _read_into(fd, memoryview(data), offset)
-    return bytes(data)
+def _check_kind(found: os.stat_result, directory: os.stat_result | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise Bad("is not a regular file")
+    if directory is not None and found.st_uid not in (directory.st_uid, os.geteuid()):
+        raise Bad(f"belongs to user {found.st_uid}, and its directory to user {directory.st_uid}")
 
 
 def _bytes_room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
@@ -321,38 +344,22 @@ def _bytes_room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
 def _padded(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
     zeros = memoryview(bytes(ALIGN))
     for buffer in buffers:
-        yield from _pieces(buffer)
+        yield from pieces(buffer)
         yield zeros[: _aligned(len(buffer)) - len(buffer)]
-
-
-def _pieces(buffer: memoryview) -> list[memoryview]:
-    return [buffer[i : i + _PIECE] for i in range(0, len(buffer), _PIECE)]
 
 
 def _aligned(length: int) -> int:
     return -(-length // ALIGN) * ALIGN
 
 
-def _header_limit(size: int) -> int:
+def _header_limit(size: int, there: int) -> int:
     """A parsed header takes up to 30 times its text, so it may be a small part of the file only."""
-    return max(1 << 20, size // 32)
+    return min(max(1 << 20, min(size // 32, there // 2)), 1 << 28)
 
 
-def _is_rich(header: bytes, size: int) -> bool:
+def _is_rich(header: bytes, size: int, there: int) -> bool:
     """Whether its lists and objects, 64 bytes and more for 2 bytes of text, would take too much memory."""
-    return header.count(b"[") + header.count(b"{") > max(1 << 16, size >> 10)
-
-
-def _digest(data: bytes | memoryview, level: bytes) -> bytes:
-    return blake2b(data, digest_size=32, person=level).digest()
-
-
-def _piece_digest(piece: memoryview) -> bytes:
-    return _digest(piece, b"piece")
-
-
-def _blob_digest(pieces: Iterator[bytes], nbytes: int) -> bytes:
-    return _digest(b"".join(next(pieces) for _ in range(-(-nbytes // _PIECE))), b"blob")
+    return header.count(b"[") + header.count(b"{") > max(1 << 16, min(size >> 10, there >> 6))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -61,6 +61,20 @@ def restore(kept: bytes, names: Collection[str] | None = None) -> None:
         set_stream_of_device(kind, _tensor(streams[kind]))
 
 
+def are_complete(kept: object) -> bool:
+    """Local. Whether `restore` takes this, as generators of their own tell."""
+    try:
+        streams = json.loads(kept if isinstance(kept, bytes) else b"")
+        torch.Generator().set_state(_tensor(streams["torch"]))
+        version, words, gauss = streams["python"]
+        random.Random().setstate((version, tuple(words), gauss))
+        np.random.RandomState().set_state(tuple(streams["numpy"]))
+        _tensor(streams.get("cuda", "00"))
+    except Exception:
+        return False
+    return True
+
+
 def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 

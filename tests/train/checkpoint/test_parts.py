@@ -82,10 +82,9 @@ def test_a_stop_commits_every_checkpoint(run, tmp_path):
 
 def test_a_run_that_never_committed_in_time_learns_from_reading(run, tmp_path):
     source = """
-        import samestep.train.checkpoint.checkpoint as module
         checkpoint = samestep.Checkpoint(sys.argv[1], every=1, model=model, train=train)
-        read = module._read_run
-        module._read_run = lambda name, dir_fd: (time.sleep(1.5), read(name, dir_fd))[1]
+        read = checkpoint._read_run
+        checkpoint._read_run = lambda name, dir_fd: (time.sleep(1.5), read(name, dir_fd))[1]
         if checkpoint.resume():
             print("a commit takes", checkpoint._commit_seconds)
         for x, in train:

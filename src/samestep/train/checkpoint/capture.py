@@ -5,6 +5,8 @@ Not covered: sparse, quantised and meta tensors and tensor subclasses; they are 
 """
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from samestep.errors import UsageError
+from samestep.errors import CheckpointError, UsageError
 from samestep.state import file as carry
 from samestep.state.tree import ITEMSIZE, Blob, Packer
+from samestep.train.group.group import Group
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE if name != "bytes"}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -58,9 +61,25 @@ def bulk(state: object) -> int:
     return sum(-(-blob.nbytes // carry.ALIGN) * carry.ALIGN for blob in packer.blobs)
 
 
-def read(file: str | os.PathLike[str], *, dir_fd: int | None = None) -> tuple[Any, dict[str, Any]]:
+def read(file: str | os.PathLike[str] | int, *, dir_fd: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Local. The state, its tensors each in memory of its own, and the meta, after every byte was checked."""
     return carry.read(file, _room, dir_fd=dir_fd)
+
+
+def received(size: int, root: str, group: Group) -> Any:
+    """Collective. On ranks other than 0: the state in the file that rank 0 hands out, which has this root digest."""
+    # containers often have 64 MB of it, for all ranks of a node together
+    memory = "/dev/shm"
+    fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > size
+    # without a name: nothing is left of it if this process is killed
+    with tempfile.TemporaryFile(dir=memory if fits else None) as file:
+        group.hand_out(file)
+        file.flush()
+        if carry.peek(file.fileno()).root.hex() != root:
+            raise CheckpointError(
+                "the checkpoint was exchanged while it was sent to the other ranks; start again"
+            )
+        return read(file.fileno())[0]
 
 
 def _key(tensor: Tensor, where: str) -> tuple[Hashable, Blob]:

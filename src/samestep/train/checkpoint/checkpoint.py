@@ -9,9 +9,7 @@ import json
 import math
 import os
 import platform
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Mapping
 from datetime import timedelta
@@ -25,12 +23,21 @@ import samestep
 from samestep.errors import CheckpointError, RanksDiffer, SamestepError, UsageError
 from samestep.rundir import CHECKPOINTED
 from samestep.state.directory import CheckpointDirectory
+from samestep.state.file import peek
 from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.checkpoint import capture as carry
-from samestep.train.checkpoint.parts import ACCEPTED_AS, OWN, Part, checked_every, checked_parts
+from samestep.train.checkpoint.parts import (
+    ACCEPTED_AS,
+    OWN,
+    Part,
+    check_state,
+    checked_every,
+    checked_parts,
+    load_part,
+)
 from samestep.train.checkpoint.stopping import StopRequests
-from samestep.train.checkpoint.writer import Writer
+from samestep.train.checkpoint.writer import Writer, holder
 from samestep.train.data.loader import Loader
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
@@ -42,6 +49,7 @@ from samestep.train.model.replica import Replicas
 _AGREE_SECONDS = 0.5
 _RETRY_SECONDS = 30.0
 _LEAVE_SECONDS = 10.0
+_LONGEST_COMMIT = 86_400.0
 
 
 class Checkpoint:
@@ -91,7 +99,7 @@ class Checkpoint:
         self._requests = StopRequests()
         self._writer = Writer(self._vault, self._world.device, self._note_commit)
         self._commit_seconds = 1.0
-        self._told_of_limit = False
+        self._told_of_limit = self._is_held = False
         self._agreed_at = time.monotonic()
         self._agreed_step = self._agree_at_step = 0
         self._quiet_until = 0.0
@@ -100,18 +108,19 @@ class Checkpoint:
     def resume(self) -> int:
         """Collective. Go on from the newest good commit; returns the steps it had taken, 0 if there is none."""
         carry.bulk({name: part.state_dict() for name, part in self._parts.items()})
+        self._hold()
         found, failure, begun = None, "", time.monotonic()
         if self._world.rank == 0:
             try:
-                found = self._vault.newest(_read_run)
+                found = self._vault.newest(self._read_run)
                 if found is not None:
                     self._check_facts(found.value[0][OWN])
             except SamestepError as error:
                 failure = str(error)
         read_seconds = time.monotonic() - begun
-        path, size = (str(found.path), found.path.stat().st_size) if found else ("", 0)
-        mine = json.dumps([failure, path, size]).encode()
-        failure, path, size = json.loads(self._group.all_gather("samestep.Checkpoint.resume", mine)[0])
+        place = (str(found.path), found.path.stat().st_size, found.root.hex()) if found else ("", 0, "")
+        mine = json.dumps([failure, *place]).encode()
+        failure, path, size, root = json.loads(self._group.all_gather("samestep.Checkpoint.resume", mine)[0])
         if failure:
             raise CheckpointError(failure)
         if not path:
@@ -121,13 +130,13 @@ class Checkpoint:
                 print(f"samestep: {reason}; an older checkpoint is used", file=sys.stderr)
             state, meta = found.value
             kept = meta.get("commit_seconds")
+            kept = kept if isinstance(kept, float) and 0 <= kept < _LONGEST_COMMIT else 0.0
             # the kept one is of the commit before; reading takes about as long as writing
-            self._note_commit(
-                max(kept if isinstance(kept, float) else 0.0, read_seconds, self._commit_seconds)
-            )
-            self._group.hand_out(found.path)
+            self._note_commit(max(kept, read_seconds, self._commit_seconds))
+            with found.path.open("rb") as file:
+                self._group.hand_out(file)
         else:
-            state = _received(size * self._world.local_size, self._group)
+            state = carry.received(size * self._world.local_size, root, self._group)
         self._go_on_from(state)
         if self._world.rank == 0:
             print(f"samestep: going on after step {self.steps} from {path}", file=sys.stderr)
@@ -158,6 +167,7 @@ class Checkpoint:
 
     def commit(self, *, wait: bool = False) -> str:
         """Collective. Commit now, in the background; with `wait` return why that failed, or "" if it did not."""
+        self._hold()
         self._asked_at = self.steps
         self._group.the(Replicas).settle()
         kept = self._gathered_streams()
@@ -167,6 +177,20 @@ class Checkpoint:
             if not self._writer.is_writing:
                 self._start_writing(kept)
         return self._outcome() if wait else ""
+
+    def _hold(self) -> None:
+        """Collective the first time. Be the only run that writes in the directory, or raise on every rank."""
+        if self._is_held:
+            return
+        failure = ""
+        if self._world.rank == 0:
+            try:
+                self._vault.hold(*holder(os.environ, self._vault.directory))
+            except CheckpointError as error:
+                failure = str(error)
+        if failure := self._group.all_gather("samestep.Checkpoint", failure.encode())[0].decode():
+            raise CheckpointError(failure, path=self._vault.directory)
+        self._is_held = True
 
     def _gathered_streams(self) -> list[bytes]:
         """Collective. Every rank's random streams; an error where the ranks consumed other samples."""
@@ -267,6 +291,11 @@ class Checkpoint:
                 file=sys.stderr,
             )
 
+    def _read_run(self, name: str, dir_fd: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        state, meta = carry.read(name, dir_fd=dir_fd)
+        check_state(name, state, peek(name, dir_fd=dir_fd).seal.step, self._parts)
+        return state, meta
+
     def _outcome(self) -> str:
         self._writer.wait()
         failures = self._group.all_gather("samestep.Checkpoint.commit", self._writer.failure.encode())
@@ -279,7 +308,7 @@ class Checkpoint:
                 f"the checkpoint and this run differ in {', '.join(sorted(missing))}; give Checkpoint the same parts"
             )
         for name, part in self._parts.items():
-            part.load_state_dict(self._adjusted(name, state[name]))
+            load_part(name, part, self._adjusted(name, state[name]))
             if isinstance(part, torch.optim.Optimizer):
                 _lay_out_as_parameters(part)
         self.steps = self._asked_at = int(own["step"])
@@ -340,16 +369,10 @@ class _Checkpoints(Member):
 
     def close(self) -> None:
         failures = [failure for checkpoint in self.living if (failure := checkpoint.unsaved())]
+        for checkpoint in self.living:
+            checkpoint._vault.release()
         if failures:
             raise CheckpointError("; ".join(failures))
-
-
-def _read_run(name: str, dir_fd: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    state, meta = carry.read(name, dir_fd=dir_fd)
-    own = state.get(OWN) if isinstance(state, dict) else None
-    if not isinstance(own, dict) or not {"step", "streams", "facts", "arithmetic"} <= own.keys():
-        raise CheckpointError(f"{name} is not damaged, but it holds no state of a run")
-    return state, meta
 
 
 def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -359,16 +382,6 @@ def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
             is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
             if is_like and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _received(size: int, group: Group) -> Any:
-    # containers often have 64 MB of it, for all ranks of a node together
-    memory = "/dev/shm"
-    fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > size
-    with tempfile.TemporaryDirectory(dir=memory if fits else None) as directory:
-        path = Path(directory, "state")
-        group.hand_out(path)
-        return carry.read(path)[0]
 
 
 def _origin() -> dict[str, Any]:

@@ -1,10 +1,17 @@
-"""What a Checkpoint consists of, and how often it is committed: checked before anything is done."""
+"""What a Checkpoint consists of and how often it is committed, and what a commit holds: checked before it is used."""
 
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
-from samestep.errors import UsageError
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from samestep.errors import CheckpointError, SamestepError, UsageError
+from samestep.text import printable
+from samestep.train import streams
+from samestep.train.data.loader import Loader
 
 OWN = "samestep"
 ACCEPTED_AS = {
@@ -48,3 +55,81 @@ def checked_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
                 "leave it out, or give it both"
             )
     return dict(parts)
+
+
+def load_part(name: str, part: Part, state: Any) -> None:
+    """Give a part its state; whatever it raises of a state that is not its own is a CheckpointError."""
+    try:
+        part.load_state_dict(state)
+    except SamestepError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint's {name} does not fit this run's ({printable(error, 400)}); use the parts it was made "
+            "with, or another directory"
+        ) from error
+
+
+def check_state(file: str, state: Any, step: int, parts: Mapping[str, Part]) -> None:
+    """A CheckpointError where a file without damage holds no state of a run, or one that no run can have."""
+    own = state.get(OWN) if isinstance(state, dict) else None
+    if not isinstance(own, dict):
+        raise CheckpointError(f"{file} is not damaged, but it holds no state of a run", path=file)
+    wrong = _wrong_in_own(own, step)
+    for name in parts.keys() & state.keys():
+        wrong += [f"{name}'s {what}" for what in _wrong_in_part(parts[name], state[name])]
+    if wrong:
+        raise CheckpointError(
+            f"{file} is not damaged, but no run has such a state: its {printable(wrong[0])} is wrong",
+            path=file,
+        )
+
+
+def _wrong_in_own(own: Mapping[str, Any], step: int) -> list[str]:
+    facts, kept, arithmetic = own.get("facts"), own.get("streams"), own.get("arithmetic", "")
+    is_right = {
+        "step": _is_count(own.get("step")) and own["step"] == step,
+        "facts": isinstance(facts, dict) and all(isinstance(of_one, dict) for of_one in facts.values()),
+        "streams": isinstance(kept, list) and kept != [] and all(map(streams.are_complete, kept)),
+        "arithmetic": arithmetic is None or isinstance(arithmetic, dict),
+    }
+    return [name for name, right in is_right.items() if not right]
+
+
+def _wrong_in_part(part: Part, state: Any) -> list[str]:
+    if not isinstance(state, dict):
+        return ["state"]
+    is_right: dict[str, bool] = {}
+    if isinstance(part, Loader):
+        is_right = {
+            "epoch": _is_count(state.get("epoch")),
+            "position": _is_count(state.get("position")) and state["position"] <= _length(state),
+            "ledger": isinstance(state.get("ledger", b""), bytes),
+            "order": _is_order(state.get("order", {})),
+            **{name: isinstance(state.get(name), int | None) for name in part.facts()},
+        }
+    elif isinstance(part, Module):
+        tensors = [name for name, now in part.state_dict().items() if isinstance(now, Tensor)]
+        is_right = {name: isinstance(state[name], Tensor) for name in tensors if name in state}
+    elif isinstance(part, Optimizer):
+        groups = state.get("param_groups")
+        are_dicts = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        is_right = {"param_groups": are_dicts, "state": isinstance(state.get("state"), dict)}
+    return [name for name, right in is_right.items() if not right]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _length(state: Mapping[str, Any]) -> int:
+    return state["length"] if _is_count(state.get("length")) else -1
+
+
+def _is_order(order: Any) -> bool:
+    match order:
+        case {"digest": str(), "count": int(), "drawn_in": dict() as drawn_in}:
+            return not drawn_in or streams.are_complete(drawn_in.get("streams"))
+        case {"seed": int(seed)}:
+            return 0 <= seed < 1 << 63
+    return order in ({}, {"drawn": True})

@@ -1,16 +1,20 @@
-"""Writes commits in the background: a copy of the state is taken at once, the training goes on."""
+"""Writes commits in the background: a copy of the state is taken at once, the training goes on. Says who writes."""
 
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from samestep.state.directory import CheckpointDirectory
+from samestep.state.lease import Holder, this_process
 from samestep.train.checkpoint import capture
 from samestep.train.group.device import HostMemory, synchronize
+
+_RESTARTS_OF_A_JOB = 1_000_000
 
 
 class Writer:
@@ -63,3 +67,25 @@ class Writer:
             self._on_written(time.monotonic() - begun)
             if not self._is_awaited:
                 self._copy.pin()
+
+
+def holder(env: Mapping[str, str], directory: Path) -> tuple[Holder, Callable[[str], object], str]:
+    """This process as a holder, how it says that it waits, and what a run that is refused should do."""
+    job, run = env.get("SLURM_JOB_ID", ""), env.get("TORCHELASTIC_RUN_ID", "none")
+    # a job that was requeued has its number again, and its steps have theirs
+    name = f"{job}.{env.get('SLURM_STEP_ID', '')}" if job else "" if run == "none" else run
+    requeues, restarts = (
+        int(text) if text.isdecimal() else 0
+        for text in (env.get("SLURM_RESTART_COUNT", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""))
+    )
+    remedy = "end that run first, or give each run a directory of its own"
+    if "SLURM_ARRAY_TASK_ID" in env:
+        remedy = (
+            "give each element of the job array a directory of its own: "
+            f"Checkpoint('{directory}-' + os.environ['SLURM_ARRAY_TASK_ID'], ...)"
+        )
+    return this_process(name, requeues * _RESTARTS_OF_A_JOB + restarts), _say, remedy
+
+
+def _say(text: str) -> None:
+    print(f"samestep: {text}", file=sys.stderr, flush=True)

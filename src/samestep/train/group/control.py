@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import IO, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,17 +78,15 @@ class Control:
         marks_of_ranks = [slot[8:_FIXED] for slot in slots]
         return [part[:length] for part, length in zip(parts, lengths, strict=True)], marks_of_ranks
 
-    def hand_out(self, file: Path, size: int) -> None:
-        """Collective. Copy rank 0's file to a new file on every other rank."""
-        giver = self.rank == 0
-        with open(file, "rb" if giver else "xb") as opened:
-            for start in range(0, size, _PIECE):
-                piece = torch.empty(min(_PIECE, size - start), dtype=torch.uint8)
-                if giver:
-                    opened.readinto(piece.numpy().data)  # type: ignore[attr-defined]
-                dist.broadcast(piece, src=0, group=self._group)
-                if not giver:
-                    opened.write(piece.numpy().data)
+    def hand_out(self, file: IO[bytes], size: int) -> None:
+        """Collective. Copy rank 0's open file to an open file of every other rank."""
+        for start in range(0, size, _PIECE):
+            piece = torch.empty(min(_PIECE, size - start), dtype=torch.uint8)
+            if self.rank == 0:
+                file.readinto(piece.numpy().data)  # type: ignore[attr-defined]
+            dist.broadcast(piece, src=0, group=self._group)
+            if self.rank:
+                file.write(piece.numpy().data)
 
     def close(self) -> None:
         """Leave the group, or leave it to the end of the process where a rank has not come to a pending call.

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -122,10 +121,10 @@ class Group:
         """Send these 8 bytes with every message; `differ` is called on all ranks where they are not equal."""
         self._watches.append((mark, differ))
 
-    def hand_out(self, file: Path) -> None:
-        """Collective. Copy rank 0's file to a new file on every other rank."""
+    def hand_out(self, file: IO[bytes]) -> None:
+        """Collective. Copy rank 0's open file to an open file of every other rank."""
         if self._control is not None:
-            here = str(file.stat().st_size) if self.world.rank == 0 else "0"
+            here = str(os.fstat(file.fileno()).st_size) if self.world.rank == 0 else "0"
             call = "samestep's handing out of a file"
             size = int(self.all_gather(call, here.encode())[0])
             with self.waiting(call):

@@ -1,0 +1,287 @@
+"""One process at a time writes a directory of commits; a file beside them says which process, and what it made.
+
+On one machine a lock tells whether the holder lives. Not every network file system has locks that reach other
+machines, so the holder also renews the file's time every 10 s, and a lease that was not renewed for 60 s is over.
+The file names the run and its last commits too: a file that was put in the place of one of them is found out.
+"""
+
+import fcntl
+import json
+import math
+import os
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from errno import EACCES, EAGAIN
+from hashlib import blake2b
+from pathlib import Path
+from platform import node
+from typing import NamedTuple
+
+import psutil
+
+from samestep.errors import CheckpointError
+from samestep.files import BOOT_ID, read_text
+from samestep.text import duration, printable
+
+NAME = ".lease"
+RENEW_SECONDS = 10.0
+OVER_SECONDS = 60.0
+_SETTLE_SECONDS = 5.0
+_SAME_SECONDS = 2.0
+_BYTES = 2048
+_MOST_COMMITS = 2
+
+
+class Holder(NamedTuple):
+    """A process that writes, on which machine since which boot, and the job and the attempt that it belongs to."""
+
+    host: str
+    boot: str
+    place: str
+    pid: int
+    began: float
+    job: str = ""
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return printable(f"{f'job {self.job}, ' if self.job else ''}process {self.pid} on {self.host}")
+
+
+class Record(NamedTuple):
+    """What the file says: the run's identity, its last commits with their root digests, and who holds it."""
+
+    run: bytes
+    commits: tuple[tuple[int, bytes], ...] = ()
+    holder: Holder | None = None
+
+
+def this_process(job: str = "", attempt: int = 0) -> Holder:
+    """This process as a holder."""
+    began = psutil.Process().create_time()
+    return Holder(node()[:200], _digest(read_text(BOOT_ID)), here(), os.getpid(), began, job[:200], attempt)
+
+
+def here() -> str:
+    """Where a process number means something: this boot of this machine, this process namespace."""
+    try:
+        place = f"{read_text(BOOT_ID)}{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        place = node()
+    return _digest(place)
+
+
+def read(dir_fd: int) -> Record | None:
+    """What a directory's lease says; None where there is none that can be believed."""
+    try:
+        with closing(_File(dir_fd, os.O_RDONLY)) as file:
+            return file.record()
+    except OSError:
+        return None
+
+
+class Lease:
+    """Held by this process until `release`; a CheckpointError says who else holds it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        dir_fd: int,
+        me: Holder,
+        say: Callable[[str], object],
+        remedy: str,
+        first: Callable[[], Record],
+    ) -> None:
+        """`say` is told of a wait; `remedy` ends the sentence of a refusal; `first` gives a new lease's record."""
+        self._directory, self._me = directory, me
+        self._file = _File(dir_fd, os.O_RDWR | os.O_CREAT)
+        try:
+            self.record = self._taken(dir_fd, say, remedy, first)
+        except BaseException:
+            self._file.close()
+            raise
+        living, self._ended = weakref.ref(self), threading.Event()
+        # a forked child must not keep the lock when this process is gone
+        os.register_at_fork(after_in_child=lambda: _close(living()))
+        renewing = threading.Thread(target=_renew, args=(living, self._ended), name="samestep-lease")
+        renewing.daemon = True
+        renewing.start()
+
+    def check(self, dir_fd: int) -> None:
+        """A CheckpointError where another process took it: this one was stopped for long, or cut off."""
+        if (found := read(dir_fd)) is None:
+            # somebody removed it, and with it what says that this directory is in use
+            self._file.reopen(dir_fd)
+            self._file.lock()
+            self._file.write(self.record)
+        elif found.holder is None or not _is_same(found.holder, self._me):
+            by = f"was taken over by {found.holder}" if found.holder else "was given up"
+            raise CheckpointError(
+                f"{self._directory} {by}, so this process commits nothing more there", path=self._directory
+            )
+
+    def note(self, commits: Sequence[tuple[int, bytes]]) -> None:
+        """Write that these are the run's last commits, the newest last, and wait until the disk has it."""
+        self.record = Record(self.record.run, tuple(commits[-_MOST_COMMITS:]), self._me)
+        self._file.write(self.record)
+        os.fdatasync(self._file.fd)
+
+    def renew(self) -> None:
+        """Say that this process lives."""
+        with suppress(OSError):
+            os.utime(self._file.fd)
+
+    def release(self, dir_fd: int) -> None:
+        """Let another process write here at once."""
+        self._ended.set()
+        with suppress(OSError, CheckpointError):
+            self.check(dir_fd)
+            self._file.write(self.record._replace(holder=None))
+        self._file.close()
+
+    def _taken(
+        self, dir_fd: int, say: Callable[[str], object], remedy: str, first: Callable[[], Record]
+    ) -> Record:
+        """Take it, after a wait where only time can tell whether its holder lives."""
+        began, last_age, told = time.monotonic(), -math.inf, False
+        while True:
+            lock, found, age = self._file.lock(), self._file.record(), self._file.age(dir_fd)
+            holder = found and found.holder
+            limit = self._patience(holder, lock, age)
+            if limit <= 0:
+                record = (found or first())._replace(holder=self._me)
+                self._file.write(record)
+                if lock or holder == self._me or self._is_confirmed(dir_fd):
+                    return record
+            elif (
+                limit == math.inf or age < last_age or time.monotonic() - began > max(limit, _SETTLE_SECONDS)
+            ):
+                who = str(holder) if holder else "a process that has not said its name yet"
+                raise CheckpointError(
+                    f"{self._directory} is held by another run ({who}, last sign of life {duration(max(age, 0.0))} "
+                    f"ago, counts as ended after {OVER_SECONDS:.0f} s without one); {remedy}",
+                    path=self._directory,
+                )
+            elif limit > _SETTLE_SECONDS and not told:
+                told = True
+                say(f"waiting up to {limit:.0f} s: {holder} may still write {self._directory}")
+            last_age = age
+            time.sleep(0.1 if limit <= _SETTLE_SECONDS else 1.0)
+            self._file.reopen(dir_fd)
+
+    def _patience(self, holder: Holder | None, lock: bool | None, age: float) -> float:
+        """How long to wait for the holder's end: not at all, some seconds, or for ever."""
+        me = self._me
+        if holder and _is_same(holder, me):
+            return 0
+        is_here = holder is None or holder.boot == me.boot
+        if holder is None or (holder.job == me.job != "" and holder.attempt < me.attempt):
+            # Slurm or the launcher ended that attempt before it began this one
+            return _SETTLE_SECONDS if is_here and lock is False else 0
+        if is_here and lock:
+            # of one kernel: the lock of a process that has ended is free
+            return 0
+        if holder.place == me.place:
+            is_settled = lock is None or age > OVER_SECONDS
+            return math.inf if _is_alive(holder) else 0 if is_settled else _SETTLE_SECONDS
+        return math.inf if is_here and lock is False else OVER_SECONDS - age
+
+    def _is_confirmed(self, dir_fd: int) -> bool:
+        """Where no lock decides, whoever wrote last has it."""
+        time.sleep(1.0)
+        found = read(dir_fd)
+        return found is not None and found.holder == self._me
+
+
+class _File:
+    """The lease's file, opened where no link leads out of the directory."""
+
+    def __init__(self, dir_fd: int, flags: int) -> None:
+        self._flags, self.fd = flags, -1
+        self.reopen(dir_fd)
+
+    def reopen(self, dir_fd: int) -> None:
+        """See what other machines wrote: a network file system looks again at what is opened again."""
+        self.close()
+        flags = self._flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self.fd = os.open(NAME, flags, 0o600, dir_fd=dir_fd)
+        found, owners = os.fstat(self.fd), (os.fstat(dir_fd).st_uid, os.geteuid())
+        # a second link would lead a write into another file
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid not in owners:
+            self.close()
+            raise OSError(EACCES, f"{NAME} is not this user's own file")
+
+    def lock(self) -> bool | None:
+        """Whether this process has the lock now; None where the file system has no locks."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return False if error.errno in (EAGAIN, EACCES) else None
+        return True
+
+    def age(self, dir_fd: int) -> float:
+        """Seconds since it was written or renewed, by the file server's clock alone."""
+        os.utime(dir_fd)
+        return os.fstat(dir_fd).st_mtime - os.fstat(self.fd).st_mtime
+
+    def record(self) -> Record | None:
+        digest, _, text = os.pread(self.fd, _BYTES, 0).decode("ascii", "replace").strip().partition("\n")
+        try:
+            match json.loads(text) if digest == _digest(text) else None:
+                case {
+                    "run": str(run),
+                    "commits": list(rows),
+                    "holder": None | [str(), str(), str(), int(), float(), str(), int()] as holder,
+                }:
+                    commits = tuple((int(number), bytes.fromhex(root)) for number, root in rows)
+                    record = Record(bytes.fromhex(run), commits, holder and Holder(*holder))
+                    return record if len(record.run) == 16 else None
+        except (ValueError, TypeError, RecursionError):
+            pass
+        return None
+
+    def write(self, record: Record) -> None:
+        rows = [(number, root.hex()) for number, root in record.commits]
+        text = json.dumps({"run": record.run.hex(), "commits": rows, "holder": record.holder})
+        os.pwrite(self.fd, f"{_digest(text)}\n{text}".ljust(_BYTES - 1).encode("ascii") + b"\n", 0)
+        # a network file system sends it when any descriptor of the file is closed
+        os.close(os.dup(self.fd))
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+def _renew(living: "weakref.ref[Lease]", ended: threading.Event) -> None:
+    while not ended.wait(RENEW_SECONDS):
+        if (lease := living()) is None:
+            return
+        lease.renew()
+        del lease
+
+
+def _close(lease: Lease | None) -> None:
+    if lease is not None:
+        lease._file.close()
+
+
+def _is_same(one: Holder, other: Holder) -> bool:
+    began = abs(one.began - other.began) < _SAME_SECONDS
+    return (one.boot, one.place, one.pid) == (other.boot, other.place, other.pid) and began
+
+
+def _is_alive(holder: Holder) -> bool:
+    try:
+        process = psutil.Process(holder.pid)
+        is_same = abs(process.create_time() - holder.began) < _SAME_SECONDS
+        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=8).hexdigest()
