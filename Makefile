@@ -1,11 +1,12 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench same kill-loop fuzz crash-points attack pairs ways requeue mistakes mutants cluster clean
+.PHONY: help demo test check docs docs-test bench same kill-loop fuzz crash-points attack pairs ways requeue mistakes mutants cluster clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   train a small network at 1 and 2 processes and compare (no download, no GPU)"
 	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
 	@echo "make check  formatting, lint, types, and the plan of the house"
+	@echo "make docs   build the site in site/; make docs-test also opens every page in a browser"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
 	@echo "make same   35 scripts at 1, 2, 3 and 5 processes against the untouched ones"
 	@echo "make kill-loop, make fuzz, make crash-points, make attack, make pairs, make ways, make requeue, make mistakes,"
@@ -26,6 +27,14 @@ check: .venv/made
 	.venv/bin/ruff check
 	.venv/bin/mypy
 	.venv/bin/python -m pytest tests/test_house.py
+
+docs: .venv/made-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "site/index.html is the first page; to serve it: python3 -m http.server --directory site"
+
+docs-test: docs
+	.ci/setup browser
+	.venv/bin/python -m pytest tests/browser.py
 
 bench: .venv/made-bench
 	for one in overhead data exact same checkpoint; do .venv/bin/python benchmarks/$$one.py || exit; done
@@ -64,7 +73,7 @@ cluster: .venv/made
 	.venv/bin/python tests/cluster
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs src/*.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs site src/*.egg-info
 
 .venv/made: pyproject.toml constraints.txt
 	@.ci/setup venv dev
@@ -72,4 +81,8 @@ clean:
 
 .venv/made-bench: pyproject.toml constraints.txt
 	@.ci/setup venv dev,bench
+	@touch $@ .venv/made
+
+.venv/made-docs: pyproject.toml constraints.txt
+	@.ci/setup venv dev,docs
 	@touch $@ .venv/made

@@ -193,10 +193,6 @@ def test_the_page_of_costs_shows_what_was_measured() -> None:
     assert f"takes {start['ratio']:.2f} of `torchrun`'s time ({start['seconds']:.1f}" in text
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in README] == []
-
-
 def test_the_map_of_the_code_names_every_folder_and_no_file_that_is_not_there() -> None:
     package, text = ROOT / "src" / "samestep", (ROOT / "docs" / "architecture.md").read_text()
     folders = {f"{path.parent.relative_to(package)}/" for path in package.glob("**/*.py")} - {"./"}
