@@ -193,6 +193,12 @@ def test_the_page_of_costs_shows_what_was_measured() -> None:
     assert f"takes {start['ratio']:.2f} of `torchrun`'s time ({start['seconds']:.1f}" in text
 
 
+def test_the_navigation_names_every_page_once_and_no_other() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n", 1)[1]
+    named = re.findall(r"- (?:[^:\n]+: )?([\w-]+\.md)$", navigation, re.MULTILINE)
+    assert sorted(named) == sorted(page.name for page in PAGES[1:]), "mkdocs.yml names the pages under nav"
+
+
 def test_the_map_of_the_code_names_every_folder_and_no_file_that_is_not_there() -> None:
     package, text = ROOT / "src" / "samestep", (ROOT / "docs" / "architecture.md").read_text()
     folders = {f"{path.parent.relative_to(package)}/" for path in package.glob("**/*.py")} - {"./"}

@@ -41,12 +41,6 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-def test_the_navigation_names_every_page_once_and_no_other() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n", 1)[1]
-    named = re.findall(r"- (?:[^:\n]+: )?([\w-]+\.md)$", navigation, re.MULTILINE)
-    assert sorted(named) == sorted(page.name for page in PAGES), "mkdocs.yml names the pages under nav"
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_page_and_a_heading_of_the_site(page: Path) -> None:
     text = FENCED.sub("", page.read_text())
