@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "files": set(),
     "rundir": PURE - {"failure"},
     "failure": PURE,
-    "steptimes": {"text"},
+    "steptimes": {"files", "text"},
     "state": PURE,
     "placement": PURE,
     "rendezvous": PURE | {"placement"},

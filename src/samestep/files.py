@@ -2,10 +2,11 @@
 
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from errno import EINVAL, ENOSYS, EOPNOTSUPP
+from errno import EFBIG, EINVAL, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,7 +39,9 @@ def make_private_directory(directory: Path) -> None:
     """Make a directory and its missing parents, open to their owner alone, and wait until the disk has them."""
     if not directory.is_dir():
         make_private_directory(directory.parent)
-        directory.mkdir(mode=0o700, exist_ok=True)
+        # another process may have made it by now; where it is a file, its next use says so
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
         sync_directory(directory.parent)
 
 
@@ -65,6 +68,38 @@ def open_directory(directory: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def open_regular(path: Path, depth: int = 1) -> int:
+    """A descriptor of a file in a directory that others may have made: no pipe, no device, nothing through a link.
+
+    The last `depth` parts of the path must not be links. Raises OSError.
+    """
+    *folders, name = path.parts[-depth:]
+    fd = os.open(path.parents[depth - 1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        for part in folders:
+            outer, fd = fd, os.open(part, flags | os.O_DIRECTORY, dir_fd=fd)
+            os.close(outer)
+        # to open a device may be to use it
+        if stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+            opened = os.open(name, flags, dir_fd=fd)
+            if stat.S_ISREG(os.fstat(opened).st_mode):
+                return opened
+            os.close(opened)
+        raise OSError(EINVAL, "not a regular file", str(path))
+    finally:
+        os.close(fd)
+
+
+def read_regular(path: Path, limit: int, depth: int = 1) -> bytes:
+    """All that such a file holds; OSError where that is more than `limit`."""
+    with open(open_regular(path, depth), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(EFBIG, os.strerror(EFBIG), str(path))
+    return data
 
 
 def read_text(path: Path) -> str:

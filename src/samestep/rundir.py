@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError
-from samestep.files import write_atomically
+from samestep.files import make_private_directory, open_regular, read_regular, write_atomically
 from samestep.text import reason_of
 
+_RECORD_BYTES = 4 << 20
 CHECKPOINTED = 75  # the exit code that asks to be started again
 # "exchange" and "call" are waits: a rank leaves them only when the others have come to them too.
 WAITS = ("exchange", "call")
@@ -97,7 +98,7 @@ def read_pulse(path: Path) -> PulseReading | None:
     """The last beat in a pulse file, or None where no worker of this version has opened it."""
     for _ in range(8):
         try:
-            with path.open("rb", buffering=0) as file:
+            with open(open_regular(path, 2), "rb", buffering=0) as file:
                 # in three reads, as one read may copy in any order
                 first = os.pread(file.fileno(), _COUNTER.size, _AT_FIRST)
                 data = os.pread(file.fileno(), _PULSE_BYTES + 1, 0)
@@ -184,7 +185,7 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
     """Make a run's directory under --run-dir, $SAMESTEP_RUN_DIR or ./runs, and note what was started."""
     parent = Path(root or env.get("SAMESTEP_RUN_DIR") or "runs").absolute()
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        make_private_directory(parent)
         run = _new_directory(parent)
         _fill(run, ("logs", "pulse", "failures"), started)
     except OSError as error:
@@ -208,7 +209,7 @@ def better_place(run: Path, env: Mapping[str, str]) -> str | None:
 
 def _fill(run: Path, parts: Sequence[str], started: Mapping[str, Any]) -> None:
     for folder in (run, *(run / part for part in parts)):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_directory(folder)
     write_record(run / "run.json", started)
 
 
@@ -230,7 +231,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 def read_record(path: Path) -> dict[str, Any] | None:
     """run.json or result.json, or None where there is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_regular(path, _RECORD_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

@@ -10,6 +10,7 @@ from math import isnan
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.files import read_regular
 from samestep.text import duration
 
 # What a step's time is made of. `exchange` is the part of the gradients' exchange that backward waits for, the wait
@@ -145,7 +146,7 @@ class Reading:
 def read_step_times(path: Path) -> Reading | None:
     """What a rank has written, or None where there is no such file of this version."""
     try:
-        data = path.read_bytes()
+        data = read_regular(path, _BYTES, 2)
     except OSError:
         return None
     return _read(data) if len(data) == _BYTES and data.startswith(_MAGIC) else None

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -377,3 +378,18 @@ def test_closed_standard_descriptors_confuse_nothing(launcher):
     for rank in range(2):
         assert launcher.log(rank).splitlines() == ["kept"] * 20_000
     assert len(list((launcher.home / "runs").glob("*/result.json"))) == 1
+
+
+def test_workers_end_also_where_launcher_and_guardian_are_killed_at_once(launcher):
+    launcher.write("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)")
+    words = [sys.executable, "-m", "samestep", "run", "-n", "3", "--tee", "all", "train.py"]
+    with subprocess.Popen(words, cwd=launcher.home, stdout=subprocess.PIPE, text=True) as running:
+        pids = [int(running.stdout.readline().split()[-1]) for _ in range(3)]
+        children = {child.pid for child in psutil.Process(running.pid).children()}
+        for guardian in children - set(pids):
+            os.kill(guardian, signal.SIGKILL)
+        running.kill()
+    until = time.monotonic() + 2
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(psutil.pid_exists, pids))

@@ -1,5 +1,6 @@
 """`samestep logs`: shows a run's output by rank, from its files; -f follows it until the run is over."""
 
+import codecs
 import os
 import sys
 import time
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from samestep.cli.output import numbers, verb
+from samestep.cli.output import harmless, numbers, verb
+from samestep.files import open_regular
 from samestep.measure.runs import Run, find_run, log_of, read_run
 
 _LOOK_S = 0.2
@@ -32,7 +34,7 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
     found = find_run(run)
     # a batch job's ranks write to one file
     paths = {log_of(found, rank): rank for rank in _chosen(found, ranks)}
-    marks = [f"[rank {rank}] ".encode() if len(paths) > 1 else b"" for rank in paths.values()]
+    marks = [f"[rank {rank}] " if len(paths) > 1 else "" for rank in paths.values()]
     tails = [Tail(path, mark) for path, mark in zip(paths, marks, strict=True)]
     try:
         _show(found, tails, follow)
@@ -43,22 +45,25 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
 class Tail:
     """The part of a file that was not shown yet."""
 
-    def __init__(self, path: Path, prefix: bytes) -> None:
+    def __init__(self, path: Path, prefix: str) -> None:
         self._path, self._prefix = path, prefix
-        self._shown, self._rest = 0, b""
+        self._shown, self._rest = 0, ""
+        self._decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
 
     def more(self, is_last: bool) -> bool:
         """Show what is new, with a prefix only complete lines; False where nothing is new."""
-        with self._path.open("rb") as file:
+        with open(open_regular(self._path, 2), "rb") as file:
             file.seek(self._shown)
             data = file.read(_CHUNK)
         self._shown += len(data)
-        lines = (self._rest + data).splitlines(keepends=True)
-        self._rest = b""
-        if lines and self._prefix and not lines[-1].endswith(b"\n") and not (is_last and not data):
+        # as a terminal's cursor would: what a progress bar writes over is a line of its own
+        text = self._rest + self._decode(data).replace("\r\n", "\n").replace("\r", "\n")
+        lines = text.splitlines(keepends=True) if self._prefix else [text]
+        self._rest = ""
+        if lines and self._prefix and not lines[-1].endswith("\n") and not (is_last and not data):
             self._rest = lines.pop()
         out = sys.stdout.buffer
-        out.write(b"".join(self._prefix + line for line in lines))
+        out.write("".join(self._prefix + harmless(line) for line in lines).encode(errors="backslashreplace"))
         out.flush()
         return bool(data)
 

@@ -11,6 +11,10 @@ import click
 from samestep.errors import SamestepError, UsageError
 from samestep.text import reason_of
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# also what turns the direction of text round, and the separators at which a reader may break a line
+_CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
 
 class _Verb(click.Command):
     """A command that an error ends with one line, which begins with the command's name."""
@@ -26,7 +30,7 @@ class _Verb(click.Command):
             said, code = f"{error.filename} cannot be used ({reason_of(error)})", 1
         except KeyboardInterrupt:
             raise SystemExit(130) from None
-        click.echo(f"{self.name}: {said}", err=True)
+        click.echo(harmless(f"{self.name}: {said}"), err=True)
         raise SystemExit(code)
 
 
@@ -46,6 +50,11 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def harmless(text: object) -> str:
+    """Foreign text for a terminal: colours are left out, and other control characters written as escapes."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _COLOURS.sub("", str(text)))
 
 
 def numbers(option: str, text: str, noun: str) -> list[int]:

@@ -7,6 +7,7 @@ import click
 
 from samestep.cli.output import print_json, verb
 from samestep.measure.runs import list_runs, root_of
+from samestep.text import printable
 
 
 @verb("samestep runs")
@@ -27,7 +28,7 @@ def command(directory: str | None, as_json: bool) -> None:
     if not rows:
         click.echo(f"no runs in {root}")
         return
-    names = [row["run"].rpartition("/")[2] for row in rows]
+    names = [printable(row["run"].rpartition("/")[2]) for row in rows]
     wide, states = max(map(len, names)), max(len(row["state"]) for row in rows)
     click.echo(
         f"{'run':{wide}}  {'state':{states}}  ranks    step  steps/s  {'started':<16}      took  command"

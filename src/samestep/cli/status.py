@@ -4,7 +4,7 @@ import time
 
 import click
 
-from samestep.cli.output import print_json, verb
+from samestep.cli.output import harmless, print_json, verb
 from samestep.measure.runs import find_run
 
 
@@ -34,7 +34,7 @@ def command(run: str | None, as_json: bool) -> None:
     per_second = f", {facts['steps_per_second']:.3g} steps/s" if facts["steps_per_second"] else ""
     if facts["samples_per_second"]:
         per_second += f", {facts['samples_per_second']:,.0f} samples/s"
-    click.echo(f"{found.path}: {found.state}, {found.command} on {found.size} ranks{per_second}")
+    click.echo(f"{harmless(found.path)}: {found.state}, {found.command} on {found.size} ranks{per_second}")
     for rank, pulse in found.pulses.items():
         step = "no step yet" if pulse.step < 0 else f"epoch {pulse.epoch}, step {pulse.step}"
         age = "" if found.is_over else f", {now - pulse.unix:.0f} s ago"

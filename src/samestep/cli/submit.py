@@ -71,7 +71,7 @@ def command(
     said = ["samestep", *sys.argv[1:]]
     if dry_run:
         said.remove("--dry-run")  # ours is the first: options come before the script
-        click.echo(batch_script(job, said, job.script_path), nl=False)
+        click.echo(batch_script(job, said, next(job.script_paths)), nl=False)
         return
     if advice := better_place(job.folder.absolute() / job.title, os.environ):
         click.echo(f"samestep submit: {advice}", err=True)

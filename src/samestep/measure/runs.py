@@ -1,19 +1,28 @@
 """Reads from files alone what was run in a directory, its state, and what each rank does."""
 
+import math
 import os
+import re
+import stat
 import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
 from samestep.errors import UsageError
 from samestep.rundir import PulseReading, log_path, pulse_path, read_pulse, read_record, step_times_path
 from samestep.steptimes import Progress, read_step_times
+from samestep.text import printable
 
 _SILENT_S = 600.0
+_CLOCK_SECONDS = 60.0
+_END_OF_TIME = 2.0**37  # later years have five digits
+_MOST_RANKS = 10_000_000
+_MOST_LINES = 1000
+_MOST_CHARACTERS = 2000
 _ENDS = {0: "done", 75: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
 
 
@@ -35,19 +44,18 @@ class Run:
     @property
     def command(self) -> str:
         """What was run, without the interpreter, on one line."""
-        argv = [str(word) for word in self.record.get("argv", [])]
+        argv = self.record["argv"]
         is_python = len(argv) > 1 and Path(argv[0]).name.startswith("python")
-        text = " ".join(argv[1:] if is_python else argv)
+        text = " ".join(argv[1:] if is_python else argv)[:_MOST_CHARACTERS]
         return "".join(letter if letter.isprintable() else " " for letter in text)
 
     @property
     def state(self) -> str:
         if self.result:
-            code = self.result.get("exit_code", 1)
+            code = self.result["exit_code"]
             return _ENDS.get(code, f"failed ({code})")
-        if self.record.get("host") == os.uname().nodename:
-            pid = self.record.get("pid")
-            return "running" if isinstance(pid, int) and psutil.pid_exists(pid) else "ended without a result"
+        if self.record["host"] == os.uname().nodename:
+            return "running" if _lives(self.record["pid"], self.started) else "ended without a result"
         silent = time.time() - max([self.started, self.written, *(one.unix for one in self.pulses.values())])
         return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
 
@@ -59,16 +67,16 @@ class Run:
     @property
     def size(self) -> int:
         """How many ranks it has."""
-        return len(self.logs) or int(self.record.get("size", 0))
+        return len(self.logs) or int(self.record["size"])
 
     @property
     def started(self) -> float:
-        return float(self.record.get("started", 0.0))
+        return float(self.record["started"])
 
     @property
     def seconds(self) -> float:
         """How long it ran, or has been running."""
-        if self.result and "seconds" in self.result:
+        if self.result and self.result["seconds"] is not None:
             return float(self.result["seconds"])
         last = max([self.started, *(pulse.unix for pulse in self.pulses.values())])
         return (last if self.is_over else time.time()) - self.started
@@ -103,14 +111,14 @@ class Run:
             "state": self.state,
             "command": self.command,
             "ranks": self.size,
-            "host": self.record.get("host"),
+            "host": self.record["host"],
             "started": self.started,
             "seconds": round(self.seconds, 3),
             "step": self.step,
             "steps_per_second": self.speed and round(self.speed, 3),
             "samples_per_second": round(self.progress.samples_per_second, 1) or None,
-            "exit_code": self.result and self.result.get("exit_code"),
-            "failure": self.result and self.result.get("failure"),
+            "exit_code": self.result and self.result["exit_code"],
+            "failure": self.result and self.result["failure"],
         }
 
 
@@ -121,15 +129,15 @@ def root_of(directory: str | None) -> Path:
 
 def read_run(path: Path) -> Run | None:
     """The run in a directory, or None where there is none."""
-    record = read_record(path / "run.json")
-    if record is None or not _is_ours(record):
+    record = _started(read_record(path / "run.json") or {})
+    if record is None:
         return None
     logs = tuple(sorted(_numbers(path / "logs", "rank-", ".log")))
     pulses = {rank: read_pulse(pulse_path(path, rank)) for rank in _numbers(path / "pulse", "rank-", "")}
-    read = {rank: pulse for rank, pulse in sorted(pulses.items()) if pulse}
+    read = {rank: _plain(pulse) for rank, pulse in sorted(pulses.items()) if pulse}
     outputs = [log_path(path, rank) for rank in logs] or [job_output(path)]
-    written = max((one.stat().st_mtime for one in outputs if one.exists()), default=0.0)
-    return Run(path, record, read_record(path / "result.json"), read, logs, written)
+    written = max((found.st_mtime for one in outputs if (found := _look(one))), default=0.0)
+    return Run(path, record, _ended(read_record(path / "result.json")), read, logs, written)
 
 
 def job_output(run: Path) -> Path:
@@ -139,8 +147,11 @@ def job_output(run: Path) -> Path:
 
 def list_runs(root: Path) -> list[Run]:
     """All runs in a directory, the newest first."""
-    paths = list(root.iterdir()) if root.is_dir() else []
-    found = [run for path in paths if path.is_dir() and (run := read_run(path))]
+    try:
+        paths = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    found = [run for path in paths if (run := read_run(path))]
     return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
 
 
@@ -159,7 +170,7 @@ def find_run(name: str | None) -> Run:
 
 def log_of(run: Run, rank: int) -> Path:
     """Where a rank's output lies."""
-    if not run.logs and job_output(run.path).exists():
+    if not run.logs and _look(job_output(run.path)):
         return job_output(run.path)
     if rank not in run.logs:
         there = f"there are ranks {min(run.logs)} to {max(run.logs)}" if run.logs else "there are none yet"
@@ -167,13 +178,66 @@ def log_of(run: Run, rank: int) -> Path:
     return log_path(run.path, rank)
 
 
-def _is_ours(record: dict[str, Any]) -> bool:
-    """Whether samestep wrote it: other programs keep a run.json in ./runs too."""
-    kinds = {"argv": list, "size": int, "started": int | float}
-    return all(isinstance(record.get(name), kind) for name, kind in kinds.items())
+def _started(record: dict[str, Any]) -> dict[str, Any] | None:
+    """What run.json says; None where samestep did not write it: other programs keep a run.json in ./runs too."""
+    argv, size, started = record.get("argv"), record.get("size"), record.get("started")
+    are_words = isinstance(argv, list) and all(isinstance(word, str) for word in argv)
+    if not are_words or type(size) is not int or not _is_time(started) or not 0 < size < _MOST_RANKS:
+        return None
+    pid = record.get("pid")
+    host = printable(record.get("host"))
+    return {
+        "argv": argv,
+        "size": size,
+        "started": started,
+        "host": host,
+        "pid": pid if type(pid) is int else 0,
+    }
+
+
+def _ended(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What result.json says; code 1 where that is no exit code."""
+    if record is None:
+        return None
+    code, seconds, failure = record.get("exit_code"), record.get("seconds"), record.get("failure")
+    is_code = type(code) is int and abs(code) < 256
+    lines = failure.splitlines()[:_MOST_LINES] if isinstance(failure, str) else []
+    return {
+        "exit_code": code if is_code else 1,
+        "seconds": seconds if _is_time(seconds) else None,
+        "failure": "\n".join(printable(line, _MOST_CHARACTERS) for line in lines) or None,
+    }
+
+
+def _plain(pulse: PulseReading) -> PulseReading:
+    """A pulse that can be printed and reckoned with, whatever its file holds."""
+    device, phase, call = (printable(text) for text in (pulse.device, pulse.phase, pulse.call))
+    unix = pulse.unix if math.isfinite(pulse.unix) else 0.0
+    return pulse._replace(device=device, phase=phase, call=call, unix=unix)
+
+
+def _is_time(seconds: object) -> bool:
+    return type(seconds) in (int, float) and 0 <= cast(float, seconds) < _END_OF_TIME
+
+
+def _lives(pid: int, started: float) -> bool:
+    """Whether the process that began a run lives: another one may have its number now."""
+    try:
+        return bool(psutil.Process(pid).create_time() < started + _CLOCK_SECONDS)
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def _look(path: Path) -> os.stat_result | None:
+    """A regular file's facts, not those of what a link leads to."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def _numbers(folder: Path, before: str, after: str) -> list[int]:
-    names = os.listdir(folder) if folder.is_dir() else []
-    middles = [name.removeprefix(before).removesuffix(after) for name in names if name.startswith(before)]
-    return [int(middle) for middle in middles if middle.isdigit()]
+    names = os.listdir(folder) if folder.is_dir() and not folder.is_symlink() else []
+    matches = (re.fullmatch(f"{before}(0|[1-9][0-9]{{0,6}}){re.escape(after)}", name) for name in names)
+    return [int(match[1]) for match in matches if match]

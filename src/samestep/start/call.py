@@ -8,6 +8,8 @@ from typing import Any
 
 import cloudpickle
 
+from samestep.start.worker import end_with
+
 VALUE, ERROR = b"V", b"E"
 # The parent's sys.path comes first, for samestep itself may be found there only.
 BOOT = (
@@ -18,6 +20,8 @@ BOOT = (
 
 def main(call: Any) -> None:
     """Make the call that waits in this file, and replace it by its answer."""
+    # here, for a notebook has threads, and so has no safe moment between fork and exec
+    end_with(os.getppid())
     call.seek(0)
     cloudpickle.load(call)
     text = call.read()

@@ -1,16 +1,18 @@
 """Writes a Slurm batch script that says exactly what was asked for, in a page, and hands it to sbatch."""
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import UsageError
-from samestep.files import write_atomically
+from samestep.files import make_private_directory
 from samestep.rundir import CHECKPOINTED
 from samestep.start.profiles import Profile
 
@@ -56,11 +58,11 @@ class Job:
         return Path(self.run_dir or "runs")
 
     @property
-    def script_path(self) -> Path:
-        """Where its script is to lie, beside others of its name."""
+    def script_paths(self) -> Iterator[Path]:
+        """Where its script may lie, beside others of its name."""
         stem = f"{self.title}-{time.strftime('%m%d-%H%M%S')}"
         names = [f"{stem}.sh", *(f"{stem}-{k}.sh" for k in range(2, 1000))]
-        return next(path for name in names if not (path := self.folder / name).exists())
+        return (path for name in names if not os.path.lexists(path := self.folder / name))
 
     @property
     def tasks(self) -> int:
@@ -109,11 +111,15 @@ def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
 
 def write_script(job: Job, said: Sequence[str]) -> Path:
     """Write the script beside the job's output, and say where it is."""
-    path = job.script_path
-    text = batch_script(job, said, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text.encode(errors="surrogateescape"), 0o700)
-    return path
+    batch_script(job, said, next(job.script_paths))
+    make_private_directory(job.folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for path in job.script_paths:
+        # another submission may take the same name at the same moment
+        with suppress(FileExistsError), open(os.open(path, flags, 0o700), "wb") as file:
+            file.write(batch_script(job, said, path).encode(errors="surrogateescape"))
+            return path
+    raise UsageError(f"{job.folder} has a thousand scripts of {job.title} of this second; wait for the next")
 
 
 def submit(path: Path) -> str:

@@ -69,6 +69,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
                 call.fileno(),
                 console=_Caller() if rank == 0 else None,
                 key=key,
+                is_alone=False,
             )
             for rank, call in enumerate(calls)
         ]

@@ -1,11 +1,13 @@
 """One worker process: started with its own cores and pipes, and ended with everything it started."""
 
+import ctypes
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import FileIO
 from math import inf
 from pathlib import Path
@@ -17,6 +19,7 @@ from samestep.rundir import CHECKPOINTED
 from samestep.start.failure import Traceback, of_record, read_traceback
 from samestep.start.output import ERR, OUT, Console, Log, Stream
 
+_SET_PARENT_DEATH_SIGNAL = 1
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 
 
@@ -33,6 +36,9 @@ class WorkerSpec(NamedTuple):
     prefix: bytes | None = None
     record: Path | None = None
     key: int | None = None
+    is_alone: bool = (
+        True  # whether this process has no other threads: what runs between fork and exec needs that
+    )
 
 
 class Guardian(Popen[bytes]):
@@ -69,6 +75,7 @@ class Worker:
                 stderr=PIPE,
                 start_new_session=True,
                 pass_fds=() if spec.key is None else (spec.key,),
+                preexec_fn=partial(end_with, os.getpid()) if spec.is_alone else None,
             )
         self.pid = self._process.pid
         guardian.watch(self.pid)
@@ -127,6 +134,14 @@ class Worker:
             if self.status in (0, CHECKPOINTED):
                 stream.release()
         return True
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends: the guardian may have been killed too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fill_standard_descriptors() -> None:

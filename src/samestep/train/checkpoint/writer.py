@@ -71,9 +71,8 @@ class Writer:
 
 def holder(env: Mapping[str, str], directory: Path) -> tuple[Holder, Callable[[str], object], str]:
     """This process as a holder, how it says that it waits, and what a run that is refused should do."""
-    job, run = env.get("SLURM_JOB_ID", ""), env.get("TORCHELASTIC_RUN_ID", "none")
     # a job that was requeued has its number again, and its steps have theirs
-    name = f"{job}.{env.get('SLURM_STEP_ID', '')}" if job else "" if run == "none" else run
+    job = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}" if "SLURM_JOB_ID" in env else ""
     requeues, restarts = (
         int(text) if text.isdecimal() else 0
         for text in (env.get("SLURM_RESTART_COUNT", ""), env.get("TORCHELASTIC_RESTART_COUNT", ""))
@@ -84,7 +83,7 @@ def holder(env: Mapping[str, str], directory: Path) -> tuple[Holder, Callable[[s
             "give each element of the job array a directory of its own: "
             f"Checkpoint('{directory}-' + os.environ['SLURM_ARRAY_TASK_ID'], ...)"
         )
-    return this_process(name, requeues * _RESTARTS_OF_A_JOB + restarts), _say, remedy
+    return this_process(job, requeues * _RESTARTS_OF_A_JOB + restarts), _say, remedy
 
 
 def _say(text: str) -> None:
