@@ -44,7 +44,7 @@ from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
 from samestep.train.model.arithmetic import arithmetic
-from samestep.train.model.replica import Replicas
+from samestep.train.model.replicas import Replicas
 
 _AGREE_SECONDS = 0.5
 _RETRY_SECONDS = 30.0

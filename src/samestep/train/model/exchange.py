@@ -20,6 +20,7 @@ from samestep.train.nested import map_tensors
 from samestep.train.step import Share, Spine, Subscriber
 
 Total = torch.futures.Future[torch.Tensor]
+_TWICE = "backward ran twice in one microbatch of an exact step; add the losses and call backward once"
 
 
 class Exchange(Subscriber):
@@ -39,6 +40,19 @@ class Exchange(Subscriber):
     def reached(self, output: Any) -> Any:
         """The model's output of this rank's last microbatch, before backward goes through it."""
         return output
+
+    def average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective. Make gradients everyone's that DDP has not exchanged; a rank may lack some."""
+        has_some = torch.tensor([float(one.grad is not None) for one in parameters]).to(parameters[0].device)
+        dist.all_reduce(has_some)
+        for parameter in (one for one, some in zip(parameters, has_some.tolist(), strict=True) if some):
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total = mine.to_dense().contiguous() / dist.get_world_size()
+            dist.all_reduce(total)
+            if parameter.grad is None or mine.is_sparse:
+                parameter.grad = total.to_sparse() if mine.is_sparse else total
+            else:
+                parameter.grad.copy_(total)  # DDP keeps it in a bucket
 
     def close(self) -> None:
         """Give back threads and process groups."""
@@ -110,6 +124,9 @@ class TreeExchange(Exchange):
         weakref.finalize(self, self._sender.dismiss).atexit = False
         # DDP must not hold the exchange whose replica holds DDP: the collector does not see through DDP.
         ddp.register_comm_hook(weakref.ref(self), _sent_by)
+
+    def average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        raise UsageError(_TWICE)
 
     def reached(self, output: Any) -> Any:
         return map_tensors(self._reach, output) if self._some_unused else output
@@ -208,9 +225,7 @@ class TreeExchange(Exchange):
     def _places_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         once = {id(parameter) for parameter in parameters}
         if once & self._sent:
-            raise UsageError(
-                "backward ran twice in one microbatch of an exact step; add the losses and call backward once"
-            )
+            raise UsageError(_TWICE)
         self._sent |= once
         return [self._index[id(parameter)] for parameter in parameters]
 

@@ -2,11 +2,9 @@
 
 import copy
 import inspect
-import json
 import re
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,19 +15,19 @@ from torch.utils.hooks import RemovableHandle
 from samestep.errors import UsageError
 from samestep.train.digest import bit_sums
 from samestep.train.draws import Draws
-from samestep.train.group.group import Group, Member
+from samestep.train.group.group import Group
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers
-from samestep.train.model.exchange import Exchange, broadcast, times_of
+from samestep.train.model.exchange import Exchange, broadcast
 from samestep.train.model.weighing import (
     after_backward,
+    on_backward,
     only_in,
     refuse_opaque,
     share_weight,
     weigh_gradient,
     weighed_call,
 )
-from samestep.train.step import Pass, Share, Spine, Subscriber
-from samestep.train.streams import draw_as
+from samestep.train.step import Share, Spine
 
 _BUFFER_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # torch 2.11 has only the latter
 _PATCHED = ("forward", "__getstate__")
@@ -39,7 +37,13 @@ class Replica:
     """Stands in the model's `forward`; everything else of the model is as it was."""
 
     def __init__(
-        self, number: int, model: torch.nn.Module, options: dict[str, Any], exchange: Exchange, group: Group
+        self,
+        number: int,
+        model: torch.nn.Module,
+        options: dict[str, Any],
+        exchange: Exchange,
+        group: Group,
+        on_uncertain_share: Callable[[], None],
     ) -> None:
         """`exchange.sums` says that the loss is a sum over samples, and no mean."""
         self.number = number
@@ -50,6 +54,7 @@ class Replica:
         self.dirty = False
         self.ddp: DistributedDataParallel | None = None
         self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
+        self._on_uncertain_share = on_uncertain_share
         self._looked_at = False
         self._hooks: list[RemovableHandle] = []
         self._weighs_microbatches = False
@@ -66,7 +71,8 @@ class Replica:
             exchange.attach(self.ddp)
             self._watch_calls()
         self._called_at = -1
-        self._exchanges = False
+        # whether DDP will exchange in the next backward, does so in this one, and whether one has begun that it misses
+        self._exchanges = self._is_exchanging = self._is_missed = False
         self._seen_since: set[int] = set()
         model.__dict__["forward"] = self
         model.__dict__["__getstate__"] = partial(_plain_state, model)
@@ -96,7 +102,7 @@ class Replica:
         if share is not None and share.microbatch is not None:
             return self._in_microbatch(share, args, kwargs)
         if not is_certain:
-            self._remark_unlike_shares()
+            self._on_uncertain_share()
         weight = share_weight(share, self._group.world.size, sums=self.exchange.sums)
         output = weighed_call(self.exchanged, weight, self._spine, args, kwargs)
         if not self._looked_at:
@@ -140,9 +146,9 @@ class Replica:
         """The model's output, whose gradients are exchanged; DDP's errors in words of this interface."""
         if self.ddp is None:
             return self.own_forward(*args, **kwargs)
-        self._exchanges = bool(self.ddp.require_backward_grad_sync)
+        self._exchanges |= bool(self.ddp.require_backward_grad_sync)
         try:
-            return self.ddp(*args, **kwargs)
+            output = self.ddp(*args, **kwargs)
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
@@ -150,10 +156,18 @@ class Replica:
                 f"{self._without_gradient(str(error))} of {type(self.model).__name__} got no gradient in the last "
                 "step; write replicate(model, find_unused_parameters=True), or freeze what is not used"
             ) from None
+        if self.ddp.require_backward_grad_sync:
+            on_backward(output, partial(_note_backward, weakref.ref(self)))
+        return output
+
+    def note_backward(self) -> None:
+        """Backward has come to an output of this model; DDP exchanges in one backward after a call, and in no other."""
+        self._is_missed = not self._exchanges and not self._is_exchanging
 
     def note_call(self) -> None:
         """The model itself is called: the gradients that follow are exchanged."""
         self._called_at = self._spine.batches
+        self._is_missed = False
         self._seen_since.clear()
 
     def _watch_calls(self) -> None:
@@ -173,31 +187,33 @@ class Replica:
             )
         self._seen_since.add(id(parameter))
         if self._exchanges:
-            self._exchanges = False
+            self._exchanges, self._is_exchanging = False, True
             self._group.enter("backward")
             after_backward(self._begin_to_wait)
+        elif self._is_missed:
+            self._is_missed, self._is_exchanging = False, True
+            after_backward(self._exchange_again)
 
     def _begin_to_wait(self) -> None:
         """All gradients of this rank are there; what DDP does at the end of backward waits for the other ranks."""
         self._group.enter("exchange")
-        after_backward(partial(self._group.enter, "user"))
+        after_backward(self._end_exchange)
+
+    def _end_exchange(self) -> None:
+        self._is_exchanging = False
+        self._group.enter("user")
+
+    def _exchange_again(self) -> None:
+        """Collective. A second backward through one call, or of an earlier call, has added to everyone's gradients."""
+        self._is_exchanging = False
+        with self._group.waiting(f"the gradients of {type(self.model).__name__}"):
+            self.exchange.average([one for one in self.model.parameters() if one.requires_grad])
 
     def _without_gradient(self, error: str) -> str:
         trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
         names = [trained[int(at)] for at in found[1].split()] if found else []
         return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "") or "a parameter"
-
-    def _remark_unlike_shares(self) -> None:
-        replicas = self._group.the(Replicas)
-        if not replicas.unlike_said and self._spine.has_unlike_shares() and self._group.world.rank == 0:
-            replicas.unlike_said = True
-            print(
-                "samestep: two loaders are iterated together and split their batches differently; the model's input is "
-                "computed from a batch, so its gradients use the share of the latest training batch: let one dataset "
-                "return both",
-                file=sys.stderr,
-            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Where a class copies its attributes by itself, the copy's forward is its own as well."""
@@ -252,115 +268,9 @@ class Replica:
         self.exchange.close()
 
 
-class Replicas(Member, Subscriber):
-    """All replicas of a group, in the order they were made, which is the same on every rank."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self.unlike_said = False
-        self.alone: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._living: weakref.WeakSet[Replica] = weakref.WeakSet()
-        self._made = 0
-        self._any_moves_buffers = self._buffer_said = False
-        group.the(Spine).subscribe(self)
-
-    def __iter__(self) -> Iterator[Replica]:
-        return iter(sorted(self._living, key=lambda replica: replica.number))
-
-    @property
-    def exact(self) -> bool:
-        """Whether gradients are added in the fixed tree."""
-        return any(replica.exchange.needs_microbatches for replica in self._living)
-
-    def add(self, model: torch.nn.Module, options: dict[str, Any], exchange: Exchange) -> None:
-        """Collective. Make this model a replica."""
-        replica = Replica(self._made, model, options, exchange, self.group)
-        self._made += 1
-        self._any_moves_buffers |= replica.moves_buffers
-        self._living.add(replica)
-
-    def trains(self, shuffled: bool) -> bool:
-        return any(replica.model.training for replica in self._living) or (shuffled and bool(self._living))
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return (parameter for replica in self for parameter in replica.model.parameters())
-
-    def exchanges(self) -> Iterator[tuple[float, float]]:
-        return (times_of(replica.ddp) for replica in self if replica.ddp is not None)
-
-    @property
-    def adds_losses(self) -> bool:
-        return any(replica.exchange.sums for replica in self._living)
-
-    def pass_begins(self, begun: Pass) -> None:
-        """In a world of one a model is left as it is, until its microbatches have to be weighed."""
-        if not begun.training or not begun.microbatches:
-            return
-        for model, sums in list(self.alone.items()):
-            del self.alone[model]
-            self.add(model, {}, Exchange(sums=sums))
-        size = self.group.world.size
-        uneven = next((count for count in begun.microbatches if count % size), None)
-        if uneven is not None and any(replica.has_synced_statistics for replica in self):
-            raise UsageError(
-                f"a step of {uneven} microbatches gives the {size} ranks unequal numbers of them, and a BatchNorm "
-                "over all ranks needs equal ones; choose a batch_size and a microbatch whose numbers divide evenly, "
-                "with drop_last=True, or leave sync_batchnorm out"
-            )
-
-    def microbatch_begins(self, share: Share) -> None:
-        if share.of.training:
-            for replica in self:
-                replica.exchange.microbatch_begins(share)
-            if self.exact:
-                draw_as(share.of.seed, share.of.epoch, share.batch_start, share.microbatch or 0)
-
-    def microbatch_ends(self, share: Share) -> None:
-        if share.of.training:
-            for replica in self:
-                replica.exchange.microbatch_ends(share)
-            if self.exact and share.last:
-                draw_as(share.of.seed, share.of.epoch, share.batch_start, "after")
-
-    def pass_ends(self, ended: Pass) -> None:
-        if ended.training:
-            self.settle()
-
-    def settle(self) -> None:
-        """Collective. Make rank 0's buffers everyone's, where training has moved them apart."""
-        if not self._any_moves_buffers:
-            return
-        mine = [(replica.number, [replica.dirty, replica.own_sums()]) for replica in self]
-        ranks = self.group.all_gather("samestep.replicate's buffers", json.dumps(mine).encode())
-        for replica, facts in self.alive_everywhere([dict(json.loads(rank)) for rank in ranks]):
-            if any(dirty for dirty, _ in facts):
-                self._say_own_buffer(replica, [sums for _, sums in facts])
-                replica.share_buffers()
-
-    def _say_own_buffer(self, replica: Replica, ranks: Sequence[str]) -> None:
-        """Name a buffer, other than BatchNorm's, that training changes from each rank's share alone."""
-        if len(set(ranks)) == 1 or self._buffer_said or self.group.world.rank:
-            return
-        self._buffer_said = True
-        others = next(sums for sums in ranks if sums != ranks[0])
-        names = list(replica.own_buffers())
-        at = next(at for at in range(len(names)) if ranks[0][16 * at :][:16] != others[16 * at :][:16])
-        print(
-            f"samestep: forward changes the buffer {names[at]} of {type(replica.model).__name__} from each rank's "
-            "share alone, and rank 0's is kept; take samestep.mean(...) of what it is made of, or use "
-            "replicate(exact=True) with steps",
-            file=sys.stderr,
-        )
-
-    def alive_everywhere(self, ranks: Sequence[Mapping[int, Any]]) -> Iterator[tuple[Replica, list[Any]]]:
-        """The replicas that live on every rank, with what each rank says of them; a rank may collect one later."""
-        for replica in self:
-            if all(replica.number in rank for rank in ranks):
-                yield replica, [rank[replica.number] for rank in ranks]
-
-    def close(self) -> None:
-        for replica in self:
-            replica.leave()
+def _note_backward(replica: "weakref.ref[Replica]") -> None:
+    if found := replica():
+        found.note_backward()
 
 
 def _expect_call(replica: "weakref.ref[Replica]", parameter: torch.Tensor) -> None:

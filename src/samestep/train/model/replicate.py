@@ -27,7 +27,8 @@ from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence, check_every
 from samestep.train.model.exchange import Exchange, TreeExchange, broadcast
 from samestep.train.model.layouts import note_layouts
-from samestep.train.model.replica import Replicas, replica_of
+from samestep.train.model.replica import replica_of
+from samestep.train.model.replicas import Replicas
 from samestep.train.streams import seed_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)

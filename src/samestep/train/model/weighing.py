@@ -101,19 +101,27 @@ def only_in(microbatch: Share, at: Spine, output: Any) -> Any:
     if torch.compiler.is_compiling():
         return output  # or each microbatch would be compiled anew
 
-    def check(_: torch.Tensor) -> None:
+    def check() -> None:
         if at.trained is not microbatch:
             raise UsageError(
                 "backward() of a microbatch's loss came after the loop had left that microbatch; "
                 "call it inside the loop over the step's microbatches"
             )
 
+    on_backward(output, check)
+    return output
+
+
+def on_backward(output: Any, call: Callable[[], None]) -> None:
+    """Call it whenever backward comes to a tensor of this output, before it comes to what that is made of."""
+
     def watch(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(check)  # type: ignore[no-untyped-call]
+        if tensor.grad_fn is not None:
+            tensor.register_hook(lambda _: call())  # type: ignore[no-untyped-call]
         return tensor
 
-    return map_tensors(watch, output)
+    if not torch.compiler.is_compiling():
+        map_tensors(watch, output)
 
 
 def after_backward(call: Callable[[], None]) -> None:
