@@ -17,14 +17,15 @@ EVERYWHERE = [
     *(path for part in ("tests", "examples", "benchmarks") for path in (ROOT / part).rglob("*.py")),
 ]
 
-PURE = {"errors", "text", "files", "rundir", "failure", "steptimes"}
+PURE = {"errors", "text", "files", "rundir", "failure", "steptimes", "hang"}
 BELOW_TRAIN = PURE | {"placement", "rendezvous", "state"}
 OUTSIDE = PURE | {"placement", "rendezvous", "start"}
 MAY_IMPORT = {
     "errors": set(),
     "text": set(),
     "files": set(),
-    "rundir": PURE - {"failure"},
+    "rundir": PURE - {"failure", "hang"},
+    "hang": PURE,
     "failure": PURE,
     "steptimes": {"files", "text"},
     "state": PURE,

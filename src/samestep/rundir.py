@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import signal
 import struct
 import sys
 import time
@@ -16,6 +17,8 @@ from samestep.files import make_private_directory, open_regular, read_regular, w
 from samestep.text import reason_of
 
 _RECORD_BYTES = 4 << 20
+# At this signal a worker writes the Python stack of its threads. No library that torch users have takes it.
+STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 CHECKPOINTED = 75  # the exit code that asks to be started again
 # "exchange" and "call" are waits: a rank leaves them only when the others have come to them too.
 WAITS = ("exchange", "call")
@@ -122,6 +125,11 @@ def read_pulse(path: Path) -> PulseReading | None:
 def log_path(run: Path, rank: int) -> Path:
     """Where all of a rank's output lies."""
     return run / "logs" / f"rank-{rank}.log"
+
+
+def stack_path(run: Path, rank: int) -> Path:
+    """Where a rank writes its Python stack when it is asked to."""
+    return run / "logs" / f"rank-{rank}.stack"
 
 
 def pulse_path(run: Path, rank: int) -> Path:

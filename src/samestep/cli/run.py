@@ -88,6 +88,12 @@ def _torchruns_options(command: Any) -> Any:
     help="Seconds that workers have to end  [1 after a failure, 30 after Ctrl-C]",
 )
 @click.option(
+    "--hang-timeout",
+    metavar="S",
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds that ranks may wait for another before the run ends  [the timeout of init, 600]",
+)
+@click.option(
     "--signals-to-handle", metavar="NAMES", help="More signals to pass on to the workers, such as SIGQUIT."
 )
 @click.option("--nodes", "--nnodes", metavar="N", help="Machines that run this command together  [1]")
@@ -154,6 +160,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
                 restart_on=frozenset(numbers("--restart-on", codes, "exit codes") if codes else ()),
                 max_restarts=restarts,
                 patience_s=options["shutdown_timeout"],
+                hang_timeout_s=options["hang_timeout"],
                 signals=_signals(options["signals_to_handle"]),
             )
         )

@@ -149,6 +149,18 @@ def _crash(what: str, lines: Iterable[str]) -> Traceback:
     return Traceback(_innermost(reversed(frames)), (f"Fatal Python error: {what}",))
 
 
+def main_stack(text: str) -> list[Frame]:
+    """The frames of the main thread, the innermost first; faulthandler prints that thread last."""
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            frames = []
+        elif frame := _FRAME.match(line):
+            code = linecache.getline(frame["file"], int(frame["line"])).strip()
+            frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or "", code))
+    return frames
+
+
 def _traceback(blocks: list[_Block]) -> Traceback | None:
     """One traceback, or the first part of an exception group that is none itself, and the group's name."""
     first = blocks[0]

@@ -20,6 +20,7 @@ from samestep.rundir import (
     failure_path,
     log_path,
     pulse_path,
+    stack_path,
     start_record,
     stop_path,
     time_up_path,
@@ -32,6 +33,7 @@ from samestep.start.nodes import End, Launchers, NodeMeeting
 from samestep.start.output import Log, Terminal
 from samestep.start.signals import PASSED_ON, signals_as_bytes
 from samestep.start.supervise import Outcome, WorkerGroup
+from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, WorkerSpec, fill_standard_descriptors
 from samestep.text import reason_of
 
@@ -54,6 +56,7 @@ class Script:
     restart_on: frozenset[int] = frozenset()
     max_restarts: int = 0
     patience_s: float | None = None
+    hang_timeout_s: float | None = None
     signals: tuple[signal.Signals, ...] = PASSED_ON
 
 
@@ -74,7 +77,8 @@ def run_script(script: Script) -> int:
             with ExitStack() as attempt:
                 specs, total = _specs(script, run, restarts, terminal, launchers, attempt)
                 elsewhere = launchers.should_stop if launchers.nodes > 1 else None
-                group = WorkerGroup(specs, guardian, terminal, script.patience_s, signals, elsewhere)
+                watch = Watch(run, total, terminal.say, script.hang_timeout_s)
+                group = WorkerGroup(specs, guardian, terminal, script.patience_s, signals, elsewhere, watch)
                 outcome = group.watch()
             seconds = time.time() - began
             text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, total)
@@ -158,7 +162,7 @@ def _specs(
     for local_rank, cores in enumerate(shares):
         place = ranks.place(local_rank, script.size)
         rank = place.rank
-        for path in (pulse_path(run, rank), failure_path(run, rank)):
+        for path in (pulse_path(run, rank), failure_path(run, rank), stack_path(run, rank)):
             path.unlink(missing_ok=True)
         specs.append(
             WorkerSpec(

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from samestep.hang import Hang
 from samestep.rundir import CHECKPOINTED
 from samestep.start.failure import Traceback
 from samestep.start.output import Stream, Terminal
+from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, Worker, WorkerSpec
 
 # How long a rank that only tells of another's end waits for that other to be seen.
@@ -18,6 +20,8 @@ _ECHO_S = 0.7
 _HANG_S = 5.0
 _GRACE_S = 1.0
 _PATIENCE_S = 30.0
+# What a run that does not go on has in which to end when it is asked; Slurm gives 30 s.
+_STUCK_S = 10.0
 _POLL_S = 0.05
 _ELSEWHERE_S = 0.25
 # The interpreter says where it was when one of these ends it.
@@ -44,14 +48,19 @@ class WorkerGroup:
         patience_s: float | None = None,
         signals: int | None = None,
         is_over_elsewhere: Callable[[], bool] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Raises OSError where a worker cannot be started; `signals` is where arriving ones are read as bytes."""
         self.began = time.monotonic()
         self.workers: list[Worker] = []
         self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere
+        self._watch = watch
+        self._hang: Hang | None = None
         self._grace_s = _GRACE_S if patience_s is None else patience_s
         self._patience_s = _PATIENCE_S if patience_s is None else patience_s
+        self._stuck_s = _STUCK_S if patience_s is None else patience_s
         self._asked: int | None = None
+        self._asked_at = inf
         self._stop_at = self._kill_at = inf
         self._stopping = False
         try:
@@ -107,6 +116,21 @@ class WorkerGroup:
         self._settle(alive, now)
         if self._is_over_elsewhere and self._is_over_elsewhere() and not self._stopping:
             self._stop(now)
+        if self._watch and not self._stopping:
+            self._look(self._watch, now)
+
+    def _look(self, watch: Watch, now: float) -> None:
+        """Stop the workers where some wait in vain for too long, or after a request that none of them heeds."""
+        is_over = watch.look(self.workers, now)
+        if self._asked_at == inf and watch.is_asked_to_stop:
+            self._asked_at = now
+        is_late = now - self._asked_at >= self._stuck_s and watch.is_stuck
+        if is_over or is_late:
+            self._hang = watch.hang
+            if is_late and self._asked is None:
+                self._asked = signal.SIGTERM
+            self._stopping = True
+            self.kill()
 
     def _actions(self, alive: Sequence[Worker], streams: Sequence[Stream]) -> dict[int, Callable[[], object]]:
         """What to do when one of these descriptors can be read."""
@@ -122,7 +146,7 @@ class WorkerGroup:
 
     def _timeout_ms(self, alive: Sequence[Worker], streams: Sequence[Stream]) -> float | None:
         until = min(self._stop_at, self._kill_at) - time.monotonic()
-        if self._is_over_elsewhere:
+        if self._is_over_elsewhere or self._watch:
             until = min(until, _ELSEWHERE_S)
         if any(stream.waits for stream in streams) or any(worker.pidfd is None for worker in alive):
             until = min(until, _POLL_S)
@@ -160,6 +184,8 @@ class WorkerGroup:
 
     def _hear(self, numbers: bytes) -> None:
         for number in numbers:
+            if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                self._asked_at = min(self._asked_at, time.monotonic())
             if number == signal.SIGTSTP:
                 self._pause()
             elif number == signal.SIGINT:
@@ -191,6 +217,13 @@ class WorkerGroup:
 
     def _outcome(self) -> Outcome:
         own = [worker for worker in self.workers if worker.status and not worker.was_stopped]
+        if self._watch and not self._hang and own and all(_is_echo(worker.traceback()) for worker in own):
+            self._hang = self._watch.hang  # the ranks that waited gave up before this process did
+        if self._watch and self._hang:
+            at = self._hang.cause.rank
+            cause = next((worker for worker in self.workers if worker.rank == at), self.workers[0])
+            status = 1 if self._asked is None else -self._asked
+            return Outcome(status, cause, self._watch.failure(self._hang), self._asked)
         if not own:
             killed = any(worker.was_stopped for worker in self.workers)
             return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)

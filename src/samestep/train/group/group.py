@@ -1,5 +1,6 @@
 """All ranks of a run as one object, which can be closed and opened again in the same process."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -7,14 +8,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 import torch.distributed as dist
 
 from samestep.errors import SamestepError, UsageError
 from samestep.failure import write_failure
-from samestep.rundir import Pulse, pulse_of
+from samestep.rundir import STACK_SIGNAL, Pulse, pulse_of, stack_path
 from samestep.train.group.control import Control, users_line
 
 T = TypeVar("T", bound="Member")
@@ -47,6 +49,7 @@ class Group:
         self.world, self.timeout = world, timeout
         path = pulse_of(os.environ, world.rank)
         self.pulse = Pulse(path, str(world.device), timeout.total_seconds()) if path else None
+        self._stacks = _listen_for_stacks(path, world.rank) if path else None
         self.phase = ("user", "")
         self._phases_heard: list[Callable[[str, str], None]] = []
         self.own_cores = own_cores
@@ -196,6 +199,16 @@ def restore_environment(before: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _listen_for_stacks(pulse: Path, rank: int) -> BinaryIO | None:
+    """At a signal write the stack of every thread, also while one of them holds the GIL; children do so too."""
+    if STACK_SIGNAL is None:
+        return None
+    path, flags = stack_path(pulse.parents[1], rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    file = open(os.open(path, flags, 0o600), "ab", buffering=0)  # noqa: SIM115
+    faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+    return file
 
 
 def _exit(code: int) -> None:

@@ -1,0 +1,172 @@
+"""Who waits for whom: told from what the ranks themselves say, by counting their waits; no torch.
+
+A rank that is in its wait number 7 leaves it only when every other rank has come to its own wait number 7. So a rank
+that has counted fewer waits is being waited for, whatever it does, and no clocks are compared.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from samestep.rundir import WAITS, PulseReading
+from samestep.text import duration, name_ranks
+
+LEAST_S = 5.0
+_DOES = {
+    "start": "is starting",
+    "data": "is reading data",
+    "forward": "is in forward",
+    "backward": "is in backward",
+    "optimizer": "is in the optimizer's step",
+    "evaluation": "is in evaluation",
+    "end": "has come to the end of the script",
+}
+
+
+class RankState(NamedTuple):
+    """What a rank does, for how long, and how many waits it has begun."""
+
+    rank: int
+    step: int
+    phase: str
+    call: str
+    waits: int
+    seconds: float
+    host: str = ""
+    line: str = ""  # where in the script, as "train.py:28"
+    does: str = ""  # what its process was found to do, as "is stopped (SIGSTOP)"
+
+    @property
+    def waits_now(self) -> bool:
+        return self.phase in WAITS
+
+    @property
+    def wait(self) -> str:
+        """What it waits in, in words."""
+        if self.phase == "call":
+            return self.call
+        at = f" ({self.line})" if self.line else ""
+        return f"the gradient exchange{_of_step(self.step)}{at}"
+
+    @property
+    def doing(self) -> str:
+        """What it does, in words."""
+        if self.does:
+            return self.does
+        if self.waits_now:
+            return f"is in {self.wait}"
+        if self.phase == "checkpoint":
+            return f"is in {self.call}{_of_step(self.step, 'at')}"
+        return _DOES.get(self.phase, "is in the script's own code") + _of_step(self.step, "at")
+
+
+class Hang(NamedTuple):
+    """Some ranks wait, and others do not come."""
+
+    waiting: tuple[RankState, ...]
+    missing: tuple[RankState, ...]
+    seconds: float
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all are in the same wait, and it does not end."""
+        return not self.missing
+
+    @property
+    def cause(self) -> RankState:
+        """The first rank that does not come."""
+        return (self.missing or self.waiting)[0]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal while it is the same hang."""
+        return tuple((state.rank, state.waits) for state in self.missing or self.waiting)
+
+    @property
+    def end(self) -> str:
+        """What to say when it is over."""
+        if self.is_together:
+            return "all ranks have gone on"
+        ranks = [state.rank for state in self.missing]
+        return f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} gone on"
+
+    def sentence(self, least_s: float = 0.0) -> str:
+        """Who has waited where, for how long and for whom, and what that rank does; of those that waited so long."""
+        listed = [state for state in self.waiting if state.seconds >= least_s] or list(self.waiting)
+        seconds = duration(min(state.seconds for state in listed))
+        if self.is_together:
+            return (
+                f"all ranks have been in {listed[0].wait} for {seconds}: every rank has come, and it does not end; is "
+                "a link between two nodes cut, or very slow?"
+            )
+        where: dict[tuple[int, str], list[RankState]] = {}
+        for state in listed:
+            where.setdefault((state.waits, state.call), []).append(state)
+        parts = []
+        for alike in where.values():
+            wait = next((state.wait for state in alike if state.line), alike[0].wait)
+            have = "has" if len(alike) == 1 else "have"
+            ranks = name_ranks(state.rank for state in alike)
+            parts.append(f"{ranks} {have} waited {seconds} in {wait}")
+        return f"{' and '.join(parts)} for {self._for_whom()}"
+
+    def _for_whom(self) -> str:
+        hosts = {state.host for state in (*self.waiting, *self.missing)}
+        does: dict[str, list[str]] = {}
+        for state in self.missing:
+            host = f" ({state.host})" if len(hosts) > 1 and state.host else ""
+            does.setdefault(state.doing, []).append(f"{state.rank}{host}")
+        return ", and ".join(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}, which {doing if len(ranks) == 1 else _plural(doing)}"
+            for doing, ranks in does.items()
+        )
+
+
+def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | None:
+    """Who has waited for whom for so long; None where that cannot be said of these ranks for sure."""
+    lowest = min((state.waits for state in states), default=0)
+    last = [state for state in states if state.waits == lowest]
+    inside = [state for state in states if state.waits_now]
+    ahead = [state for state in inside if state.waits > lowest]
+    late = [state for state in last if not state.waits_now]
+    if late or (ahead and len(last) < len(states)):
+        waiting, missing = ahead, late or last
+    elif len(inside) == len(states) == size > 1:
+        missing = _at_another_call(inside)
+        waiting = [state for state in inside if state not in missing]
+    else:
+        return None
+    # those who have all come wait only since the last of them came
+    times = [state.seconds for state in waiting]
+    seconds = max(times, default=0.0) if late or ahead else min(times)
+    return Hang(tuple(waiting), tuple(missing), seconds) if seconds >= least_s else None
+
+
+def _at_another_call(states: Sequence[RankState]) -> list[RankState]:
+    """Those who wait elsewhere than most; between two halves, those in a call that the others do not make."""
+    where: dict[str, list[RankState]] = {}
+    for state in states:
+        where.setdefault(state.call if state.phase == "call" else "", []).append(state)
+    fewest, *others = sorted(where.values(), key=lambda group: (len(group), group[0].phase != "call"))
+    return fewest if others else []
+
+
+def state_of(rank: int, pulse: PulseReading, seconds: float, host: str = "") -> RankState:
+    """What a rank's pulse says, where its phase began so many seconds ago."""
+    return RankState(rank, pulse.step, pulse.phase, pulse.call, pulse.waits, seconds, host)
+
+
+def states_of_files(pulses: Collection[tuple[int, PulseReading]], now: float) -> list[RankState]:
+    """What ranks of any machine say, by the wall clock."""
+    return [
+        state_of(rank, pulse, now - pulse.unix + pulse.monotonic - pulse.phase_began)
+        for rank, pulse in pulses
+    ]
+
+
+def _of_step(step: int, word: str = "of") -> str:
+    return f" {word} step {step}" if step >= 0 else ""
+
+
+def _plural(doing: str) -> str:
+    verb, _, rest = doing.partition(" ")
+    return f"{ {'is': 'are', 'has': 'have', 'waits': 'wait'}.get(verb, verb) } {rest}".strip()

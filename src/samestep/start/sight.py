@@ -1,0 +1,128 @@
+"""What a process does, seen from outside: its state in /proc, and its Python stack, also while it holds the GIL."""
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from samestep.failure import Frame, is_users
+from samestep.rundir import STACK_SIGNAL
+from samestep.start.failure import main_stack
+
+_ANSWER_S = 1.0
+_POLL_S = 0.01
+_LOADING = "/torch/utils/data/dataloader.py"
+_STATES = {
+    "T": "is stopped (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "is in uninterruptible sleep (D)",
+    "Z": "has ended",
+}
+
+
+class Sight(NamedTuple):
+    """What a process was found to do, and the line of the user's code where it is."""
+
+    does: str = ""
+    frame: Frame | None = None
+    wait: str = ""  # the call of torch.distributed that it is in, with its line
+
+    @property
+    def line(self) -> str:
+        """As `train.py:28`."""
+        return f"{Path(self.frame.file).name}:{self.frame.line}" if self.frame else ""
+
+
+def look_at(pid: int, stacks: Path) -> Sight:
+    """What this process does, by its own stack or by that of the loader worker that it waits for."""
+    if does := _state(pid):
+        return Sight(does)
+    stack = _stack(pid, stacks)
+    frame, inner = _users(stack), stack[0].file if stack else ""
+    for worker in _children(pid) if any(_LOADING in each.file for each in stack) else ():
+        waits = f"waits for its loader worker (pid {worker}), which"
+        if does := _state(worker):
+            return Sight(f"{waits} {does}", frame)
+        own = _users(_stack(worker, stacks))
+        if own is not None and own.name != "<module>":
+            return Sight(f"{waits} {_where(own)}", own)
+    wait = ""
+    if frame and ("/torch/distributed/" in inner or inner.endswith("/torch/nn/parallel/distributed.py")):
+        name = "DDP's forward" if "/nn/" in inner else stack[0].name
+        wait = f"{name} ({Path(frame.file).name}:{frame.line})"
+    return Sight(_where(frame) if frame else "does not answer", frame, wait)
+
+
+def switches(pid: int) -> int:
+    """How often the main thread has gone to sleep or was made to; unchanged, it was in one system call throughout."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+        return sum(int(count) for count in re.findall(r"voluntary_ctxt_switches:\s*(\d+)", status))
+    return -1
+
+
+def _where(frame: Frame) -> str:
+    line = f"{Path(frame.file).name}:{frame.line}"
+    return f"is at {line}" if frame.name == "<module>" else f"is in {frame.name} ({line})"
+
+
+def _state(pid: int) -> str:
+    """In words, where a process cannot run at all."""
+    letter = _letter(pid)
+    if letter == "D":  # any read of a file is that for a moment
+        time.sleep(5 * _POLL_S)
+        letter = _letter(pid)
+    return _STATES.get(letter, "")
+
+
+def _letter(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "Z"
+
+
+def _stack(pid: int, stacks: Path) -> list[Frame]:
+    return main_stack(_dumped(pid, stacks))
+
+
+def _users(stack: Iterable[Frame]) -> Frame | None:
+    """The user's innermost frame."""
+    return next((frame for frame in stack if is_users(frame.file)), None)
+
+
+def _dumped(pid: int, stacks: Path) -> str:
+    """What the process writes about its threads when it is asked to; nothing where it does not listen."""
+    if STACK_SIGNAL is None or not _listens(pid):
+        return ""
+    try:
+        before = stacks.stat().st_size
+        os.kill(pid, STACK_SIGNAL)
+    except OSError:
+        return ""
+    until, text = time.monotonic() + _ANSWER_S, ""
+    while time.monotonic() < until:
+        time.sleep(_POLL_S)
+        now = stacks.read_bytes()[before:].decode(errors="replace")
+        if now and now == text:
+            break
+        text = now
+    return text
+
+
+def _listens(pid: int) -> bool:
+    """Whether it catches the signal, which would end another process."""
+    with suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (int(STACK_SIGNAL or 1) - 1) & 1)
+    return False
+
+
+def _children(pid: int) -> list[int]:
+    with suppress(OSError):
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return []

@@ -1,0 +1,140 @@
+"""Makes runs hang in every way that is known, and judges what is said of them: `make hang`.
+
+python tests/hang.py [--healthy 200] [--only sleep]: a line for each hang, and one of result; exit code 1 where a notice
+named another rank or line than the one that is stuck, came too late, or was not true of a slow but healthy run.
+"""
+
+import argparse
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+SCRIPT = Path(__file__).with_name("stuck.py")
+WHERE = ("first step", "middle", "evaluation", "checkpoint")
+LIMIT_S = 6.5
+ALLOWED_S = 8.0  # 5 s, what two looks and a stack take, and what a loaded machine adds
+# What the notice says of the stuck rank, where that is not the line where it is stuck.
+SAYS = {"stop": "which is stopped (SIGSTOP)", "d-state": "which is in uninterruptible sleep (D)"}
+
+
+class Case(NamedTuple):
+    kind: str
+    where: str = "middle"
+    exact: bool = False
+    rank: int = 1
+    size: int = 3
+
+    def __str__(self):
+        return (
+            f"{self.kind} in {self.where}, rank {self.rank} of {self.size}{', exact' if self.exact else ''}"
+        )
+
+
+def cases():
+    kinds = ("sleep", "loop", "gil", "lock", "fifo", "stop")
+    for kind, where in itertools.product(kinds, WHERE):
+        yield Case(kind, where)
+    for kind, exact in itertools.product(kinds, (True,)):
+        yield Case(kind, "middle", exact)
+    yield from (Case("stop", where, True) for where in ("first step", "evaluation", "checkpoint"))
+    yield from (Case(kind, rank=0) for kind in ("sleep", "stop", "barrier", "extra"))
+    yield from (Case("d-state", where) for where in ("first step", "middle"))
+    yield from (Case(kind, exact=exact) for kind in ("loader", "skip", "uneven") for exact in (False, True))
+    yield from (Case("barrier", where) for where in ("middle", "checkpoint"))
+    yield from (Case("extra", where) for where in ("middle",))
+    yield from (Case("stop", size=2), Case("sleep", size=2, rank=0))
+
+
+def run(case, home, *options, patience_s=60):
+    """Exit code, what was printed with the time of each line since the rank was stuck, and the line of the script."""
+    fifo = home / "fifo"
+    fifo.exists() or os.mkfifo(fifo)
+    words = ["--kind", case.kind, "--where", case.where, "--rank", case.rank, "--fifo", fifo, *options]
+    words += ["--exact"] * case.exact
+    command = [
+        sys.executable,
+        "-m",
+        "samestep",
+        "run",
+        "-n",
+        case.size,
+        "--all-ranks",
+        "--hang-timeout",
+        LIMIT_S,
+    ]
+    process = subprocess.Popen(
+        [str(word) for word in (*command, SCRIPT, *words)],
+        cwd=home,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines, stuck, line = [], None, None
+    try:
+        for text in process.stdout:
+            now = time.monotonic()
+            if found := re.search(r"stuck at (\d+)", text):
+                stuck, line = now, int(found[1])
+            lines.append((now - (stuck or now), text.rstrip("\n")))
+        return process.wait(patience_s), lines, line
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def fault(case, code, lines, line):
+    """What is wrong with what was said of a hang; nothing where it was right."""
+    report = "\n".join(text for _, text in lines)
+    notices = [(after, text) for after, text in lines if text.startswith("samestep: ") and " waited " in text]
+    if code == 0:
+        return f"it ended with exit code 0\n{report}"
+    if not notices:
+        return f"nothing was said\n{report}"
+    after, said = notices[0]
+    if after > ALLOWED_S:
+        return f"it was said after {after:.1f} s"
+    if not re.search(rf" for rank {case.rank}, which ", said):
+        return f"another rank was named: {said}"
+    if not (
+        SAYS[case.kind] in said
+        if case.kind in SAYS
+        else case.kind in ("skip", "uneven") or f"stuck.py:{line})" in said
+    ):
+        return f"another line was named than {line}: {said}"
+    if f"failed on rank {case.rank} of {case.size}" not in report:
+        return f"another rank is the run's cause\n{report}"
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--healthy", type=int, default=200)
+    parser.add_argument("--only")
+    asked = parser.parse_args()
+    wrong, delays, count = 0, [], 0
+    for case in cases():
+        if asked.only not in (None, case.kind):
+            continue
+        with tempfile.TemporaryDirectory() as home:
+            code, lines, line = run(case, Path(home))
+        count += 1
+        why = fault(case, code, lines, line)
+        wrong += why is not None
+        said = next(((after, text) for after, text in lines if " waited " in text), (0.0, ""))
+        delays.append(said[0])
+        print(f"{'WRONG' if why else 'right'} | {case} | {said[0]:.1f} s | {why or said[1]}", flush=True)
+    print(f"hangs {count} | wrong {wrong} | said after at most {max(delays, default=0):.1f} s")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
