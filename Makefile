@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test bench same kill-loop fuzz crash-points attack pairs ways requeue mistakes mutants cluster clean
+.PHONY: help demo test check docs docs-test bench same kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -9,8 +9,8 @@ help:
 	@echo "make docs   build the site in site/; make docs-test also opens every page in a browser"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
 	@echo "make same   35 scripts at 1, 2, 3 and 5 processes against the untouched ones"
-	@echo "make kill-loop, make fuzz, make crash-points, make attack, make pairs, make ways, make requeue, make mistakes,"
-	@echo "make mutants            the long suites"
+	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
+	@echo "make requeue, make mistakes, make mutants   the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
 
@@ -50,6 +50,9 @@ fuzz: .venv/made
 
 crash-points: .venv/made
 	.venv/bin/python tests/crash_points.py
+
+power-loss: .venv/made
+	.venv/bin/python tests/power_loss.py
 
 attack: .venv/made
 	.venv/bin/python -m pytest tests/attack

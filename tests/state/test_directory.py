@@ -20,6 +20,9 @@ from samestep.state.lease import here
 from samestep.train.checkpoint import capture
 
 TESTS = Path(__file__).parents[1]
+needs_strace = pytest.mark.skipif(
+    not shutil.which("strace") and "CI" not in os.environ, reason="strace is not installed"
+)
 
 
 def packed(step, numbers=1000):
@@ -264,7 +267,15 @@ def test_a_disk_that_became_read_only_costs_only_the_commit_tried(small_disk):
     assert commits.newest(read).value == 1
 
 
-@pytest.mark.skipif(not shutil.which("strace") and "CI" not in os.environ, reason="strace is not installed")
+@needs_strace
+def test_power_that_fails_at_any_moment_leaves_the_old_or_the_new_state_and_no_sync_is_needless():
+    words = [sys.executable, TESTS / "power_loss.py", "--states", "64"]
+    ran = subprocess.run(words, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"neither old nor new 0 \| syncs \d\d, needless 0$", ran.stdout.strip())
+
+
+@needs_strace
 def test_a_death_or_an_error_at_any_call_leaves_the_old_or_the_new_state():
     ran = subprocess.run(
         [sys.executable, TESTS / "crash_points.py", "--quick"], capture_output=True, text=True

@@ -45,7 +45,6 @@ def test_a_commit_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_c
         ("rename", ""),
         ("fsync", ""),
         ("pwrite", "/.lease"),
-        ("fdatasync", "/.lease"),
     ]
 
 

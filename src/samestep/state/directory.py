@@ -112,7 +112,7 @@ class CheckpointDirectory:
                 self._sweep(dir_fd)
                 if _free(os.fstatvfs(dir_fd)) < packed.size * _MARGIN:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                name = self._write(dir_fd, packed, step, held.record.run)
+                name = self._write(dir_fd, packed, step, held)
                 held.note(self._line)
                 self._prune(dir_fd, held.record.run)
         except OSError as error:
@@ -200,11 +200,11 @@ class CheckpointDirectory:
     def _error(self, text: str) -> CheckpointError:
         return CheckpointError(text, path=self.directory)
 
-    def _write(self, dir_fd: int, packed: state_file.Packed, step: int, run: bytes) -> str:
+    def _write(self, dir_fd: int, packed: state_file.Packed, step: int, held: lease.Lease) -> str:
         if self._number is None:
             self._examined(dir_fd)
         number = (self._number or 0) + 1
-        seal = state_file.Seal(run, number, step, self._line[-1][1] if self._line else bytes(32))
+        seal = state_file.Seal(held.record.run, number, step, self._line[-1][1] if self._line else bytes(32))
         nonce = secrets.token_hex(4)
         unfinished = f".writing-{lease.here()}-{os.getpid()}-{nonce}"
         name = f"{number:06d}-step-{step}-{nonce}.samestep"
@@ -215,6 +215,7 @@ class CheckpointDirectory:
                 root = state_file.write(fd, packed, seal)
             finally:
                 os.close(fd)
+            held.sync(self._line)
             os.rename(unfinished, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         except BaseException:
             with suppress(OSError):

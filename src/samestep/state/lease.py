@@ -124,10 +124,18 @@ class Lease:
             )
 
     def note(self, commits: Sequence[tuple[int, bytes]]) -> None:
-        """Write that these are the run's last commits, the newest last, and wait until the disk has it."""
+        """Write that these are the run's last commits, the newest last."""
         self.record = Record(self.record.run, tuple(commits[-_MOST_COMMITS:]), self._me)
         self._file.write(self.record)
-        os.fdatasync(self._file.fd)
+
+    def sync(self, commits: Sequence[tuple[int, bytes]]) -> None:
+        """Have on the disk what the next commit follows, before that has its name: else it would be a stranger's."""
+        is_known = self.record.commits[-1:] == tuple(commits[-1:])
+        if not is_known:
+            self.note(commits)
+        # a lease that names one commit or none refuses nothing that follows
+        if not is_known or len(self.record.commits) > 1:
+            os.fdatasync(self._file.fd)
 
     def renew(self) -> None:
         """Say that this process lives."""
