@@ -104,6 +104,7 @@ class Lease:
             self._file.close()
             raise
         living, self._ended = weakref.ref(self), threading.Event()
+        weakref.finalize(self, self._file.close)
         # a forked child must not keep the lock when this process is gone
         os.register_at_fork(after_in_child=lambda: _close(living()))
         renewing = threading.Thread(target=_renew, args=(living, self._ended), name="samestep-lease")
