@@ -247,7 +247,8 @@ class _File:
                 }:
                     commits = tuple((int(number), bytes.fromhex(root)) for number, root in rows)
                     record = Record(bytes.fromhex(run), commits, holder and Holder(*holder))
-                    return record if len(record.run) == 16 else None
+                    is_right = all(0 <= number < 1 << 62 and len(root) == 32 for number, root in commits)
+                    return record if is_right and len(record.run) == 16 else None
         except (ValueError, TypeError, RecursionError):
             pass
         return None

@@ -1,5 +1,6 @@
 """What a Checkpoint consists of and how often it is committed, and what a commit holds: checked before it is used."""
 
+import math
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.text import printable
@@ -112,10 +114,28 @@ def _wrong_in_part(part: Part, state: Any) -> list[str]:
         tensors = [name for name, now in part.state_dict().items() if isinstance(now, Tensor)]
         is_right = {name: isinstance(state[name], Tensor) for name in tensors if name in state}
     elif isinstance(part, Optimizer):
-        groups = state.get("param_groups")
-        are_dicts = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-        is_right = {"param_groups": are_dicts, "state": isinstance(state.get("state"), dict)}
+        now, groups = part.state_dict()["param_groups"], state.get("param_groups")
+        fit = isinstance(groups, list) and all(
+            isinstance(group, dict) and all(_fits(value, group.get(key)) for key, value in other.items())
+            for group, other in zip(groups, now, strict=False)
+        )
+        kept = state.get("state")
+        are_dicts = isinstance(kept, dict) and all(isinstance(of_one, dict) for of_one in kept.values())
+        is_right = {"param_groups": fit, "state": are_dicts}
+    elif isinstance(part, LRScheduler):
+        is_right = {name: _fits(value, state.get(name)) for name, value in part.state_dict().items()}
     return [name for name, right in is_right.items() if not right]
+
+
+def _fits(now: object, saved: object) -> bool:
+    """Whether a saved value is of the kind that is there now; a number may be None or a tensor too."""
+    if isinstance(now, int | float) and isinstance(saved, int | float):
+        return -(2**63) <= saved < 2**63 or not -math.inf < now < math.inf
+    if isinstance(now, int | float | Tensor):
+        return isinstance(saved, int | float | Tensor | None)
+    if isinstance(now, list | tuple | dict):
+        return isinstance(saved, list | tuple if isinstance(now, list | tuple) else dict)
+    return True
 
 
 def _is_count(value: object) -> bool:
