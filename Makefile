@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test bench same kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants cluster clean
+.PHONY: help demo test check docs docs-test integrations bench same kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -8,6 +8,7 @@ help:
 	@echo "make check  formatting, lint, types, and the plan of the house"
 	@echo "make docs   build the site in site/; make docs-test also opens every page in a browser"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
+	@echo "make integrations   Accelerate, Lightning, W&B and others beside samestep"
 	@echo "make same   35 scripts at 1, 2, 3 and 5 processes against the untouched ones"
 	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
 	@echo "make requeue, make mistakes, make mutants   the long suites"
@@ -35,6 +36,9 @@ docs: .venv/made-docs
 docs-test: docs
 	.ci/setup browser
 	.venv/bin/python -m pytest tests/browser.py
+
+integrations: .venv/made-integrations
+	.venv/bin/python -m pytest tests/peers.py
 
 bench: .venv/made-bench
 	for one in overhead data exact same checkpoint; do .venv/bin/python benchmarks/$$one.py || exit; done
@@ -88,4 +92,8 @@ clean:
 
 .venv/made-docs: pyproject.toml constraints.txt
 	@.ci/setup venv dev,docs
+	@touch $@ .venv/made
+
+.venv/made-integrations: pyproject.toml constraints.txt
+	@.ci/setup venv dev,integrations
 	@touch $@ .venv/made

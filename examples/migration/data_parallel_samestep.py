@@ -1,0 +1,32 @@
+"""The script of data_parallel.py with samestep; start it with `samestep run data_parallel_samestep.py`."""
+
+import torch
+import torch.nn.functional as F
+
+import samestep
+from task import Net, test_set, train_set
+
+device = samestep.init().device
+torch.manual_seed(0)
+train = samestep.loader(train_set, batch_size=64, shuffle=True)
+test = samestep.loader(test_set, batch_size=128)
+model = samestep.replicate(Net().to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+for epoch in range(3):
+    model.train()
+    for x, y in train:
+        x, y = x.to(device), y.to(device)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    correct = 0
+    with torch.no_grad():
+        for x, y in test:
+            x, y = x.to(device), y.to(device)
+            correct += (model(x).argmax(1) == y).sum().item()
+    print(f"epoch {epoch}: {samestep.sum(correct) / len(test_set):.2%}")
+
+samestep.save("model.pt", model.state_dict())

@@ -1,0 +1,33 @@
+"""The script of fabric.py with samestep; start it with `samestep run fabric_samestep.py`."""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DistributedSampler
+
+import samestep
+from task import Net, test_set, train_set
+
+device = samestep.init().device
+torch.manual_seed(0)
+order = DistributedSampler(train_set, 1, 0)
+train = samestep.loader(train_set, batch_size=64, sampler=order, drop_last=True)
+test = samestep.loader(test_set, batch_size=128)
+model = samestep.replicate(Net().to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+for epoch in range(3):
+    model.train()
+    for x, y in train:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    correct = torch.zeros((), device=device)
+    with torch.no_grad():
+        for x, y in test:
+            correct += (model(x).argmax(1) == y).sum()
+    correct = samestep.sum(correct).item()
+    print(f"epoch {epoch}: {correct / len(test_set):.2%}")
+
+samestep.save("model.pt", model.state_dict())
