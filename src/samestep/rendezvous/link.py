@@ -66,10 +66,26 @@ class Link:
         self._rest += data
         if not self.is_proven:
             self._greet()
+        return self.read_rest()
+
+    def read_rest(self) -> list[bytes]:
+        """What has arrived before."""
         bodies = []
         while self.is_proven and (body := self._taken()) is not None:
             bodies.append(body)
         return bodies
+
+    def read_first(self) -> dict[str, Any]:
+        """Wait for one message, an object, and leave those behind it."""
+        while not self.is_proven or (body := self._taken()) is None:
+            data = self.connection.recv(_CHUNK)
+            if not data:
+                raise EOFError("closed")
+            self._rest += data
+        found = json.loads(body)
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        return found
 
     def send_json(self, message: Mapping[str, Any]) -> None:
         """Raises OSError where the other end is gone."""

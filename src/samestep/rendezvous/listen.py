@@ -4,6 +4,7 @@ A port can also be kept free for rank 0.
 """
 
 import os
+import resource
 import socket
 import tempfile
 import time
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from samestep.errors import PlacementError
+from samestep.errors import PlacementError, UsageError
 from samestep.rendezvous.addresses import own_addresses
 from samestep.rendezvous.key import derive
 
@@ -19,6 +20,7 @@ LOOP = "127.0.0.1"
 _STEP_S = 0.25
 _TAKEN_S = 30.0
 _BACKLOG = 1024
+_OTHER_DESCRIPTORS = 128
 _ALL_ADDRESSES = ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0"))
 
 
@@ -113,6 +115,19 @@ def hold_port() -> tuple[socket.socket, int]:
         if (held := _bound(family, address, 0)) is not None:
             return held, held.getsockname()[1]
     raise OSError("no TCP port can be bound on this machine")
+
+
+def allow_descriptors(needed: int, why: str) -> None:
+    """Raise the soft limit of open files until there is room for so many, or say that the hard one is too low."""
+    needed += _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"{why}, which takes about {needed} open files, and this process may have {hard} (`ulimit -Hn`); "
+            "raise that limit, or start fewer processes"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket | None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from samestep.errors import PlacementError
 from samestep.files import write_atomically
 from samestep.rendezvous.addresses import own_addresses
-from samestep.rendezvous.join import Member, host, join
+from samestep.rendezvous.host import host
+from samestep.rendezvous.join import join
 from samestep.rendezvous.listen import LOOP, listen
-from samestep.rendezvous.peers import Peers
+from samestep.rendezvous.member import Member
+from samestep.rendezvous.tree import Tree
 from samestep.text import reason_of
 
 
@@ -38,7 +40,7 @@ def posted(path: Path, listeners: Sequence[socket.socket]) -> Iterator[None]:
                 path.unlink()
 
 
-def meet(path: Path, me: Member) -> Peers:
+def meet(path: Path, me: Member) -> Tree:
     """Connect the members of a run: number 0 leaves the note, the others read it."""
     if me.number:
         return join(lambda: read(path), me)

@@ -7,31 +7,35 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from samestep.errors import PlacementError
 from samestep.placement.launchers import hosts_of_ranks, port_choices
 from samestep.placement.place import ASSUMED, Placement
 from samestep.rendezvous import addresses, note
-from samestep.rendezvous.join import Member, Place, host, join
+from samestep.rendezvous.host import host
+from samestep.rendezvous.join import join
 from samestep.rendezvous.key import key_of_run
 from samestep.rendezvous.listen import LOOP, addresses_for, listen, private_path, private_socket
-from samestep.rendezvous.peers import Peers
+from samestep.rendezvous.member import Member, Place
+from samestep.rendezvous.tree import Tree
 
 _NO_NOTE_S = 120.0
 Publish = Callable[[Sequence[Place]], Sequence[Place]]
 
 
-def connect_ranks(here: Placement, limit_s: float, publish: Publish | None = None) -> Peers:
-    """Collective. Connect this process with all ranks of its run.
+def connect_ranks(here: Placement, limit_s: float, publish: Publish | None = None, **about: Any) -> Tree:
+    """Collective. Connect this process with all ranks of its run; `about` is more of what Member holds.
 
     `publish` takes where rank 0 listens, and gives it to the others, which bring nothing.
     """
     key = key_of_run(os.environ, here.launcher)
     expected = hosts_of_ranks(os.environ, here.size)
-    me = Member(here.run or "", here.rank, here.size, key, limit_s=limit_s, expected=expected)
+    run = here.run or ""
+    path = private_path(os.urandom(32)) if publish else private_path(key, run, str(here.master_port))
+    me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, private=path, **about)
     if publish:
         return _published(here, me, publish)
-    path = private_path(key, me.run, str(here.master_port))
     is_alone = is_one_machine(here)
     if not is_alone and (here.master_addr is None or here.master_port is None):
         return _by_note(here, me)
@@ -51,23 +55,23 @@ def is_one_machine(here: Placement) -> bool:
     return is_told or here.master_addr in ("localhost", LOOP, "::1")
 
 
-def _published(here: Placement, me: Member, publish: Publish) -> Peers:
+def _published(here: Placement, me: Member, publish: Publish) -> Tree:
     if here.rank:
         places = publish([])
         return join(
             lambda: [place if isinstance(place, str) else (place[0], place[1]) for place in places], me
         )
     if is_one_machine(here):
-        path = private_path(os.urandom(32))
-        with private_socket(path) as private:
-            publish([str(path)])
+        assert me.private is not None
+        with private_socket(me.private) as private:
+            publish([str(me.private)])
             return host([private], me)
     listeners = listen([0], addresses.own_addresses() or [LOOP])
     publish([one.getsockname()[:2] for one in listeners])
     return host(listeners, me)
 
 
-def _by_note(here: Placement, me: Member) -> Peers:
+def _by_note(here: Placement, me: Member) -> Tree:
     """mpirun does not say where rank 0 runs, so rank 0 leaves a note where the run's files go."""
     if here.run is None or here.master_addr is not None:
         names = ("MASTER_ADDR", "MASTER_PORT") if here.master_addr is None else ("MASTER_PORT",)

@@ -19,10 +19,12 @@ from samestep.errors import RankMissing, UsageError
 from samestep.placement.launchers import port_choices
 from samestep.placement.place import Placement
 from samestep.rendezvous import addresses, note
-from samestep.rendezvous.join import Member, host, join
+from samestep.rendezvous.host import host
+from samestep.rendezvous.join import join
 from samestep.rendezvous.key import derive, key_of_user
 from samestep.rendezvous.listen import addresses_for, listen, listen_at
-from samestep.rendezvous.peers import Peers
+from samestep.rendezvous.member import Member
+from samestep.rendezvous.tree import Tree
 from samestep.rundir import CHECKPOINTED, read_record
 
 _SILENCE_S = 10.0
@@ -132,7 +134,7 @@ class Launchers:
     def __init__(self, where: NodeMeeting | None) -> None:
         """Waits until all have come; RankMissing says who has not."""
         self._peers = _peers(where) if where else None
-        self.node, self.nodes = (self._peers.rank, self._peers.size) if self._peers else (0, 1)
+        self.node, self.nodes = (self._peers.number, self._peers.size) if self._peers else (0, 1)
         self._lost: str | None = None
         self._began = 0.0
         self._stop_at = inf
@@ -151,7 +153,7 @@ class Launchers:
     def begin(self, size: int, address: str, port: int) -> NodeRanks:
         """What is this node's in the next attempt, which has a new key; the address is for a run of this node alone."""
         if self._peers:
-            self._peers.news.clear()
+            self._peers.take_news()
             address = self._peers.address
         self._stop_at = inf
         sizes, ports, words = zip(*self._gather([size, port, secrets.token_hex(32)]), strict=True)
@@ -166,18 +168,15 @@ class Launchers:
         """Whether another node's end is a reason to stop this one's workers; to be asked often."""
         if self._lost is not None or self._peers is None:
             return self._lost is not None
-        try:
-            self._peers.turn()
-        except RankMissing as error:
-            self._lost = str(error)
+        if self._peers.lost:
+            self._lost = str(self._peers.lost)
             return True
         now = time.monotonic()
-        for _, news in self._peers.news:
+        for _, news in self._peers.take_news():
             end = End(*news)
             is_known = end.is_echo or end.asked
             wait = _LONE_S if end.code == CHECKPOINTED else _ECHO_S if is_known else 0.0
             self._stop_at = min(self._stop_at, now + wait)
-        self._peers.news.clear()
         return now >= self._stop_at
 
     def end(self, mine: End) -> tuple[int, End]:
@@ -198,7 +197,7 @@ class Launchers:
 
     def close(self) -> None:
         if self._peers:
-            self._peers.close()
+            self._peers.leave()
 
     def _gather(self, mine: Any) -> list[Any]:
         return self._peers.gather(mine, _END_S) if self._peers else [mine]
@@ -214,7 +213,7 @@ def _member(number: int, count: int, run: str, limit_s: float) -> Member:
     return Member(run, number, count, key_of_user(os.environ), "node", limit_s, _SILENCE_S)
 
 
-def _peers(where: NodeMeeting) -> Peers:
+def _peers(where: NodeMeeting) -> Tree:
     me, name, ports, file = where
     if file:
         return note.meet(file, me)

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from samestep.errors import RanksDiffer, UsageError
+from samestep.train import sums
 from samestep.train.group.control import users_line
 from samestep.train.group.world import joined
 from samestep.train.step import spine
@@ -25,6 +26,7 @@ from samestep.train.step import spine
 Value = TypeVar("Value")
 _Back = Callable[[torch.Tensor], torch.Tensor]
 _SMALL_BYTES = 1 << 16
+_WIDE = {"c16": torch.complex128, "f8": torch.float64, "i8": torch.int64}
 _NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -90,7 +92,7 @@ def gather(value: Value) -> Value:
 
 
 def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
-    """Ranks are added in their order, so that every rank and every run gets the same bits."""
+    """Ranks are added in a fixed tree, so that every rank and every run of so many ranks gets the same bits."""
     named = dict(_leaves(value))
     leaves = list(named.values())
     for leaf in leaves:
@@ -104,14 +106,28 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
         return value
     kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
     small = [leaf for leaf in leaves if not _is_large(leaf)]
-    ranks = _exchange(call, kinds, [float(weight), *map(_number, small)])
-    weights = [one[0] for one in ranks]
-    whole = math.fsum(weights) if divide else 1.0
-    columns = iter([[one[1 + at] for one in ranks] for at in range(len(small))])
+    own = sums.Sums([sums.number(float(weight))], [])
+    for leaf in small:
+        if isinstance(leaf, torch.Tensor):
+            own.arrays.append(_array(leaf, weight, divide))
+        else:
+            term = None if not weight else leaf * weight if divide else leaf
+            own.numbers.append(sums.number(term))
+    packed, everyones = joined().total(call, json.dumps(kinds).encode(), sums.pack(own), sums.add)
+    for rank, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
+            raise RanksDiffer(_difference(call, json.loads(everyones[0]), rank, json.loads(theirs)))
+    added = sums.unpack(packed)
+    weights, *numbers = map(sums.value_of, added.numbers)
+    whole, left, arrays = float(weights) if divide else 1.0, iter(numbers), iter(added.arrays)
     totals = (
         _all_reduced(call, leaf, weight, whole, divide)
         if _is_large(leaf)
-        else _added(leaf, next(columns), weights, whole, divide)
+        else _of_array(leaf, *next(arrays), whole)
+        if isinstance(leaf, torch.Tensor)
+        else _divided(next(left), whole)
+        if divide
+        else next(left)
         for leaf in leaves
     )
     part = (weight / whole if whole else math.nan) if divide else float(bool(weight))
@@ -152,35 +168,24 @@ def _is_large(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.numel() * leaf.element_size() > _SMALL_BYTES
 
 
-def _number(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf
-    return int(leaf) if isinstance(leaf, Integral) else float(leaf)
+def _array(leaf: torch.Tensor, weight: float, divide: bool) -> tuple[str, bytes]:
+    """A tensor as a term of a sum, without bytes where it does not count."""
+    kind = "c16" if leaf.is_complex() else "f8" if leaf.is_floating_point() else "i8"
+    if not weight:
+        return kind, b""
+    wide = leaf.detach().cpu().resolve_conj().resolve_neg().to(_WIDE[kind])
+    return kind, (wide * weight if divide else wide).contiguous().numpy().tobytes()
 
 
-def _added(leaf: Any, column: Sequence[Any], weights: Sequence[float], whole: float, divide: bool) -> Any:
-    counted = [(one, weight) for one, weight in zip(column, weights, strict=True) if weight]
-    if isinstance(leaf, torch.Tensor):
-        wide = (
-            torch.complex128
-            if leaf.is_complex()
-            else torch.float64
-            if leaf.is_floating_point()
-            else torch.int64
-        )
-        total = torch.zeros(leaf.shape, dtype=wide)
-        for one, weight in counted:
-            total += one.to(wide) * weight if divide else one.to(wide)
-        return _narrowed(total / whole if divide else total, leaf)
-    if not divide and all(isinstance(one, int) for one, _ in counted):
-        return builtins.sum(one for one, _ in counted)
-    if not counted:
-        return math.nan
-    terms = [one * weight for one, weight in counted]
-    try:
-        return math.fsum(terms) / whole
-    except (OverflowError, ValueError):  # beyond the largest float, or inf - inf
-        return float(builtins.sum(terms)) / whole
+def _of_array(leaf: torch.Tensor, kind: str, data: bytes, whole: float) -> torch.Tensor:
+    total = torch.zeros(leaf.shape, dtype=_WIDE[kind])
+    if data:
+        total += torch.frombuffer(bytearray(data), dtype=_WIDE[kind]).reshape(leaf.shape)
+    return _narrowed(total / whole if whole != 1.0 else total, leaf)
+
+
+def _divided(total: float, whole: float) -> float:
+    return total / whole if whole else math.nan
 
 
 def _all_reduced(call: str, leaf: torch.Tensor, weight: float, whole: float, divide: bool) -> torch.Tensor:

@@ -1,163 +1,152 @@
 """Small messages that all ranks exchange; a rank that brings another call, or never comes, is named.
 
-Every collective of samestep passes through here first, on a Gloo group of its own. Its messages cannot be mistaken
-for an exchange of gradients, and each carries the call and the line that made it.
+Every collective of samestep passes through here first, in a tree of the run's own connections. Its messages cannot be
+mistaken for an exchange of gradients, and each carries the call and the line that made it. What all bring alike goes
+through the tree once.
 """
 
 import contextlib
-import ctypes
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import IO, Protocol
+from typing import IO
 
 import torch
-import torch.distributed as dist
 
 from samestep.errors import RankMissing, RanksDiffer
+from samestep.rendezvous.tree import Tree
 from samestep.text import name_ranks
+from samestep.train.group.census import Add, Item, added, by_rank, merged, of_kind, packed, unpacked
+from samestep.train.group.store import TreeStore
 
 _NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), contextlib.__file__)
-_SLOT = 1024
-_PLACE = 160
-_MARKS = 16
-_FIXED = 8 + _MARKS
-_HEAD = _FIXED + _PLACE
-_PIECE = 1 << 26
-_SLICE = timedelta(seconds=1)
+_LONGEST_PLACE = 160
+_PIECE = 1 << 24
 _NOTICE_SECONDS = 10.0
-_LINGER = timedelta(seconds=4)
-
-
-class Store(Protocol):
-    """The part of torch's key-value store that is used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def check(self, keys: list[str]) -> bool: ...
+_SIGNS = ("place", "marks")
 
 
 class Control:
     """The channel for small messages between all ranks of a group."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, store: Store | None, rank: int, size: int, timeout: timedelta
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._group = group
-        self._store = store
+    def __init__(self, tree: Tree, timeout: timedelta) -> None:
+        self.rank, self.size = tree.number, tree.size
+        self._tree = tree
+        self.store = TreeStore(tree, timeout)  # torch keeps what is below Python alone
         self._timeout = timeout
-        self._calls = 0
-        self._pending: dist.Work | None = None
+        self._place, self._reported = "", False
 
     def all_gather(
         self, call: str, payload: bytes, patience: timedelta | None, marks: bytes = b""
     ) -> tuple[list[bytes], list[bytes]]:
         """Collective. Every rank's payload and marks, by rank; an error on all where they are at different calls."""
-        self._calls += 1
-        line = users_line()
-        place = (f"{call} ({line})" if line else call).encode()[:_PLACE]
-        inline = payload[: _SLOT - _HEAD]
-        slot = bytearray(_SLOT)
-        slot[0:4] = len(payload).to_bytes(4, "little")
-        slot[8 : 8 + len(marks)] = marks
-        slot[_FIXED : _FIXED + len(place)] = place
-        slot[_HEAD : _HEAD + len(inline)] = inline
-        slots = self._gather(slot, place.decode(errors="replace"), patience)
-        places = [slot[_FIXED:_HEAD].rstrip(b"\0").decode(errors="replace") for slot in slots]
-        if len(set(places)) > 1:
-            raise _different_places(places)
-        lengths = [int.from_bytes(slot[0:4], "little") for slot in slots]
-        longest = max(lengths)
-        if longest <= _SLOT - _HEAD:
-            parts = [slot[_HEAD:] for slot in slots]
-        else:
-            parts = self._gather(bytearray(payload.ljust(longest, b"\0")), places[0], patience)
-        marks_of_ranks = [slot[8:_FIXED] for slot in slots]
-        return [part[:length] for part, length in zip(parts, lengths, strict=True)], marks_of_ranks
+        mine = [Item("payload", [[self.rank, self.rank]], payload)]
+        answer, marks_of_ranks = self._round(call, mine, merged, patience, marks)
+        return by_rank(of_kind("payload", answer), self.size), marks_of_ranks
 
-    def hand_out(self, file: IO[bytes], size: int) -> None:
+    def broadcast(self, call: str, payload: bytes, marks: bytes = b"") -> tuple[bytes, list[bytes]]:
+        """Collective. Rank 0's payload."""
+        mine = [] if self.rank else [Item("payload", [[0, 0]], payload)]
+        answer, marks_of_ranks = self._round(call, mine, merged, None, marks)
+        return b"".join(item.value for item in of_kind("payload", answer)), marks_of_ranks
+
+    def total(
+        self, call: str, alike: bytes, payload: bytes, add: Add, marks: bytes = b""
+    ) -> tuple[bytes, list[bytes], list[bytes]]:
+        """Collective. All payloads added in a fixed binary tree over ranks, where all brought the same in `alike`.
+
+        Where they did not, the total is empty, and the second value is what each rank brought.
+        """
+        mine = [Item("alike", [[self.rank, self.rank]], alike), Item("block", [0, self.rank], payload)]
+
+        def join(items: Sequence[Item]) -> list[Item]:
+            alike = merged(of_kind("alike", items))
+            blocks = {(item.ranks[0], item.ranks[1]): item.value for item in of_kind("block", items)}
+            if len(alike) > 1:
+                return alike
+            return [
+                *alike,
+                *(Item("block", at, value) for at, value in added(blocks, self.size, add).items()),
+            ]
+
+        answer, marks_of_ranks = self._round(call, mine, join, None, marks)
+        total = b"".join(item.value for item in of_kind("block", answer))
+        return total, by_rank(of_kind("alike", answer), self.size), marks_of_ranks
+
+    def hand_out(self, call: str, file: IO[bytes], size: int) -> None:
         """Collective. Copy rank 0's open file to an open file of every other rank."""
-        for start in range(0, size, _PIECE):
-            piece = torch.empty(min(_PIECE, size - start), dtype=torch.uint8)
-            if self.rank == 0:
-                file.readinto(piece.numpy().data)  # type: ignore[attr-defined]
-            dist.broadcast(piece, src=0, group=self._group)
+        for _ in range(0, size, _PIECE):
+            piece, _ = self.broadcast(call, b"" if self.rank else file.read(_PIECE))
             if self.rank:
-                file.write(piece.numpy().data)
+                file.write(piece)
 
     def close(self) -> None:
-        """Leave the group, or leave it to the end of the process where a rank has not come to a pending call.
+        """Leave; a rank that comes to another call later hears where this one was last."""
+        self._tree.leave(self._place)
 
-        Gloo does not let go of a group before its pending call is done. A rank that still comes to it, with another
-        call, names the difference; a rank that waits elsewhere, in DDP say, has to see this process end.
-        """
-        if self._pending:
-            with contextlib.suppress(RuntimeError):
-                self._pending.wait(_LINGER)
-                self._pending = None
-        if self._pending:
-            for kept in (self._group, self._pending):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        else:
-            dist.destroy_process_group(self._group)
+    def _round(
+        self,
+        call: str,
+        mine: Sequence[Item],
+        join: Callable[[Sequence[Item]], list[Item]],
+        patience: timedelta | None,
+        marks: bytes,
+    ) -> tuple[list[Item], list[bytes]]:
+        """What rank 0 made of all ranks' items, and every rank's marks, after all were found at one call."""
+        line = users_line()
+        self._reported = False
+        self._place = place = (f"{call} ({line})" if line else call)[:_LONGEST_PLACE]
+        limit_s = (patience or self._timeout).total_seconds()
+        here = [[self.rank, self.rank]]
+        own = [Item("place", here, place.encode()), Item("marks", here, marks), *mine]
 
-    def _gather(self, mine: bytearray, place: str, patience: timedelta | None) -> list[bytes]:
-        sent = torch.frombuffer(mine, dtype=torch.uint8)
-        received = [torch.empty_like(sent) for _ in range(self.size)]
-        work = dist.all_gather(received, sent, group=self._group, async_op=True)
-        assert work is not None
-        self._wait(work, place, patience or self._timeout)
-        return [part.numpy().tobytes() for part in received]
+        def joined(parts: Mapping[int, bytes]) -> bytes:
+            items = [*own, *(item for part in parts.values() for item in unpacked(part))]
+            signs = merged(item for item in items if item.kind in _SIGNS)
+            # Where ranks are at different calls, what they bring cannot be put together, and is not needed.
+            is_one_call = len(of_kind("place", signs)) == 1
+            return packed(
+                [*signs, *(join([item for item in items if item.kind not in _SIGNS]) if is_one_call else [])]
+            )
 
-    def _wait(self, work: dist.Work, place: str, limit: timedelta) -> None:
-        """Wait in slices of a second, so that signals are heard and a long wait is reported."""
-        since = time.monotonic()
-        reported = False
-        while not work.is_completed():
-            try:
-                work.wait(min(_SLICE, limit))
-            except RuntimeError as error:
-                if "timed out" not in str(error).lower():
-                    raise _ended(place) from error
-                waited = time.monotonic() - since
-                self._pending = work
-                self._publish(place)
-                if waited >= limit.total_seconds():
-                    raise self._not_reached(place, limit.total_seconds()) from error
-                if waited > _NOTICE_SECONDS and not reported:
-                    reported = True
-                    self._report(place, waited, limit)
         try:
-            work.wait()
-        except RuntimeError as error:  # the group's own limit may pass between two slices
-            late = "timed out" in str(error).lower()
-            raise (self._not_reached(place, limit.total_seconds()) if late else _ended(place)) from error
+            answer = unpacked(self._tree.round(joined, limit_s, lambda waited: self._look(waited, limit_s)))
+        except RankMissing as error:
+            if error.call:
+                raise
+            raise self._ended() from error
+        places = by_rank(of_kind("place", answer), self.size)
+        if len(set(places)) > 1:
+            raise _different_places(dict(enumerate(place.decode(errors="replace") for place in places)))
+        return answer, by_rank(of_kind("marks", answer), self.size)
 
-    def _publish(self, place: str) -> None:
-        if self._store is not None:
-            try:
-                self._store.set(f"at/{self.rank}/{self._calls}", place)
-            except RuntimeError:
-                self._store = None  # the store's process ended; the pending collective reports it
+    def _look(self, waited: float, limit_s: float) -> None:
+        """Called about once a second while this rank waits."""
+        if waited >= limit_s:
+            raise self._not_reached(self._place, limit_s)
+        if waited > _NOTICE_SECONDS and not self._reported:
+            self._reported = True
+            self._report(self._place, waited, limit_s)
 
-    def _waiting(self) -> list[int] | None:
-        """The ranks known to wait in this call, None where that cannot be known."""
-        if self._store is None:
-            return None
-        try:
-            return [rank for rank in range(self.size) if self._store.check([f"at/{rank}/{self._calls}"])]
-        except RuntimeError:
-            return None
+    def _ended(self) -> RankMissing | RanksDiffer:
+        """Why no answer comes: a rank has ended, or left at another call."""
+        if self._tree.lost is not None or not self._tree.left:
+            return RankMissing(
+                f"a rank ended while this one was in {self._place}; that rank's own error says why",
+                call=self._place,
+            )
+        return _different_places(
+            {self.rank: self._place} | {rank: at for rank, (_, at) in self._tree.left.items()}
+        )
 
     def _missing(self, waiting: Sequence[int]) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in waiting]
+        return [rank for rank in range(self.size) if rank not in set(waiting)]
 
     def _not_reached(self, place: str, seconds: float) -> RankMissing:
-        waiting = self._waiting()
-        if waiting is None:
+        waiting = self._tree.waiting_in(self._tree.rounds)
+        if not waiting:
             return RankMissing(
                 f"a rank did not reach {place} within {seconds:g} s; is the call inside `if rank == 0`?",
                 call=place,
@@ -171,12 +160,12 @@ class Control:
             call=place,
         )
 
-    def _report(self, place: str, waited: float, limit: timedelta) -> None:
-        waiting = self._waiting()
+    def _report(self, place: str, waited: float, limit_s: float) -> None:
+        waiting = self._tree.waiting_in(self._tree.rounds)
         if waiting and waiting[0] == self.rank:
             print(
                 f"samestep: {name_ranks(self._missing(waiting))} did not reach {place} yet, "
-                f"{name_ranks(waiting)} waited {waited:.0f} s and will wait {limit.total_seconds():.0f} s",
+                f"{name_ranks(waiting)} waited {waited:.0f} s and will wait {limit_s:.0f} s",
                 file=sys.stderr,
             )
 
@@ -189,15 +178,9 @@ def users_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
 
 
-def _ended(place: str) -> RankMissing:
-    return RankMissing(
-        f"a rank ended while this one was in {place}; that rank's own error says why", call=place
-    )
-
-
-def _different_places(places: Sequence[str]) -> RanksDiffer:
+def _different_places(places: Mapping[int, str]) -> RanksDiffer:
     at: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
+    for rank, place in places.items():
         at.setdefault(place, []).append(rank)
     groups = sorted(at.items(), key=lambda item: len(item[1]))
     parts = [f"{name_ranks(ranks)} at {place}" for place, ranks in groups]

@@ -5,8 +5,9 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from samestep.errors import SamestepError, UsageError
 from samestep.failure import write_failure
 from samestep.rundir import STACK_SIGNAL, Pulse, pulse_of, stack_path
+from samestep.train.group.census import Add
 from samestep.train.group.control import Control, users_line
 
 T = TypeVar("T", bound="Member")
@@ -32,6 +34,12 @@ class Member:
 
     def close(self) -> None:
         """Give back what this holds; the group is still open."""
+
+
+@dataclass
+class _Watched:
+    marks: bytes
+    of_ranks: Sequence[bytes] = ()
 
 
 class Group:
@@ -78,20 +86,42 @@ class Group:
         """
         if self._control is None:
             return [payload]
+        with self._watched(call) as watched:
+            payloads, watched.of_ranks = self._control.all_gather(call, payload, patience, watched.marks)
+        return payloads
+
+    def broadcast(self, call: str, payload: bytes) -> bytes:
+        """Collective. Rank 0's payload; checked as `all_gather` checks, and what the others bring is not sent."""
+        if self._control is None:
+            return payload
+        with self._watched(call) as watched:
+            found, watched.of_ranks = self._control.broadcast(call, payload, watched.marks)
+        return found
+
+    def total(self, call: str, alike: bytes, payload: bytes, add: Add) -> tuple[bytes, list[bytes]]:
+        """Collective. All payloads added in a fixed tree, empty where `alike` differs; and each rank's `alike`."""
+        if self._control is None:
+            return payload, [alike]
+        with self._watched(call) as watched:
+            found, everyones, watched.of_ranks = self._control.total(call, alike, payload, add, watched.marks)
+        return found, everyones
+
+    @contextmanager
+    def _watched(self, call: str) -> Iterator["_Watched"]:
+        """Meanwhile this rank is in a collective call, with which the watched marks travel."""
         if os.getpid() != self._pid:
             raise UsageError(
                 f"{call} was called in a child process of rank {self.world.rank}, which is no rank; call it in the "
                 "rank itself"
             )
         watches = list(self._watches)
-        marks = b"".join(mark() for mark, _ in watches)
+        watched = _Watched(b"".join(mark() for mark, _ in watches))
         with self.waiting(call):
-            payloads, of_ranks = self._control.all_gather(call, payload, patience, marks)
+            yield watched
         for at, (_, differ) in enumerate(watches):
-            mine = [marks[at * _MARK : (at + 1) * _MARK] for marks in of_ranks]
+            mine = [marks[at * _MARK : (at + 1) * _MARK] for marks in watched.of_ranks]
             if len(set(mine)) > 1:
                 differ(mine, call)
-        return payloads
 
     def enter(self, phase: str, call: str = "") -> None:
         """Say what this rank does from here on: one of rundir's PHASES, and the call with its line."""
@@ -129,9 +159,9 @@ class Group:
         if self._control is not None:
             here = str(os.fstat(file.fileno()).st_size) if self.world.rank == 0 else "0"
             call = "samestep's handing out of a file"
-            size = int(self.all_gather(call, here.encode())[0])
+            size = int(self.broadcast(call, here.encode()))
             with self.waiting(call):
-                self._control.hand_out(file, size)
+                self._control.hand_out(call, file, size)
 
     def set_variable(self, name: str, value: str) -> None:
         """Set a variable of the environment until the group is closed."""

@@ -1,13 +1,14 @@
-"""How the ranks of a run find each other: a store that all share, reached over a network that was tried.
+"""How the ranks of a run find each other: a tree of connections over a network that was tried.
 
-Below torchrun its own store is used. Everywhere else rank 0 opens a door at the given or derived port, the
-others show that they belong to the same run, and a store is made for them at a port of its own.
+Where torchrun, or the script itself, has brought the processes together by torch's means, these only carry the word
+where rank 0 is.
 """
 
 import json
 import os
+import socket
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,97 +18,81 @@ import torch.distributed as dist
 from samestep.errors import PlacementError
 from samestep.placement.place import ASSUMED, Placement
 from samestep.rendezvous import addresses
-from samestep.rendezvous.join import Place, say
 from samestep.rendezvous.listen import LOOP, listen
-from samestep.rendezvous.peers import Peers
+from samestep.rendezvous.member import Place, say
 from samestep.rendezvous.ranks import Publish, connect_ranks, is_one_machine
+from samestep.rendezvous.seats import Seat
+from samestep.rendezvous.tree import Tree
 
 _MOST_TRIED = 64
 
 
 class Found(NamedTuple):
-    """Where this process really is, a store that all ranks share, and variables that name its interface to torch."""
+    """Where this process really is, its connection to all ranks, and variables that name its interface to torch."""
 
     here: Placement
-    store: Any
+    tree: Tree
     interface: dict[str, str]
 
 
-def find(here: Placement, timeout: timedelta) -> Found:
-    """Collective. Where this process is among all ranks, and what they share."""
-    publish = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_one_machine(here):
+def find(here: Placement, timeout: timedelta, **about: Any) -> Found:
+    """Collective. Where this process is among all ranks, and what connects them; `about` it is what Member holds."""
+    publish: Publish | None = None
+    if dist.is_initialized():
+        publish = _through_group
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_one_machine(here):
         publish = _through_store(here, timeout)
-    with closing(connect_ranks(here, timeout.total_seconds(), publish)) as peers:
-        return _meet(peers, here, timeout)
-
-
-def _meet(peers: Peers, here: Placement, timeout: timedelta) -> Found:
-    """Three rounds: on which machines, at which addresses, and whether these were reached."""
-    limit_s = timeout.total_seconds()
-    machine = addresses.machine()
-    reached = peers.own_address if here.rank else ""
-    roster = [tuple(one) for one in peers.gather([machine, reached], limit_s)]
-    everyones = [one for one, _ in roster]
-    machines = list(dict.fromkeys(everyones))
-    here = _placed(here, everyones)
-    if machine != machines[0]:
-        address = reached
-    else:
-        away = next((reached for other, reached in roster if other != machine), None)
-        address = addresses.source_for(away) if away else LOOP
+    tree = connect_ranks(here, timeout.total_seconds(), publish, **about)
+    address = tree.seat.address if tree.seat.nodes > 1 else LOOP
     interface = _interface(address)
-    store: Any = None
-    if here.rank == 0:
-        (held,) = listen([0], [address])
-        port = held.getsockname()[1]
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=held.detach()
+    here = _placed(here, tree.seat)
+    if tree.seat.nodes > 1:
+        meeting = _try_network(
+            tree, address, interface.get("GLOO_SOCKET_IFNAME", ""), timeout.total_seconds()
         )
-    with listen([0], [address])[0] as door:
-        at = peers.gather(
-            [address, door.getsockname()[1], store and store.port, interface.get("GLOO_SOCKET_IFNAME")],
-            limit_s,
-        )
-        firsts = [everyones.index(one) for one in machines]
-        before = firsts[: firsts.index(here.rank)][-_MOST_TRIED:] if here.rank in firsts else []
+        here = replace(here, master_addr=here.master_addr or meeting)
+    return Found(replace(here, master_addr=here.master_addr or LOOP), tree, interface)
+
+
+def _try_network(tree: Tree, address: str, interface: str, limit_s: float) -> str:
+    """Collective. Let the first rank of each machine reach those of others; the address of rank 0."""
+    with ExitStack() as stack:
+        mine = None
+        if tree.seat.local_rank == 0:
+            door = stack.enter_context(listen([0], [address])[0])
+            mine = [address, door.getsockname()[1], socket.gethostname(), interface]
+        at = {rank: place for rank, place in enumerate(tree.gather(mine, limit_s)) if place}
+        before = [rank for rank in at if mine and rank < tree.number][-_MOST_TRIED:]
         places = {(at[rank][0], at[rank][1]): rank for rank in before}
         lost = [places[place] for place in addresses.unreachable(places)]
-        tried = peers.gather(lost, limit_s)
-    _check_reached(tried, peers.names, at)
-    meeting, port = at[0][0] if machine == machines[0] else peers.address, at[0][2]
-    if store is None:
-        store = dist.TCPStore(meeting, port, None, False, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-    elif len(machines) > 1:
-        through = ", ".join(dict.fromkeys(one[3] for one in at if one[3]))
-        say(f"{here.size} ranks on {len(machines)} nodes meet at {address}:{port} through {through}")
-    return Found(replace(here, master_addr=meeting, master_port=port), store, interface)
+        for rank, others in enumerate(tree.gather(lost or None, limit_s)):
+            for other in others or ():
+                raise PlacementError(
+                    f"rank {rank} ({at[rank][2]}) cannot reach rank {other} ({at[other][2]}) at {at[other][0]} within "
+                    "2 s; open the network between them, or choose another with SAMESTEP_ADDRESS_SUFFIX"
+                )
+    if tree.number == 0:
+        through = ", ".join(dict.fromkeys(place[3] for place in at.values() if place[3]))
+        say(f"{tree.size} ranks on {tree.seat.nodes} nodes meet at {address} through {through}")
+    return str(at[0][0])
 
 
-def _check_reached(tried: Sequence[Sequence[int]], names: Sequence[str], at: Sequence[Sequence[Any]]) -> None:
-    for rank, lost in enumerate(tried):
-        for other in lost:
-            raise PlacementError(
-                f"rank {rank} ({names[rank]}) cannot reach rank {other} ({names[other]}) at {at[other][0]} within "
-                "2 s; open the network between them, or choose another with SAMESTEP_ADDRESS_SUFFIX"
-            )
-
-
-def _placed(here: Placement, machines: Sequence[str]) -> Placement:
+def _placed(here: Placement, seat: Seat) -> Placement:
     """What the launcher did not say, from the machines of all ranks."""
     if "=" in here.origin.get("node", "") and "=" in here.origin.get("local_rank", ""):
         return here
-    mine = machines[here.rank]
-    order = list(dict.fromkeys(machines))
-    here = replace(here, node=order.index(mine), nodes=len(order))
+    here = replace(here, node=seat.node, nodes=seat.nodes)
     if here.origin.get("local_rank") != ASSUMED:
         return here
-    return replace(
-        here,
-        local_rank=machines[: here.rank].count(mine),
-        local_size=machines.count(mine),
-        notes=tuple(note for note in here.notes if not note.startswith("nothing says which process")),
-    )
+    notes = tuple(note for note in here.notes if not note.startswith("nothing says which process"))
+    return replace(here, local_rank=seat.local_rank, local_size=seat.local_size, notes=notes)
+
+
+def _through_group(places: Sequence[Place]) -> Sequence[Place]:
+    """A script that has opened torch's process group itself may have used up the port that its launcher chose."""
+    told = [list(places)]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def _through_store(here: Placement, timeout: timedelta) -> Publish:

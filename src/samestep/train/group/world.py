@@ -29,10 +29,12 @@ from samestep.placement.devices import (
     visible_devices,
 )
 from samestep.placement.place import Placement, device_index, exports, idle_devices, this_process
+from samestep.rendezvous.listen import allow_descriptors
+from samestep.rendezvous.tree import Tree
 from samestep.rundir import begin_run, start_record
 from samestep.text import name_ranks
 from samestep.train.group import rendezvous
-from samestep.train.group.control import Control, Store
+from samestep.train.group.control import Control
 from samestep.train.group.device import kind_of_device, overlaps, reads_cublas, uuid_of, why_unused
 from samestep.train.group.group import Group, restore_environment
 
@@ -57,6 +59,8 @@ class World:
     device: torch.device
     launcher: str
 
+
+_GLOO_FILES = 2
 
 _group: Group | None = None
 
@@ -124,10 +128,11 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     atexit.unregister(_leave)
     atexit.register(_leave, os.getpid())
     before = dict(os.environ)
-    here, store, control = this_process(), None, None
+    here, tree, control = this_process(), None, None
     interface: Mapping[str, str] = {}
-    if here.size > 1 and not dist.is_initialized():
-        here, store, interface = rendezvous.find(here, timeout)
+    if here.size > 1:
+        facts = _facts(here, None)
+        here, tree, interface = rendezvous.find(here, timeout, facts=facts, objection=_objection)
     os.environ.update(own_instance(os.environ, here.local_rank))
     device = _take_device(here)
     if reads_cublas(device):
@@ -135,16 +140,16 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     if here.rank == 0 and here.launcher == "slurm":
         _begin_run(here)
     own_cores = len(cores())
-    if here.size > 1:
+    if tree is not None:
         os.environ.update(exports(here, os.environ))
         with _variables(interface):
-            control, own_cores = _join(here, store, device, backend, timeout)
+            control, own_cores = _join(here, tree, device, backend, timeout)
     if here.rank == 0:
         for note in here.notes:
             print(f"samestep: {note}", file=sys.stderr)
-    facts = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
+    places = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
     changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
-    _group = Group(World(*facts, device, here.launcher), control, own_cores, changed, timeout)
+    _group = Group(World(*places, device, here.launcher), control, own_cores, changed, timeout)
 
 
 @contextmanager
@@ -221,34 +226,30 @@ def _check_backend(backend: str) -> None:
 
 
 def _join(
-    here: Placement, found: Any, device: torch.device, backend: str | None, timeout: timedelta
+    here: Placement, tree: Tree, device: torch.device, backend: str | None, timeout: timedelta
 ) -> tuple[Control, int]:
     """The control channel, and how many cores this process shares with no other rank."""
     backend = backend or dist.get_default_backend_for_device(device)
     _check_backend(backend)
     of_nccl = overlaps(device) and "nccl" in backend
-    facts = json.dumps(_facts(here, device if of_nccl else None))
-    store: Store | None = None
-    if found is not None:
-        _check_alike(found, here.rank, here.size, facts, timeout)
+    control = Control(tree, timeout)
+    if of_nccl:
+        _check_devices(control, here, device)
+    if not dist.is_initialized():
+        if "gloo" in backend:
+            allow_descriptors(
+                _GLOO_FILES * here.size, f"Gloo connects each of {here.size} ranks to all others"
+            )
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("samestep/world", found),  # type: ignore[attr-defined]
+            store=dist.PrefixStore("samestep/world", control.store),  # type: ignore[attr-defined]
             rank=here.rank,
             world_size=here.size,
             timeout=timeout,
             device_id=device if of_nccl else None,
         )
-        store = dist.PrefixStore("samestep/control", found)  # type: ignore[attr-defined]
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    control = Control(group, store, here.rank, here.size, timeout)
-    everyones, _ = control.all_gather("samestep.init", facts.encode(), None)
-    ranks = [json.loads(fact) for fact in everyones]
-    if found is None and (objection := _objection(ranks)):
-        raise objection
-    mine = ranks[here.rank]
-    sharing = sum((rank["node"], rank["cores"]) == (mine["node"], mine["cores"]) for rank in ranks)
-    own_cores = max(1, len(cores()) // sharing)
+    control.all_gather("samestep.init", b"", None)
+    own_cores = max(1, len(cores()) // tree.seat.sharing)
     _set_threads(here, own_cores)
     return control, own_cores
 
@@ -266,28 +267,15 @@ def _facts(here: Placement, device: torch.device | None) -> dict[str, Any]:
     }
 
 
-def _check_alike(found: Any, rank: int, size: int, facts: str, timeout: timedelta) -> None:
-    """Collective. Done before the group is made: NCCL names neither unlike versions nor a shared device."""
-    store = dist.PrefixStore("samestep/facts", found)  # type: ignore[attr-defined]
-    store.set(str(rank), facts)
-
-    def everyones(name: str) -> list[str]:
-        keys = [f"{name}{rank}" for rank in range(size)]
-        store.wait(keys, timeout)
-        return keys
-
-    def objection() -> SamestepError | None:
-        return _objection([json.loads(fact) for fact in store.multi_get(everyones(""))])
-
-    if rank == 0:
-        store.set("alike", "no" if objection() else "yes")
-    store.wait(["alike"], timeout)
-    if store.get("alike") == b"no" and (error := objection()):
-        store.set(f"told {rank}", "")
-        if rank == 0:  # rank 0 hosts the store and must exit last
-            with suppress(RuntimeError):
-                everyones("told ")
-        raise error
+def _check_devices(control: Control, here: Placement, device: torch.device) -> None:
+    """Collective. Done before the group is made: NCCL does not name a device that ranks share."""
+    everyones, _ = control.all_gather(
+        "samestep.init", json.dumps([here.node, uuid_of(device)]).encode(), None
+    )
+    if len(set(everyones)) < here.size:
+        ranks, _ = control.all_gather("samestep.init", json.dumps(_facts(here, device)).encode(), None)
+        if objection := _objection([json.loads(facts) for facts in ranks]):
+            raise objection
 
 
 def _objection(ranks: Sequence[Mapping[str, Any]]) -> SamestepError | None:

@@ -1,0 +1,83 @@
+"""Which ranks brought which values: what all brought alike is sent once, whatever the number of ranks."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Ranks = list[list[int]]  # spans of ranks: first and last
+Add = Callable[[bytes, bytes], bytes]
+
+
+class Item(NamedTuple):
+    """A part of a message: what it is, whose it is, and its bytes."""
+
+    kind: str
+    ranks: Any
+    value: bytes
+
+
+def packed(items: Sequence[Item]) -> bytes:
+    head = json.dumps([[item.kind, item.ranks, len(item.value)] for item in items]).encode()
+    return b"".join((len(head).to_bytes(4, "big"), head, *(item.value for item in items)))
+
+
+def unpacked(message: bytes) -> list[Item]:
+    at = 4 + int.from_bytes(message[:4], "big")
+    items = []
+    for kind, ranks, size in json.loads(message[4:at]):
+        items.append(Item(kind, ranks, message[at : at + size]))
+        at += size
+    return items
+
+
+def merged(items: Iterable[Item]) -> list[Item]:
+    """Those of one kind and value as one, whose ranks are all of theirs; in the order of the first rank."""
+    found: dict[tuple[str, bytes], Ranks] = {}
+    for kind, ranks, value in items:
+        found.setdefault((kind, value), []).extend(ranks)
+    joined = [Item(kind, _spans(ranks), value) for (kind, value), ranks in found.items()]
+    return sorted(joined, key=lambda item: item.ranks[0][0])
+
+
+def of_kind(kind: str, items: Iterable[Item]) -> list[Item]:
+    return [item for item in items if item.kind == kind]
+
+
+def by_rank(items: Iterable[Item], size: int) -> list[bytes]:
+    """Every rank's value, by rank."""
+    values = [b""] * size
+    for _, ranks, value in items:
+        for first, last in ranks:
+            values[first : last + 1] = [value] * (last + 1 - first)
+    return values
+
+
+def added(blocks: Mapping[tuple[int, int], bytes], size: int, add: Add) -> dict[tuple[int, int], bytes]:
+    """Blocks of 2**level ranks, by level and number; neighbours that make the next larger block are added.
+
+    Which are added to which depends on the number of ranks alone, so every way in which they are spread over
+    processes and machines gives the same bits.
+    """
+    done: dict[tuple[int, int], bytes] = {}
+    todo = sorted(blocks.items(), reverse=True)
+    while todo:
+        (level, number), value = todo.pop()
+        other = (level, number ^ 1)
+        if other in done:
+            mine = done.pop(other)
+            todo.append(((level + 1, number // 2), add(mine, value) if number % 2 else add(value, mine)))
+        elif number and number % 2 == 0 and (number + 1) << level >= size:
+            todo.append(((level + 1, number // 2), value))  # the last block has no neighbour
+        else:
+            done[level, number] = value
+    return done
+
+
+def _spans(ranks: Ranks) -> Ranks:
+    joined: Ranks = []
+    for first, last in sorted(ranks):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1][1] = max(last, joined[-1][1])
+        else:
+            joined.append([first, last])
+    return joined

@@ -1,0 +1,69 @@
+"""torch's key-value store over the run's own tree: no port is open for it, and each process has a copy.
+
+torch asks it while it opens a process group: Gloo for the addresses of all ranks, NCCL for one identity.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from samestep.rendezvous.tree import Tree
+
+
+class TreeStore(dist.Store):  # type: ignore[misc, name-defined]
+    """Changes go to rank 0, which puts them in one order, and come back to all; what is asked is at hand."""
+
+    def __init__(self, tree: Tree, timeout: timedelta) -> None:
+        super().__init__()
+        self._tree, self._limit = tree, timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._tree.order("set", key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._tree.stored[key]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._tree.order("add", key, b"%d" % amount))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        found: bytes | None = self._tree.order("replace", key, _bytes(desired), _bytes(expected))
+        return _bytes(expected) if found is None else found
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._tree.order("delete", key))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._tree.await_keys(keys, 0.0)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = timeout or self._limit
+        if not self._tree.await_keys(keys, limit.total_seconds()):
+            missing = [key for key in keys if key not in self._tree.stored]
+            raise dist.DistStoreError(
+                f"no rank set {', '.join(missing[:3])} within {limit.total_seconds():g} s"
+            )
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._tree.stored[key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._limit = timeout
+
+    def clone(self) -> Any:
+        return self
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
