@@ -38,13 +38,14 @@ MAY_IMPORT = {
     "train.checkpoint": BELOW_TRAIN | {"train.group", "train", "train.data", "train.model"},
     "start": OUTSIDE,
     "compare": PURE | {"state"},
+    "convert": PURE | {"start"},
     "measure": OUTSIDE | {"compare", "state"},
     "verify": OUTSIDE | {"compare", "measure", "state"},
     "verify.record": BELOW_TRAIN | {"verify", "train.group", "train", "train.data", "train.model"},
-    "cli": OUTSIDE | {"compare", "measure", "verify", "state", "data", "train.checkpoint"},
+    "cli": OUTSIDE | {"compare", "convert", "measure", "verify", "state", "data", "train.checkpoint"},
     "data": set(),
 }
-NEVER_TORCH = PURE | {"placement", "rendezvous", "state", "start"}
+NEVER_TORCH = PURE | {"convert", "placement", "rendezvous", "state", "start"}
 LAZY = {"compare", "measure", "verify", "cli", "data"}
 
 COLLECTIVE = {"init", "replicate", "loader", "steps", "sum", "mean", "gather", "first", "save"}

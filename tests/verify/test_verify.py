@@ -19,7 +19,6 @@ from samestep.cli.verify import _document, command
 from samestep.train.digest import digests
 from samestep.train.loss import reduction_of
 from samestep.verify.causes import explain, explain_rounding
-from samestep.verify.convert import SEVEN_LINES, conversion, converted
 from samestep.verify.printed import printed_otherwise
 from samestep.verify.read import Digest, Run, Step
 from samestep.verify.record import Recorder
@@ -123,8 +122,6 @@ def test_a_serial_script_is_shown_its_own_lines_to_change() -> None:
         "-train = DataLoader(digits(args.data_dir, train=True), args.batch_size, shuffle=True)"
         in result.stdout
     )
-    parallel = (EXAMPLES / "digits.py").read_text()
-    assert sorted(converted(script.read_text()).splitlines()) == sorted(parallel.splitlines())
 
 
 def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
@@ -146,25 +143,6 @@ def test_a_rank_that_leaves_without_its_facts_is_named() -> None:
     result = _verify("-n", "2,1", "leaves.py")
     assert result.exit_code == 2, result.output
     assert "leaves.py left on rank 1 of 2 before its end could be recorded" in result.stderr
-
-
-def test_where_no_line_is_recognised_the_seven_lines_are_shown() -> None:
-    assert conversion("print(1)\n") == SEVEN_LINES
-    assert conversion("def broken(:\n") == SEVEN_LINES
-
-
-def test_a_script_without_a_device_gets_one_and_keeps_what_it_says_otherwise() -> None:
-    source = (
-        "import torch\nfrom torch.utils.data import DataLoader, Dataset\n\n\ndef main():\n"
-        "    train = DataLoader(data, batch_size=8)\n    net = Net().cuda()\n"
-        "    torch.optim.SGD(net.parameters(), 0.1)\n    torch.save(net.state_dict(), f'{name}.pt')\n"
-    )
-    assert converted(source) == (
-        "import samestep\nimport torch\nfrom torch.utils.data import DataLoader, Dataset\n\n\ndef main():\n"
-        "    device = samestep.init().device\n    train = samestep.loader(data, batch_size=8)\n"
-        "    net = samestep.replicate(Net().cuda())\n    torch.optim.SGD(net.parameters(), 0.1)\n"
-        "    samestep.save(f'{name}.pt', net.state_dict())\n"
-    )
 
 
 def _printed(size: int, *ranks: list[str]) -> Run:

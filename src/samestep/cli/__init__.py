@@ -19,6 +19,7 @@ _VERBS = {
         "demo": "Train a small network at 1 and 2 processes and compare.",
     },
     "Look": {
+        "convert": "Print the patch that makes a serial script run on any number of processes.",
         "runs": "List the runs here: state, step, speed.",
         "status": "Show what each rank of a run does.",
         "logs": "Show a run's output by rank; -f follows it.",

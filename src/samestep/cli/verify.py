@@ -113,9 +113,9 @@ def _sizes(text: str | None, least: int) -> list[int]:
 
 
 def _conversion(script: str, module: bool) -> str:
-    from samestep.verify.convert import SEVEN_LINES, conversion
+    from samestep.convert.convert import SEVEN_LINES, conversion
 
-    return SEVEN_LINES if module else conversion(Path(script).read_text(encoding="utf-8", errors="replace"))
+    return SEVEN_LINES if module else conversion(Path(script))
 
 
 def _row(outcome: "Outcome") -> str:

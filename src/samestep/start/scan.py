@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-_JOINS = (
+JOINS = (
     *(
         "samestep",
         "accelerate",
@@ -34,7 +34,7 @@ _MOST_FILES = 50
 def remark_on(script: Path, size: int) -> str | None:
     """What to say before `size` copies of this script are started, if anything."""
     files = list(_files(script))
-    names = {name for _, tree in files for name in _imported(tree)}
+    names = {name for _, tree in files for name in imported(tree)}
     tops = {name.partition(".")[0] for name in names}
     if "torch" not in tops:
         return None
@@ -44,7 +44,7 @@ def remark_on(script: Path, size: int) -> str | None:
                 f"{path.name}:{line} starts ranks itself, and {size} copies of it would each start their own; run it "
                 f"with `python {script.name}`, or let samestep run start the ranks and leave the spawn out"
             )
-    if tops & set(_JOINS) or any(name.startswith("torch.distributed") for name in names):
+    if tops & set(JOINS) or any(name.startswith("torch.distributed") for name in names):
         return None
     return (
         f"{script.name} and what it imports name neither samestep nor torch.distributed, so these {size} processes "
@@ -66,12 +66,12 @@ def _files(script: Path) -> Iterator[tuple[Path, ast.Module]]:
         except (SyntaxError, ValueError, OSError, RecursionError):
             continue
         yield path, tree
-        for name in _imported(tree):
+        for name in imported(tree):
             place = script.parent.joinpath(*name.split("."))
             waiting += [place.with_suffix(".py"), place / "__init__.py"]
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def imported(tree: ast.Module) -> Iterator[str]:
     """Every module that is imported, and every name out of torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

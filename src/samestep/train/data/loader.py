@@ -101,7 +101,10 @@ def _chosen(dataset: Any) -> str:
 
 
 class Loader:
-    """Batches of one dataset; where it is, is said in samples, not in ranks."""
+    """Batches of one dataset; where it is, is said in samples, not in ranks.
+
+    share: this rank's part of the batch handed out last; the parts of all ranks add up to 1.
+    """
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class Loader:
         self.epoch = 0
         self._position = 0
         self._passes = 0
+        self.share = 1.0 / world.size
         self._begun = self._remarked = False
         self.ledger = b""
         self._group, self._spine = group, group.the(Spine)
@@ -287,12 +291,14 @@ class Loader:
                     this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step
                 )
                 spine.hand_out(handed_out, batch, parts)
+                self.share = share.weight(piece, self._length, self.batch_size)
                 self._note(order, piece)
                 spine.begin_step(handed_out)
                 yield batch
                 spine.end_step(handed_out)
             if pieces:
                 self._position = pieces[-1].stop
+                self.share = share.weight(pieces[-1], self._length, self.batch_size)
             if self._draws.active and not this.training and pieces and pieces[-1].all < self._world.size:
                 # ranks without a share of the last batch did not draw on it
                 self._draws.adopt_first()

@@ -59,6 +59,13 @@ def pieces(
         start = stop
 
 
+def weight(piece: Piece, length: int, batch_size: int) -> float:
+    """This rank's samples as parts of the serial script's batches, also where a last batch is filled."""
+    full = length - length % batch_size
+    of_last = max(0, piece.mine_stop - max(piece.mine_start, full))
+    return (piece.mine - of_last) / batch_size + (of_last / (length - full) if of_last else 0.0)
+
+
 def check_batch_size(batch_size: int, size: int) -> None:
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise UsageError(

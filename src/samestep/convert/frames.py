@@ -1,0 +1,61 @@
+"""Where following a script is: in which functions and loops; and what was found."""
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.convert.source import Source
+from samestep.convert.values import Loop, Scope, Values
+
+
+@dataclass(eq=False)
+class Frame:
+    """A function that is being followed, or a module."""
+
+    scope: Scope
+    source: Source
+    statement: ast.stmt | None = None
+    call: ast.Call | None = None
+    caller: "Frame | None" = None
+    returned: Values = field(default_factory=list)
+    yielded: Values = field(default_factory=list)
+    function: Any = None
+    loops_before: int = 0
+
+
+class Frames:
+    """What all of following shares: frames, loops, and what was found."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.loops: list[Loop] = []
+        self.gaps: dict[tuple[str, int], str] = {}
+        self.notes: dict[str, None] = {}
+        self.silent = self.uneven = self.depth = self.in_forward = 0
+        self.loops_made = self.backwards = self.by_form = 0
+        self.unwraps = False
+
+    @property
+    def frame(self) -> Frame:
+        return self.frames[-1]
+
+    @property
+    def batches(self) -> Loop | None:
+        """The innermost loop over batches."""
+        return next((loop for loop in reversed(self.loops) if loop.kind == "batches"), None)
+
+    def gap(self, node: ast.AST, reason: str) -> None:
+        """Note what cannot be converted."""
+        if not self.silent:
+            self.gaps.setdefault((str(self.frame.source.path), node.lineno), reason)  # type: ignore[attr-defined]
+
+    def note(self, node: ast.AST, text: str) -> None:
+        """Note what is worth knowing, and leaves nothing to do."""
+        if not self.silent:
+            self.notes[f"{self.frame.source.path.name}:{node.lineno}: {text}"] = None  # type: ignore[attr-defined]
+
+    def enter(self, loop: Loop) -> Loop:
+        self.loops_made += 1
+        loop.number, loop.depth = self.loops_made, self.depth
+        self.loops.append(loop)
+        return loop

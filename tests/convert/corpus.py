@@ -1,0 +1,162 @@
+"""Converts each serial script, runs it at 1, 2 and 3 processes with --same, and compares it with the untouched one.
+
+`python corpus.py [NAME …]` prints a table; `make convert-corpus` runs all.
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from forked import Nest
+
+from samestep.convert.convert import convert
+
+HERE = Path(__file__).parent
+SCRIPTS = {path.stem: path for path in sorted((HERE / "scripts").glob("*.py"))}
+SCRIPTS |= {path.parent.name: path for path in sorted((HERE / "scripts").glob("*/train.py"))}
+SIZES = (1, 2, 3)
+# Scripts of which a part is listed as not converted, and nothing else differs.
+_NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?|-?\d+(?:e[-+]?\d+)?|nan|inf")
+_RELATIVE = 2e-4
+
+
+@dataclass
+class Ran:
+    """What a run printed and saved, or why it failed."""
+
+    printed: str
+    files: dict[str, Any]
+    failure: str = ""
+
+
+@dataclass
+class Outcome:
+    """A script's conversion: what it lists, and how each run differs from the untouched script."""
+
+    name: str
+    gaps: list[str]
+    differences: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.gaps
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is said to be complete and is not."""
+        return self.is_complete and any(self.differences.values())
+
+    def __str__(self) -> str:
+        runs = "; ".join(f"{size}: {found}" for size, found in self.differences.items() if found) or "same"
+        state = "WRONG" if self.is_wrong else "complete" if self.is_complete else "incomplete"
+        return "\n".join([f"{self.name:24} {state:10} {runs}", *(f"    {gap}" for gap in self.gaps)])
+
+
+def tried(nest: Nest, name: str, home: Path) -> Outcome:
+    """Convert a script, and run it and its conversion."""
+    script = SCRIPTS[name]
+    for place in ("serial", "parallel"):
+        if script.parent == HERE / "scripts":
+            (home / place).mkdir(parents=True)
+            shutil.copy(script, home / place)
+        else:
+            shutil.copytree(script.parent, home / place)
+    found = convert(home / "parallel" / script.name)
+    for path, (_, after) in found.files.items():
+        path.write_bytes(after)
+    outcome = Outcome(name, [str(gap) for gap in found.gaps])
+    serial = _run(nest, home / "serial" / script.name, 0, home / "run-0")
+    assert not serial.failure, f"the untouched {name} failed:\n{serial.failure}"
+    for size in SIZES if found.files else ():
+        ran = _run(nest, home / "parallel" / script.name, size, home / f"run-{size}")
+        outcome.differences[size] = difference(ran, serial)
+        if ran.failure:
+            break
+    return outcome
+
+
+def _run(nest: Nest, script: Path, size: int, home: Path) -> Ran:
+    home.mkdir()
+    ranks = nest.start(script, size, cwd=home, apart=True, env={"SAMESTEP_SAME": "1"})
+    codes = nest.wait(ranks)
+    if codes != [0] * len(ranks):
+        for rank in ranks:
+            rank.kill()
+        nest.wait(ranks, 5)
+        return Ran("", {}, "\n".join(rank.complained[-1500:] for rank in ranks))
+    written = [path for path in sorted(home.rglob("*")) if path.suffix in (".pt", ".pth", ".ckpt", ".bin")]
+    files = {str(path.relative_to(home)): torch.load(path, weights_only=False) for path in written}
+    return Ran(ranks[0].said, files)
+
+
+def difference(ran: Ran, serial: Ran) -> str:
+    """How a run differs from the untouched script's, beyond rounding."""
+    if ran.failure:
+        return f"failed: {ran.failure.strip().splitlines()[-1][:160] if ran.failure.strip() else 'no end'}"
+    pairs = zip(ran.printed.splitlines(), serial.printed.splitlines(), strict=False)
+    for ours, theirs in pairs:
+        if not _alike(ours, theirs):
+            return f"prints `{ours.strip()}` for `{theirs.strip()}`"
+    if len(ran.printed.splitlines()) != len(serial.printed.splitlines()):
+        return "prints more or fewer lines"
+    if ran.files.keys() != serial.files.keys():
+        return f"writes {sorted(ran.files)} for {sorted(serial.files)}"
+    for name, file in ran.files.items():
+        if (apart := _apart(file, serial.files[name])) > 20 * _RELATIVE:
+            return f"{name} differs by {apart:.1e}"
+    return ""
+
+
+def _alike(ours: str, theirs: str) -> bool:
+    if _NUMBER.sub("#", re.sub(r"grad_fn=<\w+>", "", ours)) != _NUMBER.sub(
+        "#", re.sub(r"grad_fn=<\w+>", "", theirs)
+    ):
+        return False
+    for a, b in zip(_NUMBER.findall(ours), _NUMBER.findall(theirs), strict=True):
+        last_digit = 10.0 ** -len(b.partition("e")[0].partition(".")[2]) if "." in b else 0.0
+        if a != b and abs(float(a) - float(b)) > max(
+            _RELATIVE * abs(float(b)), min(1.01 * last_digit, 0.011)
+        ):
+            return False
+    return True
+
+
+def _apart(ours: Any, theirs: Any) -> float:
+    if isinstance(ours, torch.Tensor):
+        if not ours.numel():
+            return 0.0
+        ours, theirs = ours.double(), theirs.double()
+        return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+    if isinstance(ours, dict):
+        keys = ours.keys() == theirs.keys()
+        return max([0.0, *(_apart(ours[key], theirs[key]) for key in ours)]) if keys else float("inf")
+    if isinstance(ours, list | tuple):
+        return max([0.0, *map(_apart, ours, theirs)])
+    if isinstance(ours, float):
+        return abs(ours - theirs) / max(abs(theirs), 1e-6)
+    return 0.0 if isinstance(ours, torch.nn.Module) or ours == theirs else float("inf")
+
+
+def main(names: list[str]) -> int:
+    outcomes = []
+    with tempfile.TemporaryDirectory() as place, Nest(Path(place)) as nest:
+        for name in names or SCRIPTS:
+            outcomes.append(tried(nest, name, Path(place) / name))
+            print(outcomes[-1], flush=True)
+    wrong = [one.name for one in outcomes if one.is_wrong]
+    complete = sum(one.is_complete for one in outcomes)
+    print(
+        f"\n{complete} of {len(outcomes)} complete ({complete / len(outcomes):.0%}), silently wrong: {wrong or 'none'}"
+    )
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
