@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test integrations bench same kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants cluster clean
+.PHONY: help demo test check docs docs-test integrations bench same convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -10,6 +10,7 @@ help:
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
 	@echo "make integrations   Accelerate, Lightning, W&B and others beside samestep"
 	@echo "make same   35 scripts at 1, 2, 3 and 5 processes against the untouched ones"
+	@echo "make convert-corpus   convert serial scripts, and run each at 1, 2 and 3 processes beside the untouched one"
 	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
 	@echo "make requeue, make mistakes, make mutants   the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
@@ -45,6 +46,9 @@ bench: .venv/made-bench
 
 same: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/same
+
+convert-corpus: .venv/made
+	.venv/bin/python tests/convert/corpus.py
 
 kill-loop: .venv/made
 	.venv/bin/python tests/kill_loop.py

@@ -1,0 +1,218 @@
+"""`samestep convert` changes what it says it changes, leaves every other byte, and lists the rest."""
+
+import re
+import subprocess
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from click.testing import CliRunner, Result
+from convert import corpus
+
+from samestep.cli.convert import command
+from samestep.convert.convert import SEVEN_LINES, Conversion, conversion, convert
+from samestep.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = ["mnist_example", "plateau", "mingpt", "imagenet_example"]
+BEGIN = """\
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.rand(20, 4), torch.randint(0, 3, (20,)))
+train = DataLoader(data, batch_size=8, shuffle=True)
+test = DataLoader(data, batch_size=8)
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+STEP = """\
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _of(text: str | bytes) -> Conversion:
+    Path("train.py").write_bytes(text.encode() if isinstance(text, str) else text)
+    return convert(Path("train.py").resolve())
+
+
+def _after(text: str | bytes) -> str:
+    (found,) = _of(text).files.values()
+    return found[1].decode()
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_converted_script_runs_as_the_untouched_one_at_one_two_and_three_processes(name, nest, tmp_path):
+    outcome = corpus.tried(nest, name, tmp_path / name)
+    assert outcome.gaps == []
+    assert outcome.differences == {1: "", 2: "", 3: ""}
+
+
+def test_the_corpus_tells_a_number_of_one_share_from_one_of_the_whole_batch():
+    ran, serial = (corpus.Ran(f"loss {number}\n", {}) for number in ("0.71", "0.69"))
+    assert corpus.difference(ran, serial) == "prints `loss 0.71` for `loss 0.69`"
+    assert not corpus.difference(serial, serial)
+
+
+def test_the_example_of_the_readme_is_converted_as_by_hand():
+    made = convert(ROOT / "examples" / "digits_serial.py")
+    lines = made.files[ROOT / "examples" / "digits_serial.py"][1].splitlines()
+    assert sorted(filter(None, lines)) == sorted(
+        filter(None, (ROOT / "examples" / "digits.py").read_bytes().splitlines())
+    )
+    assert made.gaps == ()
+
+
+@pytest.mark.parametrize(
+    ("imported", "call"),
+    [
+        ("from torch.utils.data import DataLoader as DL", "DL"),
+        ("from torch.utils import data as D", "D.DataLoader"),
+        ("import torch.utils.data as tud", "tud.DataLoader"),
+        ("import torch.utils.data", "torch.utils.data.DataLoader"),
+        ("from torch.utils.data.dataloader import DataLoader", "DataLoader"),
+        ("from torch.utils.data import *", "DataLoader"),
+    ],
+)
+def test_a_dataloader_is_found_under_every_name(imported, call):
+    made = _after(
+        f"{imported}\ntrain = {call}(\n    data,\n    32, True,  # shuffled\n    num_workers=0,\n)\n"
+    )
+    assert (
+        "train = samestep.loader(\n    data,\n    32, shuffle=True,  # shuffled\n    num_workers=0,\n)\n"
+        in made
+    )
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("cookie", ["utf-8", "latin-1"])
+def test_every_byte_that_is_not_changed_stays(end, cookie):
+    head = f"# -*- coding: {cookie} -*-\n# é\n{BEGIN}"
+    text = f"{head}for x, y in train:\n{STEP.replace(chr(32) * 4, chr(9))}\tprint('é', loss.item())"
+    before = text.replace("\n", end).encode(cookie)
+    path = Path("train.py").resolve()
+    path.write_bytes(before)
+    after = convert(path).files[path][1]
+    for old, new in (
+        (b"\timport samestep", b""),
+        (b"import samestep" + end.encode(), b""),
+        (b"samestep.replicate(nn.Linear(4, 3))", b"nn.Linear(4, 3)"),
+        (b"samestep.loader(", b"DataLoader("),
+        (b"samestep.mean(loss.item())", b"loss.item()"),
+    ):
+        after = after.replace(old, new)
+    assert after == before
+
+
+def test_the_patch_can_be_applied_by_patch():
+    found = _of(f"{BEGIN}for x, y in train:\n{STEP}    print(loss.item())")
+    (pair,) = found.files.values()
+    Path("train.py").resolve().write_bytes(pair[0])
+    subprocess.run(
+        ["patch", "-p0", "train.py"], input=found.patch().encode(), check=True, capture_output=True
+    )
+    assert Path("train.py").read_bytes() == pair[1]
+
+
+def test_values_inside_f_strings_are_found_where_they_are():
+    made = _after(
+        f"{BEGIN}for x, y in train:\n{STEP}"
+        "    print(f'{{é}} {loss.item():.4f}' ' {no} ' f\"{loss.item()!r:>{10}} {len(x)=}\")\n"
+        '    print(f"""\n{loss.item()}\n""")\n'
+    )
+    assert "{samestep.mean(loss.item()):.4f}' ' {no} ' f\"{samestep.mean(loss.item())!r:>{10}}" in made
+    assert "\n{samestep.mean(loss.item())}\n" in made
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("device = torch.device('cuda:1' if torch.cuda.is_available() else 'cpu')", "device = samestep.init().device"),
+        ("device = 'cuda' if torch.cuda.is_available() else 'cpu'", "device = samestep.init().device.type"),
+        ("args.device = torch.device('cuda', args.gpu)", "args.device = samestep.init().device"),
+        ("model.to('cuda:0')", "model.to('cuda')"),
+        ("torch.save(model.state_dict(),\n    'a.pt')", 'samestep.save("a.pt", model.state_dict())'),
+        ("torch.save(obj=model.state_dict(), f=path)", "samestep.save(path, model.state_dict())"),
+        ("net = nn.DataParallel(model, device_ids=[0])", "net = model"),
+    ],
+)  # fmt: skip
+def test_a_line_becomes(line, becomes):
+    assert f"\n{becomes}\n" in _after(f"{BEGIN}{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("with torch.no_grad():\n    for x, y in test:\n        print(model(x).mean())", "in an evaluation"),
+        ("open('log.txt', 'w').write('x')", "every process would write this file"),
+        ("x = torch.rand(8, 4)\nmodel(x).sum().backward()", "no samestep.loader shares"),
+        (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in test:\n"
+         "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
+        ("from functools import partial\nmake = partial(DataLoader, batch_size=8)", "functools.partial"),
+        ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'", "CUDA_VISIBLE_DEVICES"),
+    ],
+)  # fmt: skip
+def test_what_is_not_converted_is_listed_with_its_line(lines, reason):
+    found = _of(f"{BEGIN}for x, y in train:\n{STEP}{lines}\n")
+    assert [gap for gap in found.gaps if reason in gap.reason], found.gaps
+    assert all(re.match(r"train\.py:\d+: ", str(gap)) for gap in found.gaps)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("import samestep\n", "train.py uses samestep, so it is no serial script"),
+        ("import torch.distributed as dist\n", "train.py uses torch.distributed"),
+        ("from accelerate import Accelerator\n", "train.py uses accelerate"),
+        ("print 'epoch'\n", "train.py:1 is Python 2"),
+        ("x = 1\n%matplotlib inline\n", "train.py:2 is a line of IPython"),
+        ("def broken(:\n", "train.py:1 cannot be parsed"),
+    ],
+)
+def test_a_script_that_cannot_be_converted_gets_one_sentence(text, sentence):
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        _of(text)
+    assert _run("train.py").exit_code == 2
+
+
+def test_a_complete_patch_exits_with_0_and_an_incomplete_one_with_1():
+    Path("train.py").write_text(f"{BEGIN}for x, y in train:\n{STEP}")
+    done = _run("train.py")
+    assert done.exit_code == 0
+    assert "+train = samestep.loader(data, batch_size=8, shuffle=True)" in done.stdout
+    Path("train.py").write_text(f"{BEGIN}for x, y in train:\n{STEP}open('log', 'w')\n")
+    done = _run("train.py")
+    assert done.exit_code == 1
+    assert "not complete, 1 place left to change by hand:\n  train.py:15: every process would" in done.stderr
+
+
+def test_write_keeps_a_copy_and_never_replaces_another():
+    before = f"{BEGIN}for x, y in train:\n{STEP}"
+    Path("train.py").write_text(before)
+    assert _run("--write", "train.py").exit_code == 0
+    assert Path("train_serial.py").read_text() == before
+    assert "samestep.loader" in Path("train.py").read_text()
+    Path("train.py").write_text(before + "print(1)\n")
+    done = _run("--write", "train.py")
+    assert done.exit_code == 2
+    assert "train_serial.py exists" in done.stderr
+    assert Path("train_serial.py").read_text() == before
+
+
+def test_verify_is_given_the_lines_or_those_of_a_usual_script():
+    Path("train.py").write_text(dedent(BEGIN))
+    assert conversion(Path("train.py")).startswith("+import samestep\n-train = DataLoader(")
+    Path("train.py").write_text("print(1)\n")
+    assert conversion(Path("train.py")).startswith(SEVEN_LINES)
