@@ -51,6 +51,7 @@ class Meter(Member, Subscriber):
         self._loss_at, self._say_at, self._pause_s = 0.0, self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
         self._planned = 0
         self._asked = os.environ.get("SAMESTEP_METER", "")
+        self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
         self._hooks: list[RemovableHandle] = []
         if group.world.size == 1:
             self._hooks = [
@@ -92,6 +93,8 @@ class Meter(Member, Subscriber):
     def step_ends(self, share: Share) -> None:
         if share.of.training:
             self._clock.end((self._resumed + share.step, share.mine, share.all))
+            if self._most and share.step + 1 >= self._most:
+                raise SystemExit(0)  # every rank has come to the end of this step
 
     def _watched_backward(self) -> Callable[..., None]:
         group, original = self.group, self._backward

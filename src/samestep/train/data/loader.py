@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,7 @@ class Loader:
         group: Group,
     ) -> None:
         world = group.world
-        batch_size = as_int(batch_size)
+        batch_size = as_int(batch_size) * (world.size if os.environ.get("SAMESTEP_WEAK") else 1)
         share.check_batch_size(batch_size, world.size)
         if seed is not None and type(seed := as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is not an integer; use one, such as seed=0")

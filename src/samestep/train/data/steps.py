@@ -91,6 +91,7 @@ class Steps(Loader):
             )
         counts = {-(-piece.all // self.microbatch) for piece in pieces}
         this = Pass(self, self.epoch, training=training, microbatches=counts or {1})
+        this.batches = len(pieces)
         self._spine.begin_pass(this)
         return self._steps(this, self._drawn(this) if self._reads_ahead else None, pieces)
 

@@ -81,6 +81,7 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
         model = Net().to(device)
     """
     if _group is None:
+        backend = os.environ.get("SAMESTEP_BACKEND") or backend
         if backend is not None:
             _check_backend(backend)
         if not isinstance(timeout, timedelta):

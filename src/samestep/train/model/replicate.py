@@ -63,6 +63,7 @@ def replicate(
     """
     target = _checked(model, ddp)
     group = joined()
+    ddp |= json.loads(os.environ.get("SAMESTEP_DDP", "{}"))  # what `samestep scale --vary` tries
     replicas, world = group.the(Replicas), group.world
     if replica_of(model) is not None or target in replicas.alone:
         raise UsageError("this model is replicated already; call replicate once, on the model itself")

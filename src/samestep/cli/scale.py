@@ -1,0 +1,118 @@
+"""`samestep scale`: measures a script at several numbers of processes, or under several settings, and judges."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from samestep.cli.output import numbers, print_json, verb
+from samestep.errors import UsageError
+from samestep.measure.trial import end_on_signals
+from samestep.placement.cores import cores
+from samestep.placement.devices import visible_devices
+from samestep.text import duration
+
+if TYPE_CHECKING:
+    from samestep.measure.scale import Plan, Variant
+
+_Told = Callable[["Variant", int, int, float | None], None]
+
+
+@verb("samestep scale", allow_interspersed_args=False)
+@click.option(
+    "-n", "sizes", metavar="1,2,4", help="Numbers of processes  [1, 2, 4, ... up to the cores or devices]"
+)
+@click.option("--weak", is_flag=True, help="Multiply batch_size by the number of processes.")
+@click.option("--repeat", default=5, show_default=True, type=click.IntRange(1), help="Runs of each.")
+@click.option("--steps", default=200, show_default=True, type=click.IntRange(10), help="Steps of each run.")
+@click.option(
+    "--vary",
+    multiple=True,
+    metavar="NAME=A,B",
+    help="Also compare settings: launcher=run,torchrun,srun, backend=gloo,nccl, nodes=1,2, an option of "
+    "DistributedDataParallel such as bucket_cap_mb=1,25, or a variable such as NCCL_ALGO=Ring,Tree.",
+)
+@click.option(
+    "--cores", "each", metavar="C", type=click.IntRange(1), help="Cores of each process  [all / largest -n]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(script: str, args: tuple[str, ...], **options: Any) -> None:
+    """Say how much faster SCRIPT is on N processes, where the rest of the time goes, and whether it is worth it.
+
+    \b
+    samestep scale train.py --epochs 1
+    samestep scale -n 1,2,4 --steps 100 train.py
+    samestep scale -n 4 --vary bucket_cap_mb=0.5,5,25 train.py
+    samestep scale -n 2 --vary launcher=run,torchrun train.py
+
+    SCRIPT runs unchanged, in turns at each size, and each run ends after --steps steps. Every process has as many
+    cores at every size. A measurement that was interrupted goes on when the same command is given again.
+    """
+    from samestep.measure.report import text_of, write_report
+    from samestep.measure.scale import Plan, measure, variants
+    from samestep.measure.verdict import rows_of, verdict
+
+    words = [*(["-m"] * options["module"]), script, *args]
+    chosen = variants(_sizes(options["sizes"], bool(options["vary"])), options["vary"], options["each"])
+    plan = Plan(words, chosen, options["repeat"], options["steps"], options["weak"])
+    with end_on_signals(), _progress(plan) as told:
+        rows = rows_of(measure(plan, told), plan.variants, plan.weak)
+    said = verdict(rows)
+    document: dict[str, object] = {
+        "script": words,
+        "weak": plan.weak,
+        "steps": plan.steps,
+        "rows": [row.facts() for row in rows],
+        "verdict": said,
+    }
+    written = write_report(plan.directory, " ".join(words), rows, said, document)
+    if options["as_json"]:
+        print_json(document, indent=1)
+    else:
+        click.echo(text_of(rows, said))
+        click.echo(f"\nReport: {written}")
+
+
+def _sizes(text: str | None, varies: bool) -> list[int]:
+    if text is not None:
+        if not all(sizes := sorted(set(numbers("-n", text, "numbers of processes")))):
+            raise UsageError(f"-n {text} contains 0 processes; write numbers such as 1,2")
+        return sizes
+    most = len(visible_devices(os.environ)) or len(cores())
+    sizes = [1]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
+    return sizes[-1:] if varies else sizes
+
+
+@contextmanager
+def _progress(plan: "Plan") -> Iterator[_Told]:
+    """A bar on a terminal; elsewhere a line for each run."""
+    if not sys.stderr.isatty():
+
+        def told(variant: "Variant", number: int, of: int, left_s: float | None) -> None:
+            left = "" if left_s is None else f", about {duration(left_s)} left"
+            click.echo(f"run {number} of {of}: {variant}{left}", err=True)
+
+        yield told
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = [TextColumn("{task.completed:.0f} of {task.total:.0f} runs"), BarColumn()]
+    columns += [TextColumn("now {task.description}"), TextColumn("{task.fields[left]}")]
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        bar = bars.add_task("", total=len(plan.variants) * plan.repeat, left="")
+
+        def shown(variant: "Variant", number: int, of: int, left_s: float | None) -> None:
+            left = "" if left_s is None else f"{duration(left_s)} left"
+            bars.update(bar, completed=number - 1, description=str(variant), left=left)
+
+        yield shown
+        bars.update(bar, completed=len(plan.variants) * plan.repeat, left="")

@@ -1,0 +1,184 @@
+"""`samestep scale` measures what is planted, keeps what it has, and says it on 60 columns and in one page."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from samestep.measure.plots import Plot, Spread, svg
+from samestep.measure.scale import Measured, Variant, variants
+from samestep.measure.verdict import limit_of, rows_of, verdict
+from samestep.steptimes import PARTS
+
+PLANTED = Path(__file__).with_name("planted.py")
+NAMED = {
+    "loader": "The loader",
+    "rank": "A slow rank",
+    "optimizer": "The optimizer",
+    "checkpoint": "Checkpoints",
+}
+
+
+def scale(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "samestep", "scale", *words],
+        cwd=folder,
+        env={**os.environ, "SAMESTEP_RUN_DIR": "runs"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[str, str, int]:
+    with process:
+        try:
+            return *process.communicate(timeout=55), process.returncode
+        finally:
+            process.kill()
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, err, code = ended(process)
+    assert code == 0, err
+    return out, err
+
+
+@pytest.mark.parametrize("slow", [*NAMED, "nothing"])
+def test_a_planted_limit_is_named(tmp_path, slow):
+    words = ("-n", "2", "--repeat", "1", "--steps", "20", "--json", str(PLANTED), slow)
+    document = json.loads(finished(scale(tmp_path, *words))[0])
+    assert document["schema_version"] == 1
+    said = NAMED.get(slow, "Nothing but the model's own compute")
+    assert f"{said} limits it" in document["verdict"].replace("Checkpoints limit", "Checkpoints limits")
+    if slow == "rank":
+        assert "rank 1" in document["verdict"]
+        assert "its forward takes" in document["verdict"]
+
+
+def test_a_report_fits_60_columns_and_its_page_needs_nothing_else(tmp_path):
+    out, err = finished(
+        scale(tmp_path, "-n", "1,2", "--repeat", "1", "--steps", "12", str(PLANTED), "nothing")
+    )
+    table = out.partition("\nReport:")[0].splitlines()
+    assert max(map(len, table)) <= 60
+    assert [line.split()[0] for line in table[1:3]] == ["1", "2"]
+    assert "run 2 of 2" in err
+    speedup = float(table[2].split()[3])
+    assert 0.8 < speedup < 1.3  # a pause is as long on two processes
+    assert "More than 1 process is not worth it here" in " ".join(table)
+    page = next(tmp_path.glob("runs/*/report.html"))
+    text = page.read_text()
+    assert text.count("<svg") == 3
+    assert not re.search(r"(src|href)=|@import|url\((?!#)", text)
+    assert {one.name for one in page.parent.glob("*.png")} == {"throughput.png", "speedup.png", "step.png"}
+
+
+def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path):
+    words = ("-n", "1", "--repeat", "3", "--steps", "12", str(PLANTED), "nothing")
+    first = scale(tmp_path, *words)
+    until = time.monotonic() + 40
+    while not [path for path in tmp_path.glob("runs/*/runs.jsonl") if path.read_text().count("\n")]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    assert ended(first)[2] == 130
+    done = next(tmp_path.glob("runs/*/runs.jsonl")).read_text().count("\n")
+    _, err = finished(scale(tmp_path, *words))
+    assert err.count("run ") == 3 - done
+    assert [one for one in next(tmp_path.glob("runs/*/")).iterdir() if one.name.startswith("run-")] == []
+
+
+def test_a_script_that_takes_no_measured_steps_is_refused(tmp_path):
+    (tmp_path / "serial.py").write_text("print('done')\n")
+    _, err, code = ended(scale(tmp_path, "-n", "1", "--repeat", "1", "serial.py"))
+    assert "serial.py took too few steps over samestep.loader" in err
+    assert code == 2
+
+
+def test_a_failing_script_ends_it_with_the_runs_own_report(tmp_path):
+    (tmp_path / "broken.py").write_text("raise ValueError('seven')\n")
+    _, err, code = ended(scale(tmp_path, "-n", "1", "--repeat", "1", "broken.py"))
+    assert "ValueError: seven" in err
+    assert code == 1
+
+
+def test_settings_become_variables_and_options_of_ddp():
+    found = variants([2], ["bucket_cap_mb=1,2.5", "NCCL_ALGO=Ring", "backend=gloo"], 1)
+    assert [json.loads(one.env["SAMESTEP_DDP"]) for one in found] == [
+        {"bucket_cap_mb": 1},
+        {"bucket_cap_mb": 2.5},
+    ]
+    assert {one.env["NCCL_ALGO"] for one in found} == {"Ring"}
+    assert {one.env["SAMESTEP_BACKEND"] for one in found} == {"gloo"}
+
+
+@pytest.mark.parametrize(
+    ("vary", "said"),
+    [
+        ("bucket", "is not a name and its values"),
+        ("launcher=mpirun", "launcher=mpirun is unknown"),
+        ("method=dataparallel", "method=... is not offered"),
+    ],
+)
+def test_what_cannot_be_varied_is_said(tmp_path, vary, said):
+    _, err, code = ended(scale(tmp_path, "--vary", vary, "train.py"))
+    assert said in err
+    assert code == 2
+
+
+def run_of(size, repeat=0, seconds=0.1, settings=(), **parts):
+    of = dict.fromkeys((*PARTS, "slowest"), 0.0) | {"forward": seconds} | parts
+    step = sum(of.values())
+    return Measured(
+        Variant(size, 1, settings), repeat, 1.0, step, 64 / step, of, None, None, 100, 6400, [of] * size
+    )
+
+
+def of_sizes(*runs):
+    return rows_of(runs, list(dict.fromkeys(run.variant for run in runs)))
+
+
+def test_efficiency_and_speedup_are_formed_within_each_repeat():
+    slow = [run_of(1, 0, 0.1), run_of(2, 0, 0.05), run_of(1, 1, 0.2), run_of(2, 1, 0.1)]
+    two = of_sizes(*slow)[1]
+    assert (two.speedup.low, two.speedup.high, two.efficiency) == (2.0, 2.0, 1.0)
+    assert two.device_hours == pytest.approx(2 * 6400 / two.throughput.value / 3600)
+
+
+def test_the_knee_is_the_last_doubling_that_gained_enough():
+    rows = of_sizes(run_of(1, seconds=0.08), run_of(2, seconds=0.04), run_of(4, seconds=0.02, exchange=0.018))
+    said = verdict(rows)
+    assert "It is worth it up to 2 processes" in said
+    assert "from 2 to 4 processes made it 1.05 times" in said
+    assert "The link limits it" in said
+
+
+def test_compute_that_more_processes_do_not_shorten_is_the_models_limit():
+    rows = of_sizes(run_of(1, seconds=0.08), run_of(4, seconds=0.06))
+    assert limit_of(rows[-1], rows[0]).name == "compute"
+    assert limit_of(rows[0], rows[0]) is None
+
+
+def test_a_setting_is_faster_only_beyond_the_spread():
+    def runs(*seconds):
+        return [run_of(2, at, one, (("bucket_cap_mb", "1"),)) for at, one in enumerate(seconds)]
+
+    base = [run_of(2, at, one, (("bucket_cap_mb", "25"),)) for at, one in enumerate((0.1, 0.1, 0.1, 0.1))]
+    assert "2, bucket_cap_mb=1 is fastest: 1.25 times" in verdict(
+        of_sizes(*base, *runs(0.08, 0.08, 0.08, 0.08))
+    )
+    assert "No setting is clearly faster" in verdict(of_sizes(*base, *runs(0.08, 0.12, 0.09, 0.11)))
+
+
+def test_a_plot_shows_every_value_and_escapes_what_is_foreign():
+    text = svg(Plot("A <b>", "ms", ["1", "2"], {"m": [Spread(1, 1, 1), Spread(1234, 1, 2000)]}, ideal=[1, 2]))
+    assert "A &lt;b&gt;" in text
+    assert ">1,234<" in text
+    assert "ideal" in text
