@@ -27,23 +27,23 @@ def train(slow: str) -> None:
 
         def __getitem__(self, at: int) -> torch.Tensor:
             if slow == "loader":
-                time.sleep(0.004)
+                time.sleep(0.01)
             return torch.ones(8)
 
     class Paused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            time.sleep(0.03 if slow == "rank" and world.rank == 1 else 0.008)
+            time.sleep(0.06 if slow == "rank" and world.rank == 1 else 0.02)
             return x.clone()
 
         @staticmethod
         def backward(ctx, gradient):
-            time.sleep(0.008)
+            time.sleep(0.02)
             return gradient
 
     class Adam(torch.optim.SGD):
         def step(self, closure=None):
-            time.sleep(0.02 if slow == "optimizer" else 0)
+            time.sleep(0.04 if slow == "optimizer" else 0)
             return super().step(closure)
 
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ class Large:
     """A part of a checkpoint that takes long to copy."""
 
     def state_dict(self) -> dict[str, int]:
-        time.sleep(0.06)
+        time.sleep(0.2)
         return {"at": 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None: ...

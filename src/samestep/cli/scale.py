@@ -16,7 +16,9 @@ from samestep.placement.devices import visible_devices
 from samestep.text import duration
 
 if TYPE_CHECKING:
+    from samestep.measure.predict import Prediction
     from samestep.measure.scale import Plan, Variant
+    from samestep.measure.verdict import Row
 
 _Told = Callable[["Variant", int, int, float | None], None]
 
@@ -38,6 +40,10 @@ _Told = Callable[["Variant", int, int, float | None], None]
 @click.option(
     "--cores", "each", metavar="C", type=click.IntRange(1), help="Cores of each process  [all / largest -n]"
 )
+@click.option(
+    "--predict", metavar="8,16,64", help="Also predict throughput at these sizes, without running them."
+)
+@click.option("--link", metavar="25GB/s,5us", help="The link to predict for  [this machine's, measured]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script")
@@ -50,11 +56,12 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     samestep scale -n 1,2,4 --steps 100 train.py
     samestep scale -n 4 --vary bucket_cap_mb=0.5,5,25 train.py
     samestep scale -n 2 --vary launcher=run,torchrun train.py
+    samestep scale -n 1,2 --predict 8,64 --link 25GB/s,5us train.py
 
     SCRIPT runs unchanged, in turns at each size, and each run ends after --steps steps. Every process has as many
     cores at every size. A measurement that was interrupted goes on when the same command is given again.
     """
-    from samestep.measure.report import text_of, write_report
+    from samestep.measure.report import text_of, text_of_predictions, write_report
     from samestep.measure.scale import Plan, measure, variants
     from samestep.measure.verdict import rows_of, verdict
 
@@ -71,12 +78,28 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         "rows": [row.facts() for row in rows],
         "verdict": said,
     }
+    predicted = _predicted(plan, rows, options["predict"], options["link"])
+    document["predicted"] = [one.facts() for one in predicted]
     written = write_report(plan.directory, " ".join(words), rows, said, document)
     if options["as_json"]:
         print_json(document, indent=1)
     else:
         click.echo(text_of(rows, said))
+        if predicted:
+            click.echo(f"\n{text_of_predictions(predicted)}")
         click.echo(f"\nReport: {written}")
+
+
+def _predicted(plan: "Plan", rows: "list[Row]", sizes: str | None, link: str | None) -> "list[Prediction]":
+    from samestep.measure.predict import link_of, model_of
+
+    if sizes is None:
+        if link is not None:
+            raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
+        return []
+    given = link_of(link, is_gloo=not visible_devices(os.environ)) if link else None
+    model = model_of(plan, rows, given)
+    return [model.predict(size) for size in numbers("--predict", sizes, "numbers of processes")]
 
 
 def _sizes(text: str | None, varies: bool) -> list[int]:

@@ -8,6 +8,7 @@ from textwrap import fill
 
 from samestep.files import write_atomically
 from samestep.measure.plots import Plot, png, svg
+from samestep.measure.predict import Prediction
 from samestep.measure.verdict import PARTS_SHOWN, Row
 
 _COLUMNS = 60
@@ -39,6 +40,23 @@ def text_of(rows: Sequence[Row], verdict: str) -> str:
         lines.append(f"{shown:{wide}} {cells.replace('%', ' %')}")
     lines += ["", *_parts(rows, names), ""]
     return "\n".join([*lines, *_hours(rows, wide), "", fill(verdict, _COLUMNS)])
+
+
+def text_of_predictions(predicted: Sequence[Prediction]) -> str:
+    """A table, and which size of bucket would be best."""
+    lines = ["predicted  samples/s      interval  efficiency  exchange"]
+    for one in predicted:
+        interval = f"{one.low:,.0f}-{one.high:,.0f}"
+        cells = f"{one.samples_per_second:>10,.0f} {interval:>15} {one.efficiency:>9.0%} {one.waits:>8.0%}"
+        lines.append(f"{one.size:<9} {cells}".replace("%", " %"))
+    last = predicted[-1]
+    gain = (
+        f"{last.best_gain:.2f} times as fast as with DDP's own"
+        if last.best_gain > 1.02
+        else "no gain over DDP's own"
+    )
+    best = f"At {last.size} processes buckets of {last.best_mb:g} MB are best: {gain} (replicate(bucket_cap_mb=...))."
+    return "\n".join([*lines, "", fill(best, _COLUMNS)])
 
 
 def write_report(

@@ -150,6 +150,12 @@ def measure(plan: Plan, told: Callable[[Variant, int, int, float | None], None])
     return found
 
 
+def environment(plan: Plan) -> dict[str, str]:
+    """What every run of a plan is told."""
+    weak = {"SAMESTEP_WEAK": "1"} if plan.weak else {}
+    return {"SAMESTEP_METER": "0", "SAMESTEP_MEASURE_STEPS": str(plan.steps), **weak}
+
+
 def _left_s(order: Sequence[tuple[Variant, int]], found: Sequence[Measured]) -> float | None:
     """How long the runs still to do will take, as far as runs so far tell."""
     if not found:
@@ -162,12 +168,7 @@ def _left_s(order: Sequence[tuple[Variant, int]], found: Sequence[Measured]) -> 
 
 
 def _run(plan: Plan, variant: Variant, repeat: int) -> Measured:
-    env = {
-        "SAMESTEP_METER": "0",
-        "SAMESTEP_MEASURE_STEPS": str(plan.steps),
-        **({"SAMESTEP_WEAK": "1"} if plan.weak else {}),
-        **variant.env,
-    }
+    env = environment(plan) | variant.env
     with tempfile.TemporaryDirectory(prefix="run-", dir=plan.directory) as directory:
         began = time.monotonic()
         by_us = variant.launcher == "run"

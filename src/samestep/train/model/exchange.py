@@ -4,6 +4,9 @@
 bits at any number of processes. A replica is composed with one of them.
 """
 
+import json
+import os
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -36,6 +39,8 @@ class Exchange(Subscriber):
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Take over the exchange of this DDP."""
+        if path := os.environ.get("SAMESTEP_RECORD_BUCKETS"):
+            ddp.register_comm_hook(_Record(path if dist.get_rank() == 0 else os.devnull), _recorded)
 
     def reached(self, output: Any) -> Any:
         """The model's output of this rank's last microbatch, before backward goes through it."""
@@ -64,6 +69,29 @@ def broadcast(tensor: torch.Tensor) -> None:
     dist.broadcast(sent, src=0)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(sent)
+
+
+class _Record:
+    """For `samestep scale --predict`: a line for each step, with when its buckets were ready, and their bytes."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._seen: list[tuple[float, int]] = []
+
+    def note(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        self._seen.append((time.monotonic(), bucket.buffer().nbytes))
+        if bucket.is_last():
+            with open(self._path, "a") as file:
+                print(json.dumps(self._seen), file=file)
+            self._seen = []
+
+
+def _recorded(record: _Record, bucket: dist.GradBucket) -> Total:  # type: ignore[name-defined]
+    """As DDP's comm hook: nothing is exchanged, so that each bucket is seen when backward has made it."""
+    record.note(bucket)
+    done: Total = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 class _Reach(torch.autograd.Function):

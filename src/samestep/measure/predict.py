@@ -1,0 +1,270 @@
+"""Predicts throughput at sizes and links that were not run, from measured parts, buckets and a link.
+
+The model is written down in docs/prediction.md. Covered: exchange beside backward in lanes, shares of the batch,
+jitter of ranks. Not covered: links that differ within a run, and exchange that takes cores from compute.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import log2
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from samestep.errors import UsageError, WorkerFailed
+from samestep.measure.scale import Plan, environment
+from samestep.measure.trial import Trial
+from samestep.measure.verdict import Row
+from samestep.placement.cores import cores
+from samestep.rundir import step_times_path
+from samestep.steptimes import PARTS, read_step_times
+
+CAPS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0)
+_FIRST_MB = 1.0  # DDP's own first bucket, where no size is asked for
+_MB = 1 << 20
+_ERROR = 0.05  # of the model itself, see docs/prediction.md
+_FINE_MB = 0.05
+_DRAWS = 200
+_UNITS = {"bit": 0.125, "B": 1.0}
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+Ready = Sequence[tuple[float, float]]  # when each bucket is ready after backward's begin, and its bytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two neighbours: bytes a second, and seconds that a message takes one way."""
+
+    bandwidth: float
+    latency_s: float
+    is_gloo: bool = True
+
+    @property
+    def lanes(self) -> int:
+        """How many buckets are in flight: Gloo has two threads, NCCL one queue."""
+        return 2 if self.is_gloo else 1
+
+    def latency_of(self, size: int) -> float:
+        """Of an all-reduce among so many."""
+        if self.is_gloo:
+            return 4 * (size - 1) * self.latency_s
+        return 2 * min(size - 1, 2 * log2(size)) * self.latency_s
+
+    def seconds_of(self, num_bytes: float, size: int) -> float:
+        """How long the link carries an all-reduce's bytes, at its full bandwidth."""
+        return 2 * (size - 1) / size * num_bytes / self.bandwidth
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth / 1e9:.3g} GB/s, {1e6 * self.latency_s:.3g} us"
+
+
+def link_of(text: str, *, is_gloo: bool) -> Link:
+    """`25GB/s,5us` or `200Mbit/s,0.1ms`."""
+    found = re.fullmatch(r"([\d.]+) ?([kMG]?)(B|bit)/s, ?([\d.]+) ?(us|ms|s)", text)
+    if not found or not float(found[1]):
+        raise UsageError(
+            f"--link {text} is not a bandwidth and a latency; write for instance --link 25GB/s,5us"
+        )
+    return Link(
+        float(found[1]) * _SCALES[found[2]] * _UNITS[found[3]], float(found[4]) * _TIMES[found[5]], is_gloo
+    )
+
+
+def exchange_end(ready: Ready, size: int, link: Link) -> float:
+    """When the last bucket's all-reduce is over: each waits for its turn, its latency and its bytes."""
+    waiting = [(at, link.latency_of(size), link.seconds_of(num_bytes, size)) for at, num_bytes in ready]
+    active: list[list[float]] = []  # what is left of latency and of time on the link
+    now = 0.0
+    while waiting or active:
+        while waiting and len(active) < link.lanes and waiting[0][0] <= now:
+            active.append(list(waiting.pop(0)[1:]))
+        sending = sum(1 for latency, _ in active if latency <= 0)
+        ends = [left if left > 0 else on_link * sending for left, on_link in active]
+        if waiting and len(active) < link.lanes:
+            ends.append(waiting[0][0] - now)
+        step = max(0.0, min(ends))
+        for one in active:
+            if one[0] > 0:
+                one[0] = one[0] - step if one[0] - step > 1e-12 else 0.0
+            else:
+                one[1] -= step / sending
+        active = [one for one in active if one[0] > 0 or one[1] > 1e-12]
+        now += step
+    return now
+
+
+def buckets(fine: Ready, cap_mb: float | None) -> list[tuple[float, float]]:
+    """Gradients put together as DDP does; None is its default: a first bucket of 1 MB, the others of 25 MB."""
+    made: list[tuple[float, float]] = []
+    held = 0.0
+    for at, (ready, num_bytes) in enumerate(fine):
+        held += num_bytes
+        cap = cap_mb if cap_mb is not None else (25.0 if made else _FIRST_MB)
+        if held >= cap * _MB or at == len(fine) - 1:
+            made.append((ready, held))
+            held = 0.0
+    return made
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """For one size: a throughput with an interval, and the bucket size that would be best."""
+
+    size: int
+    step_s: float
+    samples_per_second: float
+    low: float
+    high: float
+    efficiency: float
+    waits: float  # the share of the step in which processes wait for the exchange
+    best_mb: float
+    best_gain: float
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        return vars(self)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a script: parts that shrink with the share of a batch, parts that do not, and its buckets."""
+
+    rows: Sequence[Row]
+    fine: Ready  # as fractions of backward's time
+    link: Link
+    batch: float
+    jitter: Sequence[float]  # quantiles of a rank's own time in a step, as parts of its mean
+    weak: bool = False
+
+    def part(self, size: int, name: str) -> float:
+        """Seconds of a part at a size: a + b * share, through what was measured; constant where that is one size."""
+        if self.weak:
+            return median(self._at(row, name) for row in self.rows)
+        points = [(1 / row.variant.size, self._at(row, name)) for row in self.rows]
+        if len(points) == 1:
+            share, seconds = points[0]
+            return seconds * (1 / size / share if name in ("data", "forward", "backward") else 1.0)
+        mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
+            (x - mean_x) ** 2 for x, _ in points
+        )
+        slope = max(0.0, min(slope, mean_y / mean_x))
+        return float(mean_y + slope * (1 / size - mean_x))
+
+    def step_s(self, size: int, cap_mb: float | None = None) -> tuple[float, float]:
+        """Seconds of a step, and of these the seconds that wait for the exchange."""
+        own = {name: self.part(size, name) for name in PARTS if name not in ("exchange", "call")}
+        backward = own["backward"]
+        waits = 0.0
+        if size > 1:
+            ready = [(fraction * backward, num_bytes) for fraction, num_bytes in buckets(self.fine, cap_mb)]
+            waits = max(0.0, exchange_end(ready, size, self.link) - backward)
+        return sum(own.values()) * self._slowest_of(size) + waits, waits
+
+    def predict(self, size: int) -> Prediction:
+        """For one size."""
+        step, waits = self.step_s(size)
+        by_cap = {cap: self.step_s(size, cap)[0] for cap in CAPS_MB}
+        best = min(by_cap, key=lambda cap: by_cap[cap])
+        first = self.rows[0]
+        batch = self.batch * (size if self.weak else 1)
+        spread = (first.step_s.high - first.step_s.low) / 2 / first.step_s.value + _ERROR
+        alone = self.batch / self.step_s(1)[0]
+        return Prediction(
+            size,
+            step,
+            batch / step,
+            batch / step / (1 + spread),
+            batch / step * (1 + spread),
+            batch / step / alone / size,
+            waits / step,
+            best,
+            step / by_cap[best],
+        )
+
+    def _slowest_of(self, size: int) -> float:
+        """How much longer the slowest of so many ranks takes than the mean."""
+        if len(self.jitter) < 2:
+            return 1.0
+        # the largest of n draws lies at the quantile u^(1/n), u uniform
+        at = (((k + 0.5) / _DRAWS) ** (1 / size) for k in range(_DRAWS))
+        return max(1.0, sum(map(self._quantile, at)) / _DRAWS)
+
+    def _quantile(self, fraction: float) -> float:
+        at = fraction * (len(self.jitter) - 1)
+        low = min(int(at), len(self.jitter) - 2)
+        return self.jitter[low] + (at - low) * (self.jitter[low + 1] - self.jitter[low])
+
+    @staticmethod
+    def _at(row: Row, name: str) -> float:
+        return median(run.parts[name] for run in row.runs)
+
+
+def model_of(plan: Plan, rows: Sequence[Row], link: Link | None) -> Model:
+    """Record the script's buckets in one more run, and measure the link where none is given."""
+    recorded, jitter = _recorded(plan, rows[-1].variant.cores)
+    first = rows[0]
+    batch = first.runs[0].samples_per_second * first.runs[0].step_s / (first.variant.size if plan.weak else 1)
+    known = [row for row in rows if not row.variant.settings]
+    return Model(known, recorded, link or measure_link(), batch, jitter, plan.weak)
+
+
+def measure_link() -> Link:
+    """Of this machine, by all-reduces of several sizes among two processes."""
+    with TemporaryDirectory(prefix="samestep-") as directory:
+        script = Path(__file__).with_name("sweep.py")
+        result = Trial([str(script)], 2, Path(directory), cores=min(2, len(cores()))).run()
+        if result.code:
+            raise WorkerFailed(result.failure or result.text)
+        return link_from_sweep(json.loads(result.printed()[-1]), 2)
+
+
+def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo: bool = True) -> Link:
+    """Latency and bandwidth from the bytes and seconds of all-reduces, by least squares on the relative error."""
+    weights = [1 / seconds**2 for _, seconds in sweep]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, sweep, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, sweep, strict=True)) / total
+    above = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, sweep, strict=True))
+    slope = above / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, sweep, strict=True))
+    latency = max(0.0, mean_y - slope * mean_x)
+    steps = 4 * (size - 1) if is_gloo else 2 * (size - 1)
+    return Link(2 * (size - 1) / size / max(slope, 1e-15), latency / steps, is_gloo)
+
+
+def _recorded(plan: Plan, each: int) -> tuple[list[tuple[float, float]], list[float]]:
+    """Each bucket's ready time as a fraction of backward, of a run with small buckets that exchanges nothing."""
+    with TemporaryDirectory(prefix="record-", dir=plan.directory) as directory:
+        kept = Path(directory, "buckets.jsonl").absolute()
+        env = environment(plan) | {
+            "SAMESTEP_RECORD_BUCKETS": str(kept),
+            "SAMESTEP_DDP": json.dumps({"bucket_cap_mb": _FINE_MB}),
+            "SAMESTEP_CHECK_EVERY": "0",
+        }
+        result = Trial(plan.script, 2, Path(directory, "run"), env, min(2 * each, len(cores()))).run()
+        if result.code or not kept.exists():
+            raise WorkerFailed(
+                result.failure or f"{plan.script[0]} has no replica whose buckets could be recorded"
+            )
+        steps = [json.loads(line) for line in kept.read_text().splitlines()]
+        times = read_step_times(step_times_path(result.run.path, 0))
+    assert times is not None
+    at = {name: PARTS.index(name) for name in ("data", "copy", "forward", "backward")}
+    by_begin = sorted(times.steps, key=lambda step: step.began)
+    fractions: list[list[float]] = []
+    for step in by_begin:
+        begin = step.began + sum(step.parts[at[name]] for name in ("data", "copy", "forward"))
+        found = next((one for one in steps if begin - 1e-4 <= one[0][0] <= step.began + step.seconds), None)
+        if found and len(found) == len(steps[-1]):
+            fractions.append([min(1.0, max(0.0, (t - begin) / step.parts[at["backward"]])) for t, _ in found])
+    if not fractions:
+        raise WorkerFailed(f"the buckets of {plan.script[0]} could not be recorded")
+    ready = list(accumulate((median(column) for column in zip(*fractions, strict=True)), max))
+    own = [step.seconds for step in times.steps]
+    ordered = sorted(seconds / (sum(own) / len(own)) for seconds in own)
+    jitter = [ordered[round(k / 20 * (len(ordered) - 1))] for k in range(21)]
+    return [(at, num_bytes) for at, (_, num_bytes) in zip(ready, steps[-1], strict=True)], jitter
