@@ -57,7 +57,8 @@ def metered(run, tmp_path):
     """Runs the loop above with pauses: what its clocks say, by rank, and what the meter says."""
 
     def started(size, asked="0", **plan):
-        (tmp_path / "run" / "pulse").mkdir(parents=True)
+        for folder in ("pulse", "logs"):
+            (tmp_path / "run" / folder).mkdir(parents=True, exist_ok=True)
         env = {"SAMESTEP_RUN": str(tmp_path / "run"), "SAMESTEP_METER": asked}
         codes, said = run("    import json\n" + LOOP, size, json.dumps(plan), env=env)
         assert codes == [0] * size, said
@@ -156,7 +157,8 @@ def test_backward_is_torchs_own_again_when_the_group_is_closed(run):
 
 
 def test_steps_after_a_pass_that_was_left_are_counted(run, tmp_path):
-    (tmp_path / "run" / "pulse").mkdir(parents=True)
+    for folder in ("pulse", "logs"):
+        (tmp_path / "run" / folder).mkdir(parents=True)
     source = """
     for epoch in range(3):
         for at, (x,) in enumerate(train):

@@ -217,7 +217,8 @@ def _by_samestep(script: Sequence[str], variant: Variant, env: Mapping[str, str]
 
 def _by_another(script: Sequence[str], variant: Variant, env: Mapping[str, str], directory: Path) -> Path:
     """By torchrun or srun, with the same cores; the meter's files go where a run of ours has them."""
-    (directory / "pulse").mkdir()
+    for part in ("pulse", "logs", "failures"):
+        (directory / part).mkdir()
     if variant.launcher == "torchrun":
         allowed = sorted(usable_cores())[: variant.cores * variant.size]
         bind = f"import os, sys; os.sched_setaffinity(0, {allowed}); os.execv(sys.argv[1], sys.argv[1:])"

@@ -143,11 +143,13 @@ def limit_of(row: Row, first: Row) -> Limit | None:
     candidates = {name: seconds for name, seconds in row.parts.items() if name != "compute"}
     share = 1.0 if row.weak else first.variant.size / row.variant.size
     candidates["compute"] = row.parts["compute"] - first.parts["compute"] * share
+    slow, because = _slow_rank(row)
+    if slow is not None:  # all others wait for it, and it for none of them
+        candidates["slowest"] *= row.variant.size / (row.variant.size - 1)
     name = max(candidates, key=lambda name: candidates[name])
     if candidates[name] < _LEAST * step_s:
         return None
-    rank, because = _slow_rank(row) if name == "slowest" else (None, "")
-    return Limit(name, candidates[name], candidates[name] / step_s, rank, because)
+    return Limit(name, candidates[name], candidates[name] / step_s, slow, because)
 
 
 def _slow_rank(row: Row) -> tuple[int | None, str]:
