@@ -267,6 +267,36 @@ def test_a_disk_that_became_read_only_costs_only_the_commit_tried(small_disk):
     assert commits.newest(read).value == 1
 
 
+COMMITS = """
+import sys
+from samestep.errors import CheckpointError
+from samestep.state.directory import CheckpointDirectory
+from samestep.state.file import pack
+commits = CheckpointDirectory(sys.argv[1])
+for step in (1, 2):
+    try:
+        commits.commit(pack({"step": step}), step)
+        print("committed")
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+@needs_strace
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [("EINVAL", "committed"), ("EIO", "checkpoint skipped: {} cannot be written (Input/output error)")],
+)
+def test_names_that_cannot_be_synced_are_no_failure_and_those_that_were_lost_are(tmp_path, error, outcome):
+    run = tmp_path / "run"
+    run.mkdir()
+    tracer = ["strace", "-f", "-qq", "-o", tmp_path / "log", "-P", run, "-e", "trace=fsync"]
+    command = [*tracer, "-e", f"inject=fsync:error={error}", sys.executable, "-c", COMMITS, run]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert ran.stdout.splitlines() == [outcome.format(run)] * 2
+    assert (tmp_path / "log").read_text().count("INJECTED") == 2
+
+
 @needs_strace
 def test_power_that_fails_at_any_moment_leaves_the_old_or_the_new_state_and_no_sync_is_needless():
     words = [sys.executable, TESTS / "power_loss.py", "--states", "64"]
