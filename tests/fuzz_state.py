@@ -3,6 +3,7 @@
 import argparse
 import collections
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -10,8 +11,11 @@ import struct
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -229,7 +233,6 @@ def memory(field):
 
 def tried(path):
     """What reading does to one file: its outcome, seconds, and bytes of memory at the highest."""
-    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before, start = memory("VmRSS"), time.perf_counter()
     try:
@@ -244,18 +247,54 @@ def tried(path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--files", type=int, default=20_000)
+    parser.add_argument("--files", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+    memory = Path("/dev/shm")
+    shares = [arguments.files // arguments.processes] * arguments.processes
+    shares[0] += arguments.files - sum(shares)
+    with tempfile.TemporaryDirectory(
+        dir=arguments.directory or (memory if memory.is_dir() else None)
+    ) as directory:
         os.chdir(directory)
-        sys.exit(fuzz(Path(directory), arguments.files, arguments.seed))
+        good = originals(Path(directory))
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(arguments.processes, fork) as pool:
+            seeds = range(arguments.seed, arguments.seed + arguments.processes)
+            found = list(pool.map(fuzz, [good] * len(shares), shares, seeds))
+        canary = ["canary"] if os.path.exists("canary") else []
+    counts = sum((one.counts for one in found), collections.Counter())
+    worst, ran = (
+        list(chain.from_iterable(lists))
+        for lists in zip(*((one.worst, one.ran) for one in found), strict=True)
+    )
+    ran += canary
+    silent = sum(": read in" in line for line in worst)
+    print(
+        f"damaged files {counts.total()} | read silently {silent} | other errors {len(worst) - silent} "
+        f"| code run {len(ran)} | slowest {max(one.slowest for one in found):.3f} s "
+        f"| memory {max(one.highest for one in found):.2f} of twice the file + {SLACK >> 20} MiB "
+        f"| seed {arguments.seed}"
+    )
+    print(*(f"{name} {count}" for name, count in sorted(counts.items())), sep=", ")
+    print(*worst[:20], *ran[:5], sep="\n")
+    sys.exit(bool(worst or ran))
 
 
-def fuzz(directory, files, seed):
-    good = originals(directory)
-    path = directory / "damaged"
+class Found(NamedTuple):
+    """What one process found: files by damage, what went wrong, code that ran, the slowest, the most memory."""
+
+    counts: collections.Counter
+    worst: list
+    ran: list
+    slowest: float
+    highest: float
+
+
+def fuzz(good, files, seed):
+    path = Path(f"damaged-{seed}")
     for data in good:
         path.write_bytes(data)
         assert tried(path)[0] == "read"
@@ -271,6 +310,8 @@ def fuzz(directory, files, seed):
         if bytes(data) in good:
             continue
         path.write_bytes(data)
+        if done % 20 == 0:
+            gc.collect()
         outcome, seconds, peak = tried(path)
         done += 1
         counts[damage.__name__] += 1
@@ -278,17 +319,7 @@ def fuzz(directory, files, seed):
         if outcome or seconds > 1 or peak > 2 * len(data) + SLACK:
             cost = f"{seconds:.2f} s, {peak >> 20} MiB of {len(data)} bytes"
             worst.append(f"{damage.__name__}: {outcome or 'refused'} in {cost}")
-    silent = sum(": read in" in line for line in worst)
-    if os.path.exists("canary"):
-        ran.append("canary")
-    print(
-        f"damaged files {done} | read silently {silent} | other errors {len(worst) - silent} "
-        f"| code run {len(ran)} | slowest {slowest:.3f} s "
-        f"| memory {highest:.2f} of twice the file + {SLACK >> 20} MiB | seed {seed}"
-    )
-    print(*(f"{name} {count}" for name, count in sorted(counts.items())), sep=", ")
-    print(*worst[:20], *ran[:5], sep="\n")
-    return bool(worst or ran)
+    return Found(counts, worst, ran, slowest, highest)
 
 
 if __name__ == "__main__":
