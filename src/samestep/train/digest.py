@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from samestep.train.group.device import widest
+from samestep.train.group.device import on_host, widest
 
 _PIECE = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -13,12 +13,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bit_sums(tensors: Iterable[torch.Tensor]) -> bytes:
     """For each tensor eight bytes: the sum of its bits read as integers, which one flipped bit always changes."""
-    sums = [_bit_sum(_flat(tensor)) for tensor in tensors]
-    found = torch.zeros(len(sums), dtype=torch.int64, device="cpu")
-    for device in {one.device for one in sums}:
-        at = [number for number, one in enumerate(sums) if one.device == device]
-        found[at] = torch.stack([sums[number] for number in at]).cpu()
-    return found.numpy().tobytes()
+    sums = on_host(_bit_sum(_flat(tensor)) for tensor in tensors)
+    return torch.stack(sums).numpy().tobytes() if sums else b""
 
 
 @torch.no_grad()
@@ -53,4 +49,4 @@ def _bit_sum(flat: torch.Tensor) -> torch.Tensor:
 @cache
 def _direction(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return (torch.randint(0, 2, (_PIECE,), generator=generator).double() * 2 - 1).to(device)
+    return (torch.randint(0, 2, (_PIECE,), generator=generator, device="cpu").double() * 2 - 1).to(device)

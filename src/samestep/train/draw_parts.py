@@ -80,7 +80,7 @@ def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
     if place.before == 1:
         return Part(place.dim, start * times, length, share.all * times, layout=layout)
     # the length before the batch may be another than where the place was found
-    rows = torch.arange(share.all * times).view(-1, share.all, place.after)
+    rows = torch.arange(share.all * times, device="cpu").view(-1, share.all, place.after)
     return Part(
         place.dim, 0, length, share.all * times, rows[:, start : start + share.mine].reshape(-1), layout
     )

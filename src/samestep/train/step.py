@@ -102,7 +102,9 @@ class Share:
         """The indices of this rank's samples, while the pass goes on."""
         order = self.of.order
         return (
-            torch.empty(0, dtype=torch.int64) if order is None else order[self.start : self.start + self.mine]
+            torch.empty(0, dtype=torch.int64, device="cpu")
+            if order is None
+            else order[self.start : self.start + self.mine]
         )
 
     def weight(self, size: int) -> float:

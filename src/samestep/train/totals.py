@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train import sums
 from samestep.train.group.control import users_line
+from samestep.train.group.device import moved, on_host
 from samestep.train.group.world import joined
 from samestep.train.step import spine
 
@@ -107,10 +108,10 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
     small = [leaf for leaf in leaves if not _is_large(leaf)]
     own = sums.Sums([sums.number(float(weight))], [])
+    in_host = on_host([leaf for leaf in small if isinstance(leaf, torch.Tensor)])
+    own.arrays.extend(_array(leaf, weight, divide) for leaf in in_host)
     for leaf in small:
-        if isinstance(leaf, torch.Tensor):
-            own.arrays.append(_array(leaf, weight, divide))
-        else:
+        if not isinstance(leaf, torch.Tensor):
             term = None if not weight else leaf * weight if divide else leaf
             own.numbers.append(sums.number(term))
     packed, everyones = joined().total(call, json.dumps(kinds).encode(), sums.pack(own), sums.add)
@@ -173,12 +174,12 @@ def _array(leaf: torch.Tensor, weight: float, divide: bool) -> tuple[str, bytes]
     kind = "c16" if leaf.is_complex() else "f8" if leaf.is_floating_point() else "i8"
     if not weight:
         return kind, b""
-    wide = leaf.detach().cpu().resolve_conj().resolve_neg().to(_WIDE[kind])
+    wide = leaf.to(_WIDE[kind])
     return kind, (wide * weight if divide else wide).contiguous().numpy().tobytes()
 
 
 def _of_array(leaf: torch.Tensor, kind: str, data: bytes, whole: float) -> torch.Tensor:
-    total = torch.zeros(leaf.shape, dtype=_WIDE[kind])
+    total = torch.zeros(leaf.shape, dtype=_WIDE[kind], device="cpu")
     if data:
         total += torch.frombuffer(bytearray(data), dtype=_WIDE[kind]).reshape(leaf.shape)
     return _narrowed(total / whole if whole != 1.0 else total, leaf)
@@ -204,7 +205,7 @@ def _narrowed(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     narrow = total.to(leaf.dtype)
     if not (leaf.is_floating_point() or leaf.is_complex()) and not torch.equal(narrow.to(total.dtype), total):
         raise UsageError(f"the total of samestep.sum does not fit into {_kind(leaf)}; use .long()")
-    return narrow.to(leaf.device)
+    return moved(narrow, leaf.device)
 
 
 def _joined(leaf: Any, ranks: Sequence[Sequence[Any]], at: int, *, lent: bool) -> Any:
@@ -216,7 +217,7 @@ def _joined(leaf: Any, ranks: Sequence[Sequence[Any]], at: int, *, lent: bool) -
     def back(gradient: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(leaf) if lent else gradient[start : start + len(leaf)]
 
-    return _differentiable("samestep.gather", leaf, torch.cat(parts).to(leaf.device), back)
+    return _differentiable("samestep.gather", leaf, moved(torch.cat(parts), leaf.device), back)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -270,11 +271,7 @@ def _read(node: Any) -> Any:
 
 def _exchange(call: str, kinds: Sequence[str], leaves: Sequence[Any]) -> list[list[Any]]:
     """Every rank's leaves, by rank, after all were found to bring the same kinds."""
-    tensors = [
-        leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
+    tensors = on_host(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     try:
         head = json.dumps(
@@ -306,7 +303,7 @@ def _decoded(
             yield own
             continue
         shape = next(left)
-        flat = torch.empty(math.prod(shape) * leaf.element_size(), dtype=torch.uint8)
+        flat = torch.empty(math.prod(shape) * leaf.element_size(), dtype=torch.uint8, device="cpu")
         file.readinto(flat.numpy().data)
         yield flat.view(leaf.dtype).reshape(shape)
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import samestep.train
+from samestep.train.group.device import HostMemory, moved, on_host, overlaps, synchronize
+from samestep.train.model.replicate import is_elsewhere
 
 SOURCE = Path(samestep.train.__file__).parent
 KINDS = re.compile(r"\b(cuda|xpu|mps|hip|rocm)\b", re.IGNORECASE)
@@ -26,10 +28,7 @@ class Two(registration._DummyBackendModule):
     def get_rng_state(self):
         return torch.zeros(16, dtype=torch.uint8)
 
-class Guard(registration._DummyDeviceGuard):
-    pass
-
-registration._setup_privateuseone_for_python_backend("private", backend_module=Two(), device_guard=Guard())
+registration._setup_privateuseone_for_python_backend("private", backend_module=Two())
 """
 
 
@@ -123,3 +122,75 @@ def test_cublas_is_told_to_compute_the_same_bits_before_a_worker_starts(tmp_path
             command, env=clean | asked, capture_output=True, text=True, timeout=50, check=False
         )
         assert done.stdout == f"{expected}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("found", "own", "by_nccl", "expected"),
+    [
+        (["cuda:0"], "cuda:1", True, True),  # model.cuda() before init()
+        (["cuda:0"], "cuda:1", False, True),
+        (["cuda:1"], "cuda:1", True, False),
+        (["cuda:0", "cuda:1"], "cuda:1", True, False),  # a model on two devices of its own
+        (["cuda:1", "cpu"], "cuda:1", True, True),
+        (["cuda:1", "cpu"], "cuda:1", False, False),
+        (["cpu"], "cuda:1", True, True),
+        (["cpu"], "cuda:1", False, False),
+        (["cpu"], "cpu", False, False),
+        ([], "cuda:0", True, False),
+    ],
+)
+def test_a_model_on_another_ranks_device_is_told_by_the_number_of_the_device(found, own, by_nccl, expected):
+    assert is_elsewhere({torch.device(one) for one in found}, torch.device(own), by_nccl=by_nccl) is expected
+
+
+def test_nothing_is_copied_or_waited_for_on_a_cpu():
+    cpu, x = torch.device("cpu"), torch.arange(6.0)
+    assert not overlaps(cpu)
+    assert not overlaps(
+        torch.device("mps")
+    )  # there a copy that does not wait may read memory that was given away
+    assert moved(x, cpu) is x
+    assert [one.data_ptr() for one in on_host([x, x[1:]])] == [x.data_ptr(), x[1:].data_ptr()]
+    synchronize(cpu)
+    memory = HostMemory(33, cpu)
+    memory.pin()
+    assert len(memory.bytes) == 33
+
+
+# What Python 3.14 has as its default, on the Python that is here.
+AS_3_14 = """
+import multiprocessing, sys
+from multiprocessing import context
+default = context.DefaultContext(context._concrete_contexts["forkserver"])
+for module in (multiprocessing, context):
+    module._default_context = default
+for name in ("get_start_method", "set_start_method", "get_context"):
+    setattr(multiprocessing, name, getattr(default, name))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
+def test_a_loader_has_workers_where_python_does_not_fork_by_default():
+    source = """
+import torch, samestep
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.tensor(index), torch.utils.data.get_worker_info() is not None
+
+samestep.init()
+from samestep.train.data.source import source_of
+made = source_of(Rows(), {}, torch.device("cpu"), 3)
+print(made._loader.num_workers, made._loader.multiprocessing_context)
+plan = iter([torch.tensor([0, 1]), torch.tensor([2, 3])])
+print([batch[1].tolist() for batch in made.batches(plan, 0, 0)])
+"""
+    done = started(AS_3_14 + source)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("2 <multiprocessing.context.ForkContext")
+    assert lines[1] == "[[True, True], [True, True]]"
+    chosen = started(AS_3_14 + "multiprocessing.set_start_method('forkserver')\n" + source)
+    assert chosen.stdout.startswith("0 None\n"), chosen.stderr

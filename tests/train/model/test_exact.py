@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import UsageError
+from samestep.train.group.world import joined
+from samestep.train.step import Spine
 
 TRAINING = Path(__file__).parents[2] / "exact_training.py"
 
@@ -189,3 +192,66 @@ def test_unused_parameters_have_the_gradient_of_the_serial_script_or_none(world,
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
         assert all(torch.equal(one, mine) for one in samestep.gather(mine.detach()[None]))
+
+
+class Unwritten(nn.Linear):
+    """Reads memory that nobody wrote, in the step in which it is told to."""
+
+    reads = False
+
+    def forward(self, x):
+        return super().forward(x) + (torch.empty(1).sum() if self.reads else 0)
+
+
+def test_memory_that_is_read_unwritten_is_nan_in_the_first_step_and_not_filled_after_it(world):
+    from torch.utils import deterministic
+
+    model = samestep.replicate(Unwritten(4, 2), exact=True)
+    model.reads, filled = True, []
+    deterministic.fill_uninitialized_memory = (
+        True  # as at the start; an earlier test has taken the first step
+    )
+    for step in samestep.steps(TensorDataset(torch.randn(12, 4)), 6, microbatch=2):
+        filled.append(deterministic.fill_uninitialized_memory)
+        for (x,) in step:
+            loss = model(x).sum()
+            assert loss.isnan() == filled[-1]
+            loss.backward()
+        model.reads = False
+    assert filled == [True, False]
+    assert deterministic.fill_uninitialized_memory is False
+
+
+class Counted(TorchDispatchMode):
+    """Operations that compute or copy; on a GPU each is at least a launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        alias = func._schema.returns[0].alias_info if func._schema.returns else None
+        self.count += func.namespace == "aten" and (alias is None or alias.is_write)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.sizes(1, 2)
+def test_what_a_microbatch_adds_to_its_sums_takes_as_many_operations_for_many_layers_as_for_few(world):
+    """A launch for each of 161 parameters would take longer than what it adds."""
+    counts = []
+    for layers in (2, 20):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(layers)))
+        samestep.replicate(model, exact=True)
+        exchange = model.forward.exchange
+        for step in samestep.steps(TensorDataset(torch.randn(32, 4)), 32, microbatch=4):
+            for at, (x,) in enumerate(step):
+                model(x).sum().backward()
+                if at == 1:
+                    with Counted() as counted:
+                        share = joined().the(Spine).trained
+                        exchange.microbatch_ends(share)
+                    counts.append(counted.count)
+                    break
+            break
+        del model
+    assert counts[1] == counts[0] < 10, counts

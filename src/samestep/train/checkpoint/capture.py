@@ -104,5 +104,5 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
-    flat = torch.empty(blob.nbytes, dtype=torch.uint8)
+    flat = torch.empty(blob.nbytes, dtype=torch.uint8, device="cpu")
     return flat.numpy().data, lambda: flat.view(_DTYPES[blob.dtype]).view(blob.shape)

@@ -75,7 +75,8 @@ class FromWorkers:
             return list(found) if part is None else Whole(found, part)
 
         self._plan.keys = map(keys, plan)
-        return iter(self._loader)
+        with torch.device("cpu"):  # what DataLoader draws, whatever the script's default device
+            return iter(self._loader)
 
     def sample(self, index: int) -> Any:
         """One sample as it is under any seed, to know the data set by."""
@@ -112,6 +113,7 @@ class _Seeded(Dataset[Any]):
 
 def _begin_worker(users: Callable[[int], None] | None, number: int) -> None:
     _outlive_sigterm()
+    torch.set_default_device(None)  # a process that was forked cannot use the rank's device
     if users is not None:
         users(number)
 

@@ -43,7 +43,7 @@ class Order:
         if self._seed is None and self._shuffle:
             self.pass_seed = expected.get("seed") or self._drawn_seed()
             generator = torch.Generator().manual_seed(self.pass_seed)
-            return torch.randperm(self.length, generator=generator)
+            return torch.randperm(self.length, generator=generator, device="cpu")
         return share.order(self.length, self._seed or 0, epoch, self._shuffle)
 
     def _drawn_seed(self) -> int:
@@ -79,12 +79,12 @@ class Lazy:
             self._of.check_length(len(self._taken), at_least=part.stop)
         if self._alike:
             self._alike = False
-            self._of.compare(_digest(torch.tensor(self._taken)))
-        return torch.tensor(self._taken[part], dtype=torch.int64)
+            self._of.compare(_digest(torch.tensor(self._taken, device="cpu")))
+        return torch.tensor(self._taken[part], dtype=torch.int64, device="cpu")
 
     def first(self, count: int) -> torch.Tensor:
         """The first samples, as far as they were taken."""
-        return torch.tensor(self._taken[:count], dtype=torch.int64)
+        return torch.tensor(self._taken[:count], dtype=torch.int64, device="cpu")
 
 
 class Sampled(Order):
@@ -161,7 +161,7 @@ class Sampled(Order):
             streams.restore(own, brought_back)
         self.check_length(len(drawn))
         self._passes += 1
-        order = self._drawn = torch.tensor(drawn, dtype=torch.int64)
+        order = self._drawn = torch.tensor(drawn, dtype=torch.int64, device="cpu")
         return order
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -13,9 +13,9 @@ from samestep.train.streams import seed_of
 def order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
     """The samples of one epoch, in the order every number of processes takes them."""
     if not shuffle:
-        return torch.arange(length)
+        return torch.arange(length, device="cpu")
     generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
-    return torch.randperm(length, generator=generator)
+    return torch.randperm(length, generator=generator, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

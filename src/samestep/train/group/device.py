@@ -6,6 +6,7 @@ streams; docs/devices.md says what was tried where.
 
 import platform
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,6 +49,20 @@ def synchronize(device: torch.device) -> None:
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device; the script does not wait for a copy that is in order with what uses it."""
     return tensor.to(device, non_blocking=overlaps(device) and tensor.device.type == "cpu")
+
+
+def on_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in the memory of this process, by one transfer from each device."""
+    found = [one.detach().resolve_conj().resolve_neg().contiguous() for one in tensors]
+    for device in {one.device for one in found} - {torch.device("cpu")}:
+        # the largest elements first, so that each begins at a multiple of its size
+        at = [number for number, one in enumerate(found) if one.device == device]
+        at.sort(key=lambda number: -found[number].element_size())
+        flat = torch.cat([found[number].reshape(-1).view(torch.uint8) for number in at]).cpu()
+        parts = torch.split(flat, [found[number].nbytes for number in at])
+        for number, part in zip(at, parts, strict=True):
+            found[number] = part.view(found[number].dtype).view(found[number].shape)
+    return found
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -9,10 +9,16 @@ from samestep.errors import UsageError
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS
 from samestep.train.group.device import check_cublas, name_of_hardware
 from samestep.train.group.group import Group, Member
+from samestep.train.step import Share, Spine, Subscriber
+
+_MEMORY: Any = torch.utils.deterministic  # its one setting is a property, which type checkers do not see
 
 
-class FixedArithmetic(Member):
-    """Deterministic kernels, and one thread count at any size ($SAMESTEP_EXACT_THREADS, or 1), until it is closed."""
+class FixedArithmetic(Member, Subscriber):
+    """Deterministic kernels, and one thread count at any size ($SAMESTEP_EXACT_THREADS, or 1), until it is closed.
+
+    In the first step torch fills new memory with NaN, which shows where a script reads what nobody wrote.
+    """
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -20,7 +26,9 @@ class FixedArithmetic(Member):
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.cudnn.benchmark,
             torch.get_num_threads(),
+            _MEMORY.fill_uninitialized_memory,
         )
+        group.the(Spine).subscribe(self)
 
     def fix(self) -> None:
         """From here on."""
@@ -36,8 +44,13 @@ class FixedArithmetic(Member):
         torch.set_num_threads(int(asked))
         check_cublas(self.group.world.device)
 
+    def step_ends(self, share: Share) -> None:
+        if share.of.training:
+            _MEMORY.fill_uninitialized_memory = False
+
     def close(self) -> None:
-        deterministic, torch.backends.cudnn.benchmark, threads = self._before
+        deterministic, torch.backends.cudnn.benchmark, threads, fills = self._before
+        _MEMORY.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
 

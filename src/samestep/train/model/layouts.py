@@ -76,21 +76,27 @@ def _packed_part(packed: PackedSequence) -> Part | None:
     if share is None or group.world.size == 1:
         return None
     sizes = packed.batch_sizes
-    lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]))).sum(0)  # of the sorted sequences
+    lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]), device="cpu")).sum(
+        0
+    )  # of the sorted sequences
     if packed.unsorted_indices is not None:
         lengths = lengths[packed.unsorted_indices.cpu()]
     mine = json.dumps([] if share.lent else lengths.tolist()).encode()
     ranks = [json.loads(one) for one in group.all_gather("samestep.replicate's packed sequences", mine)]
     if share.lent or share.mine == share.all:
         return None
-    everyones = torch.tensor([length for rank in ranks for length in rank])
+    everyones = torch.tensor([length for rank in ranks for length in rank], device="cpu")
     first = sum(len(rank) for rank in ranks[: group.world.rank])
     ordered, by_length = torch.sort(everyones, descending=True)
     place = torch.empty_like(by_length)
-    place[by_length] = torch.arange(len(by_length))
-    steps = torch.arange(int(ordered[0]))
+    place[by_length] = torch.arange(len(by_length), device="cpu")
+    steps = torch.arange(int(ordered[0]), device="cpu")
     whole_sizes = (ordered.unsqueeze(0) > steps.unsqueeze(1)).sum(1)
     begins = torch.cumsum(whole_sizes, 0) - whole_sizes
-    own = torch.arange(len(lengths)) if packed.sorted_indices is None else packed.sorted_indices.cpu()
+    own = (
+        torch.arange(len(lengths), device="cpu")
+        if packed.sorted_indices is None
+        else packed.sorted_indices.cpu()
+    )
     rows = [begins[step] + place[first + own[: int(count)]] for step, count in enumerate(sizes)]
     return Part(0, 0, len(packed.data), int(whole_sizes.sum()), torch.cat(rows))

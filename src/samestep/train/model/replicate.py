@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
-from samestep.train.group.world import World, joined
+from samestep.train.group.world import joined
 from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence, check_every
@@ -75,7 +75,7 @@ def replicate(
         replicas.alone[target] = loss == "sum"
         return model
     if world.size > 1:
-        _check_device(target, world)
+        _check_device(target, world.device)
         _check_alike(target, group)
     if same if sync_batchnorm is None else sync_batchnorm:
         convert(target)
@@ -187,13 +187,21 @@ def _own_statistics(model: torch.nn.Module) -> bool:
     )
 
 
-def _check_device(model: torch.nn.Module, world: World) -> None:
-    found = {one.device.type for one in model.parameters()}
-    if "nccl" in dist.get_backend() and found - {world.device.type}:
+def _check_device(model: torch.nn.Module, own: torch.device) -> None:
+    found = {one.device for one in model.parameters()}
+    if is_elsewhere(found, own, by_nccl="nccl" in dist.get_backend()):
         raise UsageError(
-            f"replicate found parameters on {', '.join(sorted(found))} and this rank's device is "
-            f"{world.device}; write replicate(model.to(device))"
+            f"replicate found parameters on {', '.join(sorted(map(str, found)))} and this rank's device is {own}; "
+            "write replicate(model.to(samestep.init().device))"
         )
+
+
+def is_elsewhere(found: set[torch.device], own: torch.device, *, by_nccl: bool) -> bool:
+    """Whether a model is on another rank's device, or partly where NCCL cannot send from; it may use several."""
+    kinds = {one.type for one in found}
+    if by_nccl and kinds - {own.type}:
+        return True
+    return own.type != "cpu" and own.type in kinds and own not in found
 
 
 def _check_alike(model: torch.nn.Module, group: Group) -> None:
