@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.rundir import step_times_of
 from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
+from samestep.train.group.device import overlaps
 from samestep.train.group.group import Group, Member
 from samestep.train.step import Pass, Share, Spine, Subscriber
 
@@ -44,10 +45,8 @@ class Meter(Member, Subscriber):
         self._resumed = 0
         self._evaluates = False
         self.times: StepTimes | None = None
-        on_cuda = group.world.device.type == "cuda"
-        self._clock: _HostClock | _DeviceClock = (
-            _DeviceClock(self._note) if on_cuda else _HostClock(self._note)
-        )
+        clock = _DeviceClock if overlaps(group.world.device) else _HostClock
+        self._clock: _HostClock | _DeviceClock = clock(self._note)
         self._loss_at, self._say_at, self._pause_s = 0.0, self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
         self._planned = 0
         self._asked = os.environ.get("SAMESTEP_METER", "")
@@ -204,7 +203,7 @@ class _DeviceClock:
         self.mark(_DATA)
 
     def mark(self, slot: int) -> None:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._spare.pop() if self._spare else torch.Event(enable_timing=True)
         event.record()
         self.since = time.monotonic()
         if self._origin is None:

@@ -69,7 +69,8 @@ def are_complete(kept: object) -> bool:
         version, words, gauss = streams["python"]
         random.Random().setstate((version, tuple(words), gauss))
         np.random.RandomState().set_state(tuple(streams["numpy"]))
-        _tensor(streams.get("cuda", "00"))
+        for kind in streams.keys() - set(_OF_HOST):
+            _tensor(streams[kind])
     except Exception:
         return False
     return True
