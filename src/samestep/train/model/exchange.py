@@ -48,7 +48,10 @@ class Exchange(Subscriber):
 
     def average(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective. Make gradients everyone's that DDP has not exchanged; a rank may lack some."""
-        has_some = torch.tensor([float(one.grad is not None) for one in parameters]).to(parameters[0].device)
+        has_some = moved(
+            torch.tensor([float(one.grad is not None) for one in parameters], device="cpu"),
+            parameters[0].device,
+        )
         dist.all_reduce(has_some)
         for parameter in (one for one, some in zip(parameters, has_some.tolist(), strict=True) if some):
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
