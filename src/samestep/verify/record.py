@@ -238,8 +238,8 @@ def _watch_batches(heard: Callable[[Any], None]) -> None:
     """Have `heard` called with each batch before the loop gets it, and with None after the last."""
     hand_out, leave_pass = Spine.hand_out, Spine.leave_pass
 
-    def watched(spine: Spine, share: Share, batch: Any = None) -> None:
-        hand_out(spine, share, batch)
+    def watched(spine: Spine, share: Share, batch: Any = None, *more: Any) -> None:
+        hand_out(spine, share, batch, *more)
         if share.microbatch is None:
             heard(batch)
 
