@@ -109,7 +109,7 @@ def test_every_link_of_a_page_leads_to_something(page: Any, address: str, name: 
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("fewer samples than ranks", "data"), ("IterableDataset", "data")],
+    [("fewer samples than ranks", "data"), ("IterableDataset", "data"), ("NCCL watchdog", "troubleshooting")],
 )
 def test_the_search_finds_a_page_by_a_users_words(page: Any, address: str, words: str, found: str) -> None:
     page.goto(f"{address}/index.html")

@@ -1,5 +1,6 @@
 """The site of docs/ holds together: every page is reached, every link exists, nothing comes from elsewhere."""
 
+import ast
 import difflib
 import re
 import xml.etree.ElementTree as ET
@@ -90,3 +91,19 @@ def shown(page: Path) -> list[tuple[str, str, str]]:
 def test_a_block_that_shows_a_file_or_a_difference_is_equal_to_it(page: Path) -> None:
     for name, text, truth in shown(page):
         assert text == truth, name
+
+
+def test_every_message_of_samestep_on_the_page_of_troubles_is_in_its_source() -> None:
+    package = ROOT / "src" / "samestep"
+    constants = [
+        node.value
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    table = (DOCS / "troubleshooting.md").read_text().split("## Messages of samestep\n")[1].split("\n## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(messages) > 15
+    pieces = [piece.strip() for message in messages for piece in re.split(r"…", message)]
+    missing = [piece for piece in pieces if not any(piece in constant for constant in constants)]
+    assert missing == []
