@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test integrations bench same convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants cluster clean
+.PHONY: help demo test check docs docs-test integrations bench same convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -12,7 +12,7 @@ help:
 	@echo "make same   35 scripts at 1, 2, 3 and 5 processes against the untouched ones"
 	@echo "make convert-corpus   convert serial scripts, and run each at 1, 2 and 3 processes beside the untouched one"
 	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
-	@echo "make requeue, make mistakes, make mutants   the long suites"
+	@echo "make requeue, make mistakes, make mutants, make types   the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
 
@@ -79,6 +79,10 @@ mistakes: .venv/made
 
 mutants: .venv/made
 	.venv/bin/python tests/mutants.py --count 200
+
+types: .venv/made
+	.venv/bin/python -m pip install --quiet pyright==1.1.414
+	LONG=1 .venv/bin/python -m pytest tests/types
 
 cluster: .venv/made
 	.venv/bin/python tests/cluster

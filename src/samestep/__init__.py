@@ -50,13 +50,29 @@ _HOMES = {
     "CheckpointError": "errors",
 }
 __all__ = list(_HOMES)
+# What other libraries call it.
+_ELSEWHERE = {
+    "prepare": "write samestep.replicate(model) and samestep.loader(dataset, batch_size=...)",
+    "backward": "write loss.backward()",
+    "rank": "write samestep.init().rank",
+    "size": "write samestep.init().size",
+    "world_size": "write samestep.init().size",
+    "device": "write samestep.init().device",
+    "barrier": "samestep's calls wait where it is needed; torch.distributed.barrier() waits elsewhere",
+    "all_reduce": "write samestep.sum(value) or samestep.mean(value)",
+    "all_gather": "write samestep.gather(value)",
+    "reduce": "write samestep.sum(value) or samestep.mean(value)",
+    "DataLoader": "write samestep.loader(dataset, batch_size=...)",
+    "DistributedDataParallel": "write samestep.replicate(model)",
+}
 
 
 if not TYPE_CHECKING:  # a type checker would take any name to be there
 
     def __getattr__(name):
         if name not in _HOMES:
-            raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+            remedy = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise AttributeError(f"module 'samestep' has no attribute {name!r}{remedy}")
         value = globals()[name] = getattr(__import__(f"samestep.{_HOMES[name]}", fromlist=[name]), name)
         return value
 

@@ -39,6 +39,26 @@ class Failure(NamedTuple):
     code: int
 
 
+# What torch or Python says of a line that a serial or hand-written script may have, and what to write instead.
+_REMEDIES = {
+    "has no attribute 'module'": "replicate returns the model itself; write model where model.module stands",
+    "Expected more than 1 value per channel when training": (
+        "this rank's share of the batch is one sample; replicate(model, sync_batchnorm=True) takes BatchNorm's "
+        "statistics from the whole batch"
+    ),
+    "SyncBatchNorm layers only work with GPU": (
+        "leave convert_sync_batchnorm out, and write replicate(model, sync_batchnorm=True), which works on a CPU too"
+    ),
+}
+
+
+def add_remedy(error: BaseException) -> None:
+    """Add what to write instead to the exception's message, where it is one of another library that is known."""
+    for words, remedy in _REMEDIES.items():
+        if words in str(error) and not getattr(error, "__notes__", None):
+            error.add_note(f"samestep: {remedy}")
+
+
 def is_users(file: str) -> bool:
     """Whether a frame in this file is the user's own, not a library's."""
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:

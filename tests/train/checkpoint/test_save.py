@@ -154,8 +154,6 @@ def test_whatever_is_wrong_with_a_file_is_one_sentence_that_names_it(tmp_path):
             said.add(str(error))
     assert said
     assert all("m.pt is not a file of plain weights (" in one and "\n" not in one for one in said)
-    with pytest.raises(CheckpointError, match="is not a file of plain weights"):
-        samestep.load(tmp_path)
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):

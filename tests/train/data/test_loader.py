@@ -325,8 +325,8 @@ def test_errors_say_what_to_write(world):
         UsageError, match=r"loader knows no option colour; it takes those of torch's DataLoader"
     ):
         samestep.loader(Numbers(4), 4, colour=1)
-    with pytest.raises(UsageError, match=r"loader makes its own batch_sampler; leave it out"):
-        samestep.loader(Numbers(4), 4, batch_sampler=[[1]])
+    with pytest.raises(UsageError, match=r"loader makes its own generator; leave it out"):
+        samestep.loader(Numbers(4), 4, generator=torch.Generator())
     with pytest.raises(UsageError, match=r"both a sampler and shuffle=True"):
         samestep.loader(Numbers(4), 4, sampler=range(4), shuffle=True, seed=0)
 

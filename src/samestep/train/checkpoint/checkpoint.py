@@ -75,7 +75,7 @@ class Checkpoint:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        *,
+        *unnamed: Any,
         every: int | timedelta = timedelta(minutes=10),
         keep: int = 2,
         accept: str | Collection[str] = (),
@@ -91,7 +91,7 @@ class Checkpoint:
             raise UsageError(
                 f"accept got {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(ACCEPTED_AS.values()))}"
             )
-        self._parts = checked_parts(parts)
+        self._parts = checked_parts(unnamed, parts)
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
         for one in self._loaders.values():
             one.keep_ledger(self.finish)

@@ -1,7 +1,7 @@
 """What a Checkpoint consists of and how often it is committed, and what a commit holds: checked before it is used."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -43,7 +43,12 @@ def checked_every(every: int | timedelta) -> int | timedelta:
     return every
 
 
-def checked_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
+def checked_parts(unnamed: Sequence[Any], parts: Mapping[str, Any]) -> dict[str, Part]:
+    if unnamed:
+        raise UsageError(
+            f"Checkpoint got a {type(unnamed[0]).__name__} without a name; write Checkpoint(directory, model=model, "
+            "optimizer=optimizer, train=train)"
+        )
     if not parts:
         raise UsageError(
             "Checkpoint got no parts to keep; pass model=model, optimizer=optimizer, train=train"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
 from samestep.train.group.control import users_line
 from samestep.train.group.world import joined
@@ -24,6 +24,10 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 
         samestep.save("model.pt", model.state_dict())
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(
+            f"save got a {type(path).__name__} as its path; the path comes first: samestep.save('model.pt', state)"
+        )
     failure = ""
     if joined().world.rank == 0:
         with joined().within("checkpoint", f"samestep.save ({users_line()})"):
@@ -60,6 +64,11 @@ def load(path: str | os.PathLike[str]) -> Any:
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except IsADirectoryError as error:
+        raise CheckpointError(
+            f"{path} is a directory; name a file that save wrote, or go on from a directory of commits with "
+            "samestep.Checkpoint(...).resume()"
+        ) from error
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there; save it first, or name another file") from error
     except Exception as error:  # a damaged pickle raises what its bytes happen to spell

@@ -6,20 +6,18 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 
-import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
 from samestep.train.data.batches import Planned, content, on_device
 from samestep.train.data.collated import ragged
 from samestep.train.data.order import Lazy, Order, Sampled
-from samestep.train.data.source import check_dataset, source_of
+from samestep.train.data.source import Data, Item, Options, check_dataset, chosen, source_of, taken_over
 from samestep.train.draws import Draws
 from samestep.train.group.device import SideStreams, moved
 from samestep.train.group.group import Group, Member
@@ -28,21 +26,22 @@ from samestep.train.meter import Meter
 from samestep.train.optimizers import Optimizers
 from samestep.train.step import Pass, Ragged, Share, Spine
 
-Kind = TypeVar("Kind", bound="Loader")
+Kind = TypeVar("Kind", bound="Loader[Any]")
 
 
 def loader(
-    dataset: Any,
-    batch_size: int,
+    dataset: "Data[Item] | DataLoader[Item]",
+    batch_size: int | None = None,
     *,
     shuffle: bool = False,
     drop_last: bool = False,
     seed: int | None = None,
-    **options: Any,
-) -> "Loader":
+    **options: Unpack[Options],
+) -> "Loader[Item]":
     """Collective. Iterate a dataset in batches: each rank gets its share of every batch, on its own device.
 
-    dataset: anything with __len__ and __getitem__; the same on every rank.
+    dataset: anything with __len__ and __getitem__; the same on every rank. Or a torch DataLoader, alone: its data set,
+        batch size, order, collate function and workers are taken.
     batch_size: samples of one optimizer step, as in the serial script. The ranks share them.
     shuffle: take the samples in another order in each epoch. Default False.
     drop_last: leave out a last batch that is smaller. Default False.
@@ -59,12 +58,30 @@ def loader(
         for x, y in train:
             ...
     """
-    return agree("samestep.loader", Loader(dataset, batch_size, shuffle, drop_last, seed, options, joined()))
+    chosen: dict[str, Any] = {"shuffle": shuffle, "drop_last": drop_last, **options}
+    data: Any = dataset
+    if isinstance(dataset, DataLoader):
+        given = {name: value for name, value in chosen.items() if value is not False}
+        chosen = taken_over(dataset, given if batch_size is None else {"batch_size": batch_size, **given})
+        data, batch_size = dataset.dataset, chosen.pop("batch_size")
+    if "batch_sampler" in options:
+        raise UsageError(
+            "loader got a batch_sampler, and makes the batches itself; write loader(dataset, batch_size=..., "
+            "sampler=...) with a sampler that gives one index after the other"
+        )
+    if batch_size is None:
+        raise UsageError(
+            "loader got no batch_size, the samples of one optimizer step on all ranks together; write "
+            "loader(dataset, batch_size=64)"
+        )
+    shuffle, drop_last = chosen.pop("shuffle"), chosen.pop("drop_last")
+    made: Loader[Any] = Loader(data, batch_size, shuffle, drop_last, seed, chosen, joined())
+    return agree("samestep.loader", made)
 
 
 def agree(call: str, made: Kind) -> Kind:
     """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
-    facts = json.dumps([made.facts(), _chosen(made.dataset)]).encode()
+    facts = json.dumps([made.facts(), chosen(made.dataset)]).encode()
     group = joined()
     for rank, other in enumerate(group.all_gather(call, facts)):
         if other != facts:
@@ -82,26 +99,7 @@ def agree(call: str, made: Kind) -> Kind:
     return made
 
 
-def _chosen(dataset: Any) -> str:
-    """A digest of what says, without a sample loaded, which ones these are: a Subset's indices, labels in memory."""
-    digest = hashlib.blake2b(digest_size=8)
-    waiting = [dataset]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, ConcatDataset):
-            waiting += one.datasets
-        elif isinstance(one, Subset):
-            waiting.append(one.dataset)
-            # some data sets are indexed by more than whole numbers
-            with suppress(TypeError, ValueError):
-                digest.update(np.fromiter(map(int, one.indices), np.int64).tobytes())
-        elif isinstance(one, TensorDataset):
-            labels = [part for part in one.tensors if part.dim() == 1 and not part.is_floating_point()]
-            digest.update(b"".join(map(content, labels)))
-    return digest.hexdigest()
-
-
-class Loader:
+class Loader(Generic[Item]):
     """Batches of one dataset; where it is, is said in samples, not in ranks.
 
     share: this rank's part of the batch handed out last; the parts of all ranks add up to 1.
@@ -153,11 +151,15 @@ class Loader:
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
         self._source = source_of(dataset, options, world.device, group.own_cores)
 
+    def __getattr__(self, name: str) -> Any:
+        remedy = "; each pass is the next epoch, so leave the call out" if name == "set_epoch" else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{remedy}")
+
     def __len__(self) -> int:
         whole, rest = divmod(self._length, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         if self._begun:
             self.epoch, self._position = self.epoch + 1, 0
         self._begun = True

@@ -1,19 +1,95 @@
 """From which source a loader reads: tensors in memory, or torch's DataLoader with the user's options."""
 
+import hashlib
 import inspect
 import multiprocessing
 import sys
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Protocol, TypedDict, TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from samestep.errors import UsageError
-from samestep.train.data.batches import FromMemory, FromWorkers
+from samestep.train.data.batches import FromMemory, FromWorkers, content
 from samestep.train.group.device import overlaps
+
+Item = TypeVar("Item", covariant=True)
+
+
+class Data(Protocol[Item]):
+    """What a loader takes: samples by index. It needs a length too, which torch's own Dataset does not declare."""
+
+    def __getitem__(self, index: int, /) -> Item: ...
+
+
+class Options(TypedDict, total=False):
+    """The options of torch's DataLoader that a loader passes on."""
+
+    sampler: Iterable[int] | None
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+
 
 _OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
 _OURS = {"batch_sampler", "shuffle", "batch_size", "drop_last", "generator", "dataset"}
+
+
+def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loader that takes the batches of this DataLoader of torch's."""
+    if given:
+        raise UsageError(
+            f"loader got a DataLoader and {', '.join(sorted(given))}; write loader(dl.dataset, batch_size=..., ...), "
+            "or give the options to the DataLoader"
+        )
+    sampler: Any = dataloader.sampler
+    if dataloader.batch_size is None:
+        kind = "a batch_sampler" if dataloader.batch_sampler else "batch_size=None"
+        raise UsageError(
+            f"loader got a DataLoader with {kind}, and makes the batches itself; write loader(dl.dataset, "
+            "batch_size=..., sampler=...)"
+        )
+    shuffles = type(sampler) is RandomSampler
+    is_plain = not shuffles or not (sampler.replacement or sampler.num_samples != len(sampler.data_source))
+    if dataloader.generator is not None or not is_plain:
+        raise UsageError(
+            "loader got a DataLoader that draws from a generator of its own, or with replacement; write "
+            "loader(dl.dataset, batch_size=..., shuffle=True, seed=0), or pass that sampler as sampler="
+        )
+    taken: dict[str, Any] = {
+        "batch_size": dataloader.batch_size,
+        "shuffle": shuffles,
+        "drop_last": dataloader.drop_last,
+        "num_workers": dataloader.num_workers,
+    }
+    if not shuffles and type(sampler) is not SequentialSampler:
+        taken["sampler"] = sampler
+    if dataloader.worker_init_fn is not None:
+        taken["worker_init_fn"] = dataloader.worker_init_fn
+    if dataloader.collate_fn is not default_collate:
+        taken["collate_fn"] = dataloader.collate_fn
+    if dataloader.num_workers:
+        taken |= {name: getattr(dataloader, name) for name in _OF_WORKERS}
+    return taken
 
 
 def check_dataset(dataset: Any) -> None:
@@ -52,3 +128,22 @@ def source_of(
     if options["num_workers"]:
         options.setdefault("persistent_workers", True)
     return FromWorkers(dataset, options)
+
+
+def chosen(dataset: Any) -> str:
+    """A digest of what says, without a sample loaded, which ones these are: a Subset's indices, labels in memory."""
+    digest = hashlib.blake2b(digest_size=8)
+    waiting = [dataset]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, ConcatDataset):
+            waiting += one.datasets
+        elif isinstance(one, Subset):
+            waiting.append(one.dataset)
+            # some data sets are indexed by more than whole numbers
+            with suppress(TypeError, ValueError):
+                digest.update(np.fromiter(map(int, one.indices), np.int64).tobytes())
+        elif isinstance(one, TensorDataset):
+            labels = [part for part in one.tensors if part.dim() == 1 and not part.is_floating_point()]
+            digest.update(b"".join(map(content, labels)))
+    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """An optimizer step as named parts: each process iterates its own microbatches of a batch shared by all."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, Unpack
 
 import torch
 
@@ -9,21 +9,22 @@ from samestep.errors import UsageError
 from samestep.train.data import share
 from samestep.train.data.loader import Loader, agree, as_int
 from samestep.train.data.order import Lazy
+from samestep.train.data.source import Data, Item, Options
 from samestep.train.group.group import Group
 from samestep.train.group.world import joined
 from samestep.train.step import Pass, Share, cut
 
 
 def steps(
-    dataset: Any,
+    dataset: Data[Item],
     batch_size: int,
     *,
     microbatch: int,
     shuffle: bool = False,
     drop_last: bool = False,
     seed: int | None = None,
-    **options: Any,
-) -> "Steps":
+    **options: Unpack[Options],
+) -> "Steps[Item]":
     """Collective. Iterate optimizer steps; each step iterates this rank's microbatches of one batch.
 
     Call `backward()` on the mean loss of each microbatch, undivided. After the last one every rank has the gradient
@@ -40,12 +41,13 @@ def steps(
             optimizer.step()
             optimizer.zero_grad()
     """
-    return agree(
-        "samestep.steps", Steps(dataset, batch_size, microbatch, shuffle, drop_last, seed, options, joined())
+    made: Steps[Item] = Steps(
+        dataset, batch_size, microbatch, shuffle, drop_last, seed, dict(options), joined()
     )
+    return agree("samestep.steps", made)
 
 
-class Steps(Loader):
+class Steps(Loader["Step[Item]"], Generic[Item]):
     """Batches in microbatches; where it is, is said in samples, as for a loader."""
 
     def __init__(
@@ -79,7 +81,7 @@ class Steps(Loader):
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "microbatch": self.microbatch}
 
-    def _pass(self, training: bool) -> Iterator["Step"]:
+    def _pass(self, training: bool) -> Iterator["Step[Item]"]:
         """One way through; a rank without a share of a tiny last batch takes it on a lent microbatch."""
         pieces = list(
             share.pieces(self._length, self.batch_size, 1, 0, start=self._position, drop_last=self.drop_last)
@@ -97,10 +99,10 @@ class Steps(Loader):
 
     def _steps(
         self, this: Pass, drawn: torch.Tensor | Lazy | None, pieces: Sequence[share.Piece]
-    ) -> Iterator["Step"]:
+    ) -> Iterator["Step[Item]"]:
         spine = self._spine
         order = self._drawn(this) if drawn is None else drawn
-        steps = [Step(self, this, piece) for piece in pieces]
+        steps: list[Step[Item]] = [Step(self, this, piece) for piece in pieces]
         near = self._near(order)
         plan = (near[start:stop] for step in steps for start, stop in step.parts)
         batches = self._read(plan, this)
@@ -119,13 +121,13 @@ class Steps(Loader):
             spine.leave_pass(this)
 
 
-class Step:
+class Step(Generic[Item]):
     """One optimizer step: iterate it once for this rank's microbatches."""
 
     batches: Iterator[Any]
     number: int
 
-    def __init__(self, of: Steps, this: Pass, piece: share.Piece) -> None:
+    def __init__(self, of: Steps[Item], this: Pass, piece: share.Piece) -> None:
         world = of._world
         self.piece = piece
         self._spine, self._pass = of._spine, this
@@ -141,7 +143,7 @@ class Step:
     def __len__(self) -> int:
         return len(self.parts)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         if self._taken:
             raise UsageError(
                 "this step was iterated already; iterate each step once, its microbatches are gone"

@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO, TypeVar
 import torch.distributed as dist
 
 from samestep.errors import SamestepError, UsageError
-from samestep.failure import write_failure
+from samestep.failure import add_remedy, write_failure
 from samestep.rundir import STACK_SIGNAL, Pulse, pulse_of, stack_path
 from samestep.train.group.census import Add
 from samestep.train.group.control import Control, users_line
@@ -218,6 +218,7 @@ class Group:
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         if self._control is not None:
             self.failed = code
+        add_remedy(error)
         self._excepthook(kind, error, traceback)
         write_failure(os.environ, error, code)
 

@@ -85,7 +85,11 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
         if backend is not None:
             _check_backend(backend)
         if not isinstance(timeout, timedelta):
-            raise UsageError(f"timeout={timeout!r} is not a timedelta; write timedelta(minutes=10)")
+            raise UsageError(
+                f"timeout={timeout!r} is not a timedelta; write timedelta(seconds={timeout})"
+                if isinstance(timeout, int | float)
+                else f"timeout={timeout!r} is not a timedelta; write timedelta(minutes=10)"
+            )
         _open(backend, timeout)
     return joined().world  # type: ignore[no-any-return]
 

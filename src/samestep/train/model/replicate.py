@@ -36,7 +36,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def replicate(
     model: Model,
-    *,
+    *others: Any,
     same: bool | None = None,
     exact: bool = False,
     loss: str = "mean",
@@ -61,6 +61,11 @@ def replicate(
 
         model = samestep.replicate(Net().to(device))
     """
+    if others:
+        raise UsageError(
+            f"replicate got a {type(model).__name__} and a {type(others[0]).__name__}, and takes one model; write "
+            "model = samestep.replicate(model) for each model, and leave the optimizer as it is"
+        )
     target = _checked(model, ddp)
     group = joined()
     ddp |= json.loads(os.environ.get("SAMESTEP_DDP", "{}"))  # what `samestep scale --vary` tries
@@ -125,6 +130,11 @@ def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
             f"replicate knows no option {', '.join(sorted(unknown))}; it takes those of DistributedDataParallel"
         )
     target: torch.nn.Module = getattr(model, "_orig_mod", model)
+    if any(tensor.is_meta for tensor in (*target.parameters(), *target.buffers())):
+        raise UsageError(
+            f"replicate got a {type(target).__name__} on the meta device, which has no values; write "
+            "model.to_empty(device=device) and initialize it first"
+        )
     return target
 
 

@@ -1,0 +1,141 @@
+"""What users of torch, Accelerate and Fabric write by habit works, or is a sentence with the line to write."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import samestep
+from samestep import CheckpointError, UsageError
+from samestep.failure import add_remedy
+
+DATA = TensorDataset(torch.arange(23.0)[:, None], torch.arange(23))
+LIST = [(torch.full((2,), float(index)), index) for index in range(23)]
+
+
+def doubled(samples):
+    return torch.stack([2 * x for x, _ in samples])
+
+
+def remedies(error):
+    add_remedy(error)
+    return " ".join(error.__notes__)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 6, "shuffle": True},
+        {"batch_size": 6, "drop_last": True},
+        {
+            "batch_size": 6,
+            "shuffle": True,
+            "collate_fn": doubled,
+            "num_workers": 1,
+            "persistent_workers": True,
+        },
+        {"batch_size": 6, "sampler": WeightedRandomSampler(torch.arange(1.0, 24.0), 23)},
+    ],
+    ids=["shuffled", "dropping", "collated by a worker", "sampled"],
+)
+@pytest.mark.parametrize("data", [DATA, LIST, Subset(LIST, range(23))], ids=["tensors", "list", "subset"])
+def test_a_dataloader_is_taken_over_with_its_order(world, data, options):
+    """The samples of each batch are those of torch's own iterator, in one process after the other's share."""
+    torch.manual_seed(4)
+    wanted = [batch[0] if "collate_fn" not in options else batch for batch in DataLoader(data, **options)]
+    torch.manual_seed(4)
+    taken = samestep.loader(DataLoader(data, **options))
+    found = [batch[0] if "collate_fn" not in options else batch for batch in taken]
+    whole = samestep.gather([batch.tolist() for batch in found])
+    assert len(found) == len(wanted)
+    for number, batch in enumerate(wanted):
+        rows = [row for rank in range(world.size) for row in whole[rank * len(found) + number]]
+        assert sorted(rows) == sorted(batch.tolist())
+        if world.size == 1:
+            assert rows == batch.tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: samestep.loader(DataLoader(DATA, 6), 6), "got a DataLoader and batch_size; write loader(dl.dataset"),
+        (lambda: samestep.loader(DataLoader(DATA, 6), shuffle=True), "got a DataLoader and shuffle"),
+        (lambda: samestep.loader(DataLoader(DATA, batch_size=None)), "got a DataLoader with batch_size=None"),
+        (
+            lambda: samestep.loader(DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 6, False))),
+            "got a DataLoader with a batch_sampler, and makes the batches itself",
+        ),
+        (
+            lambda: samestep.loader(DataLoader(DATA, 6, shuffle=True, generator=torch.Generator())),
+            "draws from a generator of its own, or with replacement; write loader(dl.dataset, batch_size=...",
+        ),
+        (
+            lambda: samestep.loader(DataLoader(DATA, 6, sampler=RandomSampler(DATA, replacement=True))),
+            "draws from a generator of its own, or with replacement",
+        ),
+        (
+            lambda: samestep.loader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 6, False)),
+            "loader got a batch_sampler, and makes the batches itself; write loader(dataset, batch_size=..., sampler=",
+        ),
+        (lambda: samestep.loader(DATA), "loader got no batch_size, the samples of one optimizer step"),
+        (
+            lambda: samestep.replicate(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())),
+            "got a Linear and a SGD, and takes one model; write model = samestep.replicate(model)",
+        ),
+        (lambda: samestep.replicate(nn.Linear(2, 2, device="meta")), "a Linear on the meta device, which has no"),
+        (lambda: samestep.Checkpoint("ck", nn.Linear(2, 2)), "without a name; write Checkpoint(directory, model=model"),
+        (lambda: samestep.save({"a": 1}, "model.pt"), "save got a dict as its path; the path comes first"),
+    ],
+)  # fmt: skip
+def test_a_line_of_another_library_is_a_sentence_with_the_line_to_write(world, make, said):
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+@pytest.mark.sizes(1, 2)
+def test_load_of_a_directory_names_what_reads_it(world, tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"is a directory; name a file that save wrote, or go on .*resume\(\)"
+    ):
+        samestep.load(tmp_path)
+
+
+@pytest.mark.sizes(1, 2)
+def test_set_epoch_is_not_needed_and_not_there(world):
+    loader = samestep.loader(DATA, 6, shuffle=True)
+    assert not hasattr(loader, "set_epoch")
+    with pytest.raises(
+        AttributeError, match="'set_epoch'; each pass is the next epoch, so leave the call out"
+    ):
+        loader.set_epoch(1)
+
+
+@pytest.mark.sizes(2)
+def test_errors_of_torch_and_python_get_the_line_to_write(world):
+    model = samestep.replicate(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(AttributeError) as caught:
+        print(model.module)
+    assert "write model where model.module stands" in remedies(caught.value)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        model(torch.ones(1, 1))
+    assert "replicate(model, sync_batchnorm=True)" in remedies(caught.value)
+
+
+def test_names_of_other_libraries_name_ours():
+    for name, said in {
+        "prepare": "replicate",
+        "barrier": "torch.distributed",
+        "all_reduce": "samestep.sum",
+    }.items():
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; .*{said}"):
+            getattr(samestep, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
+        print(samestep.nonsense)
