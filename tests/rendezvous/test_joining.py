@@ -182,7 +182,7 @@ def connected(stack: ExitStack, where: tuple[str, int]) -> Link:
     """A connection whose two ends have shown each other that they have the key."""
     link = Link(stack.enter_context(socket.create_connection(where)), KEY, is_host=False)
     while not link.is_proven:
-        assert link.read() == []
+        link.fill()
     return link
 
 
@@ -191,15 +191,13 @@ def heard(link: Link) -> list[dict[str, object]]:
     messages = []
     with suppress(EOFError):
         while True:
-            messages += link.read_json()
+            messages.append(link.read_first())
     return messages
 
 
 def answer(link: Link, said: dict[str, object]) -> dict[str, object]:
     link.send_json(said)
-    while not (messages := link.read_json()):
-        pass
-    return messages[0]
+    return link.read_first()
 
 
 def test_one_too_many_without_a_number_is_refused_where_all_come_at_once(hosting):
@@ -231,7 +229,7 @@ def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_
         again.send_json(hello(1))
         before.close()
         process.send_signal(signal.SIGCONT)
-        assert again.read_json() == [{"welcome": 1}]
+        assert again.read_first() == {"welcome": 1}
         assert answer(connected(stack, where), hello(2)) == {"welcome": 2}
         assert (process.wait(20), process.stderr.read()) == (0, "")
 

@@ -112,13 +112,16 @@ class Host:
             return
         try:
             has_knocked = bool(link.others_nonce)
-            messages = link.read_json()
+            link.fill()
             if link.others_nonce and not has_knocked:
                 self._believe(link.others_nonce)
             if link.is_proven:
                 self._strangers.pop(link, None)
-            for message in messages:
+            if message := link.take_json():
                 self._admit(link, message)
+                if self._me.number > 0:
+                    # A child goes on at once; what it says next is for the tree.
+                    self._selector.unregister(link.connection)
         except RanksDiffer as error:
             with suppress(OSError):
                 link.send_json(_told(error))

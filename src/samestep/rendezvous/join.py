@@ -141,7 +141,7 @@ def _knock(
             while not link.is_proven:
                 # A stranger at this place may send a byte now and then.
                 connection.settimeout(max(_SHORT_S, link.opened_at + _REPLY_S - time.monotonic()))
-                link.read()
+                link.fill()
                 if link.opened_at + _REPLY_S < time.monotonic():
                     raise EOFError("too slow")
             connection.settimeout(_REPLY_S)

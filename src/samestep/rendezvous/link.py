@@ -54,8 +54,19 @@ class Link:
             self.connection.sendall(b"".join((len(body).to_bytes(4, "big"), digest, body)))
 
     def read(self) -> list[bytes]:
-        """What has arrived, nothing before both have proved themselves; EOFError at the end, ValueError where a
-        stranger speaks."""
+        """All that has arrived, nothing before both have proved themselves; raises what `fill` raises."""
+        self.fill()
+        return self.read_rest()
+
+    def read_rest(self) -> list[bytes]:
+        """What has arrived before."""
+        bodies = []
+        while self.is_proven and (body := self._taken()) is not None:
+            bodies.append(body)
+        return bodies
+
+    def fill(self) -> None:
+        """Take in what has arrived; EOFError at the end, ValueError where a stranger speaks."""
         try:
             data = self.connection.recv(_CHUNK)
         except OSError as error:
@@ -66,23 +77,15 @@ class Link:
         self._rest += data
         if not self.is_proven:
             self._greet()
-        return self.read_rest()
 
-    def read_rest(self) -> list[bytes]:
-        """What has arrived before."""
-        bodies = []
-        while self.is_proven and (body := self._taken()) is not None:
-            bodies.append(body)
-        return bodies
-
-    def read_first(self) -> dict[str, Any]:
-        """Wait for one message, an object, and leave those behind it."""
-        while not self.is_proven or (body := self._taken()) is None:
-            data = self.connection.recv(_CHUNK)
-            if not data:
-                raise EOFError("closed")
-            self._rest += data
-        found = json.loads(body)
+    def take_json(self) -> dict[str, Any] | None:
+        """The first message that is here, an object; those behind it stay for whoever reads next."""
+        if not self.is_proven or (body := self._taken()) is None:
+            return None
+        try:
+            found = json.loads(body)
+        except RecursionError:
+            raise ValueError("nested too deep") from None
         if not isinstance(found, dict):
             raise ValueError("no object")
         return found
@@ -91,15 +94,11 @@ class Link:
         """Raises OSError where the other end is gone."""
         self.send(json.dumps(message).encode())
 
-    def read_json(self) -> list[dict[str, Any]]:
-        """The same as `read`, of objects."""
-        try:
-            messages = [json.loads(body) for body in self.read()]
-        except RecursionError:
-            raise ValueError("nested too deep") from None
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("no object")
-        return messages
+    def read_first(self) -> dict[str, Any]:
+        """Wait for one message, an object, and leave those behind it."""
+        while (found := self.take_json()) is None:
+            self.fill()
+        return found
 
     def close(self) -> None:
         self.connection.close()
