@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from trail import Trail, differing_bits
 
 from samestep.state import file
@@ -102,3 +105,33 @@ def in_memory(pid):
             with suppress(OSError):
                 names += [name for name in [os.readlink(fd)] if name.startswith(f"{MEMORY}/")]
     return names
+
+
+def test_workers_whose_launcher_and_guardian_were_killed_commit_nothing_more(nest, tmp_path):
+    trail, undisturbed = Trail(tmp_path / "run"), Trail(tmp_path / "undisturbed")
+    nest.wait(nest.start(SURVIVOR, 1, undisturbed.directory, "--notes", undisturbed.log))
+    asked = [SURVIVOR, trail.directory, "--notes", trail.log, "--pause", "0.1", "--every", "1"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "samestep", "run", "-n", "2", *asked], cwd=tmp_path
+    ) as launcher:
+        while len(trail.taken()) < 3:
+            time.sleep(0.02)
+        workers = {
+            int(path.name) for path in Path("/proc").glob("[0-9]*") if str(trail.log) in words_of(path)
+        }
+        for child in psutil.Process(launcher.pid).children():
+            if child.pid not in workers:
+                child.kill()
+        launcher.kill()
+    # a run that goes on at once neither meets the old workers nor waits for them
+    ranks = nest.start(SURVIVOR, 2, trail.directory, "--notes", trail.log, "--attempt", 1)
+    assert nest.wait(ranks) == [0, 0], ranks[0].said
+    assert not any(str(trail.log) in words_of(Path(f"/proc/{pid}")) for pid in workers)
+    assert differing_bits(trail.state(), undisturbed.state()) == 0
+
+
+def words_of(process):
+    try:
+        return (process / "cmdline").read_text().split("\0")
+    except OSError:
+        return []
