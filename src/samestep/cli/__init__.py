@@ -25,6 +25,7 @@ _VERBS = {
         "logs": "Show a run's output by rank; -f follows it.",
         "env": "Print this process's rank and size, and the variables they come from.",
         "scale": "Measure a script on N processes: how fast, what limits it, is it worth it.",
+        "profile": "Record some steps on all ranks as one trace for Perfetto or Chrome.",
         "verify": "Test whether a script takes the same step at any number of processes.",
         "compare": "Show which tensors differ between weights files, and by how much.",
         "checkpoints": "List the checkpoints in a directory: step, time, size, script.",

@@ -224,16 +224,12 @@ def measure_link() -> Link:
 
 
 def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo: bool = True) -> Link:
-    """Latency and bandwidth from the bytes and seconds of all-reduces, by least squares on the relative error."""
-    weights = [1 / seconds**2 for _, seconds in sweep]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, sweep, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, sweep, strict=True)) / total
-    above = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, sweep, strict=True))
-    slope = above / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, sweep, strict=True))
-    latency = max(0.0, mean_y - slope * mean_x)
+    """Latency from the smallest all-reduce, bandwidth from the largest three: what lies between, a burst may carry."""
+    latency_s = sweep[0][1]
+    above = [((seconds - latency_s) / seconds, num_bytes / seconds) for num_bytes, seconds in sweep[-3:]]
+    slope = sum(y * x for y, x in above) / sum(x * x for _, x in above)  # least squares on the relative error
     steps = 4 * (size - 1) if is_gloo else 2 * (size - 1)
-    return Link(2 * (size - 1) / size / max(slope, 1e-15), latency / steps, is_gloo)
+    return Link(2 * (size - 1) / size / max(slope, 1e-15), latency_s / steps, is_gloo)
 
 
 def _recorded(plan: Plan, each: int) -> tuple[list[tuple[float, float]], list[float]]:

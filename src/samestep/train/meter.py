@@ -20,6 +20,7 @@ from samestep.rundir import step_times_of
 from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
 from samestep.train.group.device import overlaps
 from samestep.train.group.group import Group, Member
+from samestep.train.profile import Profile
 from samestep.train.step import Pass, Share, Spine, Subscriber
 
 _AT = {name: at for at, name in enumerate((*PARTS, "user"))}
@@ -51,6 +52,8 @@ class Meter(Member, Subscriber):
         self._planned = 0
         self._asked = os.environ.get("SAMESTEP_METER", "")
         self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
+        if os.environ.get("SAMESTEP_PROFILE"):
+            group.the(Profile)
         self._hooks: list[RemovableHandle] = []
         if group.world.size == 1:
             self._hooks = [

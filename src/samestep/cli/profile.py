@@ -1,0 +1,47 @@
+"""`samestep profile`: one trace of chosen steps on chosen ranks, for Perfetto or Chrome."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from samestep.cli.output import numbers, verb
+from samestep.errors import UsageError
+from samestep.measure.trial import end_on_signals
+from samestep.text import size
+
+
+@verb("samestep profile", allow_interspersed_args=False)
+@click.option("-n", "count", default=2, show_default=True, type=click.IntRange(1), help="Processes.")
+@click.option(
+    "--steps", default="20:25", show_default=True, metavar="A:B", help="Record from step A up to step B - 1."
+)
+@click.option("--ranks", metavar="0,3", help="Record these ranks  [all]")
+@click.option("-o", "--out", default="trace.json", show_default=True, type=click.Path(dir_okay=False))
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(script: str, args: tuple[str, ...], count: int, **options: Any) -> None:
+    """Record some steps of SCRIPT on all ranks as one trace, with steps, phases and buckets by name.
+
+    \b
+    samestep profile -n 2 train.py --epochs 1
+    samestep profile -n 4 --steps 100:103 --ranks 0,3 train.py
+
+    Open the file in https://ui.perfetto.dev or chrome://tracing. SCRIPT runs to the end of the last recorded step.
+    """
+    from samestep.measure.profile import profile
+
+    steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options["steps"])
+    if not steps or int(steps[1]) >= int(steps[2]):
+        raise UsageError(f"--steps {options['steps']} is not a range; write for instance --steps 20:25")
+    ranks = numbers("--ranks", options["ranks"], "ranks") if options["ranks"] else []
+    if ranks and max(ranks) >= count:
+        raise UsageError(
+            f"--ranks {options['ranks']} names rank {max(ranks)}, but there are {count}; count from 0"
+        )
+    words = [*(["-m"] * options["module"]), script, *args]
+    with end_on_signals():
+        out = profile(words, count, int(steps[1]), int(steps[2]) - 1, ranks, Path(options["out"]))
+    click.echo(f"{out} ({size(out.stat().st_size)}): open it in https://ui.perfetto.dev or chrome://tracing")
