@@ -55,13 +55,21 @@ def test_help_shows_an_example_first_and_fits_a_terminal():
 
 @pytest.mark.parametrize("command", [[COMMAND], [sys.executable, "-m", "samestep"]])
 def test_the_version_is_one(command):
-    assert subprocess.check_output([*command, "--version"], text=True) == f"samestep {samestep.__version__}\n"
+    for word in ("--version", "version"):
+        assert subprocess.check_output([*command, word], text=True) == f"samestep {samestep.__version__}\n"
+
+
+def test_help_of_a_command_is_asked_for_in_both_ways():
+    ways = [[COMMAND, "help", "logs"], [COMMAND, "logs", "--help"]]
+    assert len({subprocess.check_output(way) for way in ways}) == 1
+    assert subprocess.check_output([COMMAND, "help"]) == subprocess.check_output([COMMAND, "--help"])
 
 
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("rnu", "samestep has no command 'rnu'; see `samestep --help`\n"),
+        ("rnu", "samestep has no command 'rnu'; did you mean `samestep run`?\n"),
+        ("zip", "samestep has no command 'zip'; see `samestep --help`\n"),
         ("train.py", "samestep has no command 'train.py'; `samestep run train.py` runs a script\n"),
     ],
 )

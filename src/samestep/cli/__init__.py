@@ -31,23 +31,39 @@ _VERBS = {
         "checkpoints": "List the checkpoints in a directory: step, time, size, script.",
         "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",
     },
+    "Shell": {
+        "completion": "Complete commands and options in bash, zsh or fish.",
+    },
 }
+COMMANDS = {verb: what for verbs in _VERBS.values() for verb, what in verbs.items()}
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the verb that args (or the command line) begin with."""
     verb, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
-    if any(verb in verbs for verbs in _VERBS.values()):
+    if verb == "help" and rest:
+        verb, rest = rest[0], ["--help"]
+    if verb in COMMANDS:
         # import_module would import warnings first, which takes a fifth of the time that --help has.
         __import__(f"samestep.cli.{verb}", fromlist=["command"]).command.main(rest, f"samestep {verb}")
-    elif verb in ("-h", "--help"):
+    elif verb in ("-h", "--help", "help"):
         print(_help())
-    elif verb == "--version":
+    elif verb in ("--version", "-V", "version"):
         print(f"samestep {samestep.__version__}")
     else:
-        wanted = f"`samestep run {verb}` runs a script" if verb.endswith(".py") else "see `samestep --help`"
-        print(f"samestep has no command {verb!r}; {wanted}", file=sys.stderr)
+        print(f"samestep has no command {verb!r}; {_meant(verb)}", file=sys.stderr)
         sys.exit(2)
+
+
+def _meant(verb: str) -> str:
+    if verb.endswith(".py"):
+        return f"`samestep run {verb}` runs a script"
+    from difflib import (
+        get_close_matches,
+    )  # only where a word is no command: it takes as long as all of --help
+
+    near = get_close_matches(verb, COMMANDS, 1)
+    return f"did you mean `samestep {near[0]}`?" if near else "see `samestep --help`"
 
 
 def _help() -> str:
