@@ -124,6 +124,8 @@ class Calls(Libraries):
         attribute = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if attribute in ("parameters", "named_parameters") or (attribute == "params" and not arguments):
             return self._parameters(node)
+        if attribute in ("train", "eval"):
+            self.in_eval = attribute == "eval" or ast.unparse(node).endswith(".train(False)")
         if attribute in (
             "to",
             "cuda",
@@ -180,7 +182,7 @@ class Calls(Libraries):
     def _method(self, node: ast.Call, base: Value, name: str) -> Value:
         """A method of a tensor, a list, or a dict."""
         arguments = [self.value(one) for one in (*node.args, *(one.value for one in node.keywords))]
-        if base.kind in (Kind.ALIKE, Kind.OTHER, "tuple", "list", "iter", Kind.BATCH, Kind.PART):
+        if base.kind in (Kind.ALIKE, Kind.OTHER, "tuple", "list", "iter", Kind.BATCH, *SCALARS):
             found = self._of_container(node, base, name, arguments)
             if found is not None:
                 return found
@@ -207,6 +209,8 @@ class Calls(Libraries):
                 if base.is_shared
                 else Value()
             )
+        if name in ("values", "get", "copy") and base.kind in SCALARS:
+            return base
         if base.kind not in ("tuple", "list", "iter"):
             return None
         if name in ("get", "pop", "values", "setdefault"):

@@ -195,6 +195,7 @@ class _Edits:
     def finish(self, source: Source) -> None:
         """Devices, writers, loaders that were not reached, and the import."""
         names, chosen = _names_of(source, LOADERS), 0
+        self._unreached(source)
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Assign):
                 chosen += self._device(source, node)
@@ -210,6 +211,23 @@ class _Edits:
             _begin(source)
         if any("samestep." in text for *_, text in source.edits):
             _import(source, names)
+
+    def _unreached(self, source: Source) -> None:
+        """Functions that are used somewhere, but by a way that was not followed; and draws for each sample."""
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and _draws(node):
+                self.follower.notes[
+                    f"{source.path.name}:{node.lineno}: what a sample draws at random is seeded by sample, and differs "
+                    "from what the untouched script draws"
+                ] = None
+            if isinstance(node, ast.FunctionDef) and node not in self.follower.reached and _shows(node):
+                uses = (one.data.count(node.name.encode()) for one in self.follower.sources.values())
+                if sum(uses) > 1:
+                    self.gap(
+                        source,
+                        node,
+                        f"nothing that was followed leads to {node.name}; look at it by hand",
+                    )
 
     def _device(self, source: Source, node: ast.Assign) -> bool:
         """The device that the script chooses is the one of this process."""
@@ -243,6 +261,19 @@ class _Edits:
                 node,
                 "every process would write this file; open it only where samestep.init().rank is 0",
             )
+
+
+def _draws(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    """Whether this is the method that reads a sample, and draws random numbers for it."""
+    return (
+        node.name == "__getitem__"
+        and re.search(r"\brandom\.|torch\.rand|normal\(", ast.unparse(node)) is not None
+    )
+
+
+def _shows(node: ast.FunctionDef) -> bool:
+    calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
+    return any(ast.unparse(one.func).endswith((".item", ".backward")) for one in calls)
 
 
 def _device_of(value: ast.expr) -> str | None:

@@ -40,6 +40,9 @@ class Expressions(Frames):
             return replace(found, of=ast.unparse(node))
         return found
 
+    def _constant(self, node: ast.Constant) -> Value:
+        return Value("none") if node.value is None else Value()
+
     def _any(self, node: ast.AST) -> Value:
         """Of an expression without a rule of its own: it depends on a share where a part of it does."""
         parts = [self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
@@ -355,6 +358,8 @@ class Expressions(Frames):
             return Value(Kind.COUNT, self.batches) if at == 0 else Value()
         if value.kind == Kind.BATCH:
             return Value(Kind.ROWS)
+        if value.kind == "zip" and value.is_shared:
+            return Value(Kind.OTHER, "is taken apart by zip")
         return join(*value.of) if value.kind == "list" else value
 
     def run(self, function: Function, arguments: Values, named: Named, call: ast.Call | None) -> Value:

@@ -1,6 +1,7 @@
 """Follows a script from its first statement on, through the functions and files of its project."""
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,23 @@ from typing import Any
 from samestep.convert.frames import Frame
 from samestep.convert.rewrites import Rewrites
 from samestep.convert.source import Source
-from samestep.convert.values import Class, Form, Function, Kind, Loop, Named, Scope, Value, Values, join
+from samestep.convert.values import (
+    SCALARS,
+    Class,
+    Form,
+    Function,
+    Kind,
+    Loop,
+    Named,
+    Scope,
+    Sum,
+    Value,
+    Values,
+    join,
+)
 
 _DEEPEST = 25
+_WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
@@ -57,6 +72,8 @@ class Follower(Rewrites):
             self.frame.statement = statement
             name = f"_{type(statement).__name__.lower()}"
             getattr(self, name, self._other_statement)(statement)
+            if self.frame.has_ended:
+                break
 
     def _other_statement(self, node: ast.stmt) -> None:
         for child in ast.iter_child_nodes(node):
@@ -129,6 +146,8 @@ class Follower(Rewrites):
 
     def _assign(self, node: ast.Assign) -> None:
         first, made = node.targets[0], node.value
+        if isinstance(first, ast.Name):
+            self.frame.scope.made[first.id] = (made, [loop.number for loop in self.loops])
         if (
             isinstance(made, ast.BinOp)
             and isinstance(made.op, ast.Add)
@@ -136,7 +155,7 @@ class Follower(Rewrites):
         ):
             self._add(first, made.right)
             return
-        value = self.with_late(made, self.value(made))
+        value = self.total(made) if made in self.eager else self.with_late(made, self.value(made))
         if isinstance(first, ast.Attribute) and value.kind in (Kind.RATIO, Kind.OTHER) and not value.late:
             value = replace(value, of=Form(made, str(value.of)))
         for target in node.targets:
@@ -185,6 +204,8 @@ class Follower(Rewrites):
             found = [self.total(part) for part in parts]
             value = Value("tuple", tuple(found)) if len(found) > 1 else found[0]
         self.frame.returned.append(value)
+        is_certain = self.depth == self.frame.depth and len(self.loops) == self.frame.loops_before
+        self.frame.has_ended = is_certain
 
     def batches_around_call(self) -> bool:
         return self.in_forward > 0 or any(
@@ -198,6 +219,9 @@ class Follower(Rewrites):
             was_uneven = self.total(node.test).is_shared
         if ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING"):
             self.statements(node.body)
+            return
+        if (known := self._is_none(node.test)) is not None:
+            self.statements(node.body if known else node.orelse)
             return
         self.uneven += was_uneven
         self.depth += 1
@@ -219,6 +243,15 @@ class Follower(Rewrites):
         self.uneven -= was_uneven
         if trained and trained_too:
             self.trained()
+
+    def _is_none(self, test: ast.expr) -> bool | None:
+        """Whether a test for None holds, where that is known."""
+        if not isinstance(test, ast.Compare) or ast.unparse(test.comparators[0]) != "None":
+            return None
+        value = self.value(test.left)
+        if (value.kind != "none" and not value.is_shared) or self.loops[self.frame.loops_before :]:
+            return None
+        return (value.kind == "none") == isinstance(test.ops[0], ast.Is)
 
     def _branch(self, body: list[ast.stmt]) -> bool:
         """Follow a branch; whether something in it trained."""
@@ -268,6 +301,8 @@ class Follower(Rewrites):
                 not turn or loop.found_training > 1,
             )
             self.silent += quiet
+            self._leave_batch(loop)
+            loop.lends = not (self.without_gradients or self.in_eval)
             self.enter(loop)
             begin()
             self.statements(body)
@@ -277,12 +312,25 @@ class Follower(Rewrites):
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
 
+    def _leave_batch(self, loop: Loop) -> None:
+        """What a turn of a loop left belongs to an earlier batch in the next: it is totalled where it was made."""
+        scope = self.frame.scope
+        for name, (made, loops) in scope.made.items() if loop.kind == "batches" else ():
+            value = scope.names.get(name, Value())
+            is_number = value.kind in (*SCALARS, Kind.OTHER, Kind.RATIO) and not isinstance(value.of, Sum)
+            if loop.number in loops and is_number:
+                late = ((self.frame.source, -1, -1, frozenset({made})),)
+                scope.names[name] = Value(Kind.OTHER, "is of an earlier batch", late=late)
+
     def _with(self, node: ast.With) -> None:
+        quiet = any(_WITHOUT_GRADIENTS.search(ast.unparse(item.context_expr)) for item in node.items)
         for item in node.items:
             found = self.value(item.context_expr)
             if item.optional_vars is not None:
                 self.bind(item.optional_vars, found)
+        self.without_gradients += quiet
         self.statements(node.body)
+        self.without_gradients -= quiet
 
     _asyncwith = _with
 
@@ -329,15 +377,20 @@ class Follower(Rewrites):
             return join(*arguments)
         self.reached.add(node)
         frame = Frame(Scope(function.scope), function.source, call=call, caller=self.frame, function=node)
-        frame.loops_before = len(self.loops)
+        frame.loops_before, frame.depth = len(self.loops), self.depth
         self._bind_arguments(frame.scope, node.args, arguments, named)
         depth, self.depth = self.depth, self.depth
+        quiet = any(
+            _WITHOUT_GRADIENTS.search(ast.unparse(one)) for one in getattr(node, "decorator_list", ())
+        )
+        self.without_gradients += quiet
         self.frames.append(frame)
         if isinstance(node, ast.Lambda):
             frame.returned.append(self.value(node.body))
         else:
             self.statements(node.body)
         self.frames.pop()
+        self.without_gradients -= quiet
         self.depth = depth
         if frame.yielded:
             inner = join(*frame.yielded)

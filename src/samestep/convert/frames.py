@@ -21,6 +21,8 @@ class Frame:
     yielded: Values = field(default_factory=list)
     function: Any = None
     loops_before: int = 0
+    depth: int = 0
+    has_ended: bool = False
 
 
 class Frames:
@@ -32,7 +34,8 @@ class Frames:
         self.gaps: dict[tuple[str, int], str] = {}
         self.notes: dict[str, None] = {}
         self.silent = self.uneven = self.depth = self.in_forward = 0
-        self.loops_made = self.backwards = self.by_form = 0
+        self.loops_made = self.backwards = self.by_form = self.without_gradients = 0
+        self.in_eval = False
         self.unwraps = False
 
     @property

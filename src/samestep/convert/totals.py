@@ -3,13 +3,15 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from samestep.convert.calls import Calls
 from samestep.convert.libraries import MEANS_OF_LISTS
 from samestep.convert.source import Source
 from samestep.convert.values import Form, Kind, Loop, Scope, Sum, Value, Values, join
 
-Edit = tuple[Source, int, int, str]
+# where in a file to put which text; or instead of a text, the expressions to total where they are added up
+Edit = tuple[Source, int, int, str | frozenset[Any]]
 _LOOSE = (ast.BinOp, ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)
 
 
@@ -54,8 +56,10 @@ class Totals(Calls):
         return Value(models=value.models)
 
     def _apply(self, edits: list[Edit]) -> None:
-        if not self.silent:
-            for source, start, end, text in edits:
+        for source, start, end, text in edits:
+            if not isinstance(text, str):
+                self.eager |= text
+            elif not self.silent:
                 source.edit(start, end, text)
 
     def _edits(self, node: ast.expr) -> Iterator[Edit]:
@@ -93,11 +97,11 @@ class Totals(Calls):
         class Totalled(ast.NodeTransformer):
             def visit_Attribute(self, part: ast.Attribute) -> ast.AST:
                 value = scope.names.get(part.attr, Value())
-                if value.is_shared and (
-                    value.kind not in (Kind.PART, Kind.COUNT) or isinstance(value.of, Loop)
-                ):
-                    raise Unclear(str(value.of))
                 text = f"{receiver}.{part.attr}"
+                if value.kind == Kind.PASSES:
+                    return ast.Name(f"max(samestep.gather([{text}]))")
+                if value.is_shared and (value.kind != Kind.PART or isinstance(value.of, Loop)):
+                    raise Unclear(str(value.of))
                 return ast.Name(f"samestep.sum({text})" if value.is_shared else text)
 
         for part in ast.walk(form):
@@ -142,7 +146,7 @@ class Totals(Calls):
         """The edits around an expression of a kind that can be combined."""
         loop = value.of if isinstance(value.of, Loop) else None
         if isinstance(value.of, Sum) and value.of.loop.trains and value.of.loop in self.loops:
-            self.eager |= value.of.nodes
+            yield self.frame.source, -1, -1, value.of.nodes
         is_over = loop is not None and loop not in self.loops
         within = loop is not None and loop.text is not None and loop.frame is self.frame
         if is_over and not within and value.kind == Kind.MEAN:
@@ -182,8 +186,13 @@ class Totals(Calls):
     def lazily(self, node: ast.expr) -> Value:
         """An argument of a function of the project, with the edits that make it one of the whole batch."""
         value = self.value(node)
-        if self.frame.source.parents.get(node) in self.eager and self.may_total():
-            return self.total(node)
+        if self._call_around(node) in self.eager:
+            loop = self.batches
+            if self.may_total():
+                return self.total(node)
+            if value.kind == Kind.MEAN and loop is not None and loop.text and loop.frame is self.frame:
+                self._scaled(node, f" * {loop.text}.share")
+                return Value(Kind.PART, Sum(loop, frozenset()))
         if value.kind not in (Kind.MEAN, Kind.PART, Kind.COUNT, Kind.RATIO, Kind.OTHER) or value.late:
             return value
         try:
@@ -191,10 +200,14 @@ class Totals(Calls):
         except Unclear:
             return value
 
+    def _call_around(self, node: ast.AST) -> ast.AST | None:
+        around = self.frame.source.parents.get(node)
+        return self.frame.source.parents.get(around) if isinstance(around, ast.keyword) else around
+
     def guard(self, loop: Loop) -> bool:
         """Count a batch only on ranks that have a share of it: in training others are lent a small last batch."""
         statement = loop.frame.statement
-        if not loop.trains:
+        if not (loop.trains or loop.lends):
             return True
         simple = isinstance(statement, ast.AugAssign | ast.Expr) or (
             isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp)
@@ -238,6 +251,9 @@ class Totals(Calls):
             return Value(Kind.PASSES) if not batch.trains and batch.kind == "batches" else value
         if node in self.eager and self.may_total():
             return self.total(node)
+        if value.kind == Kind.MEAN and (call := self._given_in(batch, node)) is not node:
+            self.eager.add(call)
+            return Value()
         if value.kind in (Kind.PART, Kind.COUNT) and self.guard(batch):
             return Value(Kind.PART, Sum(batch, frozenset({self._given_in(batch, node)})))
         if (

@@ -42,8 +42,10 @@ class Value:
     @property
     def is_shared(self) -> bool:
         """Whether it depends on which share of a batch this rank has."""
-        if self.kind in ("tuple", "list"):
+        if self.kind in ("tuple", "list", "zip"):
             return any(one.is_shared for one in self.of)
+        if self.kind in ("enumerate", "items"):
+            return bool(self.of.is_shared)
         return self.kind in _SHARED
 
 
@@ -56,10 +58,10 @@ def join(*values: Value) -> Value:
     found = Value()
     for value in values:
         models = found.models | value.models
-        if found.kind == Kind.ALIKE or found.kind == value.kind:
+        if found.kind in (Kind.ALIKE, "none") or found.kind == value.kind:
             both = isinstance(found.of, Sum) and isinstance(value.of, Sum)
             found = replace(value, of=Sum(value.of.loop, found.of.nodes | value.of.nodes)) if both else value
-        elif value.kind == Kind.ALIKE:
+        elif value.kind in (Kind.ALIKE, "none"):
             pass
         elif {found.kind, value.kind} <= _NUMBERS:
             found = Value(Kind.PART, found.of)
@@ -78,6 +80,9 @@ class Scope:
     parent: "Scope | None" = None
     names: Named = field(default_factory=dict)
     since: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    made: dict[str, Any] = field(
+        default_factory=dict
+    )  # the expression that gave a value, and the loops around it
     stars: list[str] = field(default_factory=list)
 
     def find(self, name: str) -> Value | None:
@@ -99,6 +104,7 @@ class Loop:
     is_full: bool = False  # whether no batch is smaller, as the script reshapes each to the batch size
     frame: Any = None
     depth: int = 0
+    lends: bool = False  # whether ranks without a share get another rank's batch
     trains: bool = False
     always_trains: bool = False
     found_training: int = 0  # 1 where some turns train, 2 where all do

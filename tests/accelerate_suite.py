@@ -1,0 +1,66 @@
+"""Runs the test scripts that accelerate ships under `samestep run` and under torchrun, and compares how they end.
+
+`python accelerate_suite.py` runs each on two processes and writes the table tests/accelerate_suite.md. It needs the
+extra `bench`.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__)
+TABLE = HERE.with_suffix(".md")
+BIN = Path(sys.executable).parent
+_SECONDS = 200
+_HEAD = """\
+# accelerate's own test scripts under `samestep run` and torchrun
+
+`make torch-suite` runs the scripts of `accelerate.test_utils` on two processes with Gloo on CPU, and writes this table.
+"""
+
+
+def scripts() -> list[Path]:
+    """The scripts that need nothing but accelerate and torch."""
+    import accelerate.test_utils
+
+    place = Path(accelerate.test_utils.__file__).parent / "scripts"
+    return sorted(place.glob("test_*.py"))
+
+
+def ended(command: list[str]) -> tuple[int | None, str, float]:
+    """The exit code, the last line of an error, and the seconds that a command took."""
+    begun = time.monotonic()
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None, "did not end in time", time.monotonic() - begun
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    return done.returncode, errors[0].strip()[:120] if errors and done.returncode else "", time.monotonic() - begun
+
+
+def main(names: list[str]) -> int:
+    rows = []
+    for script in scripts():
+        if names and script.stem not in names:
+            continue
+        ways = {
+            "samestep run": [str(BIN / "samestep"), "run", "-n", "2", str(script)],
+            "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "0", str(script)],
+        }
+        found = {way: ended(command) for way, command in ways.items()}
+        codes = [one[0] for one in found.values()]
+        alike = "yes" if (codes[0] == 0) == (codes[1] == 0) else "NO"
+        why = " · ".join(dict.fromkeys(one[1] for one in found.values() if one[1]))
+        rows.append(f"| `{script.name}` | {codes[0]} | {codes[1]} | {alike} | {why.replace('|', '/')} |")
+        print(rows[-1], flush=True)
+    if not names:
+        lines = ["| script | samestep run: exit code | torchrun: exit code | alike | error |", "|---|---|---|---|---|"]
+        TABLE.write_text(_HEAD + "\n" + "\n".join([*lines, *rows]) + "\n")
+    return sum("| NO |" in row for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) > 0)
