@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__)
 TABLE = HERE.with_suffix(".md")
 BIN = Path(sys.executable).parent
-_SECONDS = 200
+_SECONDS = 100
 _HEAD = """\
 # accelerate's own test scripts under `samestep run` and torchrun
 
@@ -38,7 +38,11 @@ def ended(command: list[str]) -> tuple[int | None, str, float]:
     except subprocess.TimeoutExpired:
         return None, "did not end in time", time.monotonic() - begun
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    return done.returncode, errors[0].strip()[:120] if errors and done.returncode else "", time.monotonic() - begun
+    return (
+        done.returncode,
+        errors[0].strip()[:120] if errors and done.returncode else "",
+        time.monotonic() - begun,
+    )
 
 
 def main(names: list[str]) -> int:
@@ -48,7 +52,7 @@ def main(names: list[str]) -> int:
             continue
         ways = {
             "samestep run": [str(BIN / "samestep"), "run", "-n", "2", str(script)],
-            "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "0", str(script)],
+            "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", str(script)],
         }
         found = {way: ended(command) for way, command in ways.items()}
         codes = [one[0] for one in found.values()]
@@ -57,7 +61,10 @@ def main(names: list[str]) -> int:
         rows.append(f"| `{script.name}` | {codes[0]} | {codes[1]} | {alike} | {why.replace('|', '/')} |")
         print(rows[-1], flush=True)
     if not names:
-        lines = ["| script | samestep run: exit code | torchrun: exit code | alike | error |", "|---|---|---|---|---|"]
+        lines = [
+            "| script | samestep run: exit code | torchrun: exit code | alike | error |",
+            "|---|---|---|---|---|",
+        ]
         TABLE.write_text(_HEAD + "\n" + "\n".join([*lines, *rows]) + "\n")
     return sum("| NO |" in row for row in rows)
 

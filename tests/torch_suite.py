@@ -47,7 +47,11 @@ _NOT_OURS = {
 
 def cases() -> dict[str, Any]:
     """The tests of DistributedDataParallel by name."""
-    for name, value in {"BACKEND": "gloo", "TEMP_DIR": tempfile.gettempdir(), "WORLD_SIZE": str(SIZE)}.items():
+    for name, value in {
+        "BACKEND": "gloo",
+        "TEMP_DIR": tempfile.gettempdir(),
+        "WORLD_SIZE": str(SIZE),
+    }.items():
         os.environ.setdefault(name, value)
     from torch.testing._internal.distributed import distributed_test
 
@@ -139,7 +143,9 @@ def main(names: list[str]) -> int:
             home = Path(place) / name
             for part in ("barrier", "test_dir", "init_dir"):
                 (home / part).mkdir(parents=True)
-            ranks = nest.start(HERE, SIZE, "--one", name, cwd=home, env={"BACKEND": "gloo", "TEMP_DIR": str(home)})
+            ranks = nest.start(
+                HERE, SIZE, "--one", name, cwd=home, env={"BACKEND": "gloo", "TEMP_DIR": str(home)}
+            )
             codes = nest.wait(ranks, _SECONDS)
             for rank in ranks:
                 rank.kill()
@@ -169,7 +175,7 @@ _HEAD = """\
 # torch's own DDP tests, with `replicate` in the place of `DistributedDataParallel`
 
 `make torch-suite` runs the DDP tests that the wheel of torch ships, each on two processes with Gloo on CPU, and writes
-this table. The random stream is put back after each `replicate`, which lets each rank draw its own numbers from there on.
+this table. The random stream is put back after each `replicate`, after which each rank draws its own numbers.
 """
 
 

@@ -23,7 +23,7 @@ from samestep.convert.values import (
     reduced,
 )
 
-_OF_TENSORS = {*ROWS, *SCALARS, Kind.ROW, Kind.OTHER, Kind.RATIO, Kind.SHAPE, "tuple", "list", "iter"}
+_OF_TENSORS = {*ROWS, *SCALARS, Kind.ROW, Kind.OTHER, Kind.RATIO, Kind.SHAPE, "tuple", "list", "iter", "dict"}
 _OF_LISTS = {"append", "extend", "add", "update", "scale", "items"}
 
 
@@ -182,7 +182,7 @@ class Calls(Libraries):
     def _method(self, node: ast.Call, base: Value, name: str) -> Value:
         """A method of a tensor, a list, or a dict."""
         arguments = [self.value(one) for one in (*node.args, *(one.value for one in node.keywords))]
-        if base.kind in (Kind.ALIKE, Kind.OTHER, "tuple", "list", "iter", Kind.BATCH, *SCALARS):
+        if base.kind in (Kind.ALIKE, Kind.OTHER, "tuple", "list", "iter", "dict", Kind.BATCH, *SCALARS):
             found = self._of_container(node, base, name, arguments)
             if found is not None:
                 return found
@@ -203,6 +203,8 @@ class Calls(Libraries):
             return self.put(node, base, arguments)
         if name == "scale":
             return join(*arguments)
+        if name == "items" and base.kind == "dict":
+            return Value("items", join(*base.of.values()))
         if name == "items":
             return (
                 Value("items", Value(Kind.ROWS) if base.kind == Kind.BATCH else base)
@@ -211,7 +213,12 @@ class Calls(Libraries):
             )
         if name in ("values", "get", "copy") and base.kind in SCALARS:
             return base
-        if base.kind not in ("tuple", "list", "iter"):
+        if base.kind == "dict" and name in ("get", "pop") and node.args:
+            element: Value = base.of.get(getattr(node.args[0], "value", None), Value())
+            return element
+        if base.kind == "dict" and name == "values":
+            return Value("tuple", tuple(base.of.values()))
+        if base.kind not in ("tuple", "list", "iter", "dict"):
             return None
         if name in ("get", "pop", "values", "setdefault"):
             return join(*base.of) if name != "values" else base

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from samestep.convert.frames import Frames
+from samestep.convert.bindings import Bindings
 from samestep.convert.values import (
     ROWS,
     SCALARS,
@@ -26,7 +26,7 @@ from samestep.convert.values import (
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn"}
 
 
-class Expressions(Frames):
+class Expressions(Bindings):
     """What is known of an expression, by its form."""
 
     def value(self, node: ast.AST | None) -> Value:
@@ -54,13 +54,21 @@ class Expressions(Frames):
     def _name(self, node: ast.Name) -> Value:
         found = self.frame.scope.find(node.id)
         if found is not None:
-            return found
+            return self._with_parts(node.id, found)
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
         scope: Scope | None = self.frame.scope
         while scope is not None and not scope.stars:
             scope = scope.parent
         return Value("external", f"{scope.stars[0]}.{node.id}") if scope else Value()
+
+    def _with_parts(self, name: str, value: Value) -> Value:
+        """A dict or an object, of which elements were set one by one."""
+        names = self.frame.scope.names
+        parts = [part for known, part in names.items() if known.startswith((f"{name}[", f"{name}."))]
+        if any(part.is_shared for part in parts) and not value.is_shared:
+            return Value(Kind.OTHER, f"holds values of this process's share ({name})", value.models)
+        return value
 
     def _attribute(self, node: ast.Attribute) -> Value:
         base, attribute = self.value(node.value), node.attr
@@ -123,6 +131,8 @@ class Expressions(Frames):
             return known
         base, index = self.value(node.value), self.value(node.slice)
         at = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        if base.kind == "dict":
+            return base.of.get(at, base.of.get(None, Value())) if at is not None else join(*base.of.values())
         if base.kind == "tuple":
             is_in = isinstance(at, int) and -len(base.of) <= at < len(base.of)
             return base.of[at] if is_in else join(*base.of)
@@ -243,8 +253,14 @@ class Expressions(Frames):
     _list = _set = _tuple
 
     def _dict(self, node: ast.Dict) -> Value:
-        found = join(*(self.value(one) for one in node.values))
-        return Value(Kind.BATCH, models=found.models) if found.kind == Kind.ROWS else found
+        values = [self.value(one) for one in node.values]
+        found = join(*values)
+        if found.is_shared and all(isinstance(key, ast.Constant) for key in node.keys):
+            keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+            found = Value("dict", dict(zip(keys, values, strict=True)), found.models)
+        return (
+            Value(Kind.BATCH, models=found.models) if {one.kind for one in values} == {Kind.ROWS} else found
+        )
 
     def _starred(self, node: ast.Starred) -> Value:
         return self.value(node.value)
@@ -316,51 +332,6 @@ class Expressions(Frames):
         if over.kind in ("tuple", "list"):
             return join(*over.of), "plain", None
         return (Value(Kind.OTHER, over.of) if over.kind == Kind.OTHER else over), "plain", None
-
-    def bind(self, target: ast.AST, value: Value) -> None:
-        """Let a target have this value."""
-        if isinstance(target, ast.Starred):
-            target = target.value
-        if isinstance(target, ast.Tuple | ast.List):
-            for at, part in enumerate(target.elts):
-                self.bind(part, self._part_of(value, at, len(target.elts)))
-            return
-        scope, name = self.place_of(target)
-        is_element = isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
-        if is_element:
-            scope, held = self.place_of(target.value)  # type: ignore[attr-defined]
-            old = scope.find(held) or Value()
-            if value.kind == "function":
-                value = Value("list", (value, *(old.of if old.kind == "list" else ())))
-            scope.names[held] = value if value.kind == "list" else join(old, value)
-            return
-        for known in [known for known in scope.names if known.startswith((f"{name}.", f"{name}["))]:
-            del scope.names[known]
-        scope.names[name] = value
-        scope.since[name] = tuple(loop.number for loop in self.loops)
-
-    def place_of(self, target: ast.AST) -> tuple[Scope, str]:
-        """The scope that keeps a target's value, and its name there."""
-        if isinstance(target, ast.Attribute):
-            base = self.value(target.value)
-            if base.kind == "instance":
-                return base.of.scope, target.attr
-        name = ast.unparse(target)
-        scope: Scope | None = self.frame.scope
-        while scope is not None and name not in scope.names and not isinstance(target, ast.Name):
-            scope = scope.parent
-        return scope or self.frame.scope, name
-
-    def _part_of(self, value: Value, at: int, count: int) -> Value:
-        if value.kind == "tuple":
-            return value.of[at] if len(value.of) == count else join(*value.of)
-        if value.kind == Kind.SHAPE:
-            return Value(Kind.COUNT, self.batches) if at == 0 else Value()
-        if value.kind == Kind.BATCH:
-            return Value(Kind.ROWS)
-        if value.kind == "zip" and value.is_shared:
-            return Value(Kind.OTHER, "is taken apart by zip")
-        return join(*value.of) if value.kind == "list" else value
 
     def run(self, function: Function, arguments: Values, named: Named, call: ast.Call | None) -> Value:
         """Follow a function's body with these arguments."""

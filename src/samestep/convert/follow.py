@@ -1,39 +1,32 @@
 """Follows a script from its first statement on, through the functions and files of its project."""
 
 import ast
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from samestep.convert.frames import Frame
-from samestep.convert.rewrites import Rewrites
+from samestep.convert.functions import WITHOUT_GRADIENTS, Functions
 from samestep.convert.source import Source
 from samestep.convert.values import (
     SCALARS,
-    Class,
     Form,
     Function,
     Kind,
     Loop,
-    Named,
     Scope,
     Sum,
     Value,
-    Values,
     join,
 )
 
-_DEEPEST = 25
-_WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
 )
 
 
-class Follower(Rewrites):
+class Follower(Functions):
     """Knows the files of the project by their modules' names."""
 
     def __init__(self, script: Source, find: Callable[[str, int, Path], Source | None]) -> None:
@@ -43,7 +36,6 @@ class Follower(Rewrites):
         self.sources: dict[Path, Source] = {}
         self.losses: dict[str, ast.AST] = {}
         self.unwraps = False
-        self.reached: set[ast.AST] = set()
         self.follow_module(script)
 
     def follow_module(self, source: Source) -> Scope:
@@ -113,37 +105,6 @@ class Follower(Rewrites):
             return Value("module", self.follow_module(inner))
         return Value() if scope is not None else Value("external", f"{node.module}.{name}")
 
-    def _functiondef(self, node: ast.FunctionDef) -> None:
-        function = self._function(node)
-        self.frame.scope.names[node.name] = Value("function", function)
-        if any(
-            not isinstance(one, ast.Name | ast.Attribute) or "." in ast.unparse(one)
-            for one in node.decorator_list
-        ):
-            for one in node.decorator_list:
-                self.value(one)
-
-    _asyncfunctiondef = _functiondef
-
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
-        marks = {ast.unparse(one) for one in node.decorator_list}
-        return Function(
-            node, self.frame.scope, self.frame.source, "property" in marks, bool(marks & {"staticmethod"})
-        )
-
-    def _classdef(self, node: ast.ClassDef) -> None:
-        scope = Scope(self.frame.scope)
-        methods = {
-            one.name: self._function(one)
-            for one in node.body
-            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-        made = Class(node, [self.value(base) for base in node.bases], methods, scope)
-        self.frame.scope.names[node.name] = Value("class", made)
-        outer, self.frame.scope = self.frame.scope, scope
-        self.statements([one for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign)])
-        self.frame.scope = outer
-
     def _assign(self, node: ast.Assign) -> None:
         first, made = node.targets[0], node.value
         if isinstance(first, ast.Name):
@@ -156,6 +117,7 @@ class Follower(Rewrites):
             self._add(first, made.right)
             return
         value = self.total(made) if made in self.eager else self.with_late(made, self.value(made))
+        value = self._kept(first, made, value)
         if isinstance(first, ast.Attribute) and value.kind in (Kind.RATIO, Kind.OTHER) and not value.late:
             value = replace(value, of=Form(made, str(value.of)))
         for target in node.targets:
@@ -171,6 +133,22 @@ class Follower(Rewrites):
             else:
                 self.bind(target, value)
 
+    def _kept(self, target: ast.expr, made: ast.expr, value: Value) -> Value:
+        """A number that is put into a list, dict or object outside of all batches is everyone's from there on."""
+        if not isinstance(target, ast.Attribute | ast.Subscript) or value.kind not in (
+            *SCALARS,
+            Kind.RATIO,
+            Kind.OTHER,
+        ):
+            return value
+        is_element = isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
+        if is_element and self.batches is not None:
+            return self.accumulated(self._place(target), made, value)
+        return self.total(made) if self.may_total() and not self.loops_of_batches() else value
+
+    def loops_of_batches(self) -> bool:
+        return any(loop.kind != "plain" for loop in self.loops)
+
     def _annassign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.bind(node.target, self.value(node.value))
@@ -185,6 +163,19 @@ class Follower(Rewrites):
         is_element = isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
         return self.place_of(target.value if is_element else target)  # type: ignore[attr-defined]
 
+    def _global(self, node: ast.Global | ast.Nonlocal) -> None:
+        """Names of an outer function or of the module."""
+        for name in node.names:
+            scope = self.frame.scope
+            while scope.parent is not None and (
+                isinstance(node, ast.Global) or name not in scope.parent.names
+            ):
+                scope = scope.parent
+            outer = scope.parent if scope.parent is not None else scope
+            self.frame.scope.elsewhere[name] = outer
+
+    _nonlocal = _global
+
     def _augassign(self, node: ast.AugAssign) -> None:
         if isinstance(node.op, ast.Add | ast.Sub):
             self._add(node.target, node.value)
@@ -193,24 +184,6 @@ class Follower(Rewrites):
         old, value = scope.find(name) or Value(), self.value(node.value)
         if old.is_shared or value.is_shared:
             scope.names[name] = self.divided(node, old, value)
-
-    def _return(self, node: ast.Return) -> None:
-        """A function that is called outside all loops over batches returns what every rank has."""
-        if node.value is None:
-            return
-        value = self.value(node.value)
-        if value.is_shared and not self.batches_around_call() and not self.by_form:
-            parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-            found = [self.total(part) for part in parts]
-            value = Value("tuple", tuple(found)) if len(found) > 1 else found[0]
-        self.frame.returned.append(value)
-        is_certain = self.depth == self.frame.depth and len(self.loops) == self.frame.loops_before
-        self.frame.has_ended = is_certain
-
-    def batches_around_call(self) -> bool:
-        return self.in_forward > 0 or any(
-            loop.kind != "plain" for loop in self.loops[: self.frame.loops_before]
-        )
 
     def _if(self, node: ast.If) -> None:
         test = self.value(node.test)
@@ -323,7 +296,7 @@ class Follower(Rewrites):
                 scope.names[name] = Value(Kind.OTHER, "is of an earlier batch", late=late)
 
     def _with(self, node: ast.With) -> None:
-        quiet = any(_WITHOUT_GRADIENTS.search(ast.unparse(item.context_expr)) for item in node.items)
+        quiet = any(WITHOUT_GRADIENTS.search(ast.unparse(item.context_expr)) for item in node.items)
         for item in node.items:
             found = self.value(item.context_expr)
             if item.optional_vars is not None:
@@ -369,54 +342,9 @@ class Follower(Rewrites):
             )
         elif self.batches is None:
             self.gap(node, _NOT_SHARED)
+        elif not loss.late:
+            self.gap(
+                node,
+                "this loss could not be followed to the batch; see whether it is a mean over its samples",
+            )
         return Value()
-
-    def run(self, function: Function, arguments: Values, named: Named, call: ast.Call | None) -> Value:
-        node = function.node
-        if len(self.frames) > _DEEPEST or any(frame.function is node for frame in self.frames):
-            return join(*arguments)
-        self.reached.add(node)
-        frame = Frame(Scope(function.scope), function.source, call=call, caller=self.frame, function=node)
-        frame.loops_before, frame.depth = len(self.loops), self.depth
-        self._bind_arguments(frame.scope, node.args, arguments, named)
-        depth, self.depth = self.depth, self.depth
-        quiet = any(
-            _WITHOUT_GRADIENTS.search(ast.unparse(one)) for one in getattr(node, "decorator_list", ())
-        )
-        self.without_gradients += quiet
-        self.frames.append(frame)
-        if isinstance(node, ast.Lambda):
-            frame.returned.append(self.value(node.body))
-        else:
-            self.statements(node.body)
-        self.frames.pop()
-        self.without_gradients -= quiet
-        self.depth = depth
-        if frame.yielded:
-            inner = join(*frame.yielded)
-            return Value("batches") if inner.is_shared else Value()
-        return join(*frame.returned)
-
-    def _bind_arguments(self, scope: Scope, given: ast.arguments, arguments: Values, named: Named) -> None:
-        parameters = [*given.posonlyargs, *given.args]
-        defaults: list[Any] = [None] * (len(parameters) - len(given.defaults)) + list(given.defaults)
-        for at, (parameter, default) in enumerate(zip(parameters, defaults, strict=True)):
-            value = named.get(parameter.arg) or (arguments[at] if at < len(arguments) else None)
-            scope.names[parameter.arg] = value or (self.value(default) if default is not None else Value())
-        if "**" in named and named["**"].kind in (Kind.ROWS, Kind.BATCH):
-            for parameter in parameters:
-                if (
-                    parameter.arg not in named
-                    and scope.names[parameter.arg].kind == Kind.ALIKE
-                    and parameter.arg != "self"
-                ):
-                    scope.names[parameter.arg] = Value(Kind.ROWS)
-        for parameter, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-            scope.names[parameter.arg] = named.get(parameter.arg) or self.value(default)
-        if given.vararg is not None:
-            rest = arguments[len(parameters) :]
-            scope.names[given.vararg.arg] = Value("tuple", tuple(rest)) if rest else Value()
-        if given.kwarg is not None:
-            known = {one.arg for one in (*parameters, *given.kwonlyargs)}
-            rest = [value for name, value in named.items() if name not in known]
-            scope.names[given.kwarg.arg] = replace(join(*rest))

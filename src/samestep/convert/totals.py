@@ -176,7 +176,9 @@ class Totals(Calls):
 
     def with_late(self, node: ast.expr, value: Value) -> Value:
         """A value that no function combines, with the edits that make its parts those of the whole batch."""
-        if value.kind not in (Kind.RATIO, Kind.OTHER) or value.late or not self.may_total():
+        if value.kind not in (Kind.RATIO, Kind.OTHER, "dict", "tuple") or value.late:
+            return value
+        if not value.is_shared or not self.may_total():
             return value
         try:
             return replace(value, late=tuple(self._edits(node)))

@@ -46,6 +46,8 @@ class Value:
             return any(one.is_shared for one in self.of)
         if self.kind in ("enumerate", "items"):
             return bool(self.of.is_shared)
+        if self.kind == "dict":
+            return any(one.is_shared for one in self.of.values())
         return self.kind in _SHARED
 
 
@@ -84,6 +86,7 @@ class Scope:
         default_factory=dict
     )  # the expression that gave a value, and the loops around it
     stars: list[str] = field(default_factory=list)
+    elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # of names declared global or nonlocal
 
     def find(self, name: str) -> Value | None:
         scope: Scope | None = self
