@@ -174,12 +174,17 @@ def _run(plan: Plan, variant: Variant, repeat: int) -> Measured:
         by_us = variant.launcher == "run"
         run = (_by_samestep if by_us else _by_another)(plan.script, variant, env, Path(directory).absolute())
         seconds = time.monotonic() - began
-        paths = [step_times_path(run, rank) for rank in range(variant.size)]
-        readings = {rank: one for rank, path in enumerate(paths) if (one := read_step_times(path))}
+        return measured_of(plan.script[0], run, variant, repeat, seconds)
+
+
+def measured_of(name: str, run: Path, variant: Variant, repeat: int, seconds: float) -> Measured:
+    """What the meters of a run's directory say."""
+    paths = [step_times_path(run, rank) for rank in range(variant.size)]
+    readings = {rank: one for rank, path in enumerate(paths) if (one := read_step_times(path))}
     said = breakdown(readings) if len(readings) == variant.size else None
     if said is None:
         raise UsageError(
-            f"{plan.script[0]} took too few steps over samestep.loader or samestep.steps at {variant} to be measured; "
+            f"{name} took too few steps over samestep.loader or samestep.steps at {variant} to be measured; "
             "give it more to do, or convert it first"
         )
     return _measured(variant, repeat, seconds, said, readings)
