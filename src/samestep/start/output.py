@@ -24,6 +24,7 @@ _HELD_S = 0.75
 # A pipe that poll calls writable takes this much without blocking.
 _PIPE_BUF = 4096
 _MOST_WAITING = 1 << 20
+_DRAWN_S = 0.5
 _TAIL = 1 << 16
 _TRACEBACK = re.compile(
     rb"^(?:\[rank\d+\]: ?)?"
@@ -52,12 +53,15 @@ class Terminal:
         self._gone: set[int] = set()
         self._unfinished: dict[int, object] = {}
         self._is_one_file = os.path.sameopenfile(OUT, ERR)
+        self.progress: Callable[[], str] = str  # what `tick` draws
+        self._line, self._drawn_at = b"", 0.0
 
     def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
         """Show bytes; a line another owner left unfinished is ended first, one's own goes on."""
         if not data or kind in self._gone:
             return
         line = OUT if self._is_one_file else kind
+        self._take_back(kind)
         if self._unfinished.get(line, owner) is not owner:
             self._waiting[kind] += b"\n"
         marked = b"".join(prefix + each for each in data.splitlines(keepends=True)) if prefix else data
@@ -70,6 +74,25 @@ class Terminal:
     def say(self, text: str) -> None:
         """A line of the launcher's own."""
         self.show(ERR, text.encode(errors="backslashreplace") + b"\n", self)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a line can be drawn and taken back."""
+        return self._is_one_file and os.isatty(ERR) and os.environ.get("TERM", "dumb") != "dumb"
+
+    def tick(self, now: float) -> None:
+        """Draw how far the run is, below all lines; what is shown next takes its place."""
+        if now - self._drawn_at < _DRAWN_S or self._unfinished or not (text := self.progress()):
+            return
+        self._take_back(ERR)
+        self._drawn_at = now
+        self._line = text[: os.get_terminal_size(ERR).columns - 1].encode(errors="backslashreplace")
+        self._waiting[ERR] += self._line
+
+    def _take_back(self, kind: int) -> None:
+        if self._line:
+            self._line = b""
+            self._waiting[kind] += b"\r\x1b[K"
 
     @property
     def crowded(self) -> bool:
@@ -94,6 +117,7 @@ class Terminal:
 
     def flush(self, seconds: float = 1.0) -> None:
         """Write what waits, for as long as somebody takes it."""
+        self._take_back(ERR)
         until = time.monotonic() + seconds
         while self.waiting() and time.monotonic() < until:
             poll = select.poll()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from samestep.errors import UsageError
@@ -22,6 +23,7 @@ from samestep.rundir import (
     pulse_path,
     stack_path,
     start_record,
+    step_times_path,
     stop_path,
     time_up_path,
     write_record,
@@ -35,6 +37,7 @@ from samestep.start.signals import PASSED_ON, signals_as_bytes
 from samestep.start.supervise import Outcome, WorkerGroup
 from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, WorkerSpec, fill_standard_descriptors
+from samestep.steptimes import read_step_times
 from samestep.text import reason_of
 
 _SAME_PLACE_S = 10
@@ -70,6 +73,8 @@ def run_script(script: Script) -> int:
         terminal, kills = Terminal(), watch_kills()
         if advice := better_place(run, os.environ):
             terminal.say(f"samestep: {advice}")
+        if terminal.is_live and os.environ.get("SAMESTEP_METER") != "0":
+            terminal.progress = partial(_progress, run)
         signals = stack.enter_context(signals_as_bytes(script.signals))
         guardian = stack.enter_context(Guardian())
         restarts, previous = 0, None
@@ -179,6 +184,11 @@ def _specs(
             )
         )
     return specs, ranks.total
+
+
+def _progress(run: Path) -> str:
+    found = read_step_times(step_times_path(run, 0))
+    return str(found.progress) if found and found.progress.rows else ""
 
 
 def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:

@@ -113,6 +113,8 @@ class WorkerGroup:
         now = time.monotonic()
         for stream in streams:
             stream.tick(now)
+        if self._terminal:
+            self._terminal.tick(now)
         self._settle(alive, now)
         if self._is_over_elsewhere and self._is_over_elsewhere() and not self._stopping:
             self._stop(now)
