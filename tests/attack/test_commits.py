@@ -132,6 +132,7 @@ ATTACKS = {
     "a copy's commit in place of the newest": lambda s: shutil.copy(s.diverged[2], s.commits[2]),
     "a copy's two newest": lambda s: (s.put(s.diverged[2]), s.put(s.diverged[3])),
     "a copy's two newest and ours removed": lambda s: ([s.put(p) for p in s.diverged[2:]], s.commits[2].unlink()),
+    "a forged commit that follows the newest": lambda s: s.forge(),
     "a forged commit that follows nothing": lambda s: s.forge(previous=bytes(32)),
     "a forged commit that follows itself": lambda s: s.forge(previous=b"x" * 32),
     "a forged commit that follows the oldest": lambda s: s.forge(previous=file.peek(s.commits[0]).root),

@@ -183,6 +183,23 @@ def test_a_writer_whose_lease_was_taken_over_commits_nothing_more(tmp_path):
         assert lease.read(dir_fd).holder.host == "node07"
 
 
+def test_a_lease_that_was_taken_over_while_a_commit_was_written_keeps_that_commit_from_its_name(
+    tmp_path, monkeypatch
+):
+    commits = CheckpointDirectory(tmp_path / "run")
+    commits.commit(file.pack({"step": 1}), 1)
+    write = file.write
+
+    def long(*arguments):
+        foreign(tmp_path / "run")
+        return write(*arguments)
+
+    monkeypatch.setattr(file, "write", long)
+    with pytest.raises(CheckpointError, match=r"run was taken over by job 77\.0"):
+        commits.commit(file.pack({"step": 2}), 2)
+    assert [entry.step for entry in file.listing(tmp_path / "run")] == [1]
+
+
 def test_a_lease_that_was_removed_is_written_again(tmp_path):
     commits = CheckpointDirectory(tmp_path / "run")
     commits.commit(file.pack({"step": 1}), 1)

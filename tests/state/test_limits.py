@@ -42,9 +42,9 @@ def test_a_commit_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_c
         ("pwrite", "/.writing"),
         ("pwrite", "/.writing"),
         ("fsync", "/.writing"),
+        ("pwrite", "/.lease"),
         ("rename", ""),
         ("fsync", ""),
-        ("pwrite", "/.lease"),
     ]
 
 

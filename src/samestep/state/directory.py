@@ -113,7 +113,6 @@ class CheckpointDirectory:
                 if _free(os.fstatvfs(dir_fd)) < packed.size * _MARGIN:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 name = self._write(dir_fd, packed, step, held)
-                held.note(self._line)
                 self._prune(dir_fd, held.record.run)
         except OSError as error:
             raise self._error(f"checkpoint skipped: {self._why(error, packed.size)}") from error
@@ -131,7 +130,9 @@ class CheckpointDirectory:
                         refused.append(one.why)
                     elif one.outline is not None:
                         try:
-                            return self._taken(dir_fd, one.entry.name, one.outline, read, tuple(refused))
+                            value = self._read(dir_fd, one.entry.name, one.outline, read, one.is_renamed)
+                            path = self.directory / one.entry.name
+                            return Newest(value, path, one.outline.root, tuple(refused))
                         except (CheckpointError, OSError) as error:
                             refused.append(str(error))
         except FileNotFoundError:
@@ -144,24 +145,22 @@ class CheckpointDirectory:
             )
         return None
 
-    def _taken(
+    def _read(
         self,
         dir_fd: int,
         name: str,
         outline: state_file.Outline,
         read: Callable[[str, int], T],
-        refused: tuple[str, ...],
-    ) -> Newest[T]:
+        is_renamed: bool,
+    ) -> T:
         before = _identity(dir_fd, name)
         value = read(name, dir_fd)
         if state_file.peek(name, dir_fd=dir_fd).root != outline.root or before != _identity(dir_fd, name):
             raise CheckpointError(f"{name} was exchanged while it was read", path=name)
-        self._good[name] = before
-        self._line = [
-            *(one for one in self._line if one[0] < outline.seal.number),
-            (outline.seal.number, outline.root),
-        ]
-        return Newest(value, self.directory / name, outline.root, refused)
+        if not is_renamed:
+            self._good[name] = before
+        self._line = [*(one for one in self._line if one[0] < outline.seal.number), _line_of(outline)]
+        return value
 
     def _make(self) -> None:
         # once: under a mount that went away the same path is another disk
@@ -176,8 +175,7 @@ class CheckpointDirectory:
 
         def first() -> Record:
             """The run that a directory without a lease belongs to: that of its commits, or a new one."""
-            outlines = [one.outline for one in examine(dir_fd) if one.outline]
-            record = _record_of(outlines) if outlines else Record(os.urandom(16))
+            record = _record_of([one.outline for one in examine(dir_fd) if one.outline])
             if record is None:
                 raise self._error(f"{self.directory} {_AMBIGUOUS}")
             return record
@@ -189,12 +187,9 @@ class CheckpointDirectory:
         """The commits, and what the next one follows."""
         record = self._lease.record if self._lease else lease.read(dir_fd)
         found = examine(dir_fd, record)
-        ours = [
-            (one.number, one.outline.root) for one in found if one.outline and (not one.why or one.is_renamed)
-        ]
-        self._line = list(record.commits) if record else []
-        self._line += [one for one in sorted(ours)[-1:] if one not in self._line]
-        self._number = max((number for number, _ in (*self._line, *ours)), default=0)
+        ours = [_line_of(one.outline) for one in found if one.outline and (not one.why or one.is_renamed)]
+        self._line = sorted(set(ours))
+        self._number = max((number for number, _ in (*ours, *(record.commits if record else ()))), default=0)
         return found
 
     def _error(self, text: str) -> CheckpointError:
@@ -215,7 +210,9 @@ class CheckpointDirectory:
                 root = state_file.write(fd, packed, seal)
             finally:
                 os.close(fd)
-            held.sync(self._line)
+            # it may have been taken over while a large file was written
+            held.check(dir_fd)
+            held.name(*self._line, (number, root))
             os.rename(unfinished, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         except BaseException:
             with suppress(OSError):
@@ -283,6 +280,10 @@ def _peeked(dir_fd: int, entry: state_file.Entry) -> Found:
         return Found(entry, None, str(error))
 
 
+def _line_of(outline: state_file.Outline) -> tuple[int, bytes]:
+    return outline.seal.number, outline.root
+
+
 def _run_of(dir_fd: int, entry: state_file.Entry) -> bytes | None:
     outline = _peeked(dir_fd, entry).outline
     return outline.seal.run if outline else None
@@ -291,7 +292,7 @@ def _run_of(dir_fd: int, entry: state_file.Entry) -> bytes | None:
 def _record_of(outlines: Sequence[state_file.Outline]) -> Record | None:
     """What a lost lease said, as far as the commits tell; None where they contradict each other."""
     if not outlines:
-        return Record(bytes(16))
+        return Record(os.urandom(16))
     newest = max(outlines, key=lambda one: one.seal.number)
     before = [one.root for one in outlines if one.seal.number < newest.seal.number]
     follows = not before or newest.seal.previous in before
@@ -311,8 +312,8 @@ def _judged(one: Found, record: Record | None) -> Found:
         why = "is a commit of another run"
     elif known.get(seal.number, one.outline.root) != one.outline.root:
         why = f"is not the commit {seal.number} that this run made"
-    elif known and seal.number > max(known) and seal.previous not in known.values():
-        why = f"does not follow commit {max(known)}, the last that this run made"
+    elif known and seal.number > max(known):
+        why = f"is no commit that this run made: its last is commit {max(known)}"
     elif (one.entry.number, one.entry.step) != (seal.number, seal.step):
         why, is_renamed = f"is commit {seal.number} after step {seal.step} under another name", True
     return one._replace(why=why and f"{name} {why}", is_renamed=is_renamed)

@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from errno import EACCES, EAGAIN
 from hashlib import blake2b
@@ -127,18 +127,12 @@ class Lease:
                 f"{self._directory} {by}, so this process commits nothing more there", path=self._directory
             )
 
-    def note(self, commits: Sequence[tuple[int, bytes]]) -> None:
-        """Write that these are the run's last commits, the newest last."""
-        self.record = Record(self.record.run, tuple(commits[-_MOST_COMMITS:]), self._me)
+    def name(self, *commits: tuple[int, bytes]) -> None:
+        """Have on the disk which the run's last commits are before the newest has its name: no others are believed."""
+        believes_all = not self.record.commits
+        self.record = Record(self.record.run, commits[-_MOST_COMMITS:], self._me)
         self._file.write(self.record)
-
-    def sync(self, commits: Sequence[tuple[int, bytes]]) -> None:
-        """Have on the disk what the next commit follows, before that has its name: else it would be a stranger's."""
-        is_known = self.record.commits[-1:] == tuple(commits[-1:])
-        if not is_known:
-            self.note(commits)
-        # a lease that names one commit or none refuses nothing that follows
-        if not is_known or len(self.record.commits) > 1:
+        if not believes_all:
             os.fdatasync(self._file.fd)
 
     def renew(self) -> None:
