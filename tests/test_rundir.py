@@ -11,6 +11,7 @@ import pytest
 from samestep.errors import UsageError
 from samestep.rundir import (
     Pulse,
+    begin_run,
     better_place,
     create_run,
     log_path,
@@ -28,6 +29,26 @@ def test_a_run_keeps_everything_to_its_user(tmp_path):
         assert path.stat().st_mode & 0o777 == 0o700
     assert (run / "run.json").stat().st_mode & 0o777 == 0o600
     assert log_path(run, 3) == run / "logs" / "rank-3.log"
+
+
+def test_a_run_that_a_batch_job_begins_has_every_folder_too(tmp_path):
+    begin_run(tmp_path / "runs" / "train_7", {"size": 2})
+    assert sorted(path.name for path in (tmp_path / "runs" / "train_7").iterdir() if path.is_dir()) == [
+        "failures",
+        "logs",
+        "pulse",
+    ]
+
+
+def test_runs_are_private_whatever_the_umask_is(tmp_path):
+    before = os.umask(0)
+    try:
+        run = create_run(str(tmp_path / "deep" / "runs"), {}, {"size": 2})
+        begin_run(tmp_path / "other" / "train_7", {"size": 2})
+    finally:
+        os.umask(before)
+    for path in (run, *run.parents[:2], *run.iterdir(), tmp_path / "other", *(tmp_path / "other").iterdir()):
+        assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_runs_that_begin_together_have_directories_of_their_own(tmp_path):

@@ -186,7 +186,7 @@ def begin_run(run: Path, started: Mapping[str, Any]) -> None:
     """Begin a run in the directory that its batch script named, or, after a requeue, go on there."""
     for over in (run / "result.json", time_up_path(run), *(run / "failures").glob("*")):
         over.unlink(missing_ok=True)
-    _fill(run, ("pulse", "failures"), started)
+    _fill(run, ("logs", "pulse", "failures"), started)
 
 
 def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, Any]) -> Path:
