@@ -54,6 +54,8 @@ class RankState(NamedTuple):
             return self.does
         if self.waits_now:
             return f"is in {self.wait}"
+        if self.phase == "end" and self.call:
+            return self.call
         if self.phase == "checkpoint":
             return f"is in {self.call}{_of_step(self.step, 'at')}"
         return _DOES.get(self.phase, "is in the script's own code") + _of_step(self.step, "at")

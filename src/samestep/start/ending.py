@@ -5,7 +5,7 @@ import signal
 from collections.abc import Container, Sequence
 from pathlib import Path
 
-from samestep.rundir import CHECKPOINTED, pulse_path, read_pulse
+from samestep.rundir import CHECKPOINTED, PulseReading, pulse_path, read_pulse
 from samestep.start.failure import Traceback, describe_end, last_words
 from samestep.start.memory import Kills, explain_kill
 from samestep.start.supervise import Outcome
@@ -38,7 +38,7 @@ def ending(
     pulse, step = read_pulse(pulse_path(run, cause.rank)), step_of(run, cause.rank)
     where = os.uname().nodename + (f", {pulse.device}" if pulse else "")
     when = duration(seconds) + ("" if step is None else f", in step {step}")
-    what = "\n".join(_what(outcome, cause, cause.rank in shown, kills))
+    what = "\n".join(_what(outcome, cause, cause.rank in shown, kills, pulse))
     head = f"{name} failed on rank {cause.rank} of {size} ({where}) after {when}"
     return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
 
@@ -60,7 +60,9 @@ def step_of(run: Path, rank: int) -> int | None:
     return pulse.step if pulse and pulse.step >= 0 else None
 
 
-def _what(outcome: Outcome, cause: Worker, shown: bool, kills: Kills) -> list[str]:
+def _what(
+    outcome: Outcome, cause: Worker, shown: bool, kills: Kills, pulse: PulseReading | None
+) -> list[str]:
     lines = _traceback(outcome.traceback) if outcome.traceback else []
     if outcome.status == -signal.SIGKILL:
         return [*lines, explain_kill(cause.pid, kills)]
@@ -68,7 +70,8 @@ def _what(outcome: Outcome, cause: Worker, shown: bool, kills: Kills) -> list[st
         return [*lines, explain_kill(0, kills).replace("killed by SIGKILL", "a loader worker was killed", 1)]
     if outcome.traceback is None:
         words = () if shown and not cause.err.hides else last_words(cause.err.tail.decode(errors="replace"))
-        return [*words, describe_end(outcome.status)]
+        left = [f"rank {cause.rank} {pulse.call}"] if pulse and pulse.phase == "end" and pulse.call else []
+        return [*words, *left, describe_end(outcome.status)]
     return lines if outcome.status == 1 else [*lines, describe_end(outcome.status)]
 
 

@@ -18,6 +18,8 @@ from samestep.start.worker import Guardian, Worker, WorkerSpec
 # How long a rank that only tells of another's end waits for that other to be seen.
 _ECHO_S = 0.7
 _HANG_S = 5.0
+# What a rank that left the script takes to end, where the others did not come to the end with it.
+_LEAVE_S = 8.0
 _GRACE_S = 1.0
 _PATIENCE_S = 30.0
 # What a run that does not go on has in which to end when it is asked; Slurm gives 30 s.
@@ -162,7 +164,7 @@ class WorkerGroup:
             if self._asked is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
             elif _is_echo(worker.traceback()) and self._alive():
-                wait_s = _ECHO_S
+                wait_s = _LEAVE_S if any(map(self._way_out, self._alive())) else _ECHO_S
             self._stop_at = min(self._stop_at, now + wait_s)
         if now >= self._stop_at:
             self._stop_at = inf
@@ -217,6 +219,9 @@ class WorkerGroup:
         for worker in self._alive():
             worker.send_group(signal.SIGCONT)
 
+    def _way_out(self, worker: Worker) -> str:
+        return self._watch.way_out(worker) if self._watch else ""
+
     def _outcome(self) -> Outcome:
         own = [worker for worker in self.workers if worker.status and not worker.was_stopped]
         if self._watch and not self._hang and own and all(_is_echo(worker.traceback()) for worker in own):
@@ -230,6 +235,11 @@ class WorkerGroup:
             killed = any(worker.was_stopped for worker in self.workers)
             return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)
         cause = min(own, key=_blame)
+        left = next((worker for worker in self.workers if self._way_out(worker)), None)
+        if left and not left.status and _is_echo(cause.traceback()):
+            code = " with exit code 0" if left.status == 0 else ""
+            why = f"rank {left.rank} {self._way_out(left)}{code} while others waited for it"
+            return Outcome(1, left, Traceback(None, (why,)), self._asked)
         if _is_echo(cause.traceback()):
             # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
             cause = min([cause, *(worker for worker in self.workers if _hangs(worker, cause))], key=_blame)

@@ -93,6 +93,13 @@ class Watch:
             self._say(f"samestep: {hang.sentence(self.least_s)}")
         return is_over
 
+    def way_out(self, worker: Worker) -> str:
+        """How this rank left the script or is leaving it; "" where it has not."""
+        pulse = read_pulse(pulse_path(self._run, worker.rank))
+        if pulse is None or (pulse.phase != "end" and worker.status != 0):
+            return ""
+        return pulse.call if pulse.phase == "end" and pulse.call else "came to the end of the script"
+
     def failure(self, hang: Hang) -> Traceback:
         """The hang as what ended the run."""
         _, sight = self._seen.get(hang.cause.rank, (0.0, Sight()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -58,6 +58,9 @@ class Group:
         path = pulse_of(os.environ, world.rank)
         self.pulse = Pulse(path, str(world.device), timeout.total_seconds()) if path else None
         self._stacks = _listen_for_stacks(path, world.rank) if path else None
+        self._left = ""
+        self._sys_exit: Callable[..., Any] = sys.exit
+        sys.exit = self._note_exit
         self.phase = ("user", "")
         self._phases_heard: list[Callable[[str, str], None]] = []
         self.own_cores = own_cores
@@ -125,7 +128,7 @@ class Group:
 
     def enter(self, phase: str, call: str = "") -> None:
         """Say what this rank does from here on: one of rundir's PHASES, and the call with its line."""
-        self.phase = phase, call
+        self.phase, self._left = (phase, call), ""
         if self.pulse is not None:
             self.pulse.enter(phase, call)
         for hear in self._phases_heard:
@@ -178,7 +181,7 @@ class Group:
         saved = True
         self._watches.clear()
         self._phases_heard.clear()
-        self.enter("end")
+        self.enter("end", self._left)
         for member in reversed(self._members.values()):
             try:
                 member.close()
@@ -196,6 +199,8 @@ class Group:
                 dist.destroy_process_group()
         if sys.excepthook == self._note_failure:
             sys.excepthook = self._excepthook
+        if sys.exit == self._note_exit:
+            sys.exit = self._sys_exit
         self._control = None
         restore_environment(self._variables)
         return saved
@@ -211,6 +216,11 @@ class Group:
             _exit(self.failed)
         if not self.close():
             _exit(1)
+
+    def _note_exit(self, *status: Any) -> NoReturn:
+        """As sys.exit; should the process end by it, it is known where it left the script."""
+        self._left = f"left the script at {users_line()}"
+        raise SystemExit(*status)
 
     def _note_failure(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
