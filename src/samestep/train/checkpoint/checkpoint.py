@@ -36,7 +36,7 @@ from samestep.train.checkpoint.parts import (
     checked_parts,
     load_part,
 )
-from samestep.train.checkpoint.stopping import StopRequests
+from samestep.train.checkpoint.stopping import CommonStep, StopRequests
 from samestep.train.checkpoint.writer import Writer, holder
 from samestep.train.data.loader import Loader
 from samestep.train.group.control import users_line
@@ -46,7 +46,6 @@ from samestep.train.meter import Meter
 from samestep.train.model.arithmetic import arithmetic
 from samestep.train.model.replicas import Replicas
 
-_AGREE_SECONDS = 0.5
 _RETRY_SECONDS = 30.0
 _LEAVE_SECONDS = 10.0
 _LONGEST_COMMIT = 86_400.0
@@ -100,10 +99,9 @@ class Checkpoint:
         self._writer = Writer(self._vault, self._world.device, self._note_commit)
         self._commit_seconds = 1.0
         self._told_of_limit = self._is_held = False
-        self._agreed_at = time.monotonic()
-        self._agreed_step = self._agree_at_step = 0
-        self._quiet_until = 0.0
-        self._group.the(_Checkpoints).living.append(self)
+        others = self._group.the(_Checkpoints).living
+        self._common = CommonStep(self._group, len(others), lambda pace: any(self._reasons(pace)))
+        others.append(self)
 
     def resume(self) -> int:
         """Collective. Go on from the newest good commit; returns the steps it had taken, 0 if there is none."""
@@ -145,25 +143,16 @@ class Checkpoint:
     def step(self) -> None:
         """Collective. Count a step: commit if it is time; if a stop was asked for, commit and exit with 75."""
         self.steps += 1
-        if self.steps < self._quiet_until and self._requests.heard is None:
+        is_common = self._common.reached(self.steps, now=self._requests.heard is not None)
+        due = isinstance(self._every, int) and self.steps % self._every == 0
+        if not is_common and not due:
             return
         with self._group.within("checkpoint", f"samestep.Checkpoint.step ({users_line()})"):
-            self._take_step()
-
-    def _take_step(self) -> None:
-        due = isinstance(self._every, int) and self.steps % self._every == 0
-        stop = ""
-        if self.steps >= self._agree_at_step or (self._requests.heard is not None and self._world.size == 1):
-            stop, timed = self._agree()
-            due = due or timed
-        if stop:
-            self._stop(stop)
-        elif due:
-            self.commit()
-        next_due = (
-            self.steps - self.steps % self._every + self._every if isinstance(self._every, int) else math.inf
-        )
-        self._quiet_until = min(self._agree_at_step, next_due)
+            stop, timed = self._agree() if is_common else ("", False)
+            if stop:
+                self._stop(stop)
+            elif due or timed:
+                self.commit()
 
     def commit(self, *, wait: bool = False) -> str:
         """Collective. Commit now, in the background; with `wait` return why that failed, or "" if it did not."""
@@ -219,26 +208,20 @@ class Checkpoint:
             return ""
         return f"{self._writer.failure}; the steps since {self._writer.committed[0]} are in no checkpoint"
 
-    def _agree(self) -> tuple[str, bool]:
-        """What all ranks do next: whether to stop, and whether it is time to commit; often enough, not more."""
-        now = time.monotonic()
-        pace = (now - self._agreed_at) / max(1, self.steps - self._agreed_step)
-        self._agreed_at, self._agreed_step = now, self.steps
+    def _reasons(self, pace: float) -> tuple[str, bool]:
+        """Why this rank should stop now, or "", and whether it is time to commit; the rest is the other ranks' say."""
+        since = time.monotonic() - self._writer.begun_at
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
-        timed = now - self._writer.begun_at >= every
-        quiet = min(_AGREE_SECONDS, every if timed else every - (now - self._writer.begun_at))
-        retry = bool(self._writer.failure) and now - self._writer.begun_at >= _RETRY_SECONDS
-        said = {
-            "stop": self._requests.asked(2 * (self._commit_seconds + pace) + _LEAVE_SECONDS),
-            "commit": timed or retry,
-            "quiet": max(1, min(1000, int(quiet / max(pace, 1e-9)))),
-        }
-        all_said = [
-            json.loads(one)
-            for one in self._group.all_gather("samestep.Checkpoint.step", json.dumps(said).encode())
-        ]
-        self._agree_at_step = self.steps + all_said[0]["quiet"]
-        return next((one["stop"] for one in all_said if one["stop"]), ""), all_said[0]["commit"]
+        timed = since >= every or (bool(self._writer.failure) and since >= _RETRY_SECONDS)
+        stop = self._requests.asked(2 * (self._commit_seconds + pace) + _LEAVE_SECONDS)
+        return stop, timed and self._world.rank == 0 and not self._writer.is_writing
+
+    def _agree(self) -> tuple[str, bool]:
+        """Collective. What all ranks do next: stop, and why, or commit, or nothing."""
+        mine = json.dumps(self._reasons(self._common.pace)).encode()
+        said = [json.loads(one) for one in self._group.all_gather("samestep.Checkpoint.step", mine)]
+        self._common.decided()
+        return next((stop for stop, _ in said if stop), ""), said[0][1]
 
     def _stop(self, why: str) -> None:
         # signals came to the newest alone
@@ -314,8 +297,7 @@ class Checkpoint:
         self.steps = self._asked_at = int(own["step"])
         self._writer.committed = self._place()
         self._group.the(Meter).count_on_from(self.steps)
-        self._agreed_step = self._agree_at_step = self.steps
-        self._quiet_until = 0.0
+        self._common.decided(is_first=True)
         kept, rank = own["streams"], self._world.rank
         if self._group.the(Replicas).exact:
             streams.restore(kept[0])
@@ -368,6 +350,8 @@ class _Checkpoints(Member):
         self.living: list[Checkpoint] = []
 
     def close(self) -> None:
+        for checkpoint in self.living:
+            checkpoint._common.close()
         failures = [failure for checkpoint in self.living if (failure := checkpoint.unsaved())]
         for checkpoint in self.living:
             checkpoint._vault.release()

@@ -5,12 +5,20 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from samestep.rundir import stop_path, time_up_path
+import torch.distributed as dist
 
+from samestep.errors import RankMissing
+from samestep.rundir import stop_path, time_up_path
+from samestep.train.group.group import Group
+
+_LOOK_S = 0.3
+_ANSWER_S = 0.01
+_LEAVE_S = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -53,6 +61,95 @@ class StopRequests:
         if self.heard == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.heard = number
+
+
+class CommonStep:
+    """The step after which all ranks decide together: the next one when any of them has a reason to.
+
+    A thread of each rank looks for reasons, its own and in the store. Where there is one it says to which step its rank
+    comes next, and there the rank waits until all have said so. The latest of these steps is the common one: no rank
+    has passed it, whatever their pace, and a step without a reason costs nothing.
+    """
+
+    def __init__(self, group: Group, number: int, has_reason: Callable[[float], bool]) -> None:
+        """`number` tells it from others of the group; `has_reason` is given the seconds of a step."""
+        self._group, self._has_reason = group, has_reason
+        self._store = dist.PrefixStore(f"common step {number}", group.store)  # type: ignore[attr-defined]
+        self._lock, self._known, self._closed = threading.Lock(), threading.Event(), threading.Event()
+        self._steps, self._round, self._is_counting = 0, 0, False
+        self.pace = 0.0  # seconds of a step
+        self._next: int | None = None
+        self._common: int | None = None
+        self._thread = threading.Thread(target=self._look, name="samestep-common-step", daemon=True)
+        self._thread.start()
+
+    def reached(self, steps: int, *, now: bool) -> bool:
+        """Whether all ranks decide after this step, as they do after the first; `now` is a reason of this rank's."""
+        with self._lock:
+            is_first, self._is_counting, self._steps = not self._is_counting, True, steps
+            if now and self._next is None and not is_first:
+                self._next = steps
+        if is_first or self._next is None:
+            return is_first
+        if steps == self._next:
+            self._wait(steps)
+        return steps == self._common
+
+    def decided(self, *, is_first: bool = False) -> None:
+        """Collective. The ranks have decided, or with `is_first` begin to count anew."""
+        with self._lock:
+            self._round += 1
+            self._next = self._common = None
+            self._is_counting = not is_first
+            self._known.clear()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(_LEAVE_S)
+
+    def _wait(self, steps: int) -> None:
+        """Until every rank has said to which step it comes next."""
+        with self._group.waiting("samestep.Checkpoint.step"):
+            self._known.wait(self._group.timeout.total_seconds())
+        if self._common is None:
+            raise RankMissing(
+                f"a rank ended, or did not answer, when this one asked after step {steps} for a common step; that "
+                "rank's own error says why",
+                call="samestep.Checkpoint.step",
+            )
+
+    def _look(self) -> None:
+        seen, since = 0, time.monotonic()
+        try:
+            while not self._closed.wait(_ANSWER_S if self._next is not None else _LOOK_S):
+                now, steps = time.monotonic(), self._steps
+                self.pace = (now - since) / (steps - seen) if steps > seen else max(self.pace, now - since)
+                if steps != seen:
+                    seen, since = steps, now
+                if self._common is None and self._is_counting:
+                    self._answer()
+        except RuntimeError:  # the process with the store has ended
+            self._known.set()
+
+    def _answer(self) -> None:
+        number = self._round
+        if self._next is None:
+            if not self._has_reason(self.pace) and not self._store.check([f"{number}/asked"]):
+                return
+            with self._lock:
+                if self._next is None and self._is_counting and number == self._round:
+                    self._next = self._steps + 1
+        own, keys = self._next, [f"{number}/{rank}" for rank in range(self._group.world.size)]
+        if own is None or number != self._round:
+            return
+        self._store.set(f"{number}/asked", "")
+        self._store.set(keys[self._group.world.rank], str(own))
+        if self._store.check(keys):
+            latest = max(int(self._store.get(key)) for key in keys)
+            with self._lock:
+                if number == self._round:
+                    self._common = latest
+                    self._known.set()
 
 
 def _moment(name: str) -> float | None:

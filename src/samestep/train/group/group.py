@@ -73,6 +73,14 @@ class Group:
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
 
+    @property
+    def store(self) -> Any:
+        """A key-value store of torch that all ranks share."""
+        if self._control is None:
+            return dist.HashStore()  # type: ignore[attr-defined]
+        # where the script itself has made torch's process group, only torch knows its store
+        return self._control.store or dist.distributed_c10d._get_default_store()
+
     def the(self, kind: type[T]) -> T:
         """The group's only `kind`."""
         found = self._members.get(kind)
