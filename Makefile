@@ -12,6 +12,7 @@ help:
 	@echo "make same   35 scripts at 1, 2, 3 and 5 processes against the untouched ones"
 	@echo "make convert-corpus   convert serial scripts, and run each at 1, 2 and 3 processes beside the untouched one"
 	@echo "make torch-suite      torch's own DDP tests with replicate, and accelerate's test scripts under samestep run"
+	@echo "make hang   about fifty runs that hang, and 200 that are slow but do not"
 	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
 	@echo "make requeue, make mistakes, make mutants, make types   the long suites"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
@@ -54,6 +55,9 @@ convert-corpus: .venv/made
 torch-suite: .venv/made-bench
 	.venv/bin/python tests/torch_suite.py
 	.venv/bin/python tests/accelerate_suite.py
+
+hang: .venv/made
+	.venv/bin/python tests/hang.py
 
 kill-loop: .venv/made
 	.venv/bin/python tests/kill_loop.py

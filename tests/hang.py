@@ -7,6 +7,7 @@ named another rank or line than the one that is stuck, came too late, or was not
 import argparse
 import itertools
 import os
+import random
 import re
 import signal
 import subprocess
@@ -22,6 +23,8 @@ LIMIT_S = 6.5
 ALLOWED_S = 8.0  # 5 s, what two looks and a stack take, and what a loaded machine adds
 # What the notice says of the stuck rank, where that is not the line where it is stuck.
 SAYS = {"stop": "which is stopped (SIGSTOP)", "d-state": "which is in uninterruptible sleep (D)"}
+
+CODES = {"exit": 77, "os-exit": 5}
 
 
 class Case(NamedTuple):
@@ -50,9 +53,10 @@ def cases():
     yield from (Case("barrier", where) for where in ("middle", "checkpoint"))
     yield from (Case("extra", where) for where in ("middle",))
     yield from (Case("stop", size=2), Case("sleep", size=2, rank=0))
+    yield from (Case(kind, where) for kind in CODES for where in ("middle", "evaluation"))
 
 
-def run(case, home, *options, patience_s=60):
+def run(case, home, *options, patience_s=60, limit_s=LIMIT_S):
     """Exit code, what was printed with the time of each line since the rank was stuck, and the line of the script."""
     fifo = home / "fifo"
     fifo.exists() or os.mkfifo(fifo)
@@ -89,36 +93,63 @@ def run(case, home, *options, patience_s=60):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        process.stdout.close()
 
 
 def fault(case, code, lines, line):
     """What is wrong with what was said of a hang; nothing where it was right."""
     report = "\n".join(text for _, text in lines)
+    where = f"stuck.py:{line}"
+    if f"failed on rank {case.rank} of {case.size}" not in report:
+        return f"another rank is the run's cause, or none\n{report}"
+    if case.kind in CODES:
+        says_where = case.kind == "os-exit" or f"rank {case.rank} left the script at {where}" in report
+        return (
+            None if says_where and code == CODES[case.kind] else f"it ended with exit code {code}\n{report}"
+        )
     notices = [(after, text) for after, text in lines if text.startswith("samestep: ") and " waited " in text]
-    if code == 0:
-        return f"it ended with exit code 0\n{report}"
-    if not notices:
-        return f"nothing was said\n{report}"
+    if code != 1 or not notices:
+        return f"it ended with exit code {code} and {len(notices)} notices\n{report}"
     after, said = notices[0]
     if after > ALLOWED_S:
         return f"it was said after {after:.1f} s"
-    if not re.search(rf" for rank {case.rank}, which ", said):
+    if f" for rank {case.rank}, which " not in said:
         return f"another rank was named: {said}"
-    if not (
-        SAYS[case.kind] in said
-        if case.kind in SAYS
-        else case.kind in ("skip", "uneven") or f"stuck.py:{line})" in said
-    ):
-        return f"another line was named than {line}: {said}"
-    if f"failed on rank {case.rank} of {case.size}" not in report:
-        return f"another rank is the run's cause\n{report}"
-    return None
+    says_where = SAYS.get(case.kind, f"{where})") in said
+    return None if says_where or case.kind in ("skip", "uneven") else f"another line was named: {said}"
+
+
+def untrue(case, slow_s, code, lines):
+    """What is not true of a run that went on: only the slow rank may be named, and only if it was slow for long."""
+    said = [text for _, text in lines if " waited " in text]
+    allowed = slow_s > 4.5
+    wrong = [
+        text for text in said if not allowed or f" for rank {case.rank}, which is in stick (" not in text
+    ]
+    return wrong or ([] if code == 0 else [f"it ended with exit code {code}"])
+
+
+def healthy(count, draw):
+    """Slow runs that go on: how many, and how many of them were told something untrue."""
+    wrong = notices = 0
+    for number in range(count):
+        case = Case("slow", draw.choice(WHERE), draw.random() < 0.3, draw.randrange(2), 2)
+        slow_s = draw.choice((0.0, 0.5, 1.0, 2.0, 4.0, 6.0))
+        with tempfile.TemporaryDirectory() as home:
+            code, lines, _ = run(case, Path(home), "--slow", slow_s, limit_s=60)
+        found = untrue(case, slow_s, code, lines)
+        notices += sum(" waited " in text for _, text in lines)
+        wrong += bool(found)
+        for text in found:
+            print(f"WRONG | slow run {number}, {slow_s} s, {case} | {text}", flush=True)
+    return wrong, notices
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--healthy", type=int, default=200)
     parser.add_argument("--only")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     asked = parser.parse_args()
     wrong, delays, count = 0, [], 0
     for case in cases():
@@ -132,8 +163,12 @@ def main():
         said = next(((after, text) for after, text in lines if " waited " in text), (0.0, ""))
         delays.append(said[0])
         print(f"{'WRONG' if why else 'right'} | {case} | {said[0]:.1f} s | {why or said[1]}", flush=True)
-    print(f"hangs {count} | wrong {wrong} | said after at most {max(delays, default=0):.1f} s")
-    sys.exit(bool(wrong))
+    print(f"hangs {count} | wrong {wrong} | said after at most {max(delays, default=0):.1f} s", flush=True)
+    untrue_runs, notices = healthy(asked.healthy, random.Random(asked.seed))
+    print(
+        f"slow runs {asked.healthy} | notices {notices} | runs with an untrue one {untrue_runs} | seed {asked.seed}"
+    )
+    sys.exit(bool(wrong or untrue_runs))
 
 
 if __name__ == "__main__":

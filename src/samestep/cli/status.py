@@ -5,6 +5,7 @@ import time
 import click
 
 from samestep.cli.output import harmless, print_json, verb
+from samestep.hang import LEAST_S, find_hang, states_of_files
 from samestep.measure.runs import find_run
 
 
@@ -23,13 +24,15 @@ def command(run: str | None, as_json: bool) -> None:
     found = find_run(run)
     now = time.time()
     facts = found.facts()
+    states = states_of_files(found.pulses.items(), now)
+    hang = None if found.is_over else find_hang(states, found.size, LEAST_S)
     if as_json:
         names = ("device", "step", "epoch")
         ranks = [
             {"rank": rank, **{name: getattr(pulse, name) for name in names}, "age_s": now - pulse.unix}
             for rank, pulse in found.pulses.items()
         ]
-        print_json({**facts, "by_rank": ranks})
+        print_json({**facts, "by_rank": ranks, "hang": hang and hang.sentence()})
         return
     per_second = f", {facts['steps_per_second']:.3g} steps/s" if facts["steps_per_second"] else ""
     if facts["samples_per_second"]:
@@ -39,5 +42,7 @@ def command(run: str | None, as_json: bool) -> None:
         step = "no step yet" if pulse.step < 0 else f"epoch {pulse.epoch}, step {pulse.step}"
         age = "" if found.is_over else f", {now - pulse.unix:.0f} s ago"
         click.echo(f"  rank {rank:<4} {pulse.device:<8} {step}{age}")
+    if hang:
+        click.echo(hang.sentence())
     if facts["failure"]:
         click.echo(f"\n{facts['failure']}")

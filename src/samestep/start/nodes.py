@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import RankMissing, UsageError
+from samestep.hang import RankState
 from samestep.placement.launchers import port_choices
 from samestep.placement.place import Placement
 from samestep.rendezvous import addresses, note
@@ -32,6 +33,10 @@ _TORCHRUN_PORT = 29_400
 _END_S = 60.0
 _ECHO_S = 2.0
 _LONE_S = 30.0
+# Of the ranks of other nodes that wait, or are waited for.
+_RANKS = "ranks"
+_FRESH_S = 3.0
+_WORTH_TELLING_S = 2.0
 
 
 class NodeMeeting(NamedTuple):
@@ -138,6 +143,7 @@ class Launchers:
         self._lost: str | None = None
         self._began = 0.0
         self._stop_at = inf
+        self._elsewhere: dict[int, tuple[float, list[RankState]]] = {}
 
     def agree_on_run(self, run: Path | None) -> Path | None:
         """The directory node 0 has made, where this node sees it too."""
@@ -156,6 +162,7 @@ class Launchers:
             self._peers.take_news()
             address = self._peers.address
         self._stop_at = inf
+        self._elsewhere.clear()
         sizes, ports, words = zip(*self._gather([size, port, secrets.token_hex(32)]), strict=True)
         # The word of node 0 is no secret: it was sent over the network.
         self.key = (
@@ -172,12 +179,25 @@ class Launchers:
             self._lost = str(self._peers.lost)
             return True
         now = time.monotonic()
-        for _, news in self._peers.take_news():
+        for node, news in self._peers.take_news():
+            if news[0] == _RANKS:
+                self._elsewhere[node] = now, [RankState(*state) for state in news[1]]
+                continue
             end = End(*news)
             is_known = end.is_echo or end.asked
             wait = _LONE_S if end.code == CHECKPOINTED else _ECHO_S if is_known else 0.0
             self._stop_at = min(self._stop_at, now + wait)
         return now >= self._stop_at
+
+    def share(self, states: Sequence[RankState]) -> list[RankState]:
+        """What the ranks of other nodes do; while ranks wait, all launchers tell each other of theirs."""
+        now = time.monotonic()
+        fresh = [told for at, told in self._elsewhere.values() if now - at < _FRESH_S]
+        elsewhere = [state for told in fresh for state in told]
+        waits = any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in [*states, *elsewhere])
+        if self._peers and self._lost is None and waits:
+            self._peers.tell([_RANKS, states])
+        return elsewhere
 
     def end(self, mine: End) -> tuple[int, End]:
         """Tell the others how it ended here, and hear on which node (-1: a lost one) the cause was, and its end."""

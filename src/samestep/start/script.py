@@ -82,7 +82,9 @@ def run_script(script: Script) -> int:
             with ExitStack() as attempt:
                 specs, total = _specs(script, run, restarts, terminal, launchers, attempt)
                 elsewhere = launchers.should_stop if launchers.nodes > 1 else None
-                watch = Watch(run, total, terminal.say, script.hang_timeout_s)
+                # in a Slurm step all launchers write to one place
+                say = terminal.say if launchers.node == 0 else str
+                watch = Watch(run, total, say, script.hang_timeout_s, launchers.share)
                 group = WorkerGroup(specs, guardian, terminal, script.patience_s, signals, elsewhere, watch)
                 outcome = group.watch()
             seconds = time.time() - began

@@ -17,6 +17,7 @@ from samestep.start.sight import Sight, look_at, switches
 from samestep.start.worker import Worker
 
 _LOOK_S = 0.5
+_LATER_S = 5.0
 _MOST_PACES = 500
 _MOST_LOOKED_AT = 8
 
@@ -28,13 +29,13 @@ class Watch:
         self,
         run: Path,
         size: int,
-        say: Callable[[str], None],
+        say: Callable[[str], object],
         limit_s: float | None = None,
-        exchange: Callable[[list[RankState]], list[RankState]] | None = None,
+        share: Callable[[Sequence[RankState]], list[RankState]] = lambda _: [],
     ) -> None:
-        """`limit_s` ends a hung run, by default init's timeout; `exchange` tells other nodes and hears them."""
+        """`limit_s` ends a hung run, by default init's timeout; `share` tells other nodes and hears them."""
         self._run, self._size, self._say = run, size, say
-        self._limit_s, self._exchange = limit_s, exchange
+        self._limit_s, self._share = limit_s, share
         self._look_at = 0.0
         self._paces: deque[float] = deque(maxlen=_MOST_PACES)
         self._step, self._step_at = -1, time.monotonic()
@@ -74,13 +75,14 @@ class Watch:
             return False
         self._note_progress(known, now)
         self._note_quiet(known, now)
-        others = self._exchange(self._states(known, now)) if self._exchange else []
+        others = self._share(self._states(known, now))
         hang = find_hang([*self._states(known, now), *others], self._size, self.least_s)
         if self._told and (hang is None or hang.key != self._told.key):
             self._say(f"samestep: {self._told.end}")
             self._told = None
         limit_s = self._limit_s or min(pulse.patience_s for pulse in known.values())
-        is_over = hang is not None and hang.seconds >= limit_s
+        # the launcher of the missing rank ends the run; where it cannot, another does
+        is_over = hang is not None and hang.seconds >= limit_s + _LATER_S * (hang.cause.rank not in known)
         if hang is not None and (self._told is None or is_over):
             self._look_closely(hang, known)
             hang = find_hang([*self._states(known, now), *others], self._size, self.least_s) or hang

@@ -132,6 +132,37 @@ def test_a_signal_in_evaluation_is_heard_in_the_steps_after_it(loop):
     assert 5 <= committed[0] < 12
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_signal_is_heard_within_a_step_when_the_pace_has_changed(loop, rank):
+    codes, _, committed = loop(
+        f"""
+        for number, _ in enumerate(steps(epochs=100), 1):
+            time.sleep(0.001 if number < 60 else 0.5)
+            if number == 62: hear(rank={rank})
+        """,
+        3,
+    )
+    assert codes == [75, 75, 75]
+    assert committed[0] in (62, 63)
+
+
+def test_a_file_is_heard_within_a_second_when_the_pace_has_changed(loop, tmp_path):
+    codes, said, committed = loop(
+        """
+        from samestep.rundir import stop_path
+        from pathlib import Path
+        for number, _ in enumerate(steps(epochs=100), 1):
+            time.sleep(0.001 if number < 60 else 0.3)
+            if number == 62 and world.rank == 0: stop_path(Path(os.environ["SAMESTEP_RUN"])).touch()
+        """,
+        2,
+        env={"SAMESTEP_RUN": str(tmp_path)},
+    )
+    assert codes == [75, 75]
+    assert 62 <= committed[0] <= 67
+    assert "samestep stop" in said[0]
+
+
 def test_a_signal_after_the_last_step_leaves_a_finished_run(loop):
     codes, _, committed = loop("for _ in steps(): pass\nhear()", 2)
     assert (codes, committed) == ([0, 0], [12])

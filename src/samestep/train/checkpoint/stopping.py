@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-import torch.distributed as dist
-
 from samestep.errors import RankMissing
 from samestep.rundir import stop_path, time_up_path
 from samestep.train.group.group import Group
@@ -74,7 +72,7 @@ class CommonStep:
     def __init__(self, group: Group, number: int, has_reason: Callable[[float], bool]) -> None:
         """`number` tells it from others of the group; `has_reason` is given the seconds of a step."""
         self._group, self._has_reason = group, has_reason
-        self._store = dist.PrefixStore(f"common step {number}", group.store)  # type: ignore[attr-defined]
+        self._store, self._prefix = group.store, f"samestep/common step/{number}"
         self._lock, self._known, self._closed = threading.Lock(), threading.Event(), threading.Event()
         self._steps, self._round, self._is_counting = 0, 0, False
         self.pace = 0.0  # seconds of a step
@@ -128,22 +126,23 @@ class CommonStep:
                     seen, since = steps, now
                 if self._common is None and self._is_counting:
                     self._answer()
-        except RuntimeError:  # the process with the store has ended
+        except (RuntimeError, RankMissing):  # a rank has ended
             self._known.set()
 
     def _answer(self) -> None:
         number = self._round
+        keys = [f"{self._prefix}/{number}/{rank}" for rank in range(self._group.world.size)]
         if self._next is None:
-            if not self._has_reason(self.pace) and not self._store.check([f"{number}/asked"]):
+            if not self._has_reason(self.pace) and not any(self._store.check([key]) for key in keys):
                 return
             with self._lock:
                 if self._next is None and self._is_counting and number == self._round:
                     self._next = self._steps + 1
-        own, keys = self._next, [f"{number}/{rank}" for rank in range(self._group.world.size)]
+        own = self._next
         if own is None or number != self._round:
             return
-        self._store.set(f"{number}/asked", "")
-        self._store.set(keys[self._group.world.rank], str(own))
+        if not self._store.check([keys[self._group.world.rank]]):
+            self._store.set(keys[self._group.world.rank], str(own))
         if self._store.check(keys):
             latest = max(int(self._store.get(key)) for key in keys)
             with self._lock:

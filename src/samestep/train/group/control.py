@@ -38,10 +38,6 @@ class Control:
         self._timeout = timeout
         self._place, self._reported = "", False
 
-    @property
-    def store(self) -> Store | None:
-        return self._store
-
     def all_gather(
         self, call: str, payload: bytes, patience: timedelta | None, marks: bytes = b""
     ) -> tuple[list[bytes], list[bytes]]:

@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ import torch.distributed as dist
 
 from samestep.errors import SamestepError, UsageError
 from samestep.failure import add_remedy, write_failure
-from samestep.rundir import STACK_SIGNAL, Pulse, pulse_of, stack_path
+from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.train.group.census import Add
 from samestep.train.group.control import Control, users_line
+from samestep.train.group.watch import MutualWatch
 
 T = TypeVar("T", bound="Member")
 _LEAVE = timedelta(seconds=1)
@@ -61,7 +63,7 @@ class Group:
         self._left = ""
         self._sys_exit: Callable[..., Any] = sys.exit
         sys.exit = self._note_exit
-        self.phase = ("user", "")
+        self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
         self._phases_heard: list[Callable[[str, str], None]] = []
         self.own_cores = own_cores
         self.failed: int | None = None
@@ -70,16 +72,15 @@ class Group:
         self._members: dict[type[Member], Member] = {}
         self._watches: list[tuple[Callable[[], bytes], Callable[[list[bytes], str], None]]] = []
         self._pid = os.getpid()
+        is_alone = control is None or world.launcher == "samestep"
+        self._watch = None if is_alone else MutualWatch(self)
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
 
     @property
     def store(self) -> Any:
         """A key-value store of torch that all ranks share."""
-        if self._control is None:
-            return dist.HashStore()  # type: ignore[attr-defined]
-        # where the script itself has made torch's process group, only torch knows its store
-        return self._control.store or dist.distributed_c10d._get_default_store()
+        return dist.HashStore() if self._control is None else self._control.store  # type: ignore[attr-defined]
 
     def the(self, kind: type[T]) -> T:
         """The group's only `kind`."""
@@ -136,7 +137,8 @@ class Group:
 
     def enter(self, phase: str, call: str = "") -> None:
         """Say what this rank does from here on: one of rundir's PHASES, and the call with its line."""
-        self.phase, self._left = (phase, call), ""
+        self.phase, self.phase_began, self._left = (phase, call), time.monotonic(), ""
+        self.waits += phase in WAITS
         if self.pulse is not None:
             self.pulse.enter(phase, call)
         for hear in self._phases_heard:
@@ -190,6 +192,8 @@ class Group:
         self._watches.clear()
         self._phases_heard.clear()
         self.enter("end", self._left)
+        if self._watch is not None:
+            self._watch.close()
         for member in reversed(self._members.values()):
             try:
                 member.close()

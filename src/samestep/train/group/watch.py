@@ -1,0 +1,105 @@
+"""Ranks that no launcher of ours watches tell each other what they do, once some of them wait, and say who is missing.
+
+Covered: a rank that runs Python, waits in another call, or gives no answer since it is stopped or holds the GIL.
+Not covered: ending such a run before init's timeout.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import RankMissing
+from samestep.failure import is_users
+from samestep.hang import LEAST_S, Hang, RankState, find_hang
+
+_LOOK_S = 0.5
+_WORTH_TELLING_S = 2.0
+_FRESH_S = 3.0
+_LEAVE_S = 2.0
+_SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
+
+
+class MutualWatch:
+    """A thread of this rank, which is silent while no rank waits for long."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._rank, self._size = group, group.world.rank, group.world.size
+        self._store = group.store
+        self._heard: dict[int, tuple[str, float]] = {}  # what a rank said last, and when that was new here
+        self._told: Hang | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(_LEAVE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.wait(_LOOK_S):
+                self._look()
+        except (RuntimeError, RankMissing):  # a rank has ended; what this one waits in says so
+            return
+
+    def _look(self) -> None:
+        mine, others = self._state(), self._others()
+        waits = [state for state in (mine, *others) if state.waits_now and state.seconds > _WORTH_TELLING_S]
+        if waits:
+            said = json.dumps([time.monotonic(), mine])
+            self._store.set(f"samestep/watch/{self._rank}", said)
+        known = [mine, *others]
+        hang = find_hang([*known, *self._silent(known)], self._size, LEAST_S)
+        if self._told and (hang is None or hang.key != self._told.key):
+            self._say(self._told.end)
+            self._told = None
+        if hang and not self._told and min(state.rank for state in hang.waiting) == self._rank:
+            self._told = hang
+            self._say(hang.sentence(LEAST_S))
+
+    def _state(self) -> RankState:
+        group = self._group
+        (phase, call), seconds = group.phase, time.monotonic() - group.phase_began
+        frame = _users_frame()
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+        name = frame.f_code.co_name if frame else ""
+        does = f"is at {line}" if name == "<module>" else f"is in {name} ({line})"
+        state = RankState(self._rank, -1, phase, call, group.waits, seconds, line=line)
+        return state if state.waits_now or not frame else state._replace(does=does)
+
+    def _others(self) -> list[RankState]:
+        """What other ranks have said lately; clocks of two machines are not compared."""
+        found, now = [], time.monotonic()
+        for rank in range(self._size):
+            key = f"samestep/watch/{rank}"
+            if rank == self._rank or not self._store.check([key]):
+                continue
+            said = self._store.get(key).decode()
+            if self._heard.get(rank, ("", 0.0))[0] != said:
+                self._heard[rank] = said, now
+            if now - self._heard[rank][1] < _FRESH_S:
+                found.append(RankState(*json.loads(said)[1]))
+        return found
+
+    def _silent(self, known: Sequence[RankState]) -> list[RankState]:
+        """Ranks that say nothing while all others have told that they wait in one and the same call."""
+        waits = {state.waits for state in known if state.waits_now and state.seconds >= LEAST_S}
+        silent = sorted(set(range(self._size)) - {state.rank for state in known})
+        if len(waits) != 1 or not all(state.waits_now and state.waits in waits for state in known):
+            return []
+        return [RankState(rank, -1, "other", "", -1, 0.0, does=_SILENT) for rank in silent]
+
+    def _say(self, text: str) -> None:
+        print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+
+def _users_frame() -> Any:
+    """The innermost frame of the user's code in the main thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame

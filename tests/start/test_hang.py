@@ -1,0 +1,106 @@
+"""The rank that the others wait for is named, with its line; a run that is slow but goes on is told nothing untrue."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hang import SCRIPT, Case, fault, run, untrue
+
+from samestep.hang import RankState, find_hang
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("stop"),
+        Case("gil", "first step", exact=True, size=2),
+        Case("loader"),
+        Case("extra", rank=0),
+        Case("exit"),
+        Case("os-exit", "evaluation"),
+    ],
+    ids=str,
+)
+def test_the_rank_that_the_others_wait_for_is_named_with_its_line(case, tmp_path):
+    assert fault(case, *run(case, tmp_path)) is None
+
+
+def test_a_slow_rank_is_said_to_be_waited_for_and_the_run_goes_on(tmp_path):
+    case = Case("slow", "checkpoint", rank=0, size=2)
+    code, lines, _ = run(case, tmp_path, "--slow", 6.5, limit_s=60)
+    assert untrue(case, 6.5, code, lines) == []
+    text = "\n".join(text for _, text in lines)
+    assert "samestep: rank 1 has waited" in text
+    assert "samestep: rank 0 has gone on" in text
+
+
+def test_sigterm_ends_a_hung_run_within_the_shutdown_timeout_and_status_says_who_waits(tmp_path):
+    options = ["-n", "2", "--all-ranks", "--shutdown-timeout", "6"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "samestep", "run", *options, str(SCRIPT), "--kind", "sleep"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while "stuck at" not in started.stdout.readline():
+            pass
+        asked = time.monotonic()
+        os.kill(started.pid, signal.SIGTERM)
+        time.sleep(5.2)
+        status = [sys.executable, "-m", "samestep", "status"]
+        said = subprocess.run([*status], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert "rank 0 has waited" in said
+        report = started.communicate(timeout=20)[0]
+        assert time.monotonic() - asked < 12
+        assert started.returncode == 128 + signal.SIGTERM
+        assert "for rank 1, which is in sleep (stuck.py:" in report
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.communicate()
+
+
+def state(rank, phase, waits, seconds=9.0, call="", step=4):
+    return RankState(rank, step, phase, call, waits, seconds)
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        ([("forward", 3), ("data", 3), ("user", 3)], None),
+        ([("exchange", 4), ("data", 3), ("exchange", 4)], "ranks 0, 2 have waited 9.0 s in the gradient exchange of "
+         "step 4 for rank 1, which is reading data at step 4"),
+        ([("exchange", 4), ("exchange", 4), ("exchange", 4)], "all ranks have been in the gradient exchange of step 4"),
+        ([("exchange", 4), ("user", 4), ("exchange", 4)], None),
+        ([("exchange", 4), ("call", 4), ("exchange", 4)], "ranks 0, 2 have waited 9.0 s in the gradient exchange of "
+         "step 4 for rank 1, which is in samestep.sum (train.py:9)"),
+        ([("call", 5), ("exchange", 4), ("forward", 3)], "rank 0 has waited 9.0 s in samestep.sum (train.py:9) and "
+         "rank 1 has waited 9.0 s in the gradient exchange of step 4 for rank 2, which is in forward at step 4"),
+        ([("exchange", 4), ("end", 3), ("exchange", 4)], "for rank 1, which has come to the end of the script"),
+    ],
+)  # fmt: skip
+def test_who_waits_is_told_from_the_number_of_waits(states, says):
+    call = {"call": "samestep.sum (train.py:9)"}
+    found = find_hang(
+        [state(r, phase, waits, call=call.get(phase, "")) for r, (phase, waits) in enumerate(states)], 3, 5
+    )
+    assert (says is None) == (found is None)
+    if says:
+        assert says in found.sentence()
+
+
+def test_those_who_have_all_come_wait_only_since_the_last_one_came():
+    states = [state(0, "exchange", 4, 60.0), state(1, "exchange", 4, 0.5)]
+    assert find_hang(states, 2, 5.0) is None
+
+
+def test_a_rank_of_another_node_is_not_guessed_at():
+    assert find_hang([state(0, "exchange", 4)], 2, 5.0) is None
