@@ -14,6 +14,7 @@ HERE = Path(__file__)
 TABLE = HERE.with_suffix(".md")
 BIN = Path(sys.executable).parent
 _SECONDS = 100
+_SCRIPTS = ("test_cli", "test_ops", "test_sync", "test_script", "test_distributed_data_loop")
 _HEAD = """\
 # accelerate's own test scripts under `samestep run` and torchrun
 
@@ -26,7 +27,7 @@ def scripts() -> list[Path]:
     import accelerate.test_utils
 
     place = Path(accelerate.test_utils.__file__).parent / "scripts"
-    return sorted(place.glob("test_*.py"))
+    return [place / f"{name}.py" for name in _SCRIPTS]
 
 
 def ended(command: list[str]) -> tuple[int | None, str, float]:

@@ -146,6 +146,7 @@ def test_values_inside_f_strings_are_found_where_they_are():
         ("torch.save(model.state_dict(),\n    'a.pt')", 'samestep.save("a.pt", model.state_dict())'),
         ("torch.save(obj=model.state_dict(), f=path)", "samestep.save(path, model.state_dict())"),
         ("net = nn.DataParallel(model, device_ids=[0])", "net = model"),
+        ("log = open('log', 'w')", 'log = open((\'log\') if samestep.init().rank == 0 else "/dev/null", \'w\')'),
     ],
 )  # fmt: skip
 def test_a_line_becomes(line, becomes):
@@ -156,7 +157,7 @@ def test_a_line_becomes(line, becomes):
     ("lines", "reason"),
     [
         ("with torch.no_grad():\n    for x, y in test:\n        print(model(x).mean())", "in an evaluation"),
-        ("open('log.txt', 'w').write('x')", "every process would write this file"),
+        ("from x import SummaryWriter\nwriter = SummaryWriter()", "every process would write here"),
         ("x = torch.rand(8, 4)\nmodel(x).sum().backward()", "no samestep.loader shares"),
         (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in test:\n"
          "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
@@ -192,7 +193,7 @@ def test_a_complete_patch_exits_with_0_and_an_incomplete_one_with_1():
     done = _run("train.py")
     assert done.exit_code == 0
     assert "+train = samestep.loader(data, batch_size=8, shuffle=True)" in done.stdout
-    Path("train.py").write_text(f"{BEGIN}for x, y in train:\n{STEP}open('log', 'w')\n")
+    Path("train.py").write_text(f"{BEGIN}for x, y in train:\n{STEP}wandb.init()\n")
     done = _run("train.py")
     assert done.exit_code == 1
     assert "not complete, 1 place left to change by hand:\n  train.py:15: every process would" in done.stderr

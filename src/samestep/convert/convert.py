@@ -250,17 +250,10 @@ class _Edits:
         for writer, remedy in _WRITERS.items():
             if name == writer or name.endswith(f".{writer}"):
                 self.gap(source, node, f"every process would write here ({name}); {remedy}")
-        mode = [
-            one.value
-            for one in (*node.args[1:2], *(one.value for one in node.keywords))
-            if isinstance(one, ast.Constant)
-        ]
-        if name == "open" and any(set(one) & set("wax") for one in mode if isinstance(one, str)):
-            self.gap(
-                source,
-                node,
-                "every process would write this file; open it only where samestep.init().rank is 0",
-            )
+        modes = [*node.args[1:2], *(one.value for one in node.keywords if one.arg == "mode")]
+        writes = any(isinstance(one, ast.Constant) and set(str(one.value)) & set("wax") for one in modes)
+        if name == "open" and writes and node.args:
+            source.wrap(node.args[0], "(", ') if samestep.init().rank == 0 else "/dev/null"')
 
 
 def _draws(node: ast.ClassDef | ast.FunctionDef) -> bool:

@@ -36,7 +36,7 @@ class Expressions(Bindings):
         found: Value = getattr(self, name, self._any)(node)
         if found.kind == "turn":
             return Value()
-        if found.kind in ("loader", "batches") and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+        if found.kind == "loader" and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
             return replace(found, of=ast.unparse(node))
         return found
 
@@ -311,7 +311,7 @@ class Expressions(Bindings):
 
     def iterated(self, over: Value, node: ast.expr) -> tuple[Value, str, str | None]:
         """What a loop over this gives at each turn, the kind of loop, and the loader's name."""
-        if over.kind in ("loader", "batches"):
+        if over.kind in ("loader", "batches", "iter"):
             return Value(Kind.BATCH), "batches", over.of
         if over.kind == "enumerate":
             inner, kind, text = self.iterated(over.of, node)

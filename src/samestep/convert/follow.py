@@ -107,31 +107,32 @@ class Follower(Functions):
 
     def _assign(self, node: ast.Assign) -> None:
         first, made = node.targets[0], node.value
-        if isinstance(first, ast.Name):
-            self.frame.scope.made[first.id] = (made, [loop.number for loop in self.loops])
-        if (
-            isinstance(made, ast.BinOp)
-            and isinstance(made.op, ast.Add)
-            and ast.unparse(made.left) == ast.unparse(first)
-        ):
-            self._add(first, made.right)
+        if isinstance(first, ast.Tuple) and isinstance(made, ast.Tuple) and len(first.elts) == len(made.elts):
+            values = [self._made(*pair) for pair in zip(first.elts, made.elts, strict=True)]
+            for target, value in zip(first.elts, values, strict=True):
+                self._bind_made(target, value)
             return
-        value = self.total(made) if made in self.eager else self.with_late(made, self.value(made))
-        value = self._kept(first, made, value)
-        if isinstance(first, ast.Attribute) and value.kind in (Kind.RATIO, Kind.OTHER) and not value.late:
-            value = replace(value, of=Form(made, str(value.of)))
+        value = self._made(first, made)
         for target in node.targets:
-            is_pair = (
-                isinstance(target, ast.Tuple)
-                and isinstance(made, ast.Tuple)
-                and len(target.elts) == len(made.elts)
-            )
-            if is_pair:
-                values = [self.with_late(one, self.value(one)) for one in made.elts]  # type: ignore[attr-defined]
-                for part, found in zip(target.elts, values, strict=True):  # type: ignore[attr-defined]
-                    self.bind(part, found)
-            else:
-                self.bind(target, value)
+            self._bind_made(target, value)
+
+    def _bind_made(self, target: ast.expr, value: Value | None) -> None:
+        if value is not None:
+            self.bind(target, value)
+
+    def _made(self, target: ast.expr, made: ast.expr) -> Value | None:
+        """What a target is given; None where something is added to it, which has its value then."""
+        if isinstance(target, ast.Name):
+            self.frame.scope.made[target.id] = (made, [loop.number for loop in self.loops])
+        adds = isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add)
+        if adds and ast.unparse(made.left) == ast.unparse(target):  # type: ignore[attr-defined]
+            self._add(target, made.right)  # type: ignore[attr-defined]
+            return None
+        value = self.total(made) if made in self.eager else self.with_late(made, self.value(made))
+        value = self._kept(target, made, value)
+        if isinstance(target, ast.Attribute) and value.kind in (Kind.RATIO, Kind.OTHER) and not value.late:
+            value = replace(value, of=Form(made, str(value.of)))
+        return value
 
     def _kept(self, target: ast.expr, made: ast.expr, value: Value) -> Value:
         """A number that is put into a list, dict or object outside of all batches is everyone's from there on."""
@@ -281,6 +282,7 @@ class Follower(Functions):
             self.statements(body)
             self.loops.remove(loop)
             self.silent -= quiet
+        self.frame.had_batches |= loop.kind == "batches"
         for name, value in self.frame.scope.names.items():
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)

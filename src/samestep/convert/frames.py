@@ -23,6 +23,7 @@ class Frame:
     loops_before: int = 0
     depth: int = 0
     has_ended: bool = False
+    had_batches: bool = False  # whether it has gone through a loader
 
 
 class Frames:

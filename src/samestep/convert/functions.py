@@ -57,7 +57,8 @@ class Functions(Rewrites):
         if node.value is None:
             return
         value = self.value(node.value)
-        if value.is_shared and not self.batches_around_call() and not self.by_form:
+        is_whole_pass = self.frame.had_batches or not self.batches_around_call()
+        if value.is_shared and is_whole_pass and not self.by_form:
             parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
             found = [self.total(part) for part in parts]
             value = Value("tuple", tuple(found)) if len(found) > 1 else found[0]
@@ -99,7 +100,9 @@ class Functions(Rewrites):
         defaults: list[Any] = [None] * (len(parameters) - len(given.defaults)) + list(given.defaults)
         for at, (parameter, default) in enumerate(zip(parameters, defaults, strict=True)):
             value = named.get(parameter.arg) or (arguments[at] if at < len(arguments) else None)
-            scope.names[parameter.arg] = value or (self.value(default) if default is not None else Value())
+            value = value or (self.value(default) if default is not None else Value())
+            # what the caller calls the loader is no name here
+            scope.names[parameter.arg] = replace(value, of=None) if value.kind == "iter" else value
         if "**" in named and named["**"].kind in (Kind.ROWS, Kind.BATCH):
             for parameter in parameters:
                 if (

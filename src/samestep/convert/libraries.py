@@ -107,7 +107,8 @@ class Libraries(Expressions):
     def _builtin(self, name: str, node: ast.Call, arguments: Values) -> Value:
         if name in _KEPT and arguments:
             self.shown_once(name, node)
-            return arguments[0]
+            first = arguments[0]
+            return Value("iter", first.of) if first.kind == "loader" else first
         return self._opaque(node, arguments)
 
     def _builtin_len(self, name: str, node: ast.Call, arguments: Values) -> Value:
