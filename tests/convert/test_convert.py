@@ -153,6 +153,41 @@ def test_a_line_becomes(line, becomes):
     assert f"\n{becomes}\n" in _after(f"{BEGIN}{line}\n")
 
 
+LOOP = f"total, best = 0.0, 9.0\nfor x, y in train:\n{STEP}"
+EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in test:\n        out = model(x)\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "becomes"),
+    [
+        (f"{LOOP}    total += loss.item()\nprint(total)",
+         "total += loss.item() * train.share\nprint(samestep.sum(total))"),
+        (f"{LOOP}    total += loss.item()\n    print(total)", "total += samestep.mean(loss.item())\n    print(total)"),
+        (f"{LOOP}    total += len(x)\nprint(total)", "if train.share: total += len(x)\nprint(samestep.sum(total))"),
+        (f"{LOOP}    if loss < best:\n        best = loss.item()",
+         "if samestep.mean(loss) < best:\n        best = samestep.mean(loss.item())"),
+        (f"{LOOP}print(loss.item())", "print(samestep.sum(loss.item() * train.share))"),
+        (f"{LOOP}    print(model(x).std())", "print(samestep.gather(model(x)).std())"),
+        (f"{EVALUATE}        total += F.cross_entropy(out, y)\nprint(total / len(test))",
+         "total += F.cross_entropy(out, y) * test.share\nprint(samestep.sum(total) / len(test))"),
+        (f"{EVALUATE}        right += (out.argmax(1) == y).sum()\n        n += len(y)\nprint(right / n)",
+         "print(samestep.sum(right) / samestep.sum(n))"),
+        (f"{EVALUATE}        right += (out.argmax(1) == y).float().mean()\n        n += 1\nprint(right / n)",
+         "print(samestep.sum(right) / max(samestep.gather([n])))"),
+        ("for x, y in train:\n    loss = F.cross_entropy(model(x), y, ignore_index=2)\n    loss.backward()",
+         "loss = F.cross_entropy(samestep.gather(model(x)), samestep.gather(y), ignore_index=2)"),
+    ],
+)  # fmt: skip
+def test_numbers_of_a_share_become_those_of_the_whole_batch(lines, becomes):
+    assert becomes in _after(f"{BEGIN}{lines}\n")
+    assert not _of(f"{BEGIN}{lines}\n").gaps
+
+
+def test_a_summed_loss_is_said_to_replicate():
+    lines = "for x, y in train:\n    F.cross_entropy(model(x), y, reduction='sum').backward()\n"
+    assert 'samestep.replicate(nn.Linear(4, 3), loss="sum")' in _after(f"{BEGIN}{lines}")
+
+
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [

@@ -20,6 +20,7 @@ from samestep.convert.values import (
     join,
 )
 
+_MOST_TURNS = 6
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
@@ -267,25 +268,35 @@ class Follower(Functions):
 
         Only after the first time it is known whether the loop trains; until then it counts as if it did.
         """
-        quiet_turns = 1 if loop.kind == "plain" and isinstance(self.frame.statement, ast.For) else 2
-        for turn in range(quiet_turns + 1):
-            quiet = turn < quiet_turns
-            loop.trains, loop.always_trains = (
-                not turn or loop.found_training > 0,
-                not turn or loop.found_training > 1,
-            )
-            self.silent += quiet
-            self._leave_batch(loop)
-            loop.lends = not (self.without_gradients or self.in_eval)
-            self.enter(loop)
-            begin()
-            self.statements(body)
-            self.loops.remove(loop)
-            self.silent -= quiet
+        turns, least = 0, 1 if loop.kind == "plain" and isinstance(self.frame.statement, ast.For) else 2
+        before = self.snapshot()
+        while turns < least:
+            known, turns = len(self.eager), turns + 1
+            self.silent += 1
+            self._turn(loop, body, begin)
+            self.silent -= 1
+            if len(self.eager) > known and turns < _MOST_TURNS:
+                # what is now totalled where it is added up was of a share in this turn: forget the turn
+                self.restore(before)
+                least = turns + 1
+        self._turn(loop, body, begin)
         self.frame.had_batches |= loop.kind == "batches"
         for name, value in self.frame.scope.names.items():
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
+
+    def _turn(self, loop: Loop, body: list[ast.stmt], begin: Callable[[], None]) -> None:
+        is_first = loop.number == 0
+        loop.trains, loop.always_trains = (
+            is_first or loop.found_training > 0,
+            is_first or loop.found_training > 1,
+        )
+        self._leave_batch(loop)
+        loop.lends = not (self.without_gradients or self.in_eval)
+        self.enter(loop)
+        begin()
+        self.statements(body)
+        self.loops.remove(loop)
 
     def _leave_batch(self, loop: Loop) -> None:
         """What a turn of a loop left belongs to an earlier batch in the next: it is totalled where it was made."""

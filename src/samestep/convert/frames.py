@@ -63,3 +63,19 @@ class Frames:
         loop.number, loop.depth = self.loops_made, self.depth
         self.loops.append(loop)
         return loop
+
+    def snapshot(self) -> list[tuple[Scope, Scope]]:
+        """All scopes that can be reached from here, each with a copy."""
+        waiting, found = [frame.scope for frame in self.frames], dict[int, Scope]()
+        while waiting:
+            scope = waiting.pop()
+            if id(scope) in found:
+                continue
+            found[id(scope)] = scope
+            waiting += [scope.parent] if scope.parent is not None else []
+            waiting += [value.of.scope for value in scope.names.values() if value.kind == "instance"]
+        return [(scope, scope.copy()) for scope in found.values()]
+
+    def restore(self, snapshot: list[tuple[Scope, Scope]]) -> None:
+        for scope, copy in snapshot:
+            scope.names, scope.since, scope.made = copy.names.copy(), copy.since.copy(), copy.made.copy()

@@ -251,7 +251,7 @@ class Totals(Calls):
             if self.uneven:
                 return Value(Kind.OTHER, "is added up where this process's values say so")
             return Value(Kind.PASSES) if not batch.trains and batch.kind == "batches" else value
-        if node in self.eager and self.may_total():
+        if node in self.eager:
             return self.total(node)
         if value.kind == Kind.MEAN and (call := self._given_in(batch, node)) is not node:
             self.eager.add(call)

@@ -88,6 +88,9 @@ class Scope:
     stars: list[str] = field(default_factory=list)
     elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # of names declared global or nonlocal
 
+    def copy(self) -> "Scope":
+        return replace(self, names=self.names.copy(), since=self.since.copy(), made=self.made.copy())
+
     def find(self, name: str) -> Value | None:
         scope: Scope | None = self
         while scope is not None:
