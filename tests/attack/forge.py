@@ -22,13 +22,18 @@ from samestep.train.checkpoint import capture
 
 STEPS = 3
 HUGE = 2**80
+EVIL = "\x1b]0;owned\x07\x1b[31m"
 RIGHT = "as it was"
 NO_COUNTS = (-1, HUGE, 1.5, math.nan, math.inf, "3", None, True, [], b"3")
 WRONG = {
     ("samestep", "step"): (*NO_COUNTS, 7),
-    ("samestep", "facts"): (None, [], "x", {"train": 3}, {"train": None}),
+    ("samestep", "facts"): (
+        None, [], "x", {"train": 3}, {"train": None}, {"train": {"batch_size": 10**5000}}, {"train": {"seed": EVIL}},
+        {"train": {EVIL: 1}}, {"train": {"seed": [1]}}),
+    (5,): (1,),
+    (EVIL,): (1, {}),
     ("samestep", "streams"): (None, [], {}, "x", [b""], [b"{}"], [1], [b"[" * 100_000], [b'{"torch": "00"}'], [None]),
-    ("samestep", "arithmetic"): (3, "x", []),
+    ("samestep", "arithmetic"): (3, "x", [], {"torch": EVIL}, {"torch": 10**5000}, {"torch": []}),
     ("samestep",): (None, [], "x", {}),
     ("model",): (None, [], 3, "x"),
     ("model", "weight"): (None, 3, "x", [1.0], b"x"),
@@ -41,6 +46,8 @@ WRONG = {
     ("train",): (None, [], 3),
     ("train", "epoch"): NO_COUNTS,
     ("train", "position"): (*NO_COUNTS, 10**9),
+    ("train", "seed"): (10**5000, EVIL, [], math.nan),
+    ("train", "batch_size"): (10**5000, EVIL, None),
     ("train", "length"): (math.nan, "x", [], -1),
     ("train", "ledger"): ("x", 3, None),
     ("train", "order"): (3, None, [], {"seed": -1}, {"seed": "x"}, {"drawn": 0}, {"digest": 3}, {"other": 1}),
@@ -110,6 +117,13 @@ def resumed(directory):
     return {"step": step}
 
 
+def shown(value):
+    try:
+        return f"{value!r:.40}"
+    except ValueError:
+        return "an endless number"
+
+
 def main():
     samestep.init()
     good = Path(sys.argv[1], "good")
@@ -119,7 +133,7 @@ def main():
             directory = Path(sys.argv[1], "forged")
             shutil.copytree(good, directory)
             forged(directory, place, value)
-            name = f"{'.'.join(place)} = {value!r:.40}"
+            name = f"{place} = {shown(value)}"
             print(json.dumps({"name": name, **resumed(directory)}), flush=True)
             shutil.rmtree(directory)
 

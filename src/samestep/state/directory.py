@@ -81,6 +81,7 @@ class CheckpointDirectory:
         # the commits that the next one follows, the newest last, and the number of the newest
         self._line: list[tuple[int, bytes]] = []
         self._number: int | None = None
+        self._seen: tuple[tuple[int, bytes], ...] = ()
 
     def hold(self, me: lease.Holder, say: Callable[[str], object], remedy: str) -> None:
         """Be the only process that writes here; a CheckpointError says which other one is."""
@@ -189,6 +190,7 @@ class CheckpointDirectory:
         found = examine(dir_fd, record)
         ours = [_line_of(one.outline) for one in found if one.outline and (not one.why or one.is_renamed)]
         self._line = sorted(set(ours))
+        self._seen = record.commits if record else ()
         self._number = max((number for number, _ in (*ours, *(record.commits if record else ()))), default=0)
         return found
 
@@ -196,7 +198,7 @@ class CheckpointDirectory:
         return CheckpointError(text, path=self.directory)
 
     def _write(self, dir_fd: int, packed: state_file.Packed, step: int, held: lease.Lease) -> str:
-        if self._number is None:
+        if self._number is None or self._seen != held.record.commits:
             self._examined(dir_fd)
         number = (self._number or 0) + 1
         seal = state_file.Seal(held.record.run, number, step, self._line[-1][1] if self._line else bytes(32))
@@ -218,7 +220,7 @@ class CheckpointDirectory:
             with suppress(OSError):
                 os.unlink(unfinished, dir_fd=dir_fd)
             raise
-        self._number = number
+        self._number, self._seen = number, held.record.commits
         self._line.append((number, root))
         sync_names(dir_fd)
         self._good[name] = _identity(dir_fd, name)

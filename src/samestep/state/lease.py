@@ -116,16 +116,19 @@ class Lease:
 
     def check(self, dir_fd: int) -> None:
         """A CheckpointError where another process took it: this one was stopped for long, or cut off."""
-        if (found := read(dir_fd)) is None:
-            # somebody removed it, and with it what says that this directory is in use
+        found = read(dir_fd)
+        if found and found.holder and not _is_same(found.holder, self._me):
+            raise CheckpointError(
+                f"{self._directory} was taken over by {found.holder}, so this process commits nothing more there",
+                path=self._directory,
+            )
+        # another object of this process may have committed
+        self.record = (found or self.record)._replace(holder=self._me)
+        if found is None or found.holder is None:
+            # somebody removed it, or that object gave it up
             self._file.reopen(dir_fd)
             self._file.lock()
             self._file.write(self.record)
-        elif found.holder is None or not _is_same(found.holder, self._me):
-            by = f"was taken over by {found.holder}" if found.holder else "was given up"
-            raise CheckpointError(
-                f"{self._directory} {by}, so this process commits nothing more there", path=self._directory
-            )
 
     def name(self, *commits: tuple[int, bytes]) -> None:
         """Have on the disk which the run's last commits are before the newest has its name: no others are believed."""

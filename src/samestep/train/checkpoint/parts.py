@@ -82,7 +82,8 @@ def check_state(file: str, state: Any, step: int, parts: Mapping[str, Part]) -> 
     own = state.get(OWN) if isinstance(state, dict) else None
     if not isinstance(own, dict):
         raise CheckpointError(f"{file} is not damaged, but it holds no state of a run", path=file)
-    wrong = _wrong_in_own(own, step)
+    wrong = [] if _are_facts(dict.fromkeys(state)) else ["list of parts"]
+    wrong += _wrong_in_own(own, step)
     for name in parts.keys() & state.keys():
         wrong += [f"{name}'s {what}" for what in _wrong_in_part(parts[name], state[name])]
     if wrong:
@@ -96,9 +97,9 @@ def _wrong_in_own(own: Mapping[str, Any], step: int) -> list[str]:
     facts, kept, arithmetic = own.get("facts"), own.get("streams"), own.get("arithmetic", "")
     is_right = {
         "step": _is_count(own.get("step")) and own["step"] == step,
-        "facts": isinstance(facts, dict) and all(isinstance(of_one, dict) for of_one in facts.values()),
+        "facts": isinstance(facts, dict) and all(map(_are_facts, facts.values())),
         "streams": isinstance(kept, list) and kept != [] and all(map(streams.are_complete, kept)),
-        "arithmetic": arithmetic is None or isinstance(arithmetic, dict),
+        "arithmetic": arithmetic is None or _are_facts(arithmetic),
     }
     return [name for name, right in is_right.items() if not right]
 
@@ -113,7 +114,8 @@ def _wrong_in_part(part: Part, state: Any) -> list[str]:
             "position": _is_count(state.get("position")) and state["position"] <= _length(state),
             "ledger": isinstance(state.get("ledger", b""), bytes),
             "order": _is_order(state.get("order", {})),
-            **{name: isinstance(state.get(name), int | None) for name in part.facts()},
+            **{name: type(state.get(name)) in (int, bool) for name in part.facts() if name != "seed"},
+            "facts": _are_facts({name: state.get(name) for name in part.facts()}),
         }
     elif isinstance(part, Module):
         tensors = [name for name, now in part.state_dict().items() if isinstance(now, Tensor)]
@@ -145,6 +147,15 @@ def _fits(now: object, saved: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
+
+
+def _are_facts(facts: object) -> bool:
+    """Whether these are named texts and numbers that can be compared and printed."""
+    return isinstance(facts, dict) and all(
+        value is None or (value.isprintable() if isinstance(value, str) else _fits(0, value))
+        for name, value in facts.items()
+        for value in (name if isinstance(name, str) else "\0", value)
+    )
 
 
 def _length(state: Mapping[str, Any]) -> int:
