@@ -378,12 +378,10 @@ class Tree:
 
     def _fail(self, text: str, numbers: Sequence[int]) -> None:
         error = RankMissing(text, ranks=numbers)
-        with self._changed:
-            first = self._lost is None
-            self._lost = self._lost or error
-            self._changed.notify_all()
-        if first:
+        if self._lost is None:
+            # Others hear it before this process, which may end of it.
             self._flood(_framed(_LOST, json.dumps([text, list(numbers)]).encode()))
+            self._note(lambda: setattr(self, "_lost", self._lost or error))
         raise error
 
 

@@ -1,0 +1,160 @@
+"""Real processes in a tree: rounds, a store, news, and what is heard of one that ends or leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+BEGIN = """
+    import json, os, sys, time
+    from samestep.errors import SamestepError
+    from samestep.placement.place import Placement
+    from samestep.rendezvous.ranks import connect_ranks
+    rank, size = map(int, sys.argv[1:3])
+    os.environ["SAMESTEP_KEY"] = "ab" * 32
+    told = {"node": "GROUP_RANK=0", "local_rank": "LOCAL_RANK=0", "local_size": "LOCAL_WORLD_SIZE=2"}
+    here = Placement(rank, size, rank, size, 0, 1, "torchrun", "127.0.0.1", 1, told, run=os.getcwd())
+    tree = connect_ranks(here, 20)
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., list["subprocess.Popen[str]"]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(source: str, size: int) -> list["subprocess.Popen[str]"]:
+        text = dedent(BEGIN) + dedent(source)
+        started.extend(
+            subprocess.Popen(
+                [sys.executable, "-c", text, str(rank), str(size)],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(size)
+        )
+        return started
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+def said(started: list["subprocess.Popen[str]"]) -> list[str]:
+    return [one.communicate(timeout=30)[0].strip() for one in started]
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_all_hear_what_each_brings(ranks, size):
+    found = said(ranks("print(tree.gather(f'word {rank}', 20), tree.gather(None, 20))\ntree.leave()", size))
+    assert found == [f"{[f'word {rank}' for rank in range(size)]} {[None] * size}"] * size
+
+
+def test_changes_of_the_store_are_the_same_everywhere_and_a_count_loses_none(ranks):
+    work = """
+    for turn in range(50):
+        tree.order("add", "count", b"1")
+        tree.order("set", f"{rank}/{turn}", b"x" * turn)
+    first = tree.order("replace", "first", b"%d" % rank, b"")
+    assert tree.await_keys([f"{other}/49" for other in range(size)], 10)
+    assert not tree.await_keys(["never"], 0.1)
+    tree.gather(None, 20)
+    print(tree.stored["count"], tree.stored["first"], len(tree.stored), first == tree.stored["first"])
+    tree.gather(None, 20)
+    print(tree.order("delete", f"{rank}/0"), tree.order("delete", f"{rank}/0"))
+    tree.gather(None, 20)
+    tree.leave()
+    """
+    found = said(ranks(work, 5))
+    assert len(set(found)) == 1
+    assert found[0].startswith("b'250' b'")
+    assert found[0].splitlines()[0].endswith(" 252 True")
+    assert found[0].splitlines()[1] == "True False"
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 4, 6])
+def test_one_that_is_killed_is_heard_of_by_all_within_a_second(ranks, lost):
+    work = """
+    tree.gather(None, 20)
+    print("up", flush=True)
+    if rank == LOST:
+        time.sleep(30)
+    try:
+        tree.gather(None, 20)
+    except SamestepError as error:
+        print(error)
+    """
+    started = ranks(work.replace("LOST", str(lost)), 7)
+    for one in started:
+        assert one.stdout.readline() == "up\n"
+    time.sleep(0.2)
+    began = time.monotonic()
+    os.kill(started[lost].pid, signal.SIGKILL)
+    rest = [one.communicate(timeout=30)[0] for rank, one in enumerate(started) if rank != lost]
+    assert time.monotonic() - began < 5
+    assert all(f"rank {lost}" in text and "was lost: its process has ended" in text for text in rest), rest
+
+
+def test_one_that_left_is_named_to_those_that_go_on(ranks):
+    work = """
+    tree.gather(None, 20)
+    if rank == 1:
+        tree.leave("the end")
+        sys.exit()
+    time.sleep(0.5)
+    try:
+        tree.gather(None, 20)
+    except SamestepError as error:
+        print(error, tree.left)
+    """
+    found = said(ranks(work, 4))
+    assert found[1] == ""
+    assert all(
+        "rank 1" in text and "left before {1: (1, 'the end')}" in text for text in (found[0], *found[2:])
+    ), found
+
+
+def test_news_reach_everyone_else_once(ranks):
+    work = """
+    tree.gather(None, 20)
+    if rank == 3:
+        tree.tell({"a": 1})
+    until = time.monotonic() + 10
+    while rank != 3 and not tree.news and time.monotonic() < until:
+        time.sleep(0.01)
+    tree.gather(None, 20)
+    print(tree.take_news(), tree.take_news())
+    tree.leave()
+    """
+    found = said(ranks(work, 5))
+    assert found == [f"{[] if rank == 3 else [(3, {'a': 1})]} []" for rank in range(5)]
+
+
+def test_a_forked_child_keeps_no_connection_open(ranks):
+    """A loader's worker that outlives its rank would otherwise hide the rank's end."""
+    work = """
+    tree.gather(None, 20)
+    if rank == 1:
+        if os.fork() == 0:
+            os.close(1), os.close(2)
+            time.sleep(20)
+            os._exit(0)
+        os._exit(9)
+    try:
+        tree.gather(None, 20)
+    except SamestepError as error:
+        print(error)
+    """
+    began = time.monotonic()
+    found = said(ranks(work, 3))
+    assert time.monotonic() - began < 15
+    assert "rank 1" in found[0]
+    assert "rank 1" in found[2]
