@@ -83,7 +83,7 @@ class Draws(Member):
     def adopt_first(self) -> None:
         """Collective. Go on in rank 0's random streams."""
         with self._unwatched():
-            streams.restore(self.group.all_gather(_CALL, streams.capture())[0])
+            streams.restore(self.group.broadcast(_CALL, streams.capture()))
 
     def _digest(self) -> bytes:
         return bytes(8) if self._is_unwatched else streams.digest()

@@ -118,7 +118,7 @@ class Checkpoint:
         read_seconds = time.monotonic() - begun
         place = (str(found.path), found.path.stat().st_size, found.root.hex()) if found else ("", 0, "")
         mine = json.dumps([failure, *place]).encode()
-        failure, path, size, root = json.loads(self._group.all_gather("samestep.Checkpoint.resume", mine)[0])
+        failure, path, size, root = json.loads(self._group.broadcast("samestep.Checkpoint.resume", mine))
         if failure:
             raise CheckpointError(failure)
         if not path:
@@ -177,7 +177,7 @@ class Checkpoint:
                 self._vault.hold(*holder(os.environ, self._vault.directory))
             except CheckpointError as error:
                 failure = str(error)
-        if failure := self._group.all_gather("samestep.Checkpoint", failure.encode())[0].decode():
+        if failure := self._group.broadcast("samestep.Checkpoint", failure.encode()).decode():
             raise CheckpointError(failure, path=self._vault.directory)
         self._is_held = True
 
@@ -198,7 +198,7 @@ class Checkpoint:
         """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch."""
         self._outcome()
         is_newest = self._writer.committed == self._place()
-        if not int(self._group.all_gather("samestep.Checkpoint.finish", b"%d" % is_newest)[0]):
+        if not int(self._group.broadcast("samestep.Checkpoint.finish", b"%d" % is_newest)):
             self.commit(wait=True)
 
     def unsaved(self) -> str:

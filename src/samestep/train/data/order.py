@@ -49,7 +49,7 @@ class Order:
     def _drawn_seed(self) -> int:
         """As torch's RandomSampler draws it; all ranks draw, so that their streams stay in step."""
         drawn = streams.draw_seed()
-        return int(self._group.all_gather("samestep.loader's order", str(drawn).encode())[0])
+        return int(self._group.broadcast("samestep.loader's order", str(drawn).encode()))
 
     def state(self, position: int) -> dict[str, Any]:
         """What brings back the order drawn last."""
@@ -188,7 +188,7 @@ class Sampled(Order):
                 generator.set_state(torch.frombuffer(bytearray(drawn_in["generator"]), dtype=torch.uint8))
             self._drawn_in = drawn_in
             return None
-        first = self._group.all_gather("samestep.loader's sampler draws", own)[0]
+        first = self._group.broadcast("samestep.loader's sampler draws", own)
         self._drawn_in = {"streams": first, "generator": _state_of(generator)}
         streams.restore(first)
         return streams.different(first, own)
