@@ -29,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "SAMESTEP_METER", "0"
     )  # on a busy machine a short run may be long enough for its lines
+    for name in (
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+    ):  # of whoever started the tests; `samestep run` would remark on it
+        os.environ.pop(name, None)
     if _starts_all(config):
         os.environ[_MARK] = secrets.token_hex(8)
     _start_children_with_default_signals()

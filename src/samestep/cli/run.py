@@ -5,7 +5,9 @@ import re
 import signal
 import sys
 from collections.abc import Container, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -17,6 +19,7 @@ from samestep.placement.devices import COUNTED, masked, visible_devices
 from samestep.placement.place import place
 from samestep.start.allocation import allocation_command, explanation
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
+from samestep.start.python import remark_on_python, scripts_python
 from samestep.start.scan import remark_on
 from samestep.start.script import Script, run_script
 from samestep.start.signals import PASSED_ON
@@ -124,7 +127,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     samestep run -n 2 --restart-on 75 --max-restarts 10 train.py
     samestep run -n 4 --nodes 2 --node-rank 1 --rendezvous tcp://node01:29500 train.py
 
-    Words after SCRIPT are its own arguments.
+    SCRIPT may be - for standard input. Words after SCRIPT are its own arguments.
 
     The exit code is that of the first worker that fails; 75: stopped at a checkpoint, 126 and 127: cannot be
     executed, 130: Ctrl-C, 128 + N: signal N.
@@ -137,6 +140,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         raise UsageError(
             "--restart-on has no effect without --max-restarts; add for instance --max-restarts 10"
         )
+    cleanup = ExitStack()
     try:
         where = _where(options, script)
         env, size = _size(options, where.me.number if where else 0)
@@ -144,12 +148,15 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             env["TORCHELASTIC_RUN_ID"] = options["rdzv_id"]
         if options["same"]:
             env["SAMESTEP_SAME"] = "1"
-        if size > 1 and (remark := remark_on(Path(script), size)):
+        if remark := None if options["no_python"] else remark_on_python():
+            click.echo(f"samestep: {remark}", err=True)
+        file = _from_stdin(env, cleanup) if script == "-" else script
+        if size > 1 and (remark := remark_on(Path(file), size)):
             click.echo(f"samestep: {remark}", err=True)
         code = run_script(
             Script(
                 name=script,
-                command=_argv(script, args, options),
+                command=_argv(file, args, options),
                 size=size,
                 shown=_shown(options, _MANY if where else size),
                 where=where,
@@ -169,7 +176,18 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         # Only the first letter: the rest may hold a path.
         click.echo(f"samestep: {script} cannot be executed ({reason[:1].lower()}{reason[1:]})", err=True)
         code = 127 if isinstance(error, FileNotFoundError) else 126
+    finally:
+        cleanup.close()
     raise SystemExit(code)
+
+
+def _from_stdin(env: dict[str, str], cleanup: ExitStack) -> str:
+    """A file of the script on stdin, which finds modules in the current directory as `python -` does."""
+    home = cleanup.enter_context(TemporaryDirectory(prefix="samestep-stdin-"))
+    path = Path(home, "stdin.py")
+    path.write_bytes(sys.stdin.buffer.read())
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
+    return str(path)
 
 
 def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> list[str]:
@@ -178,10 +196,10 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
             raise UsageError("-m runs a Python module and --no-python runs a program; leave one of them out")
         return [script, *args]
     if options["module"]:
-        return [sys.executable, "-m", script, *args]
+        return [scripts_python(), "-m", script, *args]
     if not Path(script).exists():
         raise FileNotFoundError(2, f"there is no such file in {Path.cwd()}")
-    return [sys.executable, script, *args]
+    return [scripts_python(), script, *args]
 
 
 def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:

@@ -20,6 +20,7 @@ from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.runs import Run, read_run
 from samestep.placement.devices import share_cores
 from samestep.rundir import log_path
+from samestep.start.python import scripts_python
 from samestep.start.script import Script, run_script
 
 _STOP_S = 2.0  # what workers have to end in once they are told to
@@ -85,7 +86,7 @@ class Trial:
         through = ["-m", *self.through] if self.through else []
         return {
             "name": self.script[1] if self.script[0] == "-m" else self.script[0],
-            "command": [sys.executable, *through, *self.script],
+            "command": [scripts_python(), *through, *self.script],
             "size": self.size,
             "run_dir": str(self.directory),
             "env": dict(self.env),
