@@ -255,7 +255,8 @@ class Expressions(Bindings):
     def _dict(self, node: ast.Dict) -> Value:
         values = [self.value(one) for one in node.values]
         found = join(*values)
-        if found.is_shared and all(isinstance(key, ast.Constant) for key in node.keys):
+        holds = found.is_shared or any(one.kind == "instance" for one in values)
+        if holds and all(isinstance(key, ast.Constant) for key in node.keys):
             keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
             found = Value("dict", dict(zip(keys, values, strict=True)), found.models)
         return (

@@ -240,6 +240,8 @@ class Follower(Functions):
 
     def _for(self, node: ast.For) -> None:
         over = self.value(node.iter)
+        if over.models and ".grad" in ast.unparse(node):
+            self._optimizes([over])
         element, kind, text = self.iterated(over, node.iter)
         if over.kind == "range" or (over.kind == Kind.COUNT):
             kind = "rows"

@@ -84,10 +84,28 @@ class Totals(Calls):
                 yield from self._edits(node.value)
         elif isinstance(node, ast.Call):
             yield from self._edits_of_call(node, value)
-        elif isinstance(node, ast.GeneratorExp | ast.ListComp | ast.Lambda | ast.DictComp):
+        elif isinstance(node, ast.ListComp | ast.DictComp):
+            yield from self._edits_of_comprehension(node, value)
+        elif isinstance(node, ast.GeneratorExp | ast.Lambda):
             raise Unclear(f"{value.of}" if value.kind == Kind.OTHER else "is made of this process's share")
         else:
             yield from self._inside(node, value)
+
+    def _edits_of_comprehension(self, node: ast.ListComp | ast.DictComp, value: Value) -> Iterator[Edit]:
+        """Of each element, where all ranks have as many."""
+        outer = self.frame.scope
+        self.frame.scope = Scope(outer)
+        try:
+            for part in node.generators:
+                element, kind, _ = self.iterated(self.value(part.iter), part.iter)
+                if kind != "plain" or part.ifs:
+                    raise Unclear(
+                        str(value.of) if value.kind == Kind.OTHER else "is made of this process's share"
+                    )
+                self.bind(part.target, element)
+            yield from self._inside(node, value)
+        finally:
+            self.frame.scope = outer
 
     def _by_form(self, node: ast.Attribute, form: ast.expr) -> str:
         """An attribute of an object, computed from the totals of its other attributes."""
