@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep.convert.frames import Frame
-from samestep.convert.functions import WITHOUT_GRADIENTS, Functions
+from samestep.convert.functions import MOST_STATEMENTS, WITHOUT_GRADIENTS, Functions
 from samestep.convert.source import Source
 from samestep.convert.values import (
     SCALARS,
@@ -63,6 +63,7 @@ class Follower(Functions):
     def statements(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
             self.frame.statement = statement
+            self.followed += 1
             name = f"_{type(statement).__name__.lower()}"
             getattr(self, name, self._other_statement)(statement)
             if self.frame.has_ended:
@@ -277,6 +278,8 @@ class Follower(Functions):
             self.silent += 1
             self._turn(loop, body, begin)
             self.silent -= 1
+            if self.followed > MOST_STATEMENTS:
+                break
             if len(self.eager) > known and turns < _MOST_TURNS:
                 # what is now totalled where it is added up was of a share in this turn: forget the turn
                 self.restore(before)

@@ -36,7 +36,7 @@ class Frames:
         self.notes: dict[str, None] = {}
         self.silent = self.uneven = self.depth = self.in_forward = 0
         self.loops_made = self.backwards = self.by_form = self.without_gradients = 0
-        self.in_eval = False
+        self.in_eval, self.followed = False, 0
         self.unwraps = False
 
     @property

@@ -11,6 +11,7 @@ from samestep.convert.rewrites import Rewrites
 from samestep.convert.values import Class, Function, Kind, Named, Scope, Value, Values, join
 
 _DEEPEST = 25
+MOST_STATEMENTS = 100_000
 WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
 
 
@@ -73,6 +74,11 @@ class Functions(Rewrites):
 
     def run(self, function: Function, arguments: Values, named: Named, call: ast.Call | None) -> Value:
         node = function.node
+        if self.followed > MOST_STATEMENTS:
+            self.gaps.setdefault(
+                (str(function.source.path), node.lineno), "the script is too long to be followed"
+            )
+            return join(*arguments)
         if len(self.frames) > _DEEPEST or any(frame.function is node for frame in self.frames):
             return join(*arguments)
         self.reached.add(node)
