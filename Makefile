@@ -44,7 +44,7 @@ integrations: .venv/made-integrations
 	.venv/bin/python -m pytest tests/peers.py
 
 bench: .venv/made-bench
-	for one in overhead data exact same checkpoint; do .venv/bin/python benchmarks/$$one.py || exit; done
+	for one in overhead meter data exact same checkpoint peers; do .venv/bin/python benchmarks/$$one.py || exit; done
 
 same: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/same
