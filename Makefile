@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test integrations bench same convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types cluster clean
+.PHONY: help demo test check docs docs-test integrations bench same convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types gpu gpus cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make hang   about fifty runs that hang, and 200 that are slow but do not"
 	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
 	@echo "make requeue, make mistakes, make mutants, make types   the long suites"
+	@echo "make gpu, make gpus   what is to be tried on one GPU, or on several; without one as far as it goes"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
 
@@ -85,6 +86,12 @@ requeue: .venv/made
 
 mistakes: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/verify/test_verify.py
+
+gpu: .venv/made
+	.venv/bin/python tests/gpu/plan.py
+
+gpus: .venv/made
+	.venv/bin/python tests/gpu/plan.py --many
 
 mutants: .venv/made
 	.venv/bin/python tests/mutants.py --count 200

@@ -15,6 +15,7 @@ _MARK = "STARTED_BY_TESTS"
 _CLUSTER = "tests/cluster/"
 # What takes long: two workers that begin with it end at about the same time.
 _BEGUN_FIRST = (_CLUSTER, "tests/train/checkpoint/", "tests/train/group/", "tests/start/", "tests/verify/")
+_DEVICES = ("/dev/nvidia0", "/dev/kfd")
 _OFTEN_IGNORED = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -37,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if _starts_all(config):
         os.environ[_MARK] = secrets.token_hex(8)
     _start_children_with_default_signals()
+    # On a machine with a GPU the tests are still those of the cores, unless SAMESTEP_TEST_DEVICE asks for it.
+    if os.environ.get("SAMESTEP_TEST_DEVICE", "cpu") == "cpu" and any(map(os.path.exists, _DEVICES)):
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

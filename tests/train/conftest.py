@@ -66,7 +66,8 @@ class Pool:
 
     def _start(self) -> None:
         with Listener(family="AF_UNIX") as listener:
-            self._ranks = self._nest.start(_RANK, self.size, listener.address)
+            asked = {name: value for name, value in os.environ.items() if name.startswith("SAMESTEP_TEST_")}
+            self._ranks = self._nest.start(_RANK, self.size, listener.address, env=asked)
             by_rank = {}
             for _ in range(self.size):
                 line = listener.accept()

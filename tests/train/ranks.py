@@ -10,6 +10,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import cloudpickle
+import torch
 
 import samestep
 
@@ -19,7 +20,9 @@ TIMEOUT = timedelta(seconds=20)
 def serve(line: Connection) -> None:
     """Call one function after another until the other side is gone."""
     warnings.simplefilter("error")
-    world = samestep.init(timeout=TIMEOUT)
+    world = samestep.init(backend=os.environ.get("SAMESTEP_TEST_BACKEND"), timeout=TIMEOUT)
+    if os.environ.get("SAMESTEP_TEST_DEVICE", "cpu") != "cpu":
+        torch.set_default_device(world.device)
     failure = None
     while True:
         line.send_bytes(cloudpickle.dumps(failure))

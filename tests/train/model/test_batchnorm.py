@@ -13,7 +13,7 @@ from samestep import UsageError
 
 
 def data(length=11):
-    draw = torch.Generator().manual_seed(2)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(2)
     return TensorDataset(torch.rand(length, 3, 4, generator=draw, dtype=torch.float64))
 
 
@@ -115,7 +115,7 @@ def test_one_value_per_channel_in_the_whole_batch_is_an_error(world):
 
 def test_images_in_two_and_three_dimensions_and_half_precision(world):
     for kind, shape in ((nn.BatchNorm2d, (7, 3, 2, 2)), (nn.BatchNorm3d, (7, 3, 2, 2, 2))):
-        draw = torch.Generator().manual_seed(0)
+        draw = torch.Generator(torch.get_default_device()).manual_seed(0)
         images = torch.rand(shape, generator=draw).bfloat16()
         model = samestep.replicate(kind(3), sync_batchnorm=True)
         plain = kind(3)

@@ -71,7 +71,9 @@ class Turned(nn.Module):
 def test_a_complex_parameter_and_a_buffer_of_an_exact_replica_are_compared(world, planted):
     os.environ["SAMESTEP_CHECK_EVERY"] = "1"
     model = samestep.replicate(Turned(), exact=True)
-    rows = torch.rand(36, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = torch.rand(
+        36, 4, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(0)
+    )
 
     def train():
         for number, step in enumerate(samestep.steps(TensorDataset(rows), 12, microbatch=2)):

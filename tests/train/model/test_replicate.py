@@ -60,7 +60,8 @@ def made(seed=0, kind=Net):
 
 
 def inputs(length=7):
-    return torch.rand(length, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(1)
+    return torch.rand(length, 3, generator=draw, dtype=torch.float64)
 
 
 def gradient(model, call=lambda model, x: model(x), length=7, loader=None):

@@ -18,7 +18,7 @@ PRECISION = 1e-6
 
 
 def data(length):
-    draw = torch.Generator().manual_seed(7)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(7)
     images = torch.rand(length, 2, 5, 5, generator=draw, dtype=torch.float64)
     return TensorDataset(images, torch.randint(0, 3, (length,), generator=draw))
 

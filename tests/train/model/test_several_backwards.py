@@ -62,7 +62,8 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
 @pytest.mark.parametrize("count", [7, 6], ids=["unequal shares", "equal shares"])
 def test_gradients_of_several_backwards_are_those_of_the_whole_batch(world, way, count):
-    rows = torch.rand(count, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(1)
+    rows = torch.rand(count, 3, generator=draw, dtype=torch.float64)
     serial, model = made(), samestep.replicate(made())
     way(serial, rows)
     for (x,) in samestep.loader(TensorDataset(rows), count):

@@ -18,7 +18,7 @@ def tree(values):
 
 @pytest.mark.parametrize("count", range(1, 40))
 def test_folding_is_the_tree_at_any_size(count):
-    generator = torch.Generator().manual_seed(count)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(count)
     scale = 10.0 ** torch.arange(count).remainder(9)
     leaves = (torch.randn(count, generator=generator, dtype=torch.float64) * scale).tolist()
     for size in range(1, count + 1):
