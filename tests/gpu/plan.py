@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,10 +94,11 @@ def run(check: Check, until: float = float("inf")) -> dict[str, Any]:
             failure = "not begun: the time is over"
             break
         try:
-            env = {**os.environ, **check.env}
-            done = subprocess.run(
-                command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s, check=False
-            )
+            with tempfile.TemporaryDirectory() as runs:
+                env = {**os.environ, "SAMESTEP_RUN_DIR": runs, **check.env}
+                done = subprocess.run(
+                    command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s, check=False
+                )
         except subprocess.TimeoutExpired:
             failure = f"not done after {limit_s:.0f} s"
             break

@@ -67,17 +67,19 @@ class Gpt2(nn.Module):
 
 world = samestep.init(backend=os.environ.get("SAMESTEP_TEST_BACKEND"))
 on_gpu, rounds = world.device.type == "cuda", 8 if world.device.type == "cuda" else 2
+many = world.size
+torch.manual_seed(0)  # the data and the first weights are the same on every rank
 cases = {
     "ResNet-50": (
         lambda: resnet((3, 4, 6, 3) if on_gpu else (1, 1, 1, 1), 64 if on_gpu else 4),
-        TensorDataset(torch.randn(256, 3, 224, 224), torch.randint(0, 1000, (256,)))
+        TensorDataset(torch.randn(768 * many, 3, 224, 224), torch.randint(0, 1000, (768 * many,)))
         if on_gpu
-        else TensorDataset(torch.randn(16, 3, 32, 32), torch.randint(0, 1000, (16,))),
+        else TensorDataset(torch.randn(32 * many, 3, 32, 32), torch.randint(0, 1000, (32 * many,))),
         64 if on_gpu else 8,
     ),
     "GPT-2": (
         lambda: Gpt2(12, 768, 12, 512, 50_257) if on_gpu else Gpt2(1, 16, 2, 16, 100),
-        TensorDataset(*2 * [torch.randint(0, 100, (64, 512) if on_gpu else (16, 16))]),
+        TensorDataset(*2 * [torch.randint(0, 100, (192 * many, 512) if on_gpu else (32 * many, 16))]),
         16 if on_gpu else 8,
     ),
 }
