@@ -211,11 +211,14 @@ def loaded(dataset, steps=6, **options):
     return right([one.cpu() for one in results]) and not waited
 
 
-def test_a_loader_never_waits_for_the_device_wherever_its_data_is(monkeypatch):
-    assert all(verdicts(monkeypatch, lambda: loaded(TensorDataset(ROWS))))
-    slow = Subset(TensorDataset(ROWS), range(12))
-    assert all(verdicts(monkeypatch, lambda: loaded(slow, num_workers=0, pin_memory=False)))
-    assert all(verdicts(monkeypatch, lambda: loaded(TensorDataset(ROWS.to(DEVICE)))))
+@pytest.mark.parametrize("place", ["memory", "workers", "device"])
+def test_a_loader_never_waits_for_the_device_wherever_its_data_is(monkeypatch, place):
+    def test():
+        if place == "workers":
+            return loaded(Subset(TensorDataset(ROWS), range(12)), num_workers=0, pin_memory=False)
+        return loaded(TensorDataset(ROWS.to(DEVICE) if place == "device" else ROWS))
+
+    assert all(verdicts(monkeypatch, test))
 
 
 def test_sums_of_bits_take_one_transfer_also_of_buffers_elsewhere(monkeypatch):
