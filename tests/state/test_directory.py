@@ -306,6 +306,7 @@ def test_power_that_fails_at_any_moment_leaves_the_old_or_the_new_state_and_no_s
 
 
 @needs_strace
+@pytest.mark.timeout(150)
 def test_a_death_or_an_error_at_any_call_leaves_the_old_or_the_new_state():
     ran = subprocess.run(
         [sys.executable, TESTS / "crash_points.py", "--quick"], capture_output=True, text=True
