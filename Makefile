@@ -39,7 +39,7 @@ docs: .venv/made-docs
 
 docs-test: docs
 	.ci/setup browser
-	.venv/bin/python -m pytest tests/browser.py
+	.venv/bin/python -m pytest tests/tutorial.py tests/browser.py
 
 integrations: .venv/made-integrations
 	.venv/bin/python -m pytest tests/peers.py
