@@ -42,7 +42,7 @@ docs-test: docs
 	.venv/bin/python -m pytest tests/tutorial.py tests/browser.py
 
 integrations: .venv/made-integrations
-	.venv/bin/python -m pytest tests/peers.py
+	.venv/bin/python -m pytest tests/peers.py tests/integrations.py
 
 bench: .venv/made-bench
 	for one in overhead meter data exact same checkpoint peers; do .venv/bin/python benchmarks/$$one.py || exit; done

@@ -1,0 +1,166 @@
+"""The examples of other tools run on two processes, and do what their page says (`make integrations`)."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.rendezvous.listen import hold_port
+
+SCRIPTS = Path(__file__).parents[1] / "examples" / "integrations"
+BIN = Path(sys.executable).parent
+
+
+def run(directory: Path, *command: object, **variables: str) -> str:
+    """What a command prints; it has to end well."""
+    env = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_SILENT": "true",
+        **variables,
+    }
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def on(size: int, directory: Path, script: str, *args: object) -> str:
+    return run(directory, BIN / "samestep", "run", "-n", size, SCRIPTS / script, *args)
+
+
+def test_tensorboard_gets_one_value_for_each_step_from_rank_0_alone(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    on(2, tmp_path, "tensorboard_log.py")
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    events = EventAccumulator(str(file)).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(7))
+
+
+def test_wandb_makes_one_offline_run(tmp_path: Path) -> None:
+    on(2, tmp_path, "wandb_offline.py")
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
+
+
+@pytest.mark.timeout(120)  # two runs, each with a start of its own
+@pytest.mark.parametrize(
+    ("script", "args"),
+    [
+        ("torchmetrics_eval.py", ()),
+        ("huggingface.py", ()),
+        ("webdataset_read.py", ()),
+        ("omegaconf_config.py", ["lr=0.2"]),
+    ],
+)
+def test_a_script_with_the_tool_prints_the_same_on_one_process_and_on_two(
+    tmp_path: Path, script: str, args: list[str]
+) -> None:
+    printed = [on(size, tmp_path, script, *args) for size in (1, 2)]
+    assert re.search(r"\d\.\d{4}", printed[0])
+    assert printed[0] == printed[1]
+
+
+def test_fsspec_gets_the_weights_of_each_epoch_once(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    on(2, tmp_path, "fsspec_copy.py", f"file://{tmp_path}/store")
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["epoch-0.pt", "epoch-1.pt"]
+    assert (tmp_path / "store" / "epoch-1.pt").read_bytes() == (tmp_path / "model.pt").read_bytes()
+
+
+def test_the_profiler_sees_the_exchange_of_gradients(tmp_path: Path) -> None:
+    on(2, tmp_path, "profiled.py")
+    names = {
+        event.get("name", "") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    }
+    assert any("all_reduce" in name or "allreduce" in name for name in names)
+
+
+def test_submitit_returns_what_the_run_printed(tmp_path: Path) -> None:
+    printed = run(tmp_path, sys.executable, SCRIPTS / "submitit_job.py", SCRIPTS / "omegaconf_config.py")
+    assert printed.startswith("lr 0.1, batch 32")
+
+
+def test_a_script_that_may_be_debugged_runs_without_a_debugger(tmp_path: Path) -> None:
+    assert on(2, tmp_path, "debugged.py") == "gradient 2 ranks\n"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(SCRIPTS / "notebook.ipynb", 4)
+    nbclient.NotebookClient(notebook, timeout=50, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert notebook.cells[-1].outputs[-1]["data"]["text/plain"] == "2"
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_has_at_most_40_lines(script: Path) -> None:
+    assert len(script.read_text().splitlines()) <= 40
+
+
+def manifests() -> list[dict[str, Any]]:
+    import yaml
+
+    page = (SCRIPTS.parents[1] / "docs" / "kubernetes.md").read_text()
+    found = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [document for text in found for document in yaml.safe_load_all(text)]
+
+
+def pods(tmp_path: Path, command: list[str], variables: list[dict[str, str]]) -> list[str]:
+    """What each pod prints, all started together."""
+    (tmp_path / "train.py").write_text(
+        "import samestep\nw = samestep.init()\nprint(w.size, samestep.sum(1))\n"
+    )
+    base = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        subprocess.Popen(command, cwd=tmp_path, env=base | own, stdout=subprocess.PIPE, text=True)
+        for own in variables
+    ]
+    printed = [pod.communicate(timeout=50)[0] for pod in started]
+    assert [pod.returncode for pod in started] == [0] * len(started)
+    return printed
+
+
+def test_the_command_of_the_indexed_job_makes_one_run_of_its_pods(tmp_path: Path) -> None:
+    _, job, _ = manifests()
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    shell, flag, line = container["command"]
+    held, port = hold_port()
+    held.close()
+    # There are no pods here: the first one is this machine, and one process stands for a pod's devices.
+    line = line.replace("train-0.train:29500", f"127.0.0.1:{port}").replace(
+        "samestep run", "samestep run -n 1"
+    )
+    variables = [
+        {"JOB_COMPLETION_INDEX": str(pod), "SAMESTEP_RUN_DIR": str(tmp_path / str(pod))}
+        for pod in range(job["spec"]["completions"])
+    ]
+    assert pods(tmp_path, [shell, flag, line], variables) == ["2 2\n", ""]
+
+
+def test_the_variables_of_a_pytorchjob_make_one_run_of_its_pods(tmp_path: Path) -> None:
+    *_, job = manifests()
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    commands = [one["template"]["spec"]["containers"][0]["command"] for one in replicas.values()]
+    assert commands[0] == commands[1]
+    held, port = hold_port()
+    held.close()
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PET_NNODES": "2"}
+    shared |= {"PET_NPROC_PER_NODE": job["spec"]["nprocPerNode"]}
+    shared |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    variables = [shared | {"RANK": str(pod), "PET_NODE_RANK": str(pod)} for pod in range(2)]
+    assert sum(text.split() == ["4", "4"] * 2 for text in pods(tmp_path, commands[0], variables)) == 2
