@@ -22,8 +22,9 @@ HERE = Path(__file__).parent
 SCRIPTS = {path.stem: path for path in sorted((HERE / "scripts").glob("*.py"))}
 SCRIPTS |= {path.parent.name: path for path in sorted((HERE / "scripts").glob("*/train.py"))}
 SIZES = (1, 2, 3)
-# Scripts of which a part is listed as not converted, and nothing else differs.
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?|-?\d+(?:e[-+]?\d+)?|nan|inf")
+# how a number was computed, which repr shows beside it
+_TYPES = re.compile(r", grad_fn=<\w+>|np\.float\d+\((.*?)\)")
 _RELATIVE = 2e-4
 
 
@@ -115,9 +116,8 @@ def difference(ran: Ran, serial: Ran) -> str:
 
 
 def _alike(ours: str, theirs: str) -> bool:
-    if _NUMBER.sub("#", re.sub(r"grad_fn=<\w+>", "", ours)) != _NUMBER.sub(
-        "#", re.sub(r"grad_fn=<\w+>", "", theirs)
-    ):
+    ours, theirs = (_TYPES.sub(r"\1", line) for line in (ours, theirs))
+    if _NUMBER.sub("#", ours) != _NUMBER.sub("#", theirs):
         return False
     for a, b in zip(_NUMBER.findall(ours), _NUMBER.findall(theirs), strict=True):
         last_digit = 10.0 ** -len(b.partition("e")[0].partition(".")[2]) if "." in b else 0.0
