@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test integrations bench same convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types gpu gpus cluster clean
+.PHONY: help demo test check docs docs-test integrations bench same hang convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types gpu gpus cluster clean
 .DELETE_ON_ERROR:
 
 help:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ ALLOWED_S = 8.0  # 5 s, what two looks and a stack take, and what a loaded machi
 # What the notice says of the stuck rank, where that is not the line where it is stuck.
 SAYS = {"stop": "which is stopped (SIGSTOP)", "d-state": "which is in uninterruptible sleep (D)"}
 
+SLOW_S = (0.0, 0.5, 1.0, 2.0, 4.0, 6.0)
 CODES = {"exit": 77, "os-exit": 5}
 
 
@@ -129,42 +131,54 @@ def untrue(case, slow_s, code, lines):
     return wrong or ([] if code == 0 else [f"it ended with exit code {code}"])
 
 
-def healthy(count, draw):
-    """Slow runs that go on: how many, and how many of them were told something untrue."""
+def said_of(case, *options, limit_s=LIMIT_S):
+    with tempfile.TemporaryDirectory() as home:
+        return run(case, Path(home), *options, limit_s=limit_s)
+
+
+def hangs(kinds, pool):
+    """How many were made, how many were told wrongly, and after how long the last one was said."""
+    made = [case for case in cases() if kinds is None or case.kind in kinds]
+    wrong, latest = 0, 0.0
+    for case, (code, lines, line) in zip(made, pool.map(said_of, made), strict=True):
+        why = fault(case, code, lines, line)
+        wrong += why is not None
+        after, said = next(
+            ((after, text) for after, text in lines if " waited " in text), (0.0, f"exit code {code}")
+        )
+        latest = max(latest, after)
+        print(f"{'WRONG' if why else 'right'} | {case} | {after:.1f} s | {why or said}", flush=True)
+    return len(made), wrong, latest
+
+
+def healthy(count, draw, pool):
+    """Slow runs that go on: how many were told something untrue, and how many notices there were."""
+    made = [
+        (Case("slow", draw.choice(WHERE), draw.random() < 0.3, draw.randrange(2), 2), draw.choice(SLOW_S))
+        for _ in range(count)
+    ]
     wrong = notices = 0
-    for number in range(count):
-        case = Case("slow", draw.choice(WHERE), draw.random() < 0.3, draw.randrange(2), 2)
-        slow_s = draw.choice((0.0, 0.5, 1.0, 2.0, 4.0, 6.0))
-        with tempfile.TemporaryDirectory() as home:
-            code, lines, _ = run(case, Path(home), "--slow", slow_s, limit_s=60)
+    ends = pool.map(lambda one: said_of(one[0], "--slow", one[1], limit_s=60), made)
+    for (case, slow_s), (code, lines, _) in zip(made, ends, strict=True):
         found = untrue(case, slow_s, code, lines)
         notices += sum(" waited " in text for _, text in lines)
         wrong += bool(found)
         for text in found:
-            print(f"WRONG | slow run {number}, {slow_s} s, {case} | {text}", flush=True)
+            print(f"WRONG | {case}, {slow_s} s | {text}", flush=True)
     return wrong, notices
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--healthy", type=int, default=200)
-    parser.add_argument("--only")
+    parser.add_argument("--only", nargs="*", help="these kinds of hangs alone")
+    parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     asked = parser.parse_args()
-    wrong, delays, count = 0, [], 0
-    for case in cases():
-        if asked.only not in (None, case.kind):
-            continue
-        with tempfile.TemporaryDirectory() as home:
-            code, lines, line = run(case, Path(home))
-        count += 1
-        why = fault(case, code, lines, line)
-        wrong += why is not None
-        said = next(((after, text) for after, text in lines if " waited " in text), (0.0, ""))
-        delays.append(said[0])
-        print(f"{'WRONG' if why else 'right'} | {case} | {said[0]:.1f} s | {why or said[1]}", flush=True)
-    print(f"hangs {count} | wrong {wrong} | said after at most {max(delays, default=0):.1f} s", flush=True)
-    untrue_runs, notices = healthy(asked.healthy, random.Random(asked.seed))
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        made, wrong, latest = hangs(asked.only, pool)
+        print(f"hangs {made} | wrong {wrong} | said after at most {latest:.1f} s", flush=True)
+        untrue_runs, notices = healthy(asked.healthy, random.Random(asked.seed), pool)
     print(
         f"slow runs {asked.healthy} | notices {notices} | runs with an untrue one {untrue_runs} | seed {asked.seed}"
     )

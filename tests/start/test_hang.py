@@ -1,7 +1,9 @@
 """The rank that the others wait for is named, with its line; a run that is slow but goes on is told nothing untrue."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,6 +68,25 @@ def test_sigterm_ends_a_hung_run_within_the_shutdown_timeout_and_status_says_who
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
             started.communicate()
+
+
+def test_a_rank_of_another_node_is_named_once_and_ends_the_run_of_all(launcher):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        at = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    nodes = ["--nodes", "2", "--rendezvous", at, "--hang-timeout", "8"]
+    script = [str(SCRIPT), "--kind", "sleep", "--rank", "2"]
+    launchers = [
+        launcher.start("-n", count, *nodes, "--node-rank", node, *script)
+        for node, count in (("0", "2"), ("1", "1"))
+    ]
+    ends = [one.finish() for one in launchers]
+    assert [code for code, _, _ in ends] == [1, 1]
+    first, second = (err for _, _, err in ends)
+    assert re.search(
+        r"^samestep: ranks 0, 1 have waited .* for rank 2, which is in sleep \(stuck", first, re.MULTILINE
+    )
+    assert "samestep: ranks" not in second
+    assert "failed on rank 2 of 3" in first
 
 
 def state(rank, phase, waits, seconds=9.0, call="", step=4):
