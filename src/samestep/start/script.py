@@ -1,6 +1,7 @@
 """Runs a script on N processes of this machine: from the command line's options to the run's exit code."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Container, Mapping, Sequence
@@ -217,4 +218,5 @@ def _spot(run: Path, outcome: Outcome, group: WorkerGroup) -> str | None:
         return None
     step = step_of(run, outcome.cause.rank)
     seconds = time.monotonic() - group.began
-    return repr((outcome.traceback, step, None if step is not None else int(seconds) // _SAME_PLACE_S))
+    found = re.sub(r"waited [\d.]+ (s|min \d+ s|h \d+ min)", "waited", repr(outcome.traceback))
+    return repr((found, step, None if step is not None else int(seconds) // _SAME_PLACE_S))

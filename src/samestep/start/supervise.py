@@ -22,8 +22,8 @@ _HANG_S = 5.0
 _LEAVE_S = 8.0
 _GRACE_S = 1.0
 _PATIENCE_S = 30.0
-# What a run that does not go on has in which to end when it is asked; Slurm gives 30 s.
-_STUCK_S = 10.0
+# What a run that does not go on has in which to end when it is asked; Slurm kills it after 30 s.
+_STUCK_S = 25.0
 _POLL_S = 0.05
 _ELSEWHERE_S = 0.25
 # The interpreter says where it was when one of these ends it.

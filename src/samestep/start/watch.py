@@ -18,6 +18,7 @@ from samestep.start.worker import Worker
 
 _LOOK_S = 0.5
 _LATER_S = 5.0
+_STILL_S = 20.0
 _MOST_PACES = 500
 _MOST_LOOKED_AT = 8
 
@@ -54,10 +55,11 @@ class Watch:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether ranks wait in vain, or none has done anything new for that long; a commit may take its time."""
-        is_still = time.monotonic() - self._changed_at >= self.least_s
-        is_saving = any(phase == "checkpoint" for phase, *_ in self._phases)
-        return self.hang is not None or (is_still and not is_saving and bool(self._phases))
+        """Whether ranks wait in vain, or none has done anything new for long; what saves may take its time."""
+        hang, still_s = self.hang, time.monotonic() - self._changed_at
+        if any(phase == "checkpoint" for phase, *_ in self._phases):
+            return hang is not None and not any(state.phase == "checkpoint" for state in hang.missing)
+        return hang is not None or (bool(self._paces) and still_s >= max(_STILL_S, self.least_s))
 
     @property
     def is_asked_to_stop(self) -> bool:
