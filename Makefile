@@ -45,6 +45,7 @@ integrations: .venv/made-integrations
 	.venv/bin/python -m pytest tests/peers.py tests/integrations.py
 
 bench: .venv/made-bench
+	.venv/bin/python benchmarks/control.py --keep
 	for one in overhead meter data exact same checkpoint peers; do .venv/bin/python benchmarks/$$one.py || exit; done
 
 same: .venv/made

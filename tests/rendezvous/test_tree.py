@@ -162,3 +162,20 @@ def test_a_forked_child_keeps_no_connection_open(ranks, tmp_path):
     assert took < 15
     assert "rank 1" in found[0]
     assert "rank 1" in found[2]
+
+
+def test_too_few_open_files_are_said_with_the_numbers_and_a_low_soft_limit_is_raised():
+    ask = """
+    import resource
+    from samestep.rendezvous.listen import allow_descriptors
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
+    allow_descriptors(150, "150 ranks connect")
+    print(resource.getrlimit(resource.RLIMIT_NOFILE))
+    allow_descriptors(400, "400 ranks connect")
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(ask)], capture_output=True, text=True)
+    assert done.stdout == "(278, 300)\n"
+    assert done.stderr.splitlines()[-1] == (
+        "samestep.errors.UsageError: 400 ranks connect, which takes about 528 open files, and this process may have "
+        "300 (`ulimit -Hn`); raise that limit, or start fewer processes"
+    )
