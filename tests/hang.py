@@ -117,7 +117,9 @@ def fault(case, code, lines, line):
         return f"it was said after {after:.1f} s"
     if f" for rank {case.rank}, which " not in said:
         return f"another rank was named: {said}"
-    says_where = SAYS.get(case.kind, f"{where})") in said
+    # a loop is two lines below the one that told where it is
+    wheres = [f"stuck.py:{line + below})" for below in range(3 if case.kind == "loop" else 1)]
+    says_where = any(words in said for words in ([SAYS[case.kind]] if case.kind in SAYS else wheres))
     return None if says_where or case.kind in ("skip", "uneven") else f"another line was named: {said}"
 
 
