@@ -93,7 +93,8 @@ ATTACKS = {
     **{f"argv is {value!r:.20}": record(argv=value) for value in (
         "x", None, [], {}, [1], [[]], [EVIL], ["python3", EVIL], ["x" * 10**6], [None])},
     **{f"pid is {value!r:.20}": record(host=os.uname().nodename, pid=value) for value in (
-        -1, 0, 1, 2**31, 2**63, 10**400, "1", [], math.nan, os.getpid())},
+        -1, 0, 1, 2**31, 2**63, 10**400, "1", [], math.nan)},
+    "pid is that of the test": record(host=os.uname().nodename, pid=os.getpid()),
     **{f"host is {value!r:.20}": record(host=value) for value in (EVIL, [], None, 3, "x" * 10**6)},
     **{f"exit_code is {value!r:.20}": result(exit_code=value) for value in (
         [], {}, "0", EVIL, None, math.nan, 10**400, 1e308, True)},
