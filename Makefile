@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test integrations bench same hang convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types gpu gpus cluster clean
+.PHONY: help demo test check docs docs-test integrations bench same hang verify-corpus convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types gpu gpus cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -10,6 +10,7 @@ help:
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
 	@echo "make integrations   Accelerate, Lightning, W&B and others beside samestep"
 	@echo "make same   35 scripts at 1, 2, 3 and 5 processes against the untouched ones"
+	@echo "make verify-corpus    a hundred scripts, half of them with mistakes, each with the verdict it should get"
 	@echo "make convert-corpus   convert serial scripts, and run each at 1, 2 and 3 processes beside the untouched one"
 	@echo "make torch-suite      torch's own DDP tests with replicate, and accelerate's test scripts under samestep run"
 	@echo "make hang   about fifty runs that hang, and 200 that are slow but do not"
@@ -50,6 +51,9 @@ bench: .venv/made-bench
 
 same: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/same
+
+verify-corpus: .venv/made
+	.venv/bin/python tests/verify/corpus.py
 
 convert-corpus: .venv/made
 	.venv/bin/python tests/convert/corpus.py

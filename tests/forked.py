@@ -209,6 +209,15 @@ def _nest() -> dict[str, Any]:
             _answer({"forked": pid})
 
 
+def _draw_anew() -> None:
+    """Random streams that no other process has, as in one that was not forked."""
+    import numpy as np
+    import torch
+
+    torch.seed()
+    np.random.seed(None)
+
+
 def _answer(answer: dict[str, Any]) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
 
@@ -228,6 +237,8 @@ if __name__ == "__main__":
     os.chdir(asked["cwd"])
     sys.argv = asked["argv"]
     sys.path[0] = os.path.dirname(sys.argv[0])
+    if asked["env"].get("FRESH_STREAMS"):
+        _draw_anew()
     if action := asked["env"].get("PYTHONWARNINGS"):
         warnings.simplefilter(action)
     code = 0

@@ -55,10 +55,16 @@ def command(
     samestep verify --against train_serial.py train.py --epochs 1
 
     SCRIPT runs on this machine, once for each number in -n, and writes its usual files each time. Where the runs
-    differ, they are repeated with --same, which makes dropout masks and BatchNorm statistics those of the whole
-    batch. With --against, SERIAL runs too, by itself and with the same arguments, and SCRIPT with --same.
+    differ, it runs again without what may be the cause, until no difference is left: with --same, with seeds set,
+    without its rank, and so on. With --against, SERIAL runs too, by itself and with the same arguments, and SCRIPT
+    with --same.
 
-    Exit code: 0 each run takes the same step; 1 one does not, or fails; 2 SCRIPT is serial, or cannot be verified.
+    \b
+    Exit code:
+      0  each run takes the same step and prints the same
+      1  a run takes another step, or fails
+      2  SCRIPT is serial, or cannot be verified
+      3  each run takes the same step, but what it prints or saves is one rank's alone
     """
     from samestep.verify.verify import SerialScript, verify
 
@@ -72,6 +78,7 @@ def command(
                 exact=exact,
                 steps=steps,
                 against=[against, *args] if against else [],
+                progress=lambda said: click.echo(f"samestep verify: running {said}", err=True),
             )
     except UsageError as error:
         diff = _conversion(script, module) if isinstance(error, SerialScript) else None
@@ -89,8 +96,8 @@ def command(
         click.echo(_ROW.format("processes", "steps", "samples", "last loss", "first difference", "size"))
         for outcome in report.outcomes:
             click.echo(_row(outcome))
-        click.echo(f"\n{report}")
-    raise SystemExit(0 if report.is_same else 1)
+        click.echo("\n" + "\n".join(report.lines))
+    raise SystemExit(report.exit_code)
 
 
 def _sizes(text: str | None, least: int) -> list[int]:
@@ -134,6 +141,9 @@ def _document(report: "Report") -> dict[str, Any]:
         "verdict": report.verdict,
         "sentence": str(report),
         "cause": report.worst.cause,
+        "causes": [asdict(cause) for cause in report.causes],
+        "printed": [asdict(found) for found in report.printed],
+        "remarks": report.remarks,
         "sizes": [_outcome(outcome) for outcome in report.outcomes],
     }
 
@@ -143,5 +153,5 @@ def _outcome(outcome: "Outcome") -> dict[str, Any]:
     if found := outcome.difference:
         step = None if found.step is None else found.step + 1
         facts["difference"] = {**asdict(found), "step": step, "sentence": str(found)}
-        del facts["difference"]["distance"]
+        del facts["difference"]["distance"], facts["difference"]["own"]
     return facts

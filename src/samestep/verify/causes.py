@@ -1,53 +1,88 @@
-"""Names the cause of a difference from what was recorded, or none where the records show none."""
+"""Lists what may have caused a difference, the surest first, each with what to remove from a run to find out."""
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from samestep.verify.read import Digest, Run
+from samestep.verify.read import Digest, Run, alike
 from samestep.verify.trajectory import Difference, total
 
 _SAME = 1e-4
 _APART = 1e-2
 _MICROBATCHES = "use steps, whose microbatches are the same at any number of processes"
-_OWN_DRAWS = (
-    "each rank draws its own random numbers between backward and the step; draw them from a torch.Generator with the "
-    "same seed on every rank"
+_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*([A-Z]\w+): (\S.*)", re.MULTILINE)
+_OF_RANKS = {"RanksDiffer", "RankMissing"}
+_DECIDED = (
+    "it is decided by a value of each rank's own share, such as its loss or accuracy; decide by a value that is equal "
+    "on all ranks: samestep.mean(loss), samestep.sum(correct)"
 )
-_STANDARD_ORDERS = {"RandomSampler", "SequentialSampler"}
 
 
-def explain(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> str | None:
-    """The cause of a difference beyond rounding; `again` repeats the first run, where that decides."""
-    step = difference.step or 0
-    match difference.kind:
-        case "weights" if step == 0:
-            return _first_weights(first, again)
-        case "apart":
-            return _ranks_apart(other, difference)
+@dataclass(frozen=True)
+class Suspect:
+    """A possible cause: what to remove from a run, and what to say where the difference goes away without it."""
+
+    remove: str
+    sentence: str
+
+
+def suspects(first: Run, other: Run, found: Difference, again: Run) -> Iterator[Suspect]:
+    """Possible causes of a difference; `again` is a second run like the first."""
+    step = found.step or 0
+    if is_unstable(first, again):
+        yield Suspect("seeds", _unseeded(first))
+    if other.fact("foreign"):
+        yield Suspect("loaders", _foreign(other))
+    lines: dict[str, list[str]] = {}
+    for facts in other.facts:
+        for line, asked in facts.get("told", {}).items():
+            lines.setdefault(line, asked)
+    for line, asked in lines.items():
+        yield Suspect(
+            f"world={line}", f"{_of_world(first, other, found)} ({line} reads {' and '.join(asked)})"
+        )
+    if step < min(first.length, other.length):
+        yield from _of_the_gradient(first, other, step)
+    if line := other.fact("no_sync"):
+        yield Suspect(
+            "no_sync",
+            f"gradients are read or changed inside no_sync ({line}), where each rank has its own; clip or scale them "
+            "after the last backward, which is outside no_sync",
+        )
+    if line := other.fact("careless"):
+        yield Suspect("statistics", careless_evaluation(line))
+    yield Suspect("shares", _of_the_share(first, other, found))
+
+
+def stated(first: Run, other: Run, found: Difference) -> str | None:
+    """What the records show without an experiment: a fact that differs, and what to write."""
+    step = found.step or 0
+    match found.kind:
+        case "failed":
+            return failure_of(other)[1]
+        case "weights" if step == 0 and first.is_untouched:
+            return (
+                "the first weights are not those of the untouched script; set the same seed, and draw nothing else "
+                "before the model is built"
+            )
         case "batch" | "samples":
             return _samples(first, other, step)
-        case "printed":
-            return "a metric of one rank alone; use samestep.sum or samestep.mean, which include every rank's share"
         case "mode":
             return (
-                f"rank {difference.rank} is in another mode (training or evaluation) than rank 0; call model.train() "
+                f"rank {found.rank} is in another mode (training or evaluation) than rank 0; call model.train() "
                 "on every rank before the epoch"
             )
         case "hyper":
-            return _hyper(first, other, difference)
-        case "uneven" if not other.length:
-            return "each rank trains with its own share of every batch; run the training loop on all ranks"
+            return _hyper(first, other, found)
         case "uneven":
+            return _uneven(other)
+        case "apart" if found.name.startswith("optimizer"):
             return (
-                "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
-                "equal on all ranks, such as samestep.mean(loss)"
+                f"{found.name} belongs to no replicated model, so each rank trains its own; make it a parameter of the "
+                "model"
             )
-        case "steps" if not first.is_untouched:
-            return (
-                f"{first.length} steps {first.at} and {other.length} at {other.size}: the number of steps "
-                "is computed from the number of processes; use len() of samestep.loader, without world.size"
-            )
-    return next(_arithmetic(first, other, difference, again), None)
+    return None
 
 
 def explain_rounding(run: Run) -> str | None:
@@ -61,45 +96,95 @@ def explain_rounding(run: Run) -> str | None:
     )
 
 
-def _first_weights(first: Run, again: Callable[[], Run]) -> str:
-    if first.is_untouched:
+def careless_evaluation(line: str) -> str:
+    return (
+        f"an evaluation in training mode ({line}) changes BatchNorm statistics; call model.eval() before it and "
+        "model.train() after it"
+    )
+
+
+def draws_of(run: Run) -> str:
+    """What each rank has of its own by default, in words."""
+    norms = any(root["batchnorm"] for root in run.roots)
+    dropout = any(root["dropout"] for root in run.roots)
+    draws = "dropout masks" if dropout else "random draws"
+    return (
+        f"{draws} and BatchNorm statistics"
+        if norms and dropout
+        else "BatchNorm statistics"
+        if norms
+        else draws
+    )
+
+
+def failure_of(run: Run) -> tuple[str, str]:
+    """The kind and the words of the exception that ended a run."""
+    text = run.failure or ""
+    found = _EXCEPTION.findall(text)
+    kind, said = found[-1] if found else ("", (text.strip().splitlines() or ["no message"])[-1])
+    return kind, said
+
+
+def says_its_cause(run: Run) -> bool:
+    """Whether the error that ended a run is about the script's lines, and not about ranks that came apart."""
+    kind, said = failure_of(run)
+    return kind not in _OF_RANKS and ("replicate" in said or "samestep" in said)
+
+
+def is_unstable(first: Run, again: Run) -> bool:
+    """Whether two runs that should be equal are not."""
+    if again.code or first.length != again.length:
+        return True
+    steps = zip(first.steps, again.steps, strict=True)
+    return any((mine.param, mine.samples_key) != (theirs.param, theirs.samples_key) for mine, theirs in steps)
+
+
+def _unseeded(first: Run) -> str:
+    return (
+        f"no seed is set: two runs {first.at} differ too; call torch.manual_seed, and seed NumPy's and Python's random "
+        "numbers where they are used, before data and model are made"
+    )
+
+
+def _uneven(other: Run) -> str:
+    if not other.length:
+        return "each rank trains with its own share of every batch; run the training loop on all ranks"
+    return (
+        "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
+        "equal on all ranks, such as samestep.mean(loss)"
+    )
+
+
+def _of_world(first: Run, other: Run, found: Difference) -> str:
+    """What depends on the rank or the number of ranks, by what differs."""
+    step = found.step or 0
+    if found.kind in ("batch", "samples", "mode", "hyper", "uneven"):
+        return str(stated(first, other, found))
+    if found.kind == "failed":
+        return f"the rank or the number of ranks decides what the script does, and it fails: {failure_of(other)[1]}"
+    if found.kind == "steps":
         return (
-            "the first weights are not those of the untouched script; set the same seed, and draw nothing else before "
-            "the model is built"
+            f"{first.length} steps {first.at} and {other.length} at {other.size}: the number of steps "
+            "is computed from the number of processes; use len() of samestep.loader, without world.size"
         )
-    other = again()
-    if first.length and other.length and first.steps[0].param == other.steps[0].param:
+    if found.kind == "weights" and step == 0:
         return (
             "the first weights depend on the number of processes; build the model from the same seed on every rank, "
             "before code that differs between ranks draws random numbers"
         )
+    if found.kind == "apart":
+        return f"code that only some ranks run changes {found.name}; run it on every rank"
+    if step < min(first.length, other.length):
+        if _inputs_differ(first, other, step) and not _changed_in_the_loop(first, other, step):
+            return (
+                "the same samples have different inputs; make and augment each sample from the sample alone, in the "
+                "dataset, not from the rank"
+            )
+        if scaled := next(_scaled(first, other, step), None):
+            return scaled
     return (
-        f"no seed is set: two runs {first.at} start from different weights too; call "
-        "torch.manual_seed before the model is built"
-    )
-
-
-def _ranks_apart(run: Run, difference: Difference) -> str:
-    if unreplicated := _unreplicated(run):
-        return unreplicated
-    if difference.name.startswith("optimizer"):
-        return (
-            f"{difference.name} belongs to no replicated model, so each rank trains its own; make it a parameter "
-            "of the model"
-        )
-    step = (difference.step or 0) - 1  # weights are recorded before the step
-    if step >= 0 and all(rank[step].drew_after for rank in run.ranks):
-        return _OWN_DRAWS
-    return f"code that only some ranks run changes {difference.name}; run it on every rank"
-
-
-def _unreplicated(run: Run) -> str | None:
-    alone = [root["kind"] for root in run.roots if not root["replicated"]]
-    step = min(1, run.length - 1)
-    if run.size == 1 or not alone or all(rank[step].grad == run.steps[step].grad for rank in run.ranks):
-        return None
-    return (
-        f"{alone[0]} is not replicated, so each rank trains its own; write model = samestep.replicate(model)"
+        "what is trained depends on the rank or the number of ranks; leave them out: every step has the whole batch, "
+        "and its gradient is averaged by samestep"
     )
 
 
@@ -109,15 +194,16 @@ def _samples(first: Run, other: Run, step: int) -> str:
         return _foreign(other)
     mine, theirs = first.num_samples(step), other.num_samples(step)
     said = f"a step has {mine} samples {first.at} and {theirs} at {other.size}; " * (mine != theirs)
-    if sampler := other.fact("sampler"):
-        return (
-            f"{said}the script's own sampler ({sampler}) chooses samples by the number of ranks; leave it out: "
-            "samestep.loader shares each batch among the ranks"
-        )
+    sampler = next((part["sampler"] for part in other.steps[step].parts if part.get("sampler")), None)
     if first.is_untouched:
         return (
             f"{said}give samestep.loader what the script's DataLoader had: dataset, batch_size, shuffle, sampler and "
             "drop_last, and no seed"
+        )
+    if sampler:
+        return (
+            f"{said}the script's own sampler ({sampler}) chooses samples by the number of ranks; leave it out: "
+            "samestep.loader shares each batch among the ranks"
         )
     if not said:
         return (
@@ -126,6 +212,8 @@ def _samples(first: Run, other: Run, step: int) -> str:
         )
     if theirs * first.size == mine * other.size:
         return f"{said}batch_size is that of the whole step: do not multiply it by the number of processes"
+    if theirs * other.size == mine * first.size:
+        return f"{said}batch_size is that of the whole step: do not divide it by the number of processes"
     return f"{said}give samestep.loader the same dataset and batch_size at any number of processes"
 
 
@@ -134,7 +222,7 @@ def _foreign(run: Run) -> str:
     if not foreign:
         return "batches do not come from samestep.loader; use it, so that the ranks share each batch"
     sampler, line = foreign[0]["sampler"], foreign[0]["line"]
-    if sampler in _STANDARD_ORDERS:
+    if not sampler:
         return (
             f"the batches come from a plain DataLoader ({line}), so every rank takes all samples; use "
             "samestep.loader"
@@ -142,8 +230,8 @@ def _foreign(run: Run) -> str:
     return f"a {sampler} ({line}) chooses each rank's samples; use samestep.loader, which shares each batch"
 
 
-def _hyper(first: Run, other: Run, difference: Difference) -> str:
-    name, step, rank = difference.name, difference.step or 0, difference.rank
+def _hyper(first: Run, other: Run, found: Difference) -> str:
+    name, step, rank = found.name, found.step or 0, found.rank
     since = f", from step {step + 1} on" if step else ""
     if rank is None:
         pair, places = (first.steps[step], other.steps[step]), (first.at, f"at {other.size}")
@@ -164,139 +252,146 @@ def _hyper(first: Run, other: Run, difference: Difference) -> str:
     return f"{name} is {_short(mine)} {places[0]} and {_short(theirs)} {places[1]}{since}; {why}"
 
 
-def _arithmetic(first: Run, other: Run, difference: Difference, again: Callable[[], Run]) -> Iterator[str]:
-    """Causes of another loss, gradient or buffer from the same samples and weights, the surest first."""
-    step = difference.step or 0
-    if difference.kind == "end":
-        yield from _careless(other)
-        return
-    if _inputs_differ(first, other, step):
-        yield _inputs(first, other, step, again)
-    if unreplicated := _unreplicated(other):
-        yield unreplicated
-    yield from _scaled(first, other, step)
-    yield from _counted(first, other, step)
-    if difference.kind == "grad" and first.steps[step].drew_after:
-        yield _OWN_DRAWS
-    # What every step does shows in the first step.
-    is_new = not any(one.drew or one.training for one in other.steps[:step])
-    exact = any(root["exact"] for root in other.roots)
-    drew = is_new and not exact and (first.steps[step].drew or other.steps[step].drew)
-    norms = is_new and [name for root in other.roots for name in root["batchnorm"] if not root["exact"]]
-    if norms and drew:
-        yield (
-            "BatchNorm statistics and random draws (dropout or the like) are per rank, use steps and "
-            "replicate(exact=True)"
+def _of_the_gradient(first: Run, other: Run, step: int) -> Iterator[Suspect]:
+    """Causes of another loss or gradient from the same samples and weights."""
+    factor = _common_factor(first.steps[step].grad, other.steps[step].grad)
+    parts = other.parts(step)
+    inverse = first.size / other.size
+    adds = any(part.get("adds") for part in parts)
+    is_small = factor is not None and math.isclose(factor, inverse, rel_tol=0.05)
+    if not adds and (is_small or any(part.get("reduction") == "sum" for part in parts)):
+        yield Suspect(
+            "sum",
+            "the loss is a sum over each rank's samples, but gradients are averaged over the ranks; write "
+            'replicate(model, loss="sum"), or divide the loss by len(y)',
         )
-    if norms:
-        yield "BatchNorm statistics are per rank, use sync_batchnorm=True or steps"
-    if drew:
-        what = "dropout masks" if any(root["dropout"] for root in other.roots) else "the model's random draws"
-        yield f"{what} are per rank, use steps and replicate(exact=True)"
-    yield from _careless(other)
+    if any(part.get("count") for part in parts):
+        yield Suspect("counts", _counted(first, other, step))
+    if factor and abs(factor - 1) > _APART and first.size != other.size:
+        sentence = next(_scaled(first, other, step), f"gradients are {factor:.3g} times those {first.at}")
+        power = math.log(factor) / math.log(other.size / first.size)
+        yield Suspect(f"scale={round(power, 1)}", sentence)
 
 
-def _careless(run: Run) -> Iterator[str]:
-    if line := run.fact("careless"):
-        yield (
-            f"an evaluation in training mode ({line}) changes BatchNorm statistics; call model.eval() before it "
-            "and model.train() after it"
+def _of_the_share(first: Run, other: Run, found: Difference) -> str:
+    """What is computed over a rank's share, by what differs."""
+    step = found.step or 0
+    if found.kind == "failed":
+        said = failure_of(other)[1]
+        return f"a rank has only its share of each batch, and the script fails on that: {said}; {_DECIDED}"
+    if found.kind == "hyper":
+        return f"{_hyper(first, other, found).rpartition('; ')[0]}; {_DECIDED}"
+    if found.kind in ("uneven", "steps", "apart", "end", "mode"):
+        return f"{found} depends on the number of processes: {_DECIDED}"
+    if found.kind == "buffer":
+        return (
+            f"forward changes the buffer {found.name} from each rank's share; take samestep.mean(...) there of what it "
+            "is made of"
         )
+    if step >= min(first.length, other.length):
+        return _DECIDED
+    if _inputs_differ(first, other, step) and _changed_in_the_loop(first, other, step):
+        return _in_the_loop(other, step)
+    parts = [part for part in other.parts(step) if part.get("mine")]
+    if parts and all(part.get("picked") for part in parts):
+        return (
+            "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
+            f"term by itself, or {_MICROBATCHES}"
+        )
+    if _outputs_differ(first, other, step):
+        return (
+            "the model computes over all samples of its input together (a mean, a normalization, a maximum), and each "
+            "rank has only its share; compute on each sample, or use samestep.gather or mean inside, or "
+            f"{_MICROBATCHES}"
+        )
+    return (
+        "the loss is no mean over samples: it is computed from all samples of a rank's share together (pairs, "
+        "statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean"
+    )
+
+
+def _forward_rows(run: Run, step: int, name: str, at: int) -> list[float] | None:
+    """The rows of forward pass number `at` of a step, of all ranks; None where they are no rows of samples."""
+    rows: list[float] = []
+    for rank in run.ranks:
+        found = rank[step].forwards(name)
+        shares = [len(part.get("samples", ())) for part in rank[step].parts]
+        if len(found) <= at or len(found[at] or ()) not in shares:
+            return None
+        rows += found[at]
+    return rows
+
+
+def _rows_differ(first: Run, other: Run, step: int, name: str) -> bool:
+    for at in range(len(first.steps[step].forwards("rows"))):
+        mine, theirs = (_forward_rows(run, step, name, at) for run in (first, other))
+        if mine is not None and theirs is not None and not alike(mine, theirs):
+            return True
+    return False
 
 
 def _inputs_differ(first: Run, other: Run, step: int) -> bool:
     """Whether the same samples had different content, where each row of the input is a sample."""
-    runs = (first, other)
-    if not all(len(rank[step].each("rows")) == len(rank[step].samples) for run in runs for rank in run.ranks):
-        return False
-    mine, theirs = (run.each("rows", step) for run in runs)
-    return len(mine) == len(theirs) and mine != theirs
+    return _rows_differ(first, other, step, "rows")
 
 
-def _inputs(first: Run, other: Run, step: int, again: Callable[[], Run]) -> str:
-    once_more = again()
-    if once_more.length > step and _inputs_differ(first, once_more, step):
+def _outputs_differ(first: Run, other: Run, step: int) -> bool:
+    return not _inputs_differ(first, other, step) and _rows_differ(first, other, step, "out")
+
+
+def _changed_in_the_loop(first: Run, other: Run, step: int) -> bool:
+    """Whether the loaders gave the same, and the loop made other inputs of it."""
+    mine = first.each("given", step)[0]
+    return bool(mine) and any(alike(mine, theirs) for theirs in other.each("given", step))
+
+
+def _in_the_loop(other: Run, step: int) -> str:
+    if any(part.get("loop_drew") for part in other.steps[step].parts):
         return (
-            f"no seed is set: two runs {first.at} get different inputs for the same samples; seed the "
-            "random numbers that the data are made with"
-        )
-    mine, theirs = (run.each("given", step) for run in (first, other))
-    if mine and mine == theirs:
-        if any(part.get("loop_drew") for part in other.steps[step].parts):
-            return (
-                "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
-                f"the dataset, for each sample, or {_MICROBATCHES}, with replicate(exact=True)"
-            )
-        return (
-            "the loop changes the inputs by a value of the rank's share, such as its mean, or by the rank; use "
-            f"values of the whole data set, or {_MICROBATCHES}"
+            "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
+            f"the dataset, for each sample, or {_MICROBATCHES}, with replicate(exact=True)"
         )
     return (
-        "the same samples have different inputs; make and augment each sample from the sample alone, in the dataset, "
-        "not from the rank"
+        "the loop changes the inputs by a value of the rank's share, such as its mean, or by the rank; use "
+        f"values of the whole data set, or {_MICROBATCHES}"
     )
 
 
 def _scaled(first: Run, other: Run, step: int) -> Iterator[str]:
     """A common factor in loss and gradients, or in the gradients alone."""
-    mine, theirs = first.steps[step], other.steps[step]
-    if not first.losses[step]:
+    gradients = _common_factor(first.steps[step].grad, other.steps[step].grad)
+    if not first.losses[step] or gradients is None or abs(gradients - 1) < _APART:
         return
     loss = other.losses[step] / first.losses[step]
-    if (
-        not _near(loss, 1)
-        and all(part["reduction"] == "sum" for part in theirs.parts)
-        and _near(other.raw_loss(step), first.raw_loss(step))
-    ):
-        yield (
-            "the loss is a sum over each rank's samples, but gradients are averaged over the ranks; use "
-            'reduction="mean", or divide by len(y)'
-        )
-    gradients = _common_factor(mine.grad, theirs.grad)
-    if gradients is None or abs(gradients - 1) < _APART:
-        return
-    if _near(loss, 1):
+    if math.isclose(loss, 1, rel_tol=_SAME):
         yield (
             f"gradients are {gradients:.3g} times those {first.at} and the loss is the same; samestep "
             "averages gradients over the ranks: do not divide, multiply or all-reduce them"
         )
-    elif _near(loss, gradients):
+    elif math.isclose(loss, gradients, rel_tol=_APART):
         yield (
             f"the loss is {loss:.3g} times that {first.at}: one of its factors depends on the number of "
             "processes (world.size, the length of a share); leave that factor out"
         )
 
 
-def _counted(first: Run, other: Run, step: int) -> Iterator[str]:
-    """A loss over chosen terms of a share, or divided by a count in it, is not the batch's loss."""
-    mine, theirs = (
+def _counted(first: Run, other: Run, step: int) -> str:
+    """A loss that is divided by a count in the rank's share."""
+    counts = [
         [
-            (rank, part)
-            for rank, steps in enumerate(run.ranks)
-            for part in steps[step].parts
-            if part.get("mine") and "samples" in part
+            f"{part['count']:g} for {part['mine']}"
+            for part in run.parts(step)
+            if part.get("count") and part.get("mine")
         ]
         for run in (first, other)
+    ]
+    shown = ""
+    if counts[0] and counts[1]:
+        shown = f" ({counts[0][0]} samples {first.at}, {' and '.join(counts[1][:2])} at {other.size})"
+    return (
+        f'the loss is divided by a count in each rank\'s share{shown}; write replicate(model, loss="sum") and divide '
+        "the sum of its terms by samestep.sum(count)"
     )
-    if [part["samples"] for _, part in mine] == [part["samples"] for _, part in theirs]:
-        return  # the same microbatches
-    if all(part.get("picked") for _, part in mine + theirs):
-        yield (
-            "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
-            f"term by itself, or {_MICROBATCHES}"
-        )
-    if not mine or not all(part.get("count") for _, part in mine + theirs):
-        return
-    one = mine[0][1]
-    for rank, part in theirs:
-        if not _near(part["count"] / part["mine"], one["count"] / one["mine"]):
-            yield (
-                f"the loss is divided by a count in each rank's share ({one['count']:g} for {one['mine']} samples "
-                f"{first.at}, {part['count']:g} for {part['mine']} on rank {rank} of {other.size}); "
-                "divide the sum of its terms by len(y) and by samestep.mean(count / len(y)), or "
-                f"{_MICROBATCHES}"
-            )
-            return
 
 
 def _common_factor(first: dict[str, Digest], other: dict[str, Digest]) -> float | None:
@@ -309,10 +404,6 @@ def _common_factor(first: dict[str, Digest], other: dict[str, Digest]) -> float 
         if not abs(other[name].along - factor * digest.along) <= _SAME * factor * whole:
             return None
     return factor if math.isfinite(factor) else None
-
-
-def _near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_SAME)
 
 
 def _short(value: object) -> str:

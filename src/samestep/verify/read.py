@@ -1,11 +1,14 @@
 """The format of a recorded run, and its reader: the steps, facts, final state and printed lines of each rank.
 
-A rank's record has a line of JSON for each optimizer step and, after a complete run, a last one of facts: `roots`
-(the models), `optimizers` (how many), `serial`, `sampler`, `foreign` (loaders that are not samestep's), `precision`,
-`careless` (where a model was evaluated in training mode) and `end` (the digests of the parameters).
+A rank's record has a line of JSON for each optimizer step, for each printed line and, after a complete run, a last one
+of facts: `roots` (the models), `optimizers`, `backwards` (how many), `serial`, `foreign` (loaders that are not
+samestep's), `precision`, `careless` (where a model was evaluated in training mode), `told` (where the script asks for
+its rank), `no_sync`, `children` (where it starts processes) and `end` (the digests of the parameters).
 """
 
 import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
@@ -16,6 +19,15 @@ from samestep.text import counted
 
 if TYPE_CHECKING:
     from samestep.measure.trial import Result
+
+EPSILON = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "tf32": 2.0**-10,
+}
+_SAME_ROW = 1e-4
 
 
 class Digest(NamedTuple):
@@ -30,9 +42,10 @@ class Digest(NamedTuple):
 class Step:
     """One optimizer step of one rank; parameters and buffers as they were before it.
 
-    A part is what one backward pass added: `loss`, `reduction`, `count` and `picked` of the loss, `training`, `drew`,
-    `rows` (of the model's input), and with a loader of samestep `samples`, `mine` and `all` (how many of them are in
-    this rank's share and in the whole batch), `epoch`, `given` (the loader's rows) and `loop_drew`.
+    A part is what one backward pass added: `loss`, `reduction`, `count` and `picked` of the loss, and `forwards`, each
+    with `training`, `drew` and numbers for the `rows` of its input and its `out`put. With a loader of samestep it has
+    `samples`, `mine` and `all` (how many of them are in this rank's share and in the whole batch), `epoch`, `given`
+    (numbers for the loader's rows), `loop_drew` and `adds` (whether the gradients of ranks are added).
     """
 
     optimizer: int
@@ -44,25 +57,38 @@ class Step:
     drew_after: bool = False  # whether random numbers were drawn between backward and the step
 
     def each(self, name: str) -> list[Any]:
-        """A list that each part has, of all parts in the rank's share together: samples, rows or given."""
+        """A list that each part has, of all parts in the rank's share together: samples or given."""
         return [item for part in self.parts if part.get("mine", 1) for item in part.get(name, ())]
 
+    def forwards(self, name: str) -> list[Any]:
+        """What the forward passes of the rank's share have by that name."""
+        return [
+            forward.get(name) for part in self.parts if part.get("mine", 1) for forward in part["forwards"]
+        ]
+
     @property
-    def samples(self) -> list[int]:
-        return self.each("samples")
+    def samples_key(self) -> tuple[list[Any], list[Any]]:
+        """What two equal runs have alike: the samples, and the rows of the inputs."""
+        return self.each("samples"), self.forwards("rows")
 
     @property
     def training(self) -> bool:
-        return all(part.get("training", True) for part in self.parts)
-
-    @property
-    def drew(self) -> bool:
-        return any(part.get("drew") for part in self.parts)
+        return all(self.forwards("training"))
 
     @property
     def is_ours(self) -> bool:
         """Whether its batches came from samestep.loader or samestep.steps."""
-        return all("samples" in part for part in self.parts)
+        return bool(self.parts) and all("samples" in part for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank printed or saved: where, and whether inside a loop over batches to train on."""
+
+    text: str
+    at: str
+    step: int
+    inside: bool
 
 
 @dataclass(frozen=True)
@@ -74,8 +100,9 @@ class Run:
     ranks: list[list[Step]]
     facts: list[dict[str, Any]]
     state: Path
-    printed: list[list[str]]
+    printed: list[list[Line]]
     failure: str | None = None
+    seconds: float = 0.0
 
     @property
     def processes(self) -> str:
@@ -98,7 +125,13 @@ class Run:
     @cached_property
     def losses(self) -> list[float]:
         """Each step's mean loss over the whole batch, added so that the order of ranks does not matter."""
-        return [fsum(_weighed(part, self.size) for part in self._parts(step)) for step in range(self.length)]
+        size = len(self.batch_ranks)
+        return [fsum(_weighed(part, size) for part in self.parts(step)) for step in range(self.length)]
+
+    @property
+    def batch_ranks(self) -> list[list[Step]]:
+        """The ranks that together have each batch once: all, or rank 0 where each was given all of it."""
+        return self.ranks[:1] if self.fact("whole_batches") else self.ranks
 
     @property
     def length(self) -> int:
@@ -110,28 +143,61 @@ class Run:
         """The largest number of steps that a rank took."""
         return max(map(len, self.ranks))
 
-    def each(self, name: str, step: int) -> list[Any]:
-        """A list that the parts of a step have, in the order of ranks: samples, rows or given."""
-        return [item for rank in self.ranks for item in rank[step].each(name)]
+    def each(self, name: str, step: int) -> list[list[Any]]:
+        """The ways in which a step's samples or given rows may be those of the whole batch.
+
+        Ranks have microbatches one after the other, or a share of each; without a loader each rank may have all.
+        """
+        ranks = [
+            [part.get(name, []) for part in rank[step].parts if part.get("mine", 1)]
+            for rank in self.batch_ranks
+        ]
+        one_after_the_other = [item for rank in ranks for part in rank for item in part]
+        most = max(map(len, ranks))
+        shares = [item for at in range(most) for rank in ranks if at < len(rank) for item in rank[at]]
+        return [one_after_the_other, shares]
 
     def num_samples(self, step: int) -> int:
-        """The size of a step's whole batch."""
-        return len(self.each("samples" if self.steps[step].is_ours else "rows", step))
+        """The size of a step's whole batch; several backward passes on the same samples count once."""
+        ranks = []
+        for rank in self.batch_ranks:
+            parts = rank[step].parts
+            if rank[step].is_ours:
+                ranks.append(sum(map(len, {tuple(_mine(part)) for part in parts})))
+            elif given := {tuple(part["given"]) for part in parts if part.get("given")}:
+                ranks.append(sum(map(len, given)))
+            else:
+                ranks.append(max(map(len, rank[step].forwards("rows")), default=0))
+        is_copied = (
+            self.size > 1 and len(set(ranks)) == 1 and not (self.fact("foreign") or self.steps[step].is_ours)
+        )
+        return ranks[0] if is_copied else sum(ranks)
 
     def raw_loss(self, step: int) -> float:
         """The sum of the losses on which all ranks called backward."""
-        return fsum(part["loss"] for part in self._parts(step))
+        return fsum(part["loss"] for part in self.parts(step))
 
     def fact(self, name: str) -> Any:
-        return self.facts[0].get(name)
+        """Of rank 0; where a run failed, of the first rank that could still write it."""
+        return next((facts[name] for facts in self.facts if name in facts), None)
 
     @property
     def roots(self) -> list[dict[str, Any]]:
         """The models that were trained."""
         return list(self.fact("roots") or ())
 
-    def _parts(self, step: int) -> list[dict[str, Any]]:
-        return [part for rank in self.ranks for part in rank[step].parts]
+    def parts(self, step: int) -> list[dict[str, Any]]:
+        """All ranks' parts of a step."""
+        return [part for rank in self.batch_ranks for part in rank[step].parts]
+
+
+def alike(rows: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether two lists of numbers of rows are of the same rows, up to rounding."""
+    scale = max((abs(row) for row in rows if math.isfinite(row)), default=0.0)
+    return len(rows) == len(others) and all(
+        a == b or math.isclose(a, b, rel_tol=_SAME_ROW, abs_tol=_SAME_ROW * scale)
+        for a, b in zip(rows, others, strict=True)
+    )
 
 
 def record_path(directory: Path, rank: int) -> Path:
@@ -146,27 +212,42 @@ def state_path(directory: Path) -> Path:
 
 def read_record(directory: Path, size: int, result: "Result") -> Run:
     """The run that was recorded in this directory, with what its trial returned."""
-    ranks, facts = zip(*(_read_rank(record_path(directory, rank)) for rank in range(size)), strict=True)
-    printed = [result.printed(rank) for rank in range(size)]
+    ranks, facts, said = zip(*(_read_rank(record_path(directory, rank)) for rank in range(size)), strict=True)
     state = state_path(directory)
-    return Run(size, result.code, [*ranks], [*facts], state, printed, result.failure or result.text)
+    failure = result.failure or result.text
+    return Run(size, result.code, [*ranks], [*facts], state, [*said], failure, result.seconds)
 
 
-def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any]]:
+def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any], list[Line]]:
     steps: list[Step] = []
+    facts: dict[str, Any] = {}
+    said: list[Line] = []
+    for found in _lines(path):
+        if "facts" in found:
+            facts = found["facts"]
+        elif "said" in found:
+            said.append(Line(found["said"], found["at"], found["step"], found["inside"]))
+        else:
+            for kind in ("grad", "param", "buffer"):
+                found[kind] = {name: Digest(*numbers) for name, numbers in found[kind].items()}
+            steps.append(Step(**found))
+    return steps, facts, said
+
+
+def _lines(path: Path) -> Iterator[Any]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            found = json.loads(line)
+            yield json.loads(line)
         except ValueError:  # a worker that was killed may leave half a line
-            break
-        if "facts" in found:
-            return steps, found["facts"]
-        for kind in ("grad", "param", "buffer"):
-            found[kind] = {name: Digest(*numbers) for name, numbers in found[kind].items()}
-        steps.append(Step(**found))
-    return steps, {}
+            return
+
+
+def _mine(part: dict[str, Any]) -> list[int]:
+    return part["samples"] if part.get("mine", 1) else []
 
 
 def _weighed(part: dict[str, Any], size: int) -> float:
+    if part.get("adds"):
+        return float(part["loss"])
     share = part["mine"] / part["all"] if part.get("all") else 1 / size
     return float(part["loss"] * share) if share else 0.0

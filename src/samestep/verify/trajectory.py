@@ -1,26 +1,23 @@
 """Finds the first difference between two recorded runs: in bits, and beyond rounding.
 
-Rounding starts at the last bit and grows slowly from step to step; a mistake makes a jump. A distance is beyond
-rounding where it is above the dtype's bound and above ten times the largest distance of all earlier steps.
+Rounding starts at the last bit and grows slowly from step to step; a mistake makes a jump. Each tensor is judged by its
+own noise: how far it is from itself in a run whose weights have other last bits. A distance is beyond rounding where it
+is above the dtype's bound, above that noise, and above ten times the largest distance of all earlier steps. A gradient
+as many times another as there are ranks is beyond rounding in any case.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from samestep.text import counted
-from samestep.verify.read import Digest, Run
+from samestep.verify.read import EPSILON, Digest, Run, alike
 
-_EPSILON = {
-    "float64": 2.0**-52,
-    "float32": 2.0**-23,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-    "tf32": 2.0**-10,
-}
 _JUMP = 10.0
+_NOISE = 30.0
 _CHAOS = 1e-2
 _FACTS = {"steps", "uneven", "apart", "batch", "samples", "mode", "hyper"}
+SOFT = {"weights", "buffer", "loss", "grad"}
 
 
 @dataclass(frozen=True)
@@ -31,12 +28,17 @@ class Difference:
     step: int | None  # counted from 0
     rank: int | None  # None: all ranks
     name: str
-    distance: float
+    distance: float  # of a gradient, over the norm of all gradients
+    own: float = 0.0  # over the tensor's own norm
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}, "
         what = f"gradient of {self.name}" if self.kind == "grad" else self.name
         return f"{self._when}{where}{what}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.kind, self.name
 
     @property
     def _when(self) -> str:
@@ -54,30 +56,50 @@ class Trajectory:
     bits: Difference | None
     beyond: Difference | None
     largest: float
+    also: list[Difference] = field(default_factory=list)  # what else is beyond rounding in that step
 
 
-def follow(first: Run, other: Run) -> Trajectory:
-    """The first difference in bits and the first beyond rounding between a run and the first run."""
-    bound = max(_EPSILON.get(run.fact("precision"), _EPSILON["float32"]) for run in (first, other)) ** 0.75
+def follow(first: Run, other: Run, nudged: Run | None = None) -> Trajectory:
+    """The first difference in bits and the first beyond rounding between a run and the first run.
+
+    `nudged` is the first run from other last bits.
+    """
+    bound = max(EPSILON.get(run.fact("precision"), EPSILON["float32"]) for run in (first, other)) ** 0.75
     bits: Difference | None = None
-    largest = 0.0
+    largest = furthest = 0.0
+    noise: dict[tuple[str, str], float] = {}
     for step in range(max(first.length, other.longest)):
-        worst = 0.0
-        for one in _differences(first, other, step):
-            bits = bits or one
-            if one.distance > max(bound, _JUMP * largest) or one.distance > _CHAOS:
-                return Trajectory(bits, one, largest)
-            worst = max(worst, one.distance)
-        largest = max(largest, worst)
+        if nudged is not None:
+            for found in _differences(first, nudged, step):
+                noise[found.key] = max(found.own, noise.get(found.key, 0.0))
+        differences = list(_differences(first, other, step))
+        bits = bits or next(iter(differences), None)
+        beyond = [
+            found
+            for found in differences
+            if _is_beyond(found, bound, noise.get(found.key, 0.0))
+            and (found.own > _JUMP * furthest or found.own > _CHAOS)
+        ] or list(_times_ranks(first, other, nudged, step))
+        if beyond:
+            return Trajectory(bits, beyond[0], largest, beyond)
+        largest = max([largest, *(found.distance for found in differences)])
+        # What is noise in one tensor must not excuse another.
+        calm = [one.own for one in differences if noise.get(one.key, 0.0) <= bound]
+        furthest = max([furthest, *calm])
     return Trajectory(bits, None, largest)
+
+
+def _is_beyond(found: Difference, bound: float, noise: float) -> bool:
+    """Whether rounding cannot have caused this; a gradient that is as small as rounding of the others is all noise."""
+    return (found.kind != "grad" or found.distance > bound / 10) and found.own > max(bound, _NOISE * noise)
 
 
 def first_fact(first: Run, other: Run) -> Difference | None:
     """The first difference that rounding cannot cause: samples, a learning rate, the number of steps."""
     for step in range(max(first.length, other.longest)):
-        for one in _differences(first, other, step):
-            if one.kind in _FACTS:
-                return one
+        for found in _differences(first, other, step):
+            if found.kind in _FACTS:
+                return found
     return None
 
 
@@ -87,26 +109,45 @@ def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
         yield _uneven(other)
         return
     if step >= first.length or step >= other.length:
-        yield Difference("steps", step, None, "number of steps", math.inf)
+        yield _fact("steps", step, None, "number of steps")
         return
-    one, another = first.steps[step], other.steps[step]
+    mine, theirs = first.steps[step], other.steps[step]
     yield from _apart_ranks(other, step)
-    yield from _tensors("weights", step, one.param, another.param, 1e-3)
+    yield from _tensors("weights", step, mine.param, theirs.param, 1e-3)
     yield from _facts(first, other, step)
-    yield from _tensors("buffer", step, one.buffer, another.buffer, 1e-2)
+    yield from _tensors("buffer", step, mine.buffer, theirs.buffer, 1e-2)
     scale = max(map(abs, first.losses[: step + 1]))
     if apart := _apart(first.losses[step], other.losses[step], scale):
-        yield Difference("loss", step, None, "loss", apart)
-    scale = max(total(one.grad) for one in first.steps[: step + 1])
-    yield from _tensors("grad", step, one.grad, another.grad, 1.0, scale)
+        yield Difference("loss", step, None, "loss", apart, apart)
+    yield from _tensors("grad", step, mine.grad, theirs.grad, 0.0, total(mine.grad))
+
+
+def _fact(kind: str, step: int | None, rank: int | None, name: str) -> Difference:
+    return Difference(kind, step, rank, name, math.inf, math.inf)
+
+
+def _times_ranks(first: Run, other: Run, nudged: Run | None, step: int) -> Iterator[Difference]:
+    """Gradients that are as many times the first run's as there are ranks, or that part of them."""
+    if max(step + 1, first.size) > min(first.length, other.length) or first.size == other.size:
+        return
+    mine, theirs = total(first.steps[step].grad), total(other.steps[step].grad)
+    ranks = max(first.size, other.size) / min(first.size, other.size)
+    if not mine or not any(
+        math.isclose(theirs / mine, factor, rel_tol=0.02) for factor in (ranks, 1 / ranks)
+    ):
+        return
+    if nudged is None or step >= nudged.length or 0.8 < total(nudged.steps[step].grad) / mine < 1.25:
+        name = max(first.steps[step].grad.items(), key=lambda item: item[1].norm)[0]
+        yield Difference("grad", step, None, name, abs(theirs / mine - 1), math.inf)
 
 
 def _uneven(run: Run) -> Difference:
     """Names the ranks that took the fewest and the most steps."""
     took = [len(steps) for steps in run.ranks]
     few, most = took.index(min(took)), took.index(max(took))
-    said = f"rank {few} took {counted(took[few], 'step')} and rank {most} {took[most]}"
-    return Difference("uneven", None, None, said, math.inf)
+    return _fact(
+        "uneven", None, None, f"rank {few} took {counted(took[few], 'step')} and rank {most} {took[most]}"
+    )
 
 
 def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
@@ -114,26 +155,33 @@ def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
         for name, digest in steps[step].param.items():
             if digest.bits != run.steps[step].param.get(name, digest).bits:
                 # A step that only some ranks take makes the weights differ too.
-                is_even = run.longest == run.length
-                yield Difference("apart", step, rank, name, math.inf) if is_even else _uneven(run)
+                yield _fact("apart", step, rank, name) if run.longest == run.length else _uneven(run)
 
 
 def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
     """What must be equal, not merely close."""
-    one, another = first.steps[step], other.steps[step]
+    mine, theirs = first.steps[step], other.steps[step]
     if first.num_samples(step) != other.num_samples(step):
-        yield Difference("batch", step, None, "samples of the batch", math.inf)
-    known_by = "rows" if first.is_untouched else "samples"
-    if first.each(known_by, step) != other.each(known_by, step):
-        yield Difference("samples", step, None, "samples", math.inf)
+        yield _fact("batch", step, None, "samples of the batch")
+    if not _same_samples(first, other, step):
+        yield _fact("samples", step, None, "samples")
     for rank, steps in enumerate(other.ranks):
-        if steps[step].training != one.training and steps[step].parts:
-            yield Difference("mode", step, rank, "training mode", math.inf)
+        if steps[step].training != mine.training and steps[step].parts:
+            yield _fact("mode", step, rank, "training mode")
     for rank, steps in enumerate(other.ranks[1:], 1):
-        for name in _unlike(another.hyper, steps[step].hyper):
-            yield Difference("hyper", step, rank, name, math.inf)
-    for name in _unlike(one.hyper, another.hyper):
-        yield Difference("hyper", step, None, name, math.inf)
+        for name in _unlike(theirs.hyper, steps[step].hyper):
+            yield _fact("hyper", step, rank, name)
+    for name in _unlike(mine.hyper, theirs.hyper):
+        yield _fact("hyper", step, None, name)
+
+
+def _same_samples(first: Run, other: Run, step: int) -> bool:
+    if first.is_untouched:
+        whole = first.each("given", step)[0]
+        return any(alike(whole, found) for found in other.each("given", step))
+    return first.each("samples", step)[0] in other.each("samples", step) or (
+        first.each("samples", step)[1] in other.each("samples", step)
+    )
 
 
 def _tensors(
@@ -144,19 +192,19 @@ def _tensors(
     floor: float,
     scale: float | None = None,
 ) -> Iterator[Difference]:
-    """Each tensor's distance over `scale`, or over its own norm, which counts as `floor` of the total at least."""
+    """Each tensor's distance over its own norm, which counts as `floor` of the total at least, and over `scale`."""
     least = floor * total(first)
     for name in [*first, *(name for name in other if name not in first)]:
         if name not in first or name not in other:
-            yield Difference(kind, step, None, name, math.inf)
+            yield _fact(kind, step, None, name)
             continue
         a, b = first[name], other[name]
         if a.bits == b.bits and a.along == b.along:
             continue
-        over = scale if scale is not None else max(a.norm, least)
-        yield Difference(
-            kind, step, None, name, max(_apart(a.norm, b.norm, over), _apart(a.along, b.along, over))
-        )
+        apart = max(_apart(a.norm, b.norm, 1.0), _apart(a.along, b.along, 1.0))
+        over = max(a.norm, least)
+        own = apart / over if over else math.inf
+        yield Difference(kind, step, None, name, apart / scale if scale else own, own)
 
 
 def total(digests: Mapping[str, Digest]) -> float:

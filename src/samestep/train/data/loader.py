@@ -325,7 +325,8 @@ class Loader(Generic[Item]):
             return
         begun = self._group.the(_Begun)
         earlier = begun.at.get(id(self.dataset))
-        begun.at[id(self.dataset)] = (weakref.ref(self), weakref.ref(self.dataset), self._seed)
+        with suppress(TypeError):  # a list has no weak references
+            begun.at[id(self.dataset)] = (weakref.ref(self), weakref.ref(self.dataset), self._seed)
         if earlier is None or begun.said or self._world.rank or earlier[0]() is self:
             return
         if earlier[1]() is self.dataset and earlier[2] == self._seed:

@@ -1,0 +1,133 @@
+"""Takes suspected causes out of a run, so that verify can tell whether a difference goes away without them.
+
+| removed | what is changed |
+|---|---|
+| `seeds` | torch's, Python's and NumPy's streams begin at a seed |
+| `world=LINE` | at this line of the script the rank is 0 and the number of ranks is 1; `*` is every line |
+| `settings=RECORD` | the optimizers' numbers are those of that record |
+| `sum` | the gradients of ranks are added |
+| `counts` | each loss counts by what it was divided by |
+| `scale=K` | gradients are divided by the number of ranks to the power K before a step |
+| `shares` | every rank computes with the whole batch, and totals are its own |
+| `no_sync` | every backward exchanges gradients |
+| `loaders` | DataLoaders of the script's own share their batches |
+| `statistics` | an evaluation in training mode leaves buffers as they were |
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+import samestep
+from samestep.train import step, totals
+from samestep.train.data import loader as loaders
+from samestep.train.data import share, steps
+from samestep.train.group import world
+from samestep.train.model import replica, replicate, weighing
+from samestep.train.step import Spine
+
+_SEED = 20
+
+
+class Removed:
+    """Which causes are removed."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        parts = [name.partition("=") for name in names]
+        self._values: dict[str, list[str]] = {}
+        for name, _, value in parts:
+            self._values.setdefault(name, []).append(value)
+        self._settings: list[list[dict[str, Any]]] = []
+        self._loaders: dict[int, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """The lines at which the script is told that it is alone."""
+        return self._values.get("world", [])
+
+    def begin(self) -> None:
+        """Change samestep's and torch's functions."""
+        if "seeds" in self:
+            _seed()
+        if "sum" in self or "counts" in self:
+            (replicate.replicate.__kwdefaults__ or {})["loss"] = "sum"
+        if "shares" in self:
+            _share_nothing()
+        if "no_sync" in self:
+            original = replicate.no_sync
+            replicate.no_sync = samestep.no_sync = lambda model, enabled=True: original(model, enabled=False)
+        if path := self._values.get("settings"):
+            lines = map(json.loads, Path(path[0]).read_text(encoding="utf-8").splitlines())
+            self._settings = [line["hyper"] for line in lines if "hyper" in line]
+
+    def before_step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Before the step of this number, over all optimizers."""
+        for group, settings in zip(
+            optimizer.param_groups, self._settings[step] if step < len(self._settings) else (), strict=False
+        ):
+            for name, value in settings.items():
+                if isinstance(group[name], torch.Tensor):
+                    group[name].fill_(value)
+                elif not isinstance(group[name], bool):
+                    group[name] = tuple(value) if isinstance(value, list) else type(group[name])(value)
+        for scale in self._values.get("scale", ()):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad /= world.joined().world.size ** float(scale)
+
+    def loader(self, of: DataLoader[Any]) -> Any:
+        """What shares the batches of a DataLoader among the ranks."""
+        if id(of) not in self._loaders:
+            sampler: Any = of.sampler
+            own = not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
+            self._loaders[id(of)] = loaders.loader(
+                of.dataset,
+                of.batch_size or len(next(iter(of.batch_sampler or ()))),
+                shuffle=not own and getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)),
+                drop_last=of.drop_last,
+                collate_fn=of.collate_fn,
+                num_workers=of.num_workers,
+                **({"sampler": sampler} if own else {}),
+            )
+        return self._loaders[id(of)]
+
+
+def _seed() -> None:
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+    made = np.random.default_rng
+    np.random.default_rng = lambda seed=None: made(_SEED if seed is None else seed)
+
+
+def _share_nothing() -> None:
+    """Each rank is given all samples of every batch, and is its own total: as many copies of the serial script."""
+
+    def all_of_it(count: int, size: int, rank: int) -> tuple[int, int]:
+        return 0, count
+
+    def alone() -> Any:
+        return SimpleNamespace(world=SimpleNamespace(size=1))
+
+    patches: list[tuple[Any, str, Any]] = [
+        *((module, "cut", all_of_it) for module in (share, steps, step)),
+        *((module, "share_weight", lambda *_, **__: 1.0) for module in (replica, weighing)),
+        (totals, "joined", alone),
+        (replicate._Streams, "draw_apart", lambda _: None),
+        (replicate, "convert", lambda _: None),  # BatchNorm has the whole batch already
+        (Spine, "weight_to_come", lambda _: 1.0),
+    ]
+    for module, name, value in patches:
+        setattr(module, name, value)

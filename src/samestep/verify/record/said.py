@@ -1,0 +1,76 @@
+"""Records what a script prints and which files it saves, each with its line and the place in the training."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+import samestep
+from samestep.train.group.control import users_line
+
+_MOST_LINES = 10_000
+_MOST_LETTERS = 500
+
+
+class Said:
+    """Writes a record of each printed line and each saved file."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None], where: Callable[[], dict[str, Any]]) -> None:
+        """`where` says where in the training the script is."""
+        self._write, self._where = write, where
+        self._count = 0
+        self._is_saving = False
+
+    def begin(self) -> None:
+        self._listen(sys.stdout)
+        self._listen(sys.stderr)
+        torch.save = self._saves(torch.save, 1)
+        samestep.save = self._saves(samestep.save, 0)
+        json.dump = self._dumps(json.dump)
+
+    def _note(self, text: str, line: str) -> None:
+        self._count += 1
+        if self._count <= _MOST_LINES:
+            self._write({"said": text[:_MOST_LETTERS], "at": line, **self._where()})
+
+    def _listen(self, stream: TextIO) -> None:
+        original = stream.write
+        begun = ""
+        line = ""
+
+        def write(text: str) -> int:
+            nonlocal begun, line
+            line = line if begun else users_line()
+            *whole, begun = (begun + text).split("\n")
+            for said in whole:
+                if said.strip() and "\r" not in said and not said.startswith("samestep:"):
+                    self._note(said, line)
+            line = line if begun and not whole else users_line()
+            return original(text)
+
+        stream.write = write  # type: ignore[method-assign]
+
+    def _saves(self, original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            path = args[place] if len(args) > place else kwargs.get("f", kwargs.get("path"))
+            if isinstance(path, str | os.PathLike) and not self._is_saving:
+                self._note(f"saves {Path(path).name} after step {self._where()['step']}", users_line())
+            before, self._is_saving = self._is_saving, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._is_saving = before
+
+        return save
+
+    def _dumps(self, original: Callable[..., None]) -> Callable[..., None]:
+        def dump(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+            original(value, file, *args, **kwargs)
+            if (line := users_line()) and isinstance(name := getattr(file, "name", None), str):
+                self._note(f"writes {Path(name).name}: {value}", line)
+
+        return dump

@@ -1,0 +1,40 @@
+"""Each script of tests/scripts gets the verdict that it declares, all its causes, and no other."""
+
+import os
+
+import pytest
+from forked import Nest
+from verify import corpus
+
+LONG = bool(os.environ.get("LONG"))
+SAMPLE = [
+    "averaged_by_hand",
+    "by_hand",
+    "dcgan_sum",
+    "key_bias",
+    "sum_and_centered",
+    "three_mistakes",
+    "unseeded_split",
+]
+NAMES = sorted(path.stem for path in corpus.HOME.glob("*.py")) if LONG else SAMPLE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_gets_the_verdict_and_the_causes_that_it_declares(name: str, nest: Nest) -> None:
+    script = corpus.HOME / f"{name}.py"
+    report = corpus.verified(script, nest)
+    assert corpus.objections(script, report) == [], report
+
+
+def test_every_script_of_the_corpus_declares_its_verdict_and_half_of_them_a_mistake() -> None:
+    declared = [corpus.expected(path) for path in corpus.HOME.glob("*.py")]
+    assert {one.verdict for one in declared} == {
+        "same",
+        "with_same",
+        "printed",
+        "different",
+        "failed",
+        "refused",
+    }
+    assert len(declared) >= 90
+    assert sum(bool(one.cause or one.printed) for one in declared) >= 45
