@@ -17,14 +17,8 @@ from samestep.cli.output import print_json
 from samestep.cli.verify import _document, command
 from samestep.train.digest import digests
 from samestep.train.loss import reduction_of
-<<<<<<< HEAD
-from samestep.verify.causes import explain, explain_rounding
-from samestep.verify.printed import printed_otherwise
-=======
 from samestep.verify.causes import explain_rounding, stated
-from samestep.verify.convert import SEVEN_LINES, conversion, converted
 from samestep.verify.printed import _unlike
->>>>>>> 620b98e (Name a cause only where the difference goes away without it, and judge what is printed apart from the step)
 from samestep.verify.read import Digest, Run, Step
 from samestep.verify.record.recorder import Recorder
 from samestep.verify.record.remove import Removed
@@ -124,30 +118,6 @@ def test_a_rank_that_leaves_without_its_facts_is_named() -> None:
     result = _verify("-n", "2,1", "leaves.py")
     assert result.exit_code == 2, result.output
     assert "leaves.py left on rank 1 of 2 before its end could be recorded" in result.stderr
-
-
-<<<<<<< HEAD
-def _printed(size: int, *ranks: list[str]) -> Run:
-    return Run(size, 0, [[] for _ in ranks], [{} for _ in ranks], Path(), [*ranks])
-=======
-def test_where_no_line_is_recognised_the_seven_lines_are_shown() -> None:
-    assert conversion("print(1)\n") == SEVEN_LINES
-    assert conversion("def broken(:\n") == SEVEN_LINES
-
-
-def test_a_script_without_a_device_gets_one_and_keeps_what_it_says_otherwise() -> None:
-    source = (
-        "import torch\nfrom torch.utils.data import DataLoader, Dataset\n\n\ndef main():\n"
-        "    train = DataLoader(data, batch_size=8)\n    net = Net().cuda()\n"
-        "    torch.optim.SGD(net.parameters(), 0.1)\n    torch.save(net.state_dict(), f'{name}.pt')\n"
-    )
-    assert converted(source) == (
-        "import samestep\nimport torch\nfrom torch.utils.data import DataLoader, Dataset\n\n\ndef main():\n"
-        "    device = samestep.init().device\n    train = samestep.loader(data, batch_size=8)\n"
-        "    net = samestep.replicate(Net().cuda())\n    torch.optim.SGD(net.parameters(), 0.1)\n"
-        "    samestep.save(f'{name}.pt', net.state_dict())\n"
-    )
->>>>>>> 620b98e (Name a cause only where the difference goes away without it, and judge what is printed apart from the step)
 
 
 @pytest.mark.parametrize(

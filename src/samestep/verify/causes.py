@@ -75,8 +75,13 @@ def stated(first: Run, other: Run, found: Difference) -> str | None:
             )
         case "hyper":
             return _hyper(first, other, found)
+        case "uneven" if not other.length:
+            return "each rank trains with its own share of every batch; run the training loop on all ranks"
         case "uneven":
-            return _uneven(other)
+            return (
+                "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
+                "equal on all ranks, such as samestep.mean(loss)"
+            )
         case "apart" if found.name.startswith("optimizer"):
             return (
                 f"{found.name} belongs to no replicated model, so each rank trains its own; make it a parameter of the "
@@ -146,15 +151,6 @@ def _unseeded(first: Run) -> str:
     )
 
 
-def _uneven(other: Run) -> str:
-    if not other.length:
-        return "each rank trains with its own share of every batch; run the training loop on all ranks"
-    return (
-        "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
-        "equal on all ranks, such as samestep.mean(loss)"
-    )
-
-
 def _of_world(first: Run, other: Run, found: Difference) -> str:
     """What depends on the rank or the number of ranks, by what differs."""
     step = found.step or 0
@@ -175,7 +171,7 @@ def _of_world(first: Run, other: Run, found: Difference) -> str:
     if found.kind == "apart":
         return f"code that only some ranks run changes {found.name}; run it on every rank"
     if step < min(first.length, other.length):
-        if _inputs_differ(first, other, step) and not _changed_in_the_loop(first, other, step):
+        if _rows_differ(first, other, step, "rows") and not _changed_in_the_loop(first, other, step):
             return (
                 "the same samples have different inputs; make and augment each sample from the sample alone, in the "
                 "dataset, not from the rank"
@@ -290,7 +286,7 @@ def _of_the_share(first: Run, other: Run, found: Difference) -> str:
         )
     if step >= min(first.length, other.length):
         return _DECIDED
-    if _inputs_differ(first, other, step) and _changed_in_the_loop(first, other, step):
+    if _rows_differ(first, other, step, "rows") and _changed_in_the_loop(first, other, step):
         return _in_the_loop(other, step)
     parts = [part for part in other.parts(step) if part.get("mine")]
     if parts and all(part.get("picked") for part in parts):
@@ -298,7 +294,7 @@ def _of_the_share(first: Run, other: Run, found: Difference) -> str:
             "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
             f"term by itself, or {_MICROBATCHES}"
         )
-    if _outputs_differ(first, other, step):
+    if not _rows_differ(first, other, step, "rows") and _rows_differ(first, other, step, "out"):
         return (
             "the model computes over all samples of its input together (a mean, a normalization, a maximum), and each "
             "rank has only its share; compute on each sample, or use samestep.gather or mean inside, or "
@@ -328,15 +324,6 @@ def _rows_differ(first: Run, other: Run, step: int, name: str) -> bool:
         if mine is not None and theirs is not None and not alike(mine, theirs):
             return True
     return False
-
-
-def _inputs_differ(first: Run, other: Run, step: int) -> bool:
-    """Whether the same samples had different content, where each row of the input is a sample."""
-    return _rows_differ(first, other, step, "rows")
-
-
-def _outputs_differ(first: Run, other: Run, step: int) -> bool:
-    return not _inputs_differ(first, other, step) and _rows_differ(first, other, step, "out")
 
 
 def _changed_in_the_loop(first: Run, other: Run, step: int) -> bool:

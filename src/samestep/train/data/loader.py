@@ -6,6 +6,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any, Generic, TypeVar, Unpack
 
