@@ -128,7 +128,7 @@ def _fact(kind: str, step: int | None, rank: int | None, name: str) -> Differenc
 
 def _times_ranks(first: Run, other: Run, nudged: Run | None, step: int) -> Iterator[Difference]:
     """Gradients that are as many times the first run's as there are ranks, or that part of them."""
-    if max(step + 1, first.size) > min(first.length, other.length) or first.size == other.size:
+    if step >= min(first.length, other.length) or first.size == other.size:
         return
     mine, theirs = total(first.steps[step].grad), total(other.steps[step].grad)
     ranks = max(first.size, other.size) / min(first.size, other.size)

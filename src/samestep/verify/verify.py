@@ -18,7 +18,7 @@ from samestep.verify.trajectory import Difference
 
 Verdict = Literal["bits", "rounding", "with_same", "printed", "different", "failed"]
 _ORDER: tuple[Verdict, ...] = ("bits", "rounding", "with_same", "printed", "different", "failed")
-_LEAST_TIMEOUT_S = 15.0
+_LEAST_TIMEOUT_S = 20.0
 _TIMES_THE_FIRST = 5.0
 _WORDS = {
     "draws": "with --same",
