@@ -50,7 +50,7 @@ def test_a_mistake_is_found_and_its_cause_named_with_its_line() -> None:
         "different: step 1, lr; lr is 0.1 at 1 process and 0.2 at 2; every step has"
     )
     assert "(lr_by_ranks.py:18 reads world.size)" in _last(result)
-    assert "running 2 processes, with --same, with its rank hidden at lr_by_ranks.py:19" in result.stderr
+    assert "running 2 processes, with --same, with its rank hidden at lr_by_ranks.py:18" in result.stderr
 
 
 def test_what_is_printed_of_one_rank_has_an_exit_code_and_a_line_of_its_own() -> None:
