@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test integrations bench same hang verify-corpus convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types gpu gpus cluster clean
+.PHONY: help demo test check docs docs-test integrations bench same hang verify-corpus convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types long gpu gpus cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -15,7 +15,7 @@ help:
 	@echo "make torch-suite      torch's own DDP tests with replicate, and accelerate's test scripts under samestep run"
 	@echo "make hang   about fifty runs that hang, and 200 that are slow but do not"
 	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
-	@echo "make requeue, make mistakes, make mutants, make types   the long suites"
+	@echo "make requeue, make mistakes, make mutants, make types, make long   the long suites"
 	@echo "make gpu, make gpus   what is to be tried on one GPU, or on several; without one as far as it goes"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
@@ -78,7 +78,7 @@ power-loss: .venv/made
 	.venv/bin/python tests/power_loss.py
 
 attack: .venv/made
-	.venv/bin/python -m pytest tests/attack
+	LONG=1 .venv/bin/python -m pytest tests/attack
 
 pairs: .venv/made
 	PAIRS=100 .venv/bin/python -m pytest tests/cluster/test_meeting.py
@@ -100,6 +100,9 @@ gpus: .venv/made
 
 mutants: .venv/made
 	.venv/bin/python tests/mutants.py --count 200
+
+long: .venv/made
+	LONG=1 .venv/bin/python -m pytest -m long
 
 types: .venv/made
 	.venv/bin/python -m pip install --quiet pyright==1.1.414

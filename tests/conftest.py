@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("LONG"):
+        items[:] = [item for item in items if item.get_closest_marker("long") is None]
     items.sort(key=lambda item: not item.nodeid.startswith(_BEGUN_FIRST))
 
 

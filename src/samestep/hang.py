@@ -92,8 +92,11 @@ class Hang(NamedTuple):
         return f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} gone on"
 
     def sentence(self, least_s: float = 0.0) -> str:
-        """Who has waited where, for how long and for whom, and what that rank does; of those that waited so long."""
-        listed = [state for state in self.waiting if state.seconds >= least_s] or list(self.waiting)
+        """Who has waited where, for how long and for whom, and what that rank does; of those that waited about so long.
+
+        A pulse is a moment old: ranks that came together do not seem to have waited equally long.
+        """
+        listed = [state for state in self.waiting if state.seconds >= 0.8 * least_s] or list(self.waiting)
         seconds = duration(min(state.seconds for state in listed))
         if self.is_together:
             return (

@@ -215,6 +215,7 @@ def _received(source: socket.socket) -> bytes:
 
 
 @pytest.mark.timeout(170)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["another user", "another network"])
 def test_a_stranger_gets_no_answer_and_the_run_ends_with_the_bits_of_the_undisturbed_one(
     run, undisturbed, attempt, kind

@@ -73,11 +73,12 @@ def test_a_conversion_is_compared_with_the_untouched_script(script: str, sizes: 
     ("old", "new", "where", "cause"),
     [
         ("shuffle=True", "shuffle=True, seed=1", "step 1, samples", "no seed"),
-        (
+        pytest.param(
             "model.parameters(), 0.1",
             "model.parameters(), 0.2",
             "step 1, lr",
             "the untouched script gives them",
+            marks=pytest.mark.long,
         ),
         ("manual_seed(0)", "manual_seed(1)", "before step 1, 0.weight", "not those of the untouched script"),
     ],

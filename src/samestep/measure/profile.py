@@ -68,9 +68,11 @@ def _events_of(directory: Path, rank: int) -> Iterator[Event]:
         if event.get("ph") != "X" or not isinstance(event.get("pid"), int):
             continue
         event = event | {"pid": rank, "ts": event["ts"] + base}
-        yield event
+        if not _is_exchange(event):
+            yield event
+            continue
         step = sum(at <= event["ts"] for at in steps) - 1
-        if _is_exchange(event) and step >= 0:
+        if step >= 0:
             # buckets overlap, and events of one row must not
             number, row = numbers[step], _BUCKETS + numbers[step]
             yield {**named, "tid": row, "name": "thread_name", "args": {"name": f"bucket {number}"}}

@@ -89,7 +89,14 @@ def test_a_signal_that_one_rank_hears_stops_all_after_one_step_and_costs_no_bit(
     assert differing_bits(trail.state(), undisturbed.state()) == 0
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGTERM",
+        pytest.param("SIGUSR1", marks=pytest.mark.long),
+        pytest.param("SIGINT", marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_to_all_processes_of_a_job_spares_the_loader_workers_until_the_commit(nest, tmp_path, name):
     trail = Trail(tmp_path)
     options = ("--notes", trail.log, "--workers", 2, "--pause", 0.1, "--every", 1000)

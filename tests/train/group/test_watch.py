@@ -6,7 +6,7 @@ import pytest
 from forked import end_group
 from hang import SCRIPT
 
-WAITED = "samestep: ranks 0, 2 have waited"
+WAITED = "samestep: ranks 0, 2 have waited"  # for about as long
 
 
 @pytest.mark.parametrize(("kind", "says"), [("sleep", "is in sleep (stuck.py:"), ("stop", "gives no answer")])
