@@ -3,7 +3,8 @@
 import hashlib
 import json
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,18 @@ def capture() -> bytes:
     if state is not None:
         kept[kind] = state.numpy().tobytes().hex()
     return json.dumps(kept).encode()
+
+
+@contextmanager
+def streams_kept() -> Iterator[None]:
+    """Local. What is drawn inside does not count: the host's streams go on from where they were."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
 
 
 def restore(kept: bytes, names: Collection[str] | None = None) -> None:

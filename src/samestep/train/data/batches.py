@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from samestep.train.data.collated import Collated, Whole, streams_kept
+from samestep.train.data.collated import Collated, Whole
 from samestep.train.group.device import moved
 from samestep.train.nested import map_tensors
-from samestep.train.streams import seed_of
+from samestep.train.streams import seed_of, streams_kept
 
 Indices = torch.Tensor
 _Key = tuple[int, int, int]

@@ -5,10 +5,8 @@ such as graphs laid end to end, is made of this rank's samples alone, and its si
 """
 
 import copy
-import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 
 from samestep.train.nested import named_tensors
 from samestep.train.step import Ragged
+from samestep.train.streams import streams_kept
 
 Collate = Callable[[list[Any]], Any]
 
@@ -56,18 +55,6 @@ class Collated:
                 sizes = _sizes(before, mine, whole)
                 samples_of = part.stop - part.start, part.start, len(samples)
                 return mine, {name: size for name, size in sizes.items() if size[1:] != samples_of}
-
-
-@contextmanager
-def streams_kept() -> Iterator[None]:
-    """What is drawn inside was not drawn by the serial script."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
 
 
 @dataclass(frozen=True)
