@@ -174,7 +174,7 @@ def _submitted(*words: str) -> Callable[[Cluster, Path], str]:
     def start(cluster: Cluster, folder: Path) -> str:
         said = cluster.run(_SAMESTEP, "submit", *words, "train.py", cwd=folder)
         job = said.split("job ", 1)[1].split(";")[0]
-        jobs = [f"{job}_{k}" for k in range(3)] if "--array-gang" in words else [job]
+        jobs = [f"{job}_{k}" for k in range(3)] if "--array-ranks" in words else [job]
         for one in jobs:
             output = _output(
                 cluster, one, lambda: "".join(path.read_text() for path in (folder / "runs").glob("*.out"))
@@ -264,8 +264,8 @@ WAYS = {
     "samestep submit": Way(
         "slurm", "0.0 1.0", _submitted("--profile=cpu-node", "--nodes=2", "--tasks-per-node=1")
     ),
-    "samestep submit --array-gang": Way(
-        "samestep", "0.0 1.0 2.0", _submitted("--profile=cpu-node", "--array-gang", "--tasks-per-node=3")
+    "samestep submit --array-ranks": Way(
+        "samestep", "0.0 1.0 2.0", _submitted("--profile=cpu-node", "--array-ranks", "--tasks-per-node=3")
     ),
     "IDRIS script": Way("slurm", _SQUARE, _batch(_IDRIS)),
     "ENCCS script, srun": Way("slurm", _SQUARE, _batch(_ENCCS_SRUN)),

@@ -57,6 +57,19 @@ def _reports(folder: Path) -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
+def test_more_nodes_than_the_partition_has_are_refused_before_the_queue(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    words = ("submit", "--profile", "cpu-node", "--partition", "main", "--nodes", "5", "train.py")
+    command = cluster.command(samestep, *words, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "samestep submit: nodes 5 is more than the 4 of partition main; use at most 4\n"
+    assert not (tmp_path / "runs").exists()
+
+
 def test_every_process_gets_the_given_words_its_cores_and_its_devices(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -83,7 +83,7 @@ FAULTS = {
     "slurmctld restarts": Fault(_restart_controller, 0),
     "time limit": Fault(_wait, 1, ("--nodes=2", "--time=1", "--signal=USR1@25"), pause="0.6"),
     "USR1, array's element": Fault(_signal, 1, ("--array=3", "--time=10")),
-    "USR1, array gang": Fault(_signal, 1, ("--array-gang", "--nodes=2", "--time=10")),
+    "USR1, array ranks": Fault(_signal, 1, ("--array-ranks", "--nodes=2", "--time=10")),
 }
 _SHORT = 1
 
@@ -140,7 +140,7 @@ def test_a_job_that_is_stopped_ends_with_the_bits_of_the_undisturbed_run(
     asked = ["--profile=cpu-node", "--tasks-per-node=1", *words, "train.py", str(trail.directory)]
     asked += ["--notes", str(trail.log), "--epochs", str(_EPOCHS), "--every", "0.5", "--pause", pause]
     number = isolated.run(_SAMESTEP, "submit", *asked, cwd=tmp_path).split("job ", 1)[1].split(";")[0]
-    elements = {"--array=3": ["_3"], "--array-gang": ["_0", "_1"]}.get(words[0], [""])
+    elements = {"--array=3": ["_3"], "--array-ranks": ["_0", "_1"]}.get(words[0], [""])
     jobs = [number + element for element in elements]
     _wait_for_step(trail, 10)
     logs = [tmp_path / "runs" / f"train_{job}.out" for job in jobs]

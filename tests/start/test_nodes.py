@@ -135,7 +135,7 @@ def test_an_interrupt_of_one_node_ends_all(launcher, gone):
     gone(pids, 1)
 
 
-def test_a_gang_that_stays_incomplete_names_who_is_missing(launcher):
+def test_a_run_that_stays_incomplete_names_who_is_missing(launcher):
     launcher.write(SHOW)
     where = ["--nodes", "3", "--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--wait", "6"]
     nodes = [launcher.start("-n", "1", *where, "--node-rank", str(node), "train.py") for node in (0, 2)]

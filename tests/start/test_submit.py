@@ -24,10 +24,14 @@ EMPTY = {"HOME": "/nonexistent"}
 ASKED = {
     "idris-v100": "--profile idris-v100 --nodes 2 --account abc@v100 --module pytorch/2 train.py --epochs 3",
     "idris-a100": "--profile idris-a100 --account abc@a100 --module pytorch-gpu/py3 train.py",
+    "idris-h100": "--profile idris-h100 --account abc@h100 --python /py train.py",
+    "lumi-g": "--profile lumi-g --nodes 2 --account project_1 --container a.sif train.py",
+    "snellius-h100": "--profile snellius-h100 --module 2024 --setup '. ./venv/bin/activate' train.py",
+    "laptop": "--profile laptop --python /py train.py",
     "leonardo-booster": "--profile leonardo-booster --nodes 4 --account EUHPC_1 --container a.sif train.py",
     "torchrun": "--profile gpu-node --nodes 2 --launcher torchrun --python python train.py --lr 0.1",
     "array": "--profile one-gpu --array 0-3%2 --python python --env 'NOTE=two words' sweep.py",
-    "array-gang": "--profile gpu-node --array-gang --python python train.py",
+    "array-ranks": "--profile gpu-node --array-ranks --python python train.py",
     "cpu-node": "--profile cpu-node --setup '. ./venv/bin/activate' --option --exclusive --time 5 -m my.fit",
 }
 
@@ -180,9 +184,10 @@ def test_what_cannot_be_is_refused_in_a_sentence(changed: dict[str, object], sen
         ({"args": ("a\nb",)}, "argument 'a\\nb' holds a newline"),
         ({"name": "a/b"}, "name 'a/b' would be read as a directory"),
         ({"array": "all"}, "array 'all' is no list of array elements"),
+        ({"array": "0,5-1"}, "array '0,5-1' counts down from 5 to 1; write 1-5"),
         (
-            {"array": "0-3", "gang": True},
-            "array-gang makes its own array of single processes; leave array 0-3 out",
+            {"array": "0-3", "one_run": True},
+            "array-ranks makes its own array of single processes; leave array 0-3 out",
         ),
     ],
 )
@@ -229,6 +234,14 @@ def test_the_output_is_where_the_user_is_told_to_look() -> None:
     assert output_of(Job(Profile(), "a/train.py"), "12") == "runs/train_12.out"
     assert output_of(Job(Profile(), "train.py", array="3-5"), "12") == "runs/train_12_3.out"
     assert output_of(Job(Profile(), "train.py", run_dir="50%j"), "12") == "50%j/train_12.out"
+    assert output_of(Job(Profile(options=("--output=logs/%x.%j",)), "train.py"), "12") == "logs/train.12"
+    assert output_of(Job(Profile(options=("--output=logs/%N.out",)), "train.py"), "12") is None
+
+
+def test_an_output_of_the_users_own_is_asked_for_once() -> None:
+    script = _script(Profile(options=("--exclusive", "--output=logs/%x.%j")))
+    assert script.count("--output") == 1
+    assert "#SBATCH --output=logs/%x.%j\n" in script
 
 
 def test_a_mistyped_script_is_found_before_it_waits_in_the_queue(tmp_path: Path) -> None:
@@ -239,8 +252,25 @@ def test_a_mistyped_script_is_found_before_it_waits_in_the_queue(tmp_path: Path)
 
 def test_every_shipped_profile_loads_and_says_what_it_is() -> None:
     names = list(profile_paths(EMPTY))
-    assert names == ["cpu-node", "gpu-node", "idris-a100", "idris-v100", "leonardo-booster", "one-gpu"]
+    sites = [
+        "idris-a100",
+        "idris-h100",
+        "idris-v100",
+        "leonardo-booster",
+        "lumi-g",
+        "snellius-a100",
+        "snellius-h100",
+    ]
+    assert names == sorted([*sites, "cpu-node", "gpu-node", "laptop", "one-gpu"])
     assert all(load_profile(name, EMPTY).about for name in names)
+    assert all(load_profile(name, EMPTY).source.startswith("http") for name in sites)
+
+
+@pytest.mark.parametrize("name", ["idris-a100", "idris-h100", "idris-v100"])
+def test_the_python_is_that_which_submits_unless_the_user_loads_another(name: str) -> None:
+    profile = load_profile(name, EMPTY)
+    assert f"srun --kill-on-bad-exit=1 {sys.executable} train.py" in _script(profile)
+    assert "srun --kill-on-bad-exit=1 python train.py" in _script(replace(profile, modules=("pytorch/2",)))
 
 
 def test_a_users_profile_is_found_and_says_only_what_differs(tmp_path: Path) -> None:
@@ -293,7 +323,7 @@ def test_profiles_lists_them_and_explains_one(tmp_path: Path) -> None:
     assert listed["profiles"]["idris-a100"]["gpus"] == 8
     wrong = _samestep("profiles", "idris-a10", cwd=tmp_path)
     assert wrong.returncode == 2
-    assert "write idris-a100 or idris-v100" in wrong.stderr
+    assert "write idris-a100 or idris-" in wrong.stderr
     (tmp_path / "mine.toml").write_text("gpus =")
     listed = _samestep("profiles", cwd=tmp_path, SAMESTEP_PROFILES=str(tmp_path))
     assert listed.returncode == 2

@@ -14,7 +14,7 @@ from samestep.cli.output import verb
 from samestep.errors import UsageError
 from samestep.rundir import better_place
 from samestep.start.profiles import MEANS, Profile, load_profile
-from samestep.start.slurm import LAUNCHERS, Job, batch_script, output_of, submit, write_script
+from samestep.start.slurm import LAUNCHERS, Job, batch_script, check_nodes, output_of, submit, write_script
 
 _NUMBERS = ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task")
 _TEXTS = ("time", "account", "partition", "qos", "constraint", "hint", "signal", "python", "container")
@@ -37,7 +37,7 @@ def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--launcher", type=click.Choice(LAUNCHERS), help="What starts the processes  [srun]")
 @click.option("--array", help="Job array, such as 0-3: each element is a run of its own.")
 @click.option(
-    "--array-gang", "gang", is_flag=True, help="One run whose ranks are the elements of the job array."
+    "--array-ranks", "one_run", is_flag=True, help="One run whose ranks are the elements of the job array."
 )
 @click.option("--name", help="The job's name  [the script's]")
 @click.option("--run-dir", metavar="DIR", help="Where script and output go  [$SAMESTEP_RUN_DIR, ./runs]")
@@ -48,7 +48,7 @@ def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
 def command(
     profile: str,
     array: str | None,
-    gang: bool,
+    one_run: bool,
     name: str | None,
     run_dir: str | None,
     module: bool,
@@ -67,7 +67,7 @@ def command(
     folder = run_dir or os.environ.get("SAMESTEP_RUN_DIR")
     chosen = _over(load_profile(profile, os.environ), given)
     _check_there(chosen, script, module)
-    job = Job(chosen, script, args, name, module, array, gang, folder)
+    job = Job(chosen, script, args, name, module, array, one_run, folder)
     said = ["samestep", *sys.argv[1:]]
     if dry_run:
         said.remove("--dry-run")  # ours is the first: options come before the script
@@ -75,10 +75,13 @@ def command(
         return
     if advice := better_place(job.folder.absolute() / job.title, os.environ):
         click.echo(f"samestep submit: {advice}", err=True)
+    check_nodes(chosen)
     path = write_script(job, said)
     click.echo(f"wrote {path}")
     number = submit(path)
-    click.echo(f"job {number}; follow it with `tail -F {shlex.quote(output_of(job, number))}`")
+    where = output_of(job, number)
+    follow = f"follow it with `tail -F {shlex.quote(where)}`" if where else f"its output goes to {job.output}"
+    click.echo(f"job {number}; {follow}")
 
 
 def _check_there(profile: Profile, script: str, module: bool) -> None:

@@ -24,6 +24,7 @@ class Profile:
     """What a node has, and what a job asks for where its user says nothing else."""
 
     about: str = _key("What it is for.", "")
+    source: str = _key("Where its site says so.", "")
     gpus: int = _key("GPUs a node has.", 0)
     cores: int = _key("Cores a node has.", 0)
     nodes: int = _key("Nodes.", 1)
@@ -43,7 +44,8 @@ class Profile:
     python: str | None = _key("Python to run  [this one; with modules, set-up or a container: python]")
     container: str | None = _key("Container image to run in.")
     container_command: tuple[str, ...] = _key("What runs a container.", ("apptainer", "exec", "--nv"))
-    modules: tuple[str, ...] = _key("Environment modules to load.", ())
+    architecture: str | None = _key("Module that chooses the hardware, loaded before the others.")
+    modules: tuple[str, ...] = _key("Environment modules to load, after a purge.", ())
     setup: tuple[str, ...] = _key("Shell lines to run first, as written.", ())
     env: Mapping[str, str] = _key("Environment variables.", None)
     options: tuple[str, ...] = _key("Further sbatch options, as --exclusive.", ())

@@ -17,6 +17,7 @@ from samestep.rundir import CHECKPOINTED
 from samestep.start.profiles import Profile
 
 LAUNCHERS = ("srun", "torchrun")
+_OUTPUT = "--output="
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./\[\]&|*=-]+")
 _FORMS = {
     "time": (
@@ -44,7 +45,7 @@ class Job:
     name: str | None = None
     module: bool = False
     array: str | None = None
-    gang: bool = False
+    one_run: bool = False
     run_dir: str | None = None
 
     @property
@@ -82,12 +83,16 @@ class Job:
     @property
     def keeps_run(self) -> bool:
         """Whether its processes keep the run's directory themselves, beside its output."""
-        return self.profile.launcher == "srun" and not self.gang
+        return self.profile.launcher == "srun" and not self.one_run
 
     @property
     def output(self) -> str:
-        """Its output's file, with what sbatch fills in."""
-        return f"{str(self.folder).replace('%', '%%')}/%x_{'%A_%a' if self.array or self.gang else '%j'}.out"
+        """Its output's file, with what sbatch fills in; the user's own where an option names one."""
+        own = [option for option in self.profile.options if option.startswith(_OUTPUT)]
+        number = "%A_%a" if self.array or self.one_run else "%j"
+        return (
+            own[-1].removeprefix(_OUTPUT) if own else f"{str(self.folder).replace('%', '%%')}/%x_{number}.out"
+        )
 
 
 def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
@@ -96,7 +101,8 @@ def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
     _check_sense(job)
     directives = [f"#SBATCH --{name}={_directive(value)}" for name, value in _options(job)]
     keep = "--requeue" if job.profile.requeue else "--no-requeue"
-    flags = [f"#SBATCH {_directive(option)}" for option in (keep, *job.profile.options)]
+    options = [option for option in job.profile.options if not option.startswith(_OUTPUT)]
+    flags = [f"#SBATCH {_directive(option)}" for option in (keep, *options)]
     lines = ["#!/bin/bash", *directives, *flags, f"# {shlex.join(said)}", "", *_surroundings(job)]
     lines += [_step(job), "code=$?"]
     if job.keeps_run:
@@ -122,6 +128,20 @@ def write_script(job: Job, said: Sequence[str]) -> Path:
     raise UsageError(f"{job.folder} has a thousand scripts of {job.title} of this second; wait for the next")
 
 
+def check_nodes(profile: Profile) -> None:
+    """Refuse more nodes than the partition has, which would wait in the queue for ever."""
+    if not profile.partition:
+        return
+    command = ["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        have = sum(map(int, done.stdout.split())) if done.returncode == 0 else 0
+        if 0 < have < profile.nodes:
+            raise UsageError(
+                f"nodes {profile.nodes} is more than the {have} of partition {profile.partition}; use at most {have}"
+            )
+
+
 def submit(path: Path) -> str:
     """Hand the script to sbatch; returns the job's id."""
     try:
@@ -134,16 +154,23 @@ def submit(path: Path) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def output_of(job: Job, number: str) -> str:
-    """Where the output of the job of that number (of its first element) appears."""
+def output_of(job: Job, number: str) -> str | None:
+    """Where the output of the job of that number (of its first element) appears, where that is known before it runs."""
     first = re.split("[^0-9]", job.array)[0] if job.array else "0"
     filled = {"%%": "%", "%x": job.title, "%j": number, "%A": number, "%a": first}
-    return re.sub("%[%xjAa]", lambda found: filled[found[0]], job.output)
+    if set(re.findall("%.?", job.output)) - set(filled):
+        return None
+    return re.sub("%.", lambda found: filled[found[0]], job.output)
 
 
 def _check_words(job: Job, said: Sequence[str]) -> None:
     have, env = job.profile, job.profile.env or {}
-    single = {name: value for name, value in vars(have).items() if type(value) is str and name != "about"}
+    texts_for_readers = ("about", "source")
+    single = {
+        name: value
+        for name, value in vars(have).items()
+        if type(value) is str and name not in texts_for_readers
+    }
     single |= {"script": job.script, "name": job.title, "array": job.array or "0", "run-dir": str(job.folder)}
     values = [(name.replace("_", "-"), value) for name, value in single.items()]
     values += [("module", value) for value in have.modules]
@@ -176,21 +203,24 @@ def _check_sense(job: Job) -> None:
     if have.gpus and have.gpus_per_node > have.gpus:
         wanted = f"gpus-per-node {have.gpus_per_node} is more than the {have.gpus} of such a node"
         raise UsageError(f"{wanted}; use at most {have.gpus}, or more nodes")
+    for first, last in re.findall("([0-9]+)-([0-9]+)", job.array or ""):
+        if int(first) > int(last):
+            raise UsageError(f"array {job.array!r} counts down from {first} to {last}; write {last}-{first}")
     if not have.nodes:
         raise UsageError("nodes 0 would run nowhere; use at least 1")
     if have.launcher not in LAUNCHERS:
         raise UsageError(f"launcher {have.launcher!r} is unknown; write {' or '.join(LAUNCHERS)}")
-    if job.gang and (job.array or have.launcher != "srun"):
+    if job.one_run and (job.array or have.launcher != "srun"):
         other = f"array {job.array}" if job.array else f"launcher {have.launcher}"
-        raise UsageError(f"array-gang makes its own array of single processes; leave {other} out")
+        raise UsageError(f"array-ranks makes its own array of single processes; leave {other} out")
 
 
 def _options(job: Job) -> Iterator[tuple[str, object]]:
     have = job.profile
-    nodes, tasks = (1, 1) if job.gang else (have.nodes, job.tasks)
+    nodes, tasks = (1, 1) if job.one_run else (have.nodes, job.tasks)
     # torchrun starts a node's processes itself, from one task that has the cores of all.
     share = tasks if have.launcher == "torchrun" else 1
-    gpus = have.gpus_per_node // job.tasks if job.gang else have.gpus_per_node
+    gpus = have.gpus_per_node // job.tasks if job.one_run else have.gpus_per_node
     requests = {
         "job-name": job.title,
         "nodes": nodes,
@@ -203,7 +233,7 @@ def _options(job: Job) -> Iterator[tuple[str, object]]:
         "partition": have.partition,
         "qos": have.qos,
         "constraint": have.constraint,
-        "array": f"0-{have.nodes * job.tasks - 1}" if job.gang else job.array,
+        "array": f"0-{have.nodes * job.tasks - 1}" if job.one_run else job.array,
         "output": job.output,
         "open-mode": "append",
         "signal": have.signal or _early_signal(have),
@@ -235,7 +265,8 @@ def _surroundings(job: Job) -> list[str]:
         exports["SRUN_CPUS_PER_TASK"] = cores * job.tasks
     ours = {**exports, "SAMESTEP_RUN_DIR": job.run_dir, "SAMESTEP_ADDRESS_SUFFIX": have.address_suffix}
     given = {name: str(value) for name, value in ours.items() if value} | dict(have.env or {})
-    lines = [f"module load {shlex.join(have.modules)}"] if have.modules else []
+    modules = [*([have.architecture] if have.architecture else []), *have.modules]
+    lines = ["module purge", f"module load {shlex.join(modules)}"] if modules else []
     lines = [f"{line} || exit" for line in (*lines, *have.setup)]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
     if job.keeps_run:
@@ -259,8 +290,8 @@ def _step(job: Job) -> str:
             '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID"',
             '--rdzv-endpoint="$(scontrol show hostnames | head -n 1):$((10000 + SLURM_JOB_ID % 18999))"',
         ]
-    elif job.gang:
-        where = shlex.quote(f"file://{job.folder.absolute()}/gang-")
+    elif job.one_run:
+        where = shlex.quote(f"file://{job.folder.absolute()}/ranks-")
         lines = [
             f"{start} -m samestep run --nproc-per-node=1 --nodes={have.nodes * job.tasks}",
             f'--node-rank="$SLURM_ARRAY_TASK_ID" --rendezvous={where}"$SLURM_ARRAY_JOB_ID"',

@@ -14,6 +14,7 @@
 #SBATCH --requeue
 # samestep submit --profile idris-a100 --account abc@a100 --module pytorch-gpu/py3 train.py
 
+module purge || exit
 module load arch/a100 pytorch-gpu/py3 || exit
 export SRUN_CPUS_PER_TASK=8
 export OMP_NUM_THREADS=8

@@ -13,6 +13,7 @@
 #SBATCH --requeue
 # samestep submit --profile idris-v100 --nodes 2 --account abc@v100 --module pytorch/2 train.py --epochs 3
 
+module purge || exit
 module load pytorch/2 || exit
 export SRUN_CPUS_PER_TASK=10
 export OMP_NUM_THREADS=10

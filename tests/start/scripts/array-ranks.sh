@@ -10,13 +10,13 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
-# samestep submit --profile gpu-node --array-gang --python python train.py
+# samestep submit --profile gpu-node --array-ranks --python python train.py
 
 export SRUN_CPUS_PER_TASK=8
 export OMP_NUM_THREADS=8
 
 srun --kill-on-bad-exit=1 python -m samestep run --nproc-per-node=1 --nodes=4 \
-    --node-rank="$SLURM_ARRAY_TASK_ID" --rendezvous=file:///home/me/runs/gang-"$SLURM_ARRAY_JOB_ID" \
+    --node-rank="$SLURM_ARRAY_TASK_ID" --rendezvous=file:///home/me/runs/ranks-"$SLURM_ARRAY_JOB_ID" \
     train.py
 code=$?
 if [ "$code" -eq 75 ]; then

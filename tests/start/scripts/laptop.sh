@@ -1,0 +1,23 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=1
+#SBATCH --time=30
+#SBATCH --output=runs/%x_%j.out
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+# samestep submit --profile laptop --python /py train.py
+
+export SRUN_CPUS_PER_TASK=1
+export OMP_NUM_THREADS=1
+export SAMESTEP_RUN=/home/me/runs/train_"$SLURM_JOB_ID"
+
+srun --kill-on-bad-exit=1 /py train.py
+code=$?
+[ ! -d "$SAMESTEP_RUN" ] || echo "{\"exit_code\": $code}" > "$SAMESTEP_RUN/result.json"
+if [ "$code" -eq 75 ] && [ ! -e "$SAMESTEP_RUN/stop" ]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
+fi
+exit "$code"
