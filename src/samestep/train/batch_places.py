@@ -54,14 +54,13 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`given` are the model's inputs; those in the memory of the batch have its samples at the stride in `rows`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._mine = mine
-        self._shadows: dict[Any, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._shadows: dict[Any, _Shadow] = {}
         self._to_come: torch.Tensor | None = None
         self._before = {_OTHER_BATCH: 1}
         # tensors of equal sizes, such as those of nodes and of the graph that each is in, have one kind of rows
         alike = {one.part: one for one in reversed(ragged)}
         self._ragged = dict(zip(_RAGGED, alike.values(), strict=False))
         self._before |= dict.fromkeys(self._ragged, 1)
-        self._unsure: set[Any] = set()
         for tensor in constant:
             self._note(tensor, _meta(tensor, tuple(tensor.shape)))
         first = any(tensor.dim() and tensor.shape[0] == mine for tensor in given)
@@ -80,34 +79,30 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        before, self._to_come = self._to_come, None
-        shadow: Any = None
-        if func.namespace in ("aten", "prims"):
-            try:
-                shadow = self._shadow_of_call(func, args, kwargs)
-            except Exception:  # the operation needs values, or sizes that were given as numbers
-                shadow = None
-        self._to_come = shadow if isinstance(shadow, torch.Tensor) else None
+        shadow, sure = self._computed(func, args, kwargs)
+        says = isinstance(shadow, torch.Tensor) and (sure or any(map(self._batch_in, shadow.shape)))
+        before, self._to_come = self._to_come, shadow if says else None
         try:
             made = func(*args, **kwargs)
         finally:
             self._to_come = before
         if func._overloadname.endswith("out") or func._schema.is_mutable:
             return made
+        if isinstance(made, torch.Tensor) and not self._fits(made, shadow):
+            shadow, sure = self._computed(func, args, kwargs, as_guessed=False)
         if shadow is None and isinstance(made, torch.Tensor):
             if func._opname in _VIEWS:
-                shadow = self._viewed(args[0], made)
-                if _key(args[0]) in self._unsure:
-                    self._unsure.add(_key(made))
+                shadow, sure = self._viewed(args[0], made)
             elif func._opname in _SIZED or not any(isinstance(one, torch.Tensor) for one in args):
-                shadow = self._sized(made)
-        self._note_all(made, shadow)
+                shadow, sure = self._sized(made)
+        self._note_all(made, shadow, sure)
         return made
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where the batch is in this tensor, None where it is not known."""
-        shadow = None if _key(tensor) in self._unsure else self._found(tensor)
-        if shadow is None or shadow.dim() != tensor.dim():
+        found = self._shadows.get(_key(tensor), _Shadow(tensor, None))
+        shadow = found.other
+        if shadow is None or not (found.sure or tensor.shape != shadow.shape):
             shadow = self._to_come
         if shadow is None or shadow.dim() != tensor.dim():
             return None
@@ -144,38 +139,53 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The other batch size that this size is a multiple of; 0 where it is of none."""
         return next((batch for batch in self._before if size % batch == 0), 0)
 
-    def _shadow_of_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func._opname in _VIEWS or func._opname in _SIZED:
-            return None
-        tensors, unsure = [0], [False]
+    def _fits(self, made: torch.Tensor, shadow: Any) -> bool:
+        """Whether these are sizes that the operation can have made: at most one is another, by the batch."""
+        if not isinstance(shadow, torch.Tensor) or shadow.dim() != made.dim():
+            return False
+        unlike = [pair for pair in zip(made.shape, shadow.shape, strict=True) if pair[0] != pair[1]]
+        return not unlike or (len(unlike) == 1 and bool(self._batch_in(unlike[0][1])))
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, *, as_guessed: bool = True) -> tuple[Any, bool]:
+        """What the operation makes of the shadows, and whether that is sure; None where it does not go.
+
+        Where what was guessed leads to nothing, it is taken for tensors that have nothing of the batch.
+        """
+        if func._opname in _VIEWS or func._opname in _SIZED or func.namespace not in ("aten", "prims"):
+            return None, True
+        count = guesses = of_batch = 0
 
         def shadow_of(value: Any) -> Any:
+            nonlocal count, guesses, of_batch
             if isinstance(value, torch.Tensor):
-                tensors[0] += 1
-                unsure[0] |= _key(value) in self._unsure
-                found = self._found(value, outside=True)
-                if found is None:
+                found = self._found(value)
+                if found.other is None:
                     raise LookupError
-                return found
+                count += 1
+                guesses += not found.sure
+                of_batch += found.sure and value.shape != found.other.shape
+                return found.other if found.sure or as_guessed else _meta(value, value.shape)
             if isinstance(value, torch.device):
                 return torch.device("meta")
             if isinstance(value, list | tuple):
                 return type(value)(shadow_of(one) for one in value)
             return value
 
-        shadows = [shadow_of(one) for one in args], {name: shadow_of(one) for name, one in kwargs.items()}
-        if not tensors[0]:
-            return None
-        made = func(*shadows[0], **shadows[1])
-        if unsure[0] and not (isinstance(made, torch.Tensor) and any(map(self._batch_in, made.shape))):
-            return None
-        return made
+        try:
+            shadows = [shadow_of(one) for one in args], {name: shadow_of(one) for name, one in kwargs.items()}
+            if count:
+                return func(*shadows[0], **shadows[1]), not guesses or of_batch > 0
+        except Exception:  # the operation needs values, or sizes that were given as numbers
+            if guesses and as_guessed:
+                return self._computed(func, args, kwargs, as_guessed=False)
+        return None, True
 
-    def _viewed(self, given: torch.Tensor, made: torch.Tensor) -> torch.Tensor | None:
+    def _viewed(self, given: torch.Tensor, made: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
         """The shadow of another view, whose sizes were given as numbers."""
-        shadow = self._found(given, outside=True)
-        if shadow is None:
-            return None
+        found = self._found(given)
+        return None if found.other is None else self._view_of(given, made, found.other), found.sure
+
+    def _view_of(self, given: torch.Tensor, made: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor | None:
         if given.shape == made.shape:
             return shadow
         changed = [dim for dim in range(given.dim()) if shadow.shape[dim] != given.shape[dim]]
@@ -202,19 +212,17 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except RuntimeError:
             return _meta(made, sizes)
 
-    def _sized(self, made: torch.Tensor) -> torch.Tensor:
-        """A guess for a tensor whose size was given in numbers; where it is wrong, the next operation mostly fails."""
+    def _sized(self, made: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """A guess for a tensor whose size was given in numbers; what is computed of it shows whether it is wrong."""
         equal = [dim for dim, size in enumerate(made.shape) if size == self._mine]
         sizes = list(made.shape)
         if len(equal) == 1:
             sizes[equal[0]] = _OTHER_BATCH
-        elif equal:
-            # perhaps a mask over time: it may be combined with a tensor of the batch, and says nothing alone
-            self._unsure.add(_key(made))
-        elif made.dim():
+        elif not equal and made.dim():
             kinds = (batch for batch, one in self._ragged.items() if one.mine == made.shape[0])
             sizes[0] = next(kinds, sizes[0])
-        return _meta(made, sizes)
+        # where several are equal it is perhaps a mask over time, which may be combined with a tensor of the batch
+        return _meta(made, sizes), not equal and sizes == list(made.shape)
 
     def mark(self, tensor: torch.Tensor, dim: int) -> None:
         """Say where the batch is in what a layer returned."""
@@ -230,32 +238,35 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return batch
         raise LookupError
 
-    def _note_all(self, made: Any, shadow: Any) -> None:
+    def _note_all(self, made: Any, shadow: Any, sure: bool) -> None:
         if isinstance(made, torch.Tensor):
-            self._note(made, shadow if isinstance(shadow, torch.Tensor) else None)
+            self._note(made, shadow if isinstance(shadow, torch.Tensor) else None, sure)
         elif isinstance(made, list | tuple):
-            shadows = (
-                shadow
-                if isinstance(shadow, list | tuple) and len(shadow) == len(made)
-                else [None] * len(made)
-            )
-            for one, other in zip(made, shadows, strict=True):
-                self._note_all(one, other)
+            has_all = isinstance(shadow, list | tuple) and len(shadow) == len(made)
+            for one, other in zip(made, shadow if has_all else [None] * len(made), strict=True):
+                self._note_all(one, other, sure)
 
-    def _note(self, tensor: torch.Tensor, shadow: torch.Tensor | None) -> None:
+    def _note(self, tensor: torch.Tensor, shadow: torch.Tensor | None, sure: bool = True) -> None:
         if shadow is not None and shadow.dim() != tensor.dim():
             shadow = None
-        if shadow is None and self._shadows.get(_key(tensor), (None,))[0] is tensor:
+        if shadow is None and _key(tensor) in self._shadows and self._shadows[_key(tensor)].tensor is tensor:
             return  # changed in place, as by an all-reduce
-        self._shadows[_key(tensor)] = tensor, shadow
+        self._shadows[_key(tensor)] = _Shadow(tensor, shadow, sure)
 
-    def _found(self, tensor: torch.Tensor, *, outside: bool = False) -> torch.Tensor | None:
+    def _found(self, tensor: torch.Tensor) -> "_Shadow":
         """The tensor of another batch size; what was made before the call and is not of the batch is constant."""
-        found = self._shadows.get(_key(tensor))
-        if found is None and outside:
+        if _key(tensor) not in self._shadows:
             self._note(tensor, _meta(tensor, tuple(tensor.shape)))
-            found = self._shadows[_key(tensor)]
-        return found[1] if found else None
+        return self._shadows[_key(tensor)]
+
+
+@dataclass(frozen=True)
+class _Shadow:
+    """A tensor, whose memory must stay its own, and the same of another batch size; None where that is not known."""
+
+    tensor: torch.Tensor
+    other: torch.Tensor | None
+    sure: bool = True
 
 
 def _dim_in(tensor: torch.Tensor, rows: Sequence[tuple[int, int]]) -> int | None:
