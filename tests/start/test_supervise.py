@@ -192,52 +192,6 @@ def test_what_a_finished_worker_left_running_ends_with_it(launcher, gone):
     gone([int(pid) for pid in started.wait_for_lines("pids", 2)], 1)
 
 
-def test_restart_on_starts_all_ranks_again_and_counts(launcher):
-    launcher.write(
-        """
-        import os, sys
-        count = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        print(count, os.environ["RANK"], file=open("seen", "a"), flush=True)
-        sys.exit(0 if count == "2" else 75)
-        """
-    )
-    code, _, err = launcher.run("-n", "2", "--restart-on", "75", "--max-restarts", "5", "train.py")
-    assert code == 0
-    assert "exit code 75: restart 2 of 5" in err
-    assert "restart 3" not in err
-    assert "2 1" in (launcher.home / "seen").read_text().splitlines()
-
-
-def test_a_run_that_was_asked_to_end_is_not_started_again(launcher):
-    launcher.write("import os; open(os.environ['SAMESTEP_RUN'] + '/stop', 'w').close(); raise SystemExit(75)")
-    code, _, err = launcher.run("-n", "2", "--restart-on", "75", "--max-restarts", "5", "train.py")
-    assert code == 75
-    assert "restart" not in err
-
-
-def test_restart_on_does_not_hide_another_code(launcher):
-    launcher.write("raise SystemExit(3)")
-    code, _, err = launcher.run("-n", "1", "--restart-on", "75", "--max-restarts", "5", "train.py")
-    assert code == 3
-    assert "restart" not in err
-
-
-def test_the_same_failure_in_the_same_step_twice_is_not_restarted_again(launcher):
-    launcher.write(
-        """
-        import os
-        from samestep.rundir import Pulse, pulse_of
-        Pulse(pulse_of(os.environ, 0)).beat(5)
-        raise ValueError("always")
-        """
-    )
-    code, _, err = launcher.run("-n", "1", "--max-restarts", "9", "train.py")
-    assert code == 1
-    assert "rank 0 failed in step 5 (ValueError: always): restart 1 of 9" in err
-    assert "the same failure in the same place twice: not restarted again" in err
-    assert "restart 2" not in err
-
-
 def test_a_rank_blocked_in_a_collective_does_not_hide_its_peers_exception(launcher):
     launcher.write(
         """

@@ -83,6 +83,11 @@ def _torchruns_options(command: Any) -> Any:
     help="The serial script's own numbers at any number of processes: dropout, noise and BatchNorm of the whole batch "
     "(see docs/three-levels.md).",
 )
+@click.option(
+    "--fork/--no-fork",
+    default=None,
+    help="Fork the ranks from a process that has imported torch (see docs/restarts.md)  [restarts alone]",
+)
 @click.option("--restart-on", metavar="75", help="Start again only after these exit codes  [any]")
 @click.option(
     "--shutdown-timeout",
@@ -166,6 +171,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
                 port=options["master_port"],
                 restart_on=frozenset(numbers("--restart-on", codes, "exit codes") if codes else ()),
                 max_restarts=restarts,
+                fork=options["fork"],
                 patience_s=options["shutdown_timeout"],
                 hang_timeout_s=options["hang_timeout"],
                 signals=_signals(options["signals_to_handle"]),

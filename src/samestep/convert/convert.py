@@ -104,7 +104,7 @@ def convert(script: Path) -> Conversion:
 
 def _check_serial(source: Source, script: Path) -> None:
     names = set(imported(source.tree))
-    found = {name.partition(".")[0] for name in names} & set(JOINS) - _BESIDE
+    found = {name.partition(".")[0] for name in names} & JOINS - _BESIDE
     found |= {
         name for name in names if name.startswith("torch.distributed") or name == "transformers.Trainer"
     }

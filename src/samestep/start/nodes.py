@@ -73,6 +73,7 @@ class End(NamedTuple):
     asked: int | None
     is_echo: bool
     at: float  # on node 0's clock and this one's: seconds after the attempt began
+    step: int = -1  # the furthest that a rank of the node came to
 
 
 def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:

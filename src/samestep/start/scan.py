@@ -4,30 +4,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-JOINS = (
-    *(
-        "samestep",
-        "accelerate",
-        "lightning",
-        "lightning_fabric",
-        "pytorch_lightning",
-        "ignite",
-        "deepspeed",
-        "horovod",
-    ),
-    *(
-        "transformers",
-        "composer",
-        "fairscale",
-        "colossalai",
-        "idr_torch",
-        "mpi4py",
-        "ray",
-        "submitit",
-        "torchft",
-    ),
-    *("megatron", "torchtitan", "trl", "ezpz", "catalyst", "mmengine", "detectron2", "fastai", "xformers"),
+_JOINS = (
+    "samestep accelerate lightning lightning_fabric pytorch_lightning ignite deepspeed horovod transformers composer "
+    "fairscale colossalai idr_torch mpi4py ray submitit torchft megatron torchtitan trl ezpz catalyst mmengine "
+    "detectron2 fastai xformers"
 )
+JOINS = frozenset(_JOINS.split())
 _MOST_FILES = 50
 
 
@@ -44,7 +26,7 @@ def remark_on(script: Path, size: int) -> str | None:
                 f"{path.name}:{line} starts ranks itself, and {size} copies of it would each start their own; run it "
                 f"with `python {script.name}`, or let samestep run start the ranks and leave the spawn out"
             )
-    if tops & set(JOINS) or any(name.startswith("torch.distributed") for name in names):
+    if tops & JOINS or any(name.startswith("torch.distributed") for name in names):
         return None
     return (
         f"{script.name} and what it imports name neither samestep nor torch.distributed, so these {size} processes "
@@ -85,18 +67,15 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 def _spawn(tree: ast.Module) -> int | None:
     """The line that starts processes by torch.multiprocessing.spawn."""
-    modules = {"torch.multiprocessing"}
-    functions = set[str]()
+    full: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.asname for alias in node.names if alias.name in modules and alias.asname}
-        elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.multiprocessing"):
-            for alias in node.names:
-                named = alias.asname or alias.name
-                if f"{node.module}.{alias.name}" == "torch.multiprocessing":
-                    modules.add(named)
-                elif f"{node.module}.{alias.name}" == "torch.multiprocessing.spawn":
-                    functions.add(named)
-    starts = {f"{module}.spawn" for module in modules} | functions
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return next((call.lineno for call in calls if ast.unparse(call.func) in starts), None)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            within = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            full |= {alias.asname: within + alias.name for alias in node.names if alias.asname}
+            full |= {alias.name: within + alias.name for alias in node.names if within and not alias.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            first, dot, rest = ast.unparse(node.func).partition(".")
+            if full.get(first, first) + dot + rest == "torch.multiprocessing.spawn":
+                return node.lineno
+    return None

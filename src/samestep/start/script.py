@@ -31,9 +31,12 @@ from samestep.rundir import (
 )
 from samestep.start.ending import ending, restarting, step_of
 from samestep.start.failure import exit_code
+from samestep.start.fork import Warm
 from samestep.start.memory import watch_kills
 from samestep.start.nodes import End, Launchers, NodeMeeting
 from samestep.start.output import Log, Terminal
+from samestep.start.python import scripts_python
+from samestep.start.restarts import Restarts
 from samestep.start.signals import PASSED_ON, signals_as_bytes
 from samestep.start.supervise import Outcome, WorkerGroup
 from samestep.start.watch import Watch
@@ -59,74 +62,155 @@ class Script:
     port: int | None = None
     restart_on: frozenset[int] = frozenset()
     max_restarts: int = 0
+    fork: bool | None = None  # None: only for restarts
     patience_s: float | None = None
     hang_timeout_s: float | None = None
     signals: tuple[signal.Signals, ...] = PASSED_ON
+
+    @property
+    def is_warmable(self) -> bool:
+        """Whether a warm process can be what its command starts, and is wanted."""
+        what = self.command[1] if self.command[0] == scripts_python() else ""
+        wanted = self.max_restarts > 0 if self.fork is None else self.fork
+        return wanted and (what == "-m" or what.endswith(".py"))
 
 
 def run_script(script: Script) -> int:
     """Run it, say how it ended, and give the exit code; OSError where it cannot be executed."""
     fill_standard_descriptors()
-    began = time.time()
     with ExitStack() as stack:
-        launchers = stack.enter_context(closing(Launchers(script.where)))
-        run = _directory(script, launchers, began)
-        terminal, kills = Terminal(), watch_kills()
-        if advice := better_place(run, os.environ):
-            terminal.say(f"samestep: {advice}")
-        if terminal.is_live and os.environ.get("SAMESTEP_METER") != "0":
-            terminal.progress = partial(_progress, run)
-        signals = stack.enter_context(signals_as_bytes(script.signals))
-        guardian = stack.enter_context(Guardian())
-        restarts, previous = 0, None
+        return _Run(script, stack).code()
+
+
+class _Run:
+    """A script that is run, with all its starts."""
+
+    def __init__(self, script: Script, stack: ExitStack) -> None:
+        self._script, self._began = script, time.time()
+        self._launchers = stack.enter_context(closing(Launchers(script.where)))
+        self._directory = _directory(script, self._launchers, self._began)
+        self._terminal, self._kills = Terminal(), watch_kills()
+        if advice := better_place(self._directory, os.environ):
+            self._terminal.say(f"samestep: {advice}")
+        if self._terminal.is_live and os.environ.get("SAMESTEP_METER") != "0":
+            self._terminal.progress = partial(_progress, self._directory)
+        self._signals = stack.enter_context(signals_as_bytes(script.signals))
+        self._guardian = stack.enter_context(Guardian())
+        self._shares, self._threads = share_cores(script.size, {**os.environ, **script.env})
+        self._restarts = Restarts(script.max_restarts, script.restart_on)
+        self._warm: Warm | None = None
+        if script.is_warmable:
+            env = {**_defaults(self._threads), **os.environ, **script.env}
+            errors = log_path(self._directory, 0).with_name("warm.log")
+            self._warm = Warm(script.command, env, script.size, errors, self._guardian)
+            stack.callback(self._warm.close)
+            if script.fork:
+                self._warm.wait()
+
+    def code(self) -> int:
+        """Start it as often as it takes; the exit code."""
         while True:
-            with ExitStack() as attempt:
-                specs, total = _specs(script, run, restarts, terminal, launchers, attempt)
-                elsewhere = launchers.should_stop if launchers.nodes > 1 else None
-                # in a Slurm step all launchers write to one place
-                say = terminal.say if launchers.node == 0 else str
-                watch = Watch(run, total, say, script.hang_timeout_s, launchers.share)
-                group = WorkerGroup(specs, guardian, terminal, script.patience_s, signals, elsewhere, watch)
-                outcome = group.watch()
-            seconds = time.time() - began
-            text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, total)
-            node, end = launchers.end(_end(run, outcome, group, text))
-            if restarts == script.max_restarts or not _may_restart(script, node, end):
-                break
-            if end.place is not None and end.place == previous:
-                terminal.say("the same failure in the same place twice: not restarted again")
-                break
-            restarts, previous = restarts + 1, end.place
-            terminal.say(restarting(outcome, run, restarts, script.max_restarts))
-    code = 128 + signal.SIGINT if end.asked == signal.SIGINT else end.code
-    record = {
-        "exit_code": code,
-        "seconds": round(seconds, 3),
-        "restarts": restarts,
-        "failure": end.text,
-        "statuses": [worker.status for worker in group.workers],
-    }
-    here, text = launchers.node, end.text
-    if node != here and text:
-        text = f"{script.name} was stopped on node {here} ({os.uname().nodename}): {text.splitlines()[0]}"
-    try:
-        write_record(run / (f"result-node-{here}.json" if here else "result.json"), record)
-    except OSError as error:
-        terminal.say(f"result.json in {run} cannot be written ({reason_of(error)})")
-    if text:
-        terminal.say(text)
-    terminal.flush()
-    return code
+            node, end, group, outcome = self._attempt()
+            text = self._restarts.are_over(node, end)
+            if text is not None:
+                return self._finish(node, end, text, group)
+            self._terminal.say(
+                restarting(outcome, self._directory, self._restarts.used, self._script.max_restarts)
+            )
+
+    def _attempt(self) -> tuple[int, End, WorkerGroup, Outcome]:
+        """Start all ranks and wait for their end; on which node the cause was, and how that ended."""
+        script, run, launchers = self._script, self._directory, self._launchers
+        with ExitStack() as stack:
+            specs, total = self._specs(stack)
+            elsewhere = launchers.should_stop if launchers.nodes > 1 else None
+            # in a Slurm step all launchers write to one place
+            say = self._terminal.say if launchers.node == 0 else str
+            watch = Watch(run, total, say, script.hang_timeout_s, launchers.share)
+            about = (script.patience_s, self._signals, elsewhere, watch, self._warm)
+            group = WorkerGroup(specs, self._guardian, self._terminal, *about)
+            outcome = group.watch()
+        seconds = time.time() - self._began
+        text = ending(script.name, run, outcome, group.workers, script.shown, seconds, self._kills, total)
+        node, end = launchers.end(_end(run, outcome, group, text))
+        return node, end, group, outcome
+
+    def _finish(self, node: int, end: End, text: str, group: WorkerGroup) -> int:
+        """Record how it ended, and say so."""
+        code = 128 + signal.SIGINT if end.asked == signal.SIGINT else end.code
+        record = {
+            "exit_code": code,
+            "seconds": round(time.time() - self._began, 3),
+            "restarts": self._restarts.generation,
+            "failure": text or None,
+            "statuses": [worker.status for worker in group.workers],
+        }
+        here = self._launchers.node
+        if node != here and text:
+            host = os.uname().nodename
+            text = f"{self._script.name} was stopped on node {here} ({host}): {text.splitlines()[0]}"
+        try:
+            write_record(self._directory / (f"result-node-{here}.json" if here else "result.json"), record)
+        except OSError as error:
+            self._terminal.say(f"result.json in {self._directory} cannot be written ({reason_of(error)})")
+        if text:
+            self._terminal.say(text)
+        self._terminal.flush()
+        return code
+
+    def _specs(self, stack: ExitStack) -> tuple[list[WorkerSpec], int]:
+        """The workers of this node in an attempt, and the number of ranks on all nodes."""
+        script, run, port = self._script, self._directory, self._script.port
+        if port is None:
+            held, port = hold_port()
+            stack.enter_context(held)
+        ranks = self._launchers.begin(script.size, script.address, port)
+        key = stack.enter_context(handed_on(self._launchers.key))
+        told = {
+            "TORCHELASTIC_RUN_ID": self._launchers.run_name,
+            **script.env,
+            "TORCHELASTIC_RESTART_COUNT": str(self._restarts.generation),
+            "TORCHELASTIC_MAX_RESTARTS": str(script.max_restarts),
+            "SAMESTEP_RUN": str(run),
+        }
+
+        def lost(reason: str) -> None:
+            self._terminal.say(f"logs in {run} cannot be written any more ({reason}); the run goes on")
+
+        specs = []
+        for local_rank, cores in enumerate(self._shares):
+            place = ranks.place(local_rank, script.size)
+            rank = place.rank
+            for path in (pulse_path(run, rank), failure_path(run, rank), stack_path(run, rank)):
+                path.unlink(missing_ok=True)
+            specs.append(
+                WorkerSpec(
+                    rank,
+                    script.command,
+                    worker_env(place, self._threads, told),
+                    cores,
+                    0 if rank == 0 else None,
+                    stack.enter_context(closing(Log(log_path(run, rank), lost))),
+                    self._terminal if rank in script.shown else None,
+                    None if script.shown == {0} else f"[rank {rank}] ".encode() if rank else b"",
+                    failure_path(run, rank),
+                    {DESCRIPTOR: key},
+                )
+            )
+        return specs, ranks.total
 
 
 def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:
     """A worker's environment: the placement, what it is told, the user's variables, and defaults, in this order."""
-    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": str(threads)}
-    defaults |= {CUBLAS: FIXED_CUBLAS[0]}
-    env = {**defaults, **os.environ, **told, **exports(place, told)}
+    env = {**_defaults(threads), **os.environ, **told, **exports(place, told)}
     # Set by a torchrun around this; it would have rank 0 dial a store instead of opening one.
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return env
+
+
+def _defaults(threads: int) -> dict[str, str]:
+    python = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**python, "OMP_NUM_THREADS": str(threads), CUBLAS: FIXED_CUBLAS[0]}
 
 
 def _directory(script: Script, launchers: Launchers, began: float) -> Path:
@@ -143,52 +227,6 @@ def _directory(script: Script, launchers: Launchers, began: float) -> Path:
     return launchers.agree_on_run(own) or create_run(script.run_dir, os.environ, started)
 
 
-def _specs(
-    script: Script, run: Path, restarts: int, terminal: Terminal, launchers: Launchers, attempt: ExitStack
-) -> tuple[list[WorkerSpec], int]:
-    """The workers of this node in an attempt, and the number of ranks on all nodes."""
-    port = script.port
-    if port is None:
-        held, port = hold_port()
-        attempt.enter_context(held)
-    ranks = launchers.begin(script.size, script.address, port)
-    shares, threads = share_cores(script.size, {**os.environ, **script.env})
-    key = attempt.enter_context(handed_on(launchers.key))
-    told = {
-        "TORCHELASTIC_RUN_ID": launchers.run_name,
-        **script.env,
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(script.max_restarts),
-        "SAMESTEP_RUN": str(run),
-        DESCRIPTOR: str(key),
-    }
-
-    def lost(reason: str) -> None:
-        terminal.say(f"logs in {run} cannot be written any more ({reason}); the run goes on")
-
-    specs = []
-    for local_rank, cores in enumerate(shares):
-        place = ranks.place(local_rank, script.size)
-        rank = place.rank
-        for path in (pulse_path(run, rank), failure_path(run, rank), stack_path(run, rank)):
-            path.unlink(missing_ok=True)
-        specs.append(
-            WorkerSpec(
-                rank,
-                script.command,
-                worker_env(place, threads, told),
-                cores,
-                0 if rank == 0 else None,
-                attempt.enter_context(closing(Log(log_path(run, rank), lost))),
-                terminal if rank in script.shown else None,
-                None if script.shown == {0} else f"[rank {rank}] ".encode() if rank else b"",
-                failure_path(run, rank),
-                key,
-            )
-        )
-    return specs, ranks.total
-
-
 def _progress(run: Path) -> str:
     found = read_step_times(step_times_path(run, 0))
     return str(found.progress) if found and found.progress.rows else ""
@@ -202,21 +240,19 @@ def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> E
     ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]
     is_own = outcome.cause is not None or outcome.asked is not None or bool(ends)
     is_echo = outcome.traceback is not None and outcome.traceback.is_echo
-    at = min(ends, default=time.monotonic())
-    return End(code if is_own else 0, text, _spot(run, outcome, group), asked, is_echo, at)
+    steps = [step for worker in group.workers if (step := step_of(run, worker.rank)) is not None]
+    place, at = _place(run, outcome, text, group), min(ends, default=time.monotonic())
+    return End(code if is_own else 0, text, place, asked, is_echo, at, max(steps, default=-1))
 
 
-def _may_restart(script: Script, node: int, end: End) -> bool:
-    if end.asked is not None or end.code == 0 or node < 0:
-        return False
-    return not script.restart_on or end.code in script.restart_on
-
-
-def _spot(run: Path, outcome: Outcome, group: WorkerGroup) -> str | None:
-    """Equal for two failures that are the same: the traceback and the step, or without steps about when."""
-    if outcome.cause is None or outcome.traceback is None:
+def _place(run: Path, outcome: Outcome, text: str | None, group: WorkerGroup) -> str | None:
+    """Equal for two failures that are the same: what failed and the step, or without steps about when."""
+    if outcome.cause is None:
         return None
-    step = step_of(run, outcome.cause.rank)
+    step, what = step_of(run, outcome.cause.rank), repr(outcome.traceback or outcome.status)
+    is_from_outside = outcome.status == -signal.SIGKILL and "out of memory" not in (text or "")
+    if is_from_outside or (outcome.traceback is None and step is None):
+        return None
     seconds = time.monotonic() - group.began
-    found = re.sub(r"waited [\d.]+ (s|min \d+ s|h \d+ min)", "waited", repr(outcome.traceback))
+    found = re.sub(r"waited [\d.]+ (s|min \d+ s|h \d+ min)", "waited", what)
     return repr((found, step, None if step is not None else int(seconds) // _SAME_PLACE_S))

@@ -58,7 +58,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         shares, threads = share_cores(size)
         # No directory: nothing is kept, but the variable tells a worker that samestep started it.
         key = stack.enter_context(handed_on(secrets.token_bytes(32)))
-        told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch", DESCRIPTOR: str(key)}
+        told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
         ranks = NodeRanks(0, size, 0, 1, "127.0.0.1", port)
         specs = [
             WorkerSpec(
@@ -68,7 +68,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
                 shares[rank],
                 call.fileno(),
                 console=_Caller() if rank == 0 else None,
-                key=key,
+                descriptors={DESCRIPTOR: key},
                 is_alone=False,
             )
             for rank, call in enumerate(calls)

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from samestep.hang import Hang
 from samestep.rundir import CHECKPOINTED
 from samestep.start.failure import Traceback
+from samestep.start.fork import Warm
 from samestep.start.output import Stream, Terminal
 from samestep.start.watch import Watch
-from samestep.start.worker import Guardian, Worker, WorkerSpec
+from samestep.start.worker import Guardian, Worker, WorkerSpec, started
 
 # How long a rank that only tells of another's end waits for that other to be seen.
 _ECHO_S = 0.7
@@ -21,10 +22,12 @@ _HANG_S = 5.0
 # What a rank that left the script takes to end, where the others did not come to the end with it.
 _LEAVE_S = 8.0
 _GRACE_S = 1.0
+_QUICK_S = 0.05
 _PATIENCE_S = 30.0
 # What a run that does not go on has in which to end when it is asked; Slurm kills it after 30 s.
 _STUCK_S = 25.0
 _POLL_S = 0.05
+_SETTLED_S = 20.0
 _ELSEWHERE_S = 0.25
 # The interpreter says where it was when one of these ends it.
 _TOLD = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}
@@ -51,14 +54,17 @@ class WorkerGroup:
         signals: int | None = None,
         is_over_elsewhere: Callable[[], bool] | None = None,
         watch: Watch | None = None,
+        warm: Warm | None = None,
     ) -> None:
         """Raises OSError where a worker cannot be started; `signals` is where arriving ones are read as bytes."""
         self.began = time.monotonic()
         self.workers: list[Worker] = []
         self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere
-        self._watch = watch
+        self._watch, self._warm = watch, warm
         self._hang: Hang | None = None
-        self._grace_s = _GRACE_S if patience_s is None else patience_s
+        # a run that is restarted goes on from a commit: what its ranks still do is lost
+        grace_s = _QUICK_S if warm else _GRACE_S
+        self._grace_s = grace_s if patience_s is None else patience_s
         self._patience_s = _PATIENCE_S if patience_s is None else patience_s
         self._stuck_s = _STUCK_S if patience_s is None else patience_s
         self._asked: int | None = None
@@ -67,7 +73,7 @@ class WorkerGroup:
         self._stopping = False
         try:
             for spec in specs:
-                self.workers.append(Worker(spec, guardian))
+                self.workers.append(Worker(spec, guardian, warm.start if warm else started))
         except OSError:
             self.kill()
             raise
@@ -118,10 +124,18 @@ class WorkerGroup:
         if self._terminal:
             self._terminal.tick(now)
         self._settle(alive, now)
-        if self._is_over_elsewhere and self._is_over_elsewhere() and not self._stopping:
+        if not self._stopping:
+            self._look_around(now)
+
+    def _look_around(self, now: float) -> None:
+        """At what may end the run, and what is got ready for its next start."""
+        if self._is_over_elsewhere and self._is_over_elsewhere():
             self._stop(now)
-        if self._watch and not self._stopping:
+        elif self._watch:
             self._look(self._watch, now)
+            # before the first step it would take cores from the start of the ranks
+            if self._warm and (self._watch.has_stepped or now - self.began > _SETTLED_S):
+                self._warm.tend(now)
 
     def _look(self, watch: Watch, now: float) -> None:
         """Stop the workers where some wait in vain for too long, or after a request that none of them heeds."""

@@ -54,6 +54,11 @@ class Watch:
         return max(LEAST_S, 3 * paces[int(0.99 * (len(paces) - 1))]) if paces else LEAST_S
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether every rank has taken a step."""
+        return self._step >= 0
+
+    @property
     def is_stuck(self) -> bool:
         """Whether ranks wait in vain, or none has done anything new for long; what saves may take its time."""
         hang, still_s = self.hang, time.monotonic() - self._changed_at

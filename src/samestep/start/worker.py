@@ -5,14 +5,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
 from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from samestep.failure import read_failure
 from samestep.rundir import CHECKPOINTED
@@ -35,10 +35,36 @@ class WorkerSpec(NamedTuple):
     console: Console | None = None
     prefix: bytes | None = None
     record: Path | None = None
-    key: int | None = None
-    is_alone: bool = (
-        True  # whether this process has no other threads: what runs between fork and exec needs that
-    )
+    descriptors: Mapping[str, int] = {}  # what it inherits, by the variable that tells it the number
+    is_alone: bool = True  # whether this process has no other threads; what runs before exec needs that
+
+
+class Started(Protocol):
+    """A process that was started for a rank."""
+
+    pid: int
+    stdout: Any
+    stderr: Any
+
+    def poll(self) -> int | None:
+        """Its status once it has ended."""
+
+
+def started(spec: WorkerSpec) -> Started:
+    """The command of a rank in a new process; raises OSError where it cannot be executed."""
+    kept = spec.descriptors
+    with _bound(spec.cores):
+        return Popen(
+            spec.command,
+            bufsize=0,
+            env={**spec.env, **{name: str(descriptor) for name, descriptor in kept.items()}},
+            stdin=DEVNULL if spec.stdin is None else spec.stdin,
+            stdout=PIPE,
+            stderr=PIPE,
+            start_new_session=True,
+            pass_fds=tuple(kept.values()),
+            preexec_fn=partial(end_with, os.getpid()) if spec.is_alone else None,
+        )
 
 
 class Guardian(Popen[bytes]):
@@ -59,30 +85,19 @@ class Guardian(Popen[bytes]):
 class Worker:
     """A started rank."""
 
-    def __init__(self, spec: WorkerSpec, guardian: Guardian) -> None:
+    def __init__(
+        self, spec: WorkerSpec, guardian: Guardian, start: Callable[[WorkerSpec], Started] = started
+    ) -> None:
         """Raises OSError where the command cannot be executed."""
         self.rank, self._record, self._guardian = spec.rank, spec.record, guardian
         self.status: int | None = None
         self.ended_at, self.was_stopped = inf, False
-        stdin = DEVNULL if spec.stdin is None else spec.stdin
-        with _bound(spec.cores):
-            self._process = Popen(
-                spec.command,
-                bufsize=0,
-                env=spec.env,
-                stdin=stdin,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,
-                pass_fds=() if spec.key is None else (spec.key,),
-                preexec_fn=partial(end_with, os.getpid()) if spec.is_alone else None,
-            )
+        self._process = start(spec)
         self.pid = self._process.pid
         guardian.watch(self.pid)
         self.pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
-        out, err = cast(FileIO, self._process.stdout), cast(FileIO, self._process.stderr)
-        self.out = Stream(out, OUT, spec.log, spec.console, spec.prefix)
-        self.err = Stream(err, ERR, spec.log, spec.console, spec.prefix)
+        self.out = Stream(self._process.stdout, OUT, spec.log, spec.console, spec.prefix)
+        self.err = Stream(self._process.stderr, ERR, spec.log, spec.console, spec.prefix)
 
     @property
     def is_alive(self) -> bool:

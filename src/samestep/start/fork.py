@@ -1,0 +1,183 @@
+"""Starts ranks from a process that has torch already: in a fork of it, or where that is not safe as spare processes.
+
+Covered: warm processes that are not ready, have ended or were killed; then ranks are started by Python as ever.
+"""
+
+import ctypes
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+
+from samestep.start.worker import Guardian, Started, WorkerSpec, end_with, started
+
+_FILE = Path(__file__).with_name("warm.py")
+_CHILD_SUBREAPER = 36
+_READY_S = 120.0
+_TEND_S = 0.5
+_ANSWER_S = 5.0
+
+
+class Warm:
+    """The warm processes of a launcher: one that forks, or spare ones, each of which becomes a rank."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], size: int, errors: Path, guardian: Guardian
+    ) -> None:
+        """For this command; what they write goes to the file `errors`."""
+        folder = os.getcwd() if command[1] == "-m" else os.path.dirname(os.path.realpath(command[1]))
+        self._new = partial(_Warm, command[0], folder, env, errors, guardian)
+        self._size, self._all, self._tend_at = size, list[_Warm](), 0.0
+
+    def tend(self, now: float) -> None:
+        """Have a warm process, or as many as there are ranks where they cannot be forked."""
+        if now < self._tend_at:
+            return
+        self._tend_at = now + _TEND_S
+        for warm in [warm for warm in self._all if not warm.is_alive]:
+            self._remove(warm)
+        spares = self._size if any(warm.is_ready() and not warm.forks for warm in self._all) else 1
+        self._all += [self._new() for _ in range(spares - len(self._all))]
+
+    def wait(self) -> None:
+        """Until there is one to fork ranks from; for some time."""
+        self.tend(time.monotonic())
+        self._all[0].is_ready(_READY_S)
+
+    def start(self, spec: WorkerSpec) -> Started:
+        """A rank from a warm process, or where none answers from Python."""
+        for warm in [warm for warm in self._all if warm.is_ready()]:
+            rank = warm.start(spec)
+            if rank is None or not warm.forks:
+                self._all.remove(warm)
+            if rank is not None:
+                return rank
+            warm.close()
+        return started(spec)
+
+    def close(self) -> None:
+        """End them."""
+        while self._all:
+            self._remove(self._all[0])
+
+    def _remove(self, warm: "_Warm") -> None:
+        self._all.remove(warm)
+        warm.close()
+
+
+class _Rank:
+    """A rank that a warm process was asked for."""
+
+    def __init__(self, pid: int, out: int, err: int, poll: Callable[[], int | None] | None) -> None:
+        self.pid, self.stdout, self.stderr = pid, FileIO(out), FileIO(err)
+        self._status: int | None = None
+        self.poll = poll or self._reap
+
+    def _reap(self) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+
+class _Warm:
+    """One such process."""
+
+    def __init__(
+        self, python: str, folder: str, env: Mapping[str, str], errors: Path, guardian: Guardian
+    ) -> None:
+        self._orders, theirs = socket.socketpair()
+        self._said = b""
+        self._guardian = guardian
+        with theirs, errors.open("ab") as file:
+            self.process = Popen(
+                [python, str(_FILE), folder],
+                bufsize=0,
+                env=env,
+                stdin=theirs.fileno(),
+                stdout=DEVNULL,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=partial(end_with, os.getpid()),
+            )
+        guardian.watch(self.process.pid)
+        self.forks: bool | None = None  # not known before it is ready
+
+    def is_ready(self, wait_s: float = 0.0) -> bool:
+        if self.forks is None and (line := self._line(wait_s)):
+            self.forks = json.loads(line)["forks"]
+        return self.forks is not None
+
+    def start(self, spec: WorkerSpec) -> Started | None:
+        """A rank; None where this process does not answer."""
+        order = {
+            "command": list(spec.command),
+            "env": dict(spec.env),
+            "cores": spec.cores,
+            "named": list(spec.descriptors),
+            "launcher": os.getpid(),
+            "fork": self.forks,
+        }
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        stdin = nothing if spec.stdin is None else spec.stdin
+        try:
+            pid = self._ask(json.dumps(order).encode(), [stdin, out_end, err_end, *spec.descriptors.values()])
+        except (OSError, ValueError):
+            os.close(out)
+            os.close(err)
+            return None
+        finally:
+            for descriptor in (nothing, out_end, err_end):
+                os.close(descriptor)
+        return _Rank(pid, out, err, None if self.forks else self.process.poll)
+
+    def _ask(self, order: bytes, descriptors: Sequence[int]) -> int:
+        """The number of the process that this order has made: this process's child, by the kernel's adoption."""
+        _adopt(True)
+        try:
+            socket.send_fds(self._orders, [len(order).to_bytes(8, "little")], descriptors)
+            self._orders.sendall(order)
+            return int(self._line(_ANSWER_S))
+        finally:
+            _adopt(False)
+
+    def _line(self, wait_s: float) -> bytes:
+        until = time.monotonic() + wait_s
+        while b"\n" not in self._said:
+            if not select.select([self._orders], [], [], max(0.0, until - time.monotonic()))[0]:
+                return b""
+            try:
+                more = self._orders.recv(1 << 12)
+            except OSError:
+                more = b""
+            if not more:
+                return b""
+            self._said += more
+        line, _, self._said = self._said.partition(b"\n")
+        return line
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        self._orders.close()
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        self._guardian.watch(self.process.pid, "-")
+
+
+def _adopt(is_on: bool) -> None:
+    """Whether this process becomes the parent of what its children leave behind."""
+    if sys.platform == "linux" and ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, int(is_on), 0, 0, 0):
+        raise OSError("the kernel refuses to give this process the children of another")

@@ -1,0 +1,192 @@
+"""A process that has imported torch and waits: ranks are forked from it, or it becomes a rank itself. Run as a file.
+
+It gets orders on the socket that its standard input is. A rank then is what `python script.py` or `python -m module`
+would be, with torch imported before its first line.
+"""
+
+import sys
+
+# The script's directory comes first, as it does when the script itself imports torch.
+if not sys.flags.safe_path:
+    sys.path[0] = sys.argv[1]
+
+import array
+import builtins
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import time
+import warnings
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any
+
+# What scripts import, and what torch itself imports late: optimizers and DDP would be the first to.
+_LOADED = (
+    "torch",
+    "torch.optim",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch._dynamo",
+)
+_PARENT_DEATH_SIGNAL = 1
+_MOST_DESCRIPTORS = 16
+_ADOPTED_S = 5.0
+
+
+def main() -> None:
+    """Wait for orders until one makes this process a rank, or the launcher has gone."""
+    orders = socket.socket(fileno=os.dup(0))
+    libc = ctypes.CDLL(None)
+    _load()
+    orders.sendall(json.dumps({"forks": _is_forkable()}).encode() + b"\n")
+    while (received := _received(orders)) is not None:
+        order, descriptors = received
+        if order["fork"] and (pid := _forked()):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            orders.sendall(b"%d\n" % pid)
+            continue
+        if not order["fork"]:
+            orders.sendall(b"%d\n" % os.getpid())
+        orders.close()
+        _become(order, descriptors, libc)
+        _run(order["command"])
+        return
+
+
+def _load() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _LOADED:
+            importlib.import_module(name)
+        # the environment of the scripts may have no samestep
+        with suppress(ImportError):
+            samestep = importlib.import_module("samestep")
+            for name in samestep.__all__:
+                getattr(samestep, name)
+    # what is here now is no garbage, and looking at it would copy every page of it in every rank
+    gc.collect()
+    gc.freeze()
+
+
+def _is_forkable() -> bool:
+    """Whether this process has no threads left after a fork, before which a BLAS library ends its own."""
+    if sys.platform != "linux":
+        return False
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    torch = sys.modules["torch"]
+    return len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_initialized()
+
+
+def _received(orders: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next order and its descriptors; None where the launcher has gone."""
+    descriptors = array.array("i")
+    size, ancillary, *_ = orders.recvmsg(8, socket.CMSG_SPACE(_MOST_DESCRIPTORS * descriptors.itemsize))
+    for _, _, data in ancillary:
+        descriptors.frombytes(data)
+    text = bytearray()
+    while size and len(text) < int.from_bytes(size, "little"):
+        more = orders.recv(1 << 16)
+        if not more:
+            return None
+        text += more
+    return (json.loads(text), descriptors.tolist()) if size else None
+
+
+def _forked() -> int:
+    """In this process the number of a new one, which is the launcher's child; 0 in that one."""
+    pipe, end = os.pipe()
+    between = os.fork()
+    if not between and not (pid := os.fork()):
+        os.close(pipe)
+        os.close(end)
+        return 0
+    if not between:
+        os.write(end, b"%d" % pid)
+        os._exit(0)
+    os.close(end)
+    os.waitpid(between, 0)
+    pid = int(os.read(pipe, 32))
+    os.close(pipe)
+    return pid
+
+
+def _become(order: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) -> None:
+    """Take on what a new process gets from its launcher."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    until = time.monotonic() + _ADOPTED_S
+    while os.getppid() != order["launcher"] and time.monotonic() < until:
+        time.sleep(0.0002)
+    if sys.platform == "linux":
+        libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    reader = select.poll()
+    reader.register(descriptors[1], 0)  # hung up where the launcher has given this rank up
+    if os.getppid() != order["launcher"] or reader.poll(0):
+        os._exit(1)
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
+    named = {name: str(kept) for name, kept in zip(order["named"], descriptors[3:], strict=True)}
+    os.environ.clear()
+    os.environ.update(order["env"] | named)
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(None)
+    sys.modules["torch"].default_generator.seed()
+    if process := sys.modules.get("multiprocessing.process"):
+        process.current_process().authkey = os.urandom(32)
+
+
+def _run(command: list[str]) -> None:
+    """Do what Python does with these words; what ends the script leaves it as it would leave Python."""
+    sys.orig_argv, sys.argv = command, command[1:]
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __annotations__={})
+    try:
+        if sys.argv[0] == "-m":
+            runpy._run_module_as_main(sys.argv.pop(1))  # type: ignore[attr-defined]
+        else:
+            path = os.path.abspath(sys.argv[0])
+            vars(module).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+            with open(path, "rb") as file:
+                source = file.read()
+            exec(compile(source, path, "exec", dont_inherit=True), vars(module))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        ended = error
+    else:
+        return
+    sys.excepthook(type(ended), ended, _without_ours(ended))
+    if isinstance(ended, KeyboardInterrupt):
+        sys.excepthook = lambda *_: None
+        raise ended  # Python ends itself by SIGINT
+    sys.exit(1)
+
+
+def _without_ours(error: BaseException) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    return trace
+
+
+if __name__ == "__main__":
+    main()
