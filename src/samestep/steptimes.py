@@ -3,6 +3,7 @@
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,22 +12,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samestep.files import read_regular
-from samestep.text import duration
+from samestep.text import duration, percent
 
-# What a step's time is made of. `exchange` is the part of the gradients' exchange that backward waits for, the wait
-# for a slower rank included; `call` is what other calls of all ranks take.
-PARTS = (
-    *("data", "copy", "forward", "backward", "exchange", "call", "optimizer", "checkpoint", "evaluation"),
-    "rest",
-)
+# What people are shown, and the parts of a step that are measured for it. `exchange` is the part of the gradients'
+# exchange that backward waits for, the wait for a slower rank included; `call` is what other calls of all ranks take.
+SHOWN = {
+    "data": ("data", "copy"),
+    "compute": ("forward", "backward"),
+    "exchange": ("exchange", "call"),
+    "slowest rank": (),
+    **{name: (name,) for name in ("optimizer", "checkpoint", "evaluation", "rest")},
+}
+PARTS = tuple(part for parts in SHOWN.values() for part in parts)
 START_UP_STEPS = 3  # these are not in the sums: DDP builds its buckets in them, and allocators warm up
 KEPT_STEPS = 1024
 _MOST_STEPS = 0.7
 
 _MAGIC = b"steps\0\0\1"
-# rows, steps in the sums, samples of this rank and of all, batches in the epoch, epochs asked for, epoch, seconds
-# of exchange that were measured and that were hidden, loss, time of the first step in the sums, of the last step
-_HEADER = struct.Struct("<QQQQiiidddddd")
+_HEADER = struct.Struct("<QQQQiiidddddd")  # the fields of Progress
 _SUMS = struct.Struct(f"<{len(PARTS)}d")
 _ROW = struct.Struct(f"<qdII{len(PARTS)}f")  # step, when it began, samples of this rank and of all, parts
 _AT_SUMS = len(_MAGIC) + _HEADER.size
@@ -52,19 +55,19 @@ class Step(NamedTuple):
 class Progress:
     """What a rank's file says besides single steps."""
 
-    rows: int = 0
-    steps: int = 0
-    mine: int = 0
-    all: int = 0
-    batches: int = 0
-    epochs: int = 0
+    rows: int = 0  # all steps
+    steps: int = 0  # those in the sums
+    mine: int = 0  # samples of this rank in them
+    all: int = 0  # samples of all ranks in them
+    batches: int = 0  # of an epoch
+    epochs: int = 0  # asked for
     epoch: int = 0
-    exchanged_s: float = 0.0
-    hidden_s: float = 0.0
+    exchanged_s: float = 0.0  # of exchange, where torch measured it
+    hidden_s: float = 0.0  # of that beside backward
     loss: float = float("nan")
-    first: float = 0.0
-    last: float = 0.0
-    between_s: float = 0.0  # outside of steps, between the first and the last of the sums
+    first: float = 0.0  # when the first step of the sums began
+    last: float = 0.0  # when the last step ended
+    between_s: float = 0.0  # outside of steps, between these two
 
     @property
     def step_s(self) -> float:
@@ -86,12 +89,17 @@ class Progress:
 
     def __str__(self) -> str:
         """`epoch 3 of 10, step 417, 1,214 samples/s, 12 min 4 s left, loss 0.312`."""
-        said = [f"epoch {self.epoch}" + (f" of {self.epochs}" if self.epochs else ""), f"step {self.rows}"]
+        said = [
+            f"epoch {self.epoch + 1}" + (f" of {self.epochs}" if self.epochs else ""),
+            f"step {self.rows}",
+        ]
         if self.steps:
             said.append(f"{self.samples_per_second:,.0f} samples/s")
         if self.left_s is not None:
             said.append(f"{duration(self.left_s)} left")
-        return ", ".join([*said, *([] if isnan(self.loss) else [f"loss {self.loss:.4g}"])])
+        if not isnan(self.loss):
+            said.append(f"loss {self.loss:.4g}")
+        return ", ".join(said)
 
 
 class StepTimes:
@@ -175,29 +183,24 @@ def _read(data: bytes) -> Reading:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where an average step's time goes, as a mean over the ranks; the parts add up to the step."""
+    """Where an average step's time goes, as a mean over the ranks; the parts of SHOWN add up to the step."""
 
     step_s: float
     samples_per_second: float
-    parts: Mapping[
-        str, float
-    ]  # PARTS, and `slowest`: the wait for the slowest rank, which is not in `exchange`
-    slowest: int | None  # the rank that the others wait for in most steps, where it is one and the same
+    samples_per_epoch: int
+    parts: Mapping[str, float]
+    ranks: Sequence[Mapping[str, float]]  # PARTS of each rank's average step
+    slowest: int | None  # the rank that the others wait for in most steps, where it is always the same
     hidden: float | None  # the fraction of the exchange that runs beside backward, where torch measured it
 
     def __str__(self) -> str:
         """`1,214 samples/s, step 52.7 ms: data 2 %, compute 83 %, exchange 11 % (64 % of it hidden), ...`."""
-        shown = {"data": self.parts["data"] + self.parts["copy"]}
-        shown["compute"] = self.parts["forward"] + self.parts["backward"]
-        shown["exchange"] = self.parts["exchange"] + self.parts["call"]
-        shown["slowest rank"] = self.parts["slowest"]
-        shown |= {name: self.parts[name] for name in ("optimizer", "checkpoint", "evaluation", "rest")}
-        notes = {"slowest rank": f" (rank {self.slowest})" if self.slowest is not None else ""}
+        notes = {"slowest rank": f" (rank {self.slowest})"} if self.slowest is not None else {}
         if self.hidden is not None:
-            notes["exchange"] = f" ({self.hidden:.0%} of it hidden)".replace("%", " %")
+            notes["exchange"] = f" ({percent(self.hidden)} of it hidden)"
         said = [
-            f"{name} {100 * seconds / self.step_s:.0f} %{notes.get(name, '')}"
-            for name, seconds in shown.items()
+            f"{name} {percent(seconds / self.step_s)}{notes.get(name, '')}"
+            for name, seconds in self.parts.items()
             if seconds >= 0.005 * self.step_s
         ]
         return f"{self.samples_per_second:,.0f} samples/s, step {1e3 * self.step_s:.3g} ms: {', '.join(said)}"
@@ -205,33 +208,38 @@ class Breakdown:
 
 def breakdown(readings: Mapping[int, Reading]) -> Breakdown | None:
     """What the ranks' times say together, or None where no step after the start-up is over on all of them."""
-    found = {rank: reading for rank, reading in readings.items() if reading.progress.steps}
-    if not found or len(found) < len(readings):
+    progress = [one.progress for one in readings.values()]
+    if not progress or not all(one.steps for one in progress):
         return None
-    each = [{name: one.sums[name] / one.progress.steps for name in PARTS} for one in found.values()]
-    parts = {name: sum(one[name] for one in each) / len(each) for name in PARTS}
-    waits = _waits(found)
+    ranks = [{name: one.sums[name] / one.progress.steps for name in PARTS} for one in readings.values()]
+    mean = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in PARTS}
+    parts = {name: sum(mean[part] for part in of) for name, of in SHOWN.items()}
+    waits = _waits(readings)
     total = sum(map(sum, waits.values()))
     least = sum(map(min, zip(*waits.values(), strict=True))) * len(waits)
-    part = 1 - least / total if total else 0.0
-    parts["slowest"] = part * (parts["exchange"] + parts["call"])
-    for name in ("exchange", "call"):
-        parts[name] *= 1 - part
-    progress = [one.progress for one in found.values()]
+    _move(parts, "exchange", "slowest rank", parts["exchange"] * (1 - least / total) if total else 0.0)
+    for name in (
+        "checkpoint",
+        "evaluation",
+    ):  # what one rank does alone the others wait for in the next exchange
+        _move(parts, "slowest rank", name, max(rank[name] for rank in ranks) - mean[name])
     # the others' exchange holds their wait for the slowest rank
     exchanged_s, hidden_s = min((one.exchanged_s, one.hidden_s) for one in progress)
-    return Breakdown(
-        step_s := sum(parts.values()),
-        progress[0].all / progress[0].steps / step_s,
-        parts,
-        _slowest(waits),
-        hidden_s / exchanged_s if exchanged_s else None,
-    )
+    first, step_s = progress[0], sum(parts.values())
+    batch = first.all / first.steps
+    hidden = hidden_s / exchanged_s if exchanged_s else None
+    samples = round(batch * first.batches)
+    return Breakdown(step_s, batch / step_s, samples, parts, ranks, _slowest(waits), hidden)
+
+
+def _move(parts: dict[str, float], source: str, to: str, seconds: float) -> None:
+    moved = min(seconds, parts[source])
+    parts[source], parts[to] = parts[source] - moved, parts[to] + moved
 
 
 def _waits(readings: Mapping[int, Reading]) -> dict[int, list[float]]:
     """What each rank waited for the others in each step that all ranks have kept; the slowest rank waits least."""
-    waited = [PARTS.index(name) for name in ("exchange", "call")]
+    waited = [PARTS.index(name) for name in SHOWN["exchange"]]
     by_step = {
         rank: {step.number: sum(step.parts[at] for at in waited) for step in reading.steps}
         for rank, reading in readings.items()
@@ -241,8 +249,8 @@ def _waits(readings: Mapping[int, Reading]) -> dict[int, list[float]]:
 
 
 def _slowest(waits: Mapping[int, Sequence[float]]) -> int | None:
-    ranks = [min(waits, key=lambda rank: waits[rank][at]) for at in range(len(next(iter(waits.values()))))]
-    if len(waits) < 2 or not ranks:
+    found = Counter(min(zip(step, waits, strict=True))[1] for step in zip(*waits.values(), strict=True))
+    if len(waits) < 2 or not found:
         return None
-    rank = max(set(ranks), key=ranks.count)
-    return rank if ranks.count(rank) >= _MOST_STEPS * len(ranks) else None
+    rank, times = found.most_common(1)[0]
+    return rank if times >= _MOST_STEPS * found.total() else None

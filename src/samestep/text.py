@@ -1,4 +1,4 @@
-"""Facts in words: lists of ranks, sizes, durations, reasons, and foreign text that is safe to print."""
+"""Facts in words: lists of ranks, sizes, percentages, durations, reasons, and foreign text that is safe to print."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -35,6 +35,11 @@ def size(num_bytes: float, of: float | None = None) -> str:
     unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if largest >= u), (1e3, "kB"))
     part = f"{num_bytes / unit:.1f}"
     return f"{part} {name}" if of is None else f"{part} of {of / unit:.1f} {name}"
+
+
+def percent(fraction: float) -> str:
+    """`83 %`."""
+    return f"{100 * fraction:.0f} %"
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NAMED = {
-    "loader": "data", "rank": "slowest", "optimizer": "optimizer", "checkpoint": "checkpoint",
+    "loader": "data", "rank": "slowest rank", "optimizer": "optimizer", "checkpoint": "checkpoint",
     "link 1000": "exchange", "link 100": "exchange", "nothing": None,
 }  # fmt: skip
 NODES = ["left", "right"]

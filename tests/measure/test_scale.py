@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from samestep.measure.plots import Plot, Spread, svg
+from samestep.measure.plots import plots_of
+from samestep.measure.report import Report
 from samestep.measure.scale import Measured, Variant, variants
 from samestep.measure.verdict import limit_of, rows_of, verdict
-from samestep.steptimes import PARTS
+from samestep.steptimes import PARTS, SHOWN, Breakdown
 
 PLANTED = Path(__file__).with_name("planted.py")
 NAMED = {
@@ -76,7 +77,7 @@ def test_a_report_fits_60_columns_and_its_page_needs_nothing_else(tmp_path):
     page = next(tmp_path.glob("runs/*/report.html"))
     text = page.read_text()
     assert text.count("<svg") == 3
-    assert not re.search(r"(src|href)=|@import|url\((?!#)", text)
+    assert not re.search(r"""(src|href)="(?!#)|@import|url\((?!#)""", text)
     assert {one.name for one in page.parent.glob("*.png")} == {"throughput.png", "speedup.png", "step.png"}
 
 
@@ -134,11 +135,10 @@ def test_what_cannot_be_varied_is_said(tmp_path, vary, said):
 
 
 def run_of(size, repeat=0, seconds=0.1, settings=(), **parts):
-    of = dict.fromkeys((*PARTS, "slowest"), 0.0) | {"forward": seconds} | parts
-    step = sum(of.values())
-    return Measured(
-        Variant(size, 1, settings), repeat, 1.0, step, 64 / step, of, None, None, 100, 6400, [of] * size
-    )
+    of = dict.fromkeys(SHOWN, 0.0) | {"compute": seconds} | parts
+    step, rank = sum(of.values()), dict.fromkeys(PARTS, 0.0)
+    said = Breakdown(step, 64 / step, 6400, of, [rank] * size, None, None)
+    return Measured(Variant(size, 1, settings), repeat, 1.0, said)
 
 
 def of_sizes(*runs):
@@ -157,7 +157,7 @@ def test_the_knee_is_the_last_doubling_that_gained_enough():
     said = verdict(rows)
     assert "It is worth it up to 2 processes" in said
     assert "from 2 to 4 processes made it 1.05 times" in said
-    assert "The link limits it" in said
+    assert "The exchange of gradients limits it" in said
 
 
 def test_compute_that_more_processes_do_not_shorten_is_the_models_limit():
@@ -177,8 +177,24 @@ def test_a_setting_is_faster_only_beyond_the_spread():
     assert "No setting is clearly faster" in verdict(of_sizes(*base, *runs(0.08, 0.12, 0.09, 0.11)))
 
 
-def test_a_plot_shows_every_value_and_escapes_what_is_foreign():
-    text = svg(Plot("A <b>", "ms", ["1", "2"], {"m": [Spread(1, 1, 1), Spread(1234, 1, 2000)]}, ideal=[1, 2]))
-    assert "A &lt;b&gt;" in text
-    assert ">1,234<" in text
-    assert "ideal" in text
+def test_plots_show_values_and_parts_and_escape_what_is_foreign(tmp_path):
+    settings = (("OPTION", "a<b"),)
+    throughput, speedup, step = plots_of(
+        of_sizes(run_of(1, seconds=64 / 1234, settings=settings), run_of(2, exchange=0.1)), tmp_path
+    )
+    assert "1,234<" in throughput
+    assert "OPTION=a&lt;b" in throughput
+    assert "ideal" in speedup
+    assert all(name in step for name in ("compute", "exchange"))
+    assert "optimizer" not in step
+
+
+def test_a_wide_table_goes_on_below_with_its_first_column(tmp_path):
+    report = Report(of_sizes(*(run_of(2**at) for at in range(12))), "said", [])
+    for table in report.tables():
+        lines = table.text().splitlines()
+        assert max(map(len, lines)) <= 60
+        assert len(lines) > 2 * len(next(iter(table.columns.values())))
+    for head, cells in report.tables()[0].columns.items():
+        assert head in report.tables()[0].text()
+        assert all(cell in report.tables()[0].text() for cell in cells)

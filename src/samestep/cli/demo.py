@@ -1,20 +1,18 @@
 """`samestep demo`: one small network trained at 1 and at 2 processes, side by side."""
 
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import print_json, verb
+from samestep.cli.output import print_json, progress, verb
 from samestep.measure.trial import end_on_signals
 
 if TYPE_CHECKING:
-    from samestep.measure.demo import Result, Run, Setup
+    from samestep.measure.demo import Result
 
 _ROWS = {
     "processes": "{processes}",
@@ -51,47 +49,25 @@ def command(epochs: int, as_json: bool) -> None:
 
     Exit code: 0 the runs are the same to the bit; 1 they differ, or one failed.
     """
+    from samestep.measure.demo import Result, Run, setups, train
+
     click.echo(
         f"A convolutional network with BatchNorm and dropout learns handwritten digits in {epochs} epochs,\n"
         "once by one process and once by two.",
         err=as_json,
     )
-    with end_on_signals():
-        result = _trained(epochs)
-    click.echo(_text(result), err=as_json)
-    if as_json:
-        print_json(result.facts)
-    raise SystemExit(not result.facts["same"])
-
-
-def _trained(epochs: int) -> "Result":
-    from samestep.measure.demo import Result, setups, train
-
     runs: list[Run] = []
-    with tempfile.TemporaryDirectory(prefix="samestep-") as directory:
+    with end_on_signals(), tempfile.TemporaryDirectory(prefix="samestep-") as directory:
         for setup in setups():
             # The third run is for its speed alone.
             some = epochs if len(runs) < 2 else -(-epochs // 4)
-            with _progress(setup, some) as told:
+            with progress(some) as told:
                 runs.append(train(setup, Path(directory), some, told))
-    return Result(runs)
-
-
-@contextmanager
-def _progress(setup: "Setup", epochs: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on a terminal; elsewhere one line when a run begins."""
-    if not sys.stderr.isatty():
-        click.echo(f"{setup} ...", err=True)
-        yield lambda epoch, accuracy: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = ("{task.description:22}", BarColumn(), "{task.fields[accuracy]:>7}", TimeElapsedColumn())
-    shown = [TextColumn(one) if isinstance(one, str) else one for one in columns]
-    with Progress(*shown, console=Console(stderr=True)) as progress:
-        bar = progress.add_task(str(setup), total=epochs, accuracy="")
-        yield lambda epoch, accuracy: progress.update(bar, completed=epoch, accuracy=accuracy)
+        result = Result(runs)
+        click.echo(_text(result), err=as_json)
+    if as_json:
+        print_json(result.facts)
+    raise SystemExit(not result.facts["same"])
 
 
 def _text(result: "Result") -> str:

@@ -1,9 +1,11 @@
-"""What the commands share: the option -h, how they print JSON, and how errors end them."""
+"""What the commands share: the option -h, how they print JSON and progress, and how errors end them."""
 
 import json
 import math
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -50,6 +52,29 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
+    """A bar on a terminal, elsewhere a line for each new text: told how many are done, the text, and what to add."""
+    if not sys.stderr.isatty():
+        said = set()
+
+        def told(done: int, text: str, more: str) -> None:
+            if text not in said:
+                click.echo(text + more, err=True)
+            said.add(text)
+
+        yield told
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}{task.fields[more]}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        bar = bars.add_task("", total=total, more="")
+        yield lambda done, text, more: bars.update(bar, completed=done, description=text, more=more)
+        bars.update(bar, completed=total)
 
 
 def harmless(text: object) -> str:

@@ -1,26 +1,20 @@
 """`samestep scale`: measures a script at several numbers of processes, or under several settings, and judges."""
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import numbers, print_json, verb
+from samestep.cli.output import numbers, print_json, progress, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.placement.cores import cores
 from samestep.placement.devices import visible_devices
-from samestep.text import duration
 
 if TYPE_CHECKING:
     from samestep.measure.predict import Prediction
-    from samestep.measure.scale import Plan, Variant
+    from samestep.measure.scale import Plan
     from samestep.measure.verdict import Row
-
-_Told = Callable[["Variant", int, int, float | None], None]
 
 
 @verb("samestep scale", allow_interspersed_args=False)
@@ -61,41 +55,39 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     SCRIPT runs unchanged, in turns at each size, and each run ends after --steps steps. Every process has as many
     cores at every size. A measurement that was interrupted goes on when the same command is given again.
     """
-    from samestep.measure.report import text_of, text_of_predictions, write_report
+    from samestep.measure.report import Report
     from samestep.measure.scale import Plan, measure, variants
     from samestep.measure.verdict import rows_of, verdict
 
     words = [*(["-m"] * options["module"]), script, *args]
     chosen = variants(_sizes(options["sizes"], bool(options["vary"])), options["vary"], options["each"])
     plan = Plan(words, chosen, options["repeat"], options["steps"], options["weak"])
-    with end_on_signals(), _progress(plan) as told:
-        rows = rows_of(measure(plan, told), plan.variants, plan.weak)
-    said = verdict(rows)
+    if options["link"] and not options["predict"]:
+        raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
+    with end_on_signals():
+        with progress(len(chosen) * plan.repeat) as told:
+            rows = rows_of(measure(plan, told), chosen, plan.weak)
+        predicted = _predicted(plan, rows, options["predict"], options["link"])
+    report = Report(rows, verdict(rows), predicted)
     document: dict[str, object] = {
         "script": words,
         "weak": plan.weak,
         "steps": plan.steps,
         "rows": [row.facts() for row in rows],
-        "verdict": said,
+        "verdict": report.verdict,
+        "predicted": [vars(one) for one in predicted],
     }
-    predicted = _predicted(plan, rows, options["predict"], options["link"])
-    document["predicted"] = [one.facts() for one in predicted]
-    written = write_report(plan.directory, " ".join(words), rows, said, document)
+    written = report.write(plan.directory, " ".join(words), document)
     if options["as_json"]:
         print_json(document, indent=1)
     else:
-        click.echo(text_of(rows, said))
-        if predicted:
-            click.echo(f"\n{text_of_predictions(predicted)}")
-        click.echo(f"\nReport: {written}")
+        click.echo(f"{report.text()}\n\nReport: {written}")
 
 
 def _predicted(plan: "Plan", rows: "list[Row]", sizes: str | None, link: str | None) -> "list[Prediction]":
     from samestep.measure.predict import link_of, model_of
 
     if sizes is None:
-        if link is not None:
-            raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
         return []
     given = link_of(link, is_gloo=not visible_devices(os.environ)) if link else None
     model = model_of(plan, rows, given)
@@ -112,30 +104,3 @@ def _sizes(text: str | None, varies: bool) -> list[int]:
     while sizes[-1] * 2 <= most:
         sizes.append(sizes[-1] * 2)
     return sizes[-1:] if varies else sizes
-
-
-@contextmanager
-def _progress(plan: "Plan") -> Iterator[_Told]:
-    """A bar on a terminal; elsewhere a line for each run."""
-    if not sys.stderr.isatty():
-
-        def told(variant: "Variant", number: int, of: int, left_s: float | None) -> None:
-            left = "" if left_s is None else f", about {duration(left_s)} left"
-            click.echo(f"run {number} of {of}: {variant}{left}", err=True)
-
-        yield told
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = [TextColumn("{task.completed:.0f} of {task.total:.0f} runs"), BarColumn()]
-    columns += [TextColumn("now {task.description}"), TextColumn("{task.fields[left]}")]
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        bar = bars.add_task("", total=len(plan.variants) * plan.repeat, left="")
-
-        def shown(variant: "Variant", number: int, of: int, left_s: float | None) -> None:
-            left = "" if left_s is None else f"{duration(left_s)} left"
-            bars.update(bar, completed=number - 1, description=str(variant), left=left)
-
-        yield shown
-        bars.update(bar, completed=len(plan.variants) * plan.repeat, left="")

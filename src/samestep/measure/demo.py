@@ -41,29 +41,25 @@ class Run:
     seconds: float  # with the start of Python and torch
 
     @property
-    def samples_per_second(self) -> float:
-        """In the fastest epoch, which other programs disturbed least."""
-        return float(self.saved["trained"] / min(self.saved["seconds"]))
+    def facts(self) -> dict[str, Any]:
+        """Its numbers; `batches` is a digest of all samples, the rate that of the epoch least disturbed by others."""
+        saved = self.saved
+        return {
+            "processes": self.setup.processes,
+            "cores": self.setup.cores,
+            "batches": saved["order"],
+            "epochs": len(saved["seconds"]),
+            "accuracy": saved["correct"] / saved["tested"],
+            "training_seconds": sum(saved["seconds"]),
+            "seconds": self.seconds,
+            "samples_per_second": saved["trained"] / min(saved["seconds"]),
+        }
 
     @property
     def disturbed(self) -> bool:
         """Whether a quarter of the epochs took 1.5 times as long as the fastest."""
         ordered = sorted(self.saved["seconds"])
         return bool(ordered[len(ordered) * 3 // 4] > 1.5 * ordered[0])
-
-    def facts(self, one: "Run") -> dict[str, Any]:
-        """Its numbers; `speedup` is over this run of one process on one core, `batches` a digest of all samples."""
-        return {
-            "processes": self.setup.processes,
-            "cores": self.setup.cores,
-            "batches": self.saved["order"],
-            "epochs": len(self.saved["seconds"]),
-            "accuracy": self.saved["correct"] / self.saved["tested"],
-            "training_seconds": sum(self.saved["seconds"]),
-            "seconds": self.seconds,
-            "samples_per_second": self.samples_per_second,
-            "speedup": self.samples_per_second / one.samples_per_second,
-        }
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,9 @@ class Result:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What the runs have in common, and the numbers of each."""
-        runs = [run.facts(self.runs[0]) for run in self.runs]
+        runs = [run.facts for run in self.runs]
+        for run in runs:
+            run["speedup"] = run["samples_per_second"] / runs[0]["samples_per_second"]
         batches, accuracy = (runs[0][name] == runs[1][name] for name in ("batches", "accuracy"))
         return {
             "same": batches and accuracy and self.comparison.verdict == "same",
@@ -100,30 +98,27 @@ def setups() -> list[Setup]:
     return [Setup(1, 1), Setup(2, 2), Setup(1, 2)] if len(cores()) > 1 else [Setup(1, 1), Setup(2, 1)]
 
 
-def train(setup: Setup, directory: Path, epochs: int, told: Callable[[int, str], None]) -> Run:
-    """Run the script, tell each epoch's number and accuracy, and read what it saved."""
+def train(setup: Setup, directory: Path, epochs: int, told: Callable[[int, str, str], None]) -> Run:
+    """Run the script, tell how many epochs are done and the latest's accuracy, and read what the script saved."""
     out = directory / f"{setup.processes}-{setup.cores}.pt"
     lines = []
 
     def heard(line: str) -> None:
         if epoch := _EPOCH.match(line):
-            told(int(epoch[1]), epoch[2])
+            told(int(epoch[1]), f"{setup} ...", f" {epoch[2]}")
         else:
             lines.append(line)
 
-    result = Trial(
-        [str(SCRIPT), "--epochs", str(epochs), "--out", str(out)],
-        setup.processes,
-        directory / out.stem,
-        env={
-            # On a busy machine threads that spin for each other take ten times as long.
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-            "CUDA_VISIBLE_DEVICES": "",
-            "HIP_VISIBLE_DEVICES": "",
-            "SAMESTEP_EXACT_THREADS": str(max(1, setup.cores // setup.processes)),
-        },
-        cores=setup.cores,
-    ).run(heard)
+    told(0, f"{setup} ...", "")
+    env = {
+        # On a busy machine threads that spin for each other take ten times as long.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "SAMESTEP_EXACT_THREADS": str(max(1, setup.cores // setup.processes)),
+    }
+    words = [str(SCRIPT), "--epochs", str(epochs), "--out", str(out)]
+    result = Trial(words, setup.processes, directory / out.stem, env, setup.cores).run(heard)
     if result.code:
         raise WorkerFailed("\n".join([f"{setup} ended with exit code {result.code}:", *lines]))
     saved = read(out).state
@@ -139,18 +134,17 @@ def _in_words(speedups: Sequence[float], disturbed: bool) -> str:
             "What they show here is that both take the same steps."
         )
     _, two, wide = speedups
-    first = (
-        f"Two processes, each with a core, are {two:.2f} times as fast as one."
-        if two > 1 + _NOISE
-        else f"Two processes are no faster here than one ({two:.2f} times): the network is small, or the "
-        "cores are busy with other things."
-    )
+    first = f"Two processes, each with a core, are {two:.2f} times as fast as one."
+    if two <= 1 + _NOISE:
+        first = (
+            f"Two processes are no faster here than one ({two:.2f} times): the network is small, or the "
+            "cores are busy with other things."
+        )
+    second = f"is as fast as two ({wide:.2f} times)"
     if wide > two * (1 + _NOISE):
         second = f"is faster than two ({wide:.2f} times)"
     elif two > wide * (1 + _NOISE):
         second = f"is {wide:.2f} times as fast"
-    else:
-        second = f"is as fast as two ({wide:.2f} times)"
     last = "More processes pay where each brings a device or cores of its own."
     if disturbed:
         last += " Some epochs took much longer than others: the machine was busy. Try again when it is idle."

@@ -11,24 +11,23 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import log2
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from samestep.errors import UsageError, WorkerFailed
-from samestep.measure.scale import Plan, environment
+from samestep.measure.scale import Plan, Variant
 from samestep.measure.trial import Trial
 from samestep.measure.verdict import Row
 from samestep.placement.cores import cores
 from samestep.rundir import step_times_path
-from samestep.steptimes import PARTS, read_step_times
+from samestep.steptimes import PARTS, SHOWN, read_step_times
 
 CAPS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0)
 _FIRST_MB = 1.0  # DDP's own first bucket, where no size is asked for
 _MB = 1 << 20
 _ERROR = 0.05  # of the model itself, see docs/prediction.md
 _FINE_MB = 0.05
-_DRAWS = 200
+_SHARED = ("data", "copy", "forward", "backward")  # what a process with fewer samples has less of
 _UNITS = {"bit": 0.125, "B": 1.0}
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -124,10 +123,6 @@ class Prediction:
     best_mb: float
     best_gain: float
 
-    def facts(self) -> dict[str, Any]:
-        """As JSON."""
-        return vars(self)
-
 
 @dataclass(frozen=True)
 class Model:
@@ -137,89 +132,71 @@ class Model:
     fine: Ready  # as fractions of backward's time
     link: Link
     batch: float
-    jitter: Sequence[float]  # quantiles of a rank's own time in a step, as parts of its mean
+    jitter: Sequence[float]  # a rank's own time in each step, as parts of its mean, in ascending order
     weak: bool = False
 
     def part(self, size: int, name: str) -> float:
         """Seconds of a part at a size: a + b * share, through what was measured; constant where that is one size."""
+        seconds = [_mean(row, name) for row in self.rows]
         if self.weak:
-            return median(self._at(row, name) for row in self.rows)
-        points = [(1 / row.variant.size, self._at(row, name)) for row in self.rows]
-        if len(points) == 1:
-            share, seconds = points[0]
-            return seconds * (1 / size / share if name in ("data", "forward", "backward") else 1.0)
-        mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
-            (x - mean_x) ** 2 for x, _ in points
-        )
-        slope = max(0.0, min(slope, mean_y / mean_x))
-        return float(mean_y + slope * (1 / size - mean_x))
+            return median(seconds)
+        shares = [1 / row.variant.size for row in self.rows]
+        if len(shares) == 1:
+            return seconds[0] / size / shares[0] if name in _SHARED else seconds[0]
+        mean, share = sum(seconds) / len(seconds), sum(shares) / len(shares)
+        slope = max(0.0, min(linear_regression(shares, seconds).slope, mean / share))
+        return mean + slope * (1 / size - share)
 
     def step_s(self, size: int, cap_mb: float | None = None) -> tuple[float, float]:
         """Seconds of a step, and of these the seconds that wait for the exchange."""
-        own = {name: self.part(size, name) for name in PARTS if name not in ("exchange", "call")}
-        backward = own["backward"]
-        waits = 0.0
+        own = sum(self.part(size, name) for name in PARTS if name not in SHOWN["exchange"])
+        backward, waits = self.part(size, "backward"), 0.0
         if size > 1:
             ready = [(fraction * backward, num_bytes) for fraction, num_bytes in buckets(self.fine, cap_mb)]
             waits = max(0.0, exchange_end(ready, size, self.link) - backward)
-        return sum(own.values()) * self._slowest_of(size) + waits, waits
+        return own * self._slowest_of(size) + waits, waits
 
     def predict(self, size: int) -> Prediction:
         """For one size."""
         step, waits = self.step_s(size)
         by_cap = {cap: self.step_s(size, cap)[0] for cap in CAPS_MB}
         best = min(by_cap, key=lambda cap: by_cap[cap])
-        first = self.rows[0]
-        batch = self.batch * (size if self.weak else 1)
-        spread = (first.step_s.high - first.step_s.low) / 2 / first.step_s.value + _ERROR
-        alone = self.batch / self.step_s(1)[0]
+        measured = self.rows[0].step_s
+        spread = 1 + (measured.high - measured.low) / 2 / measured.value + _ERROR
+        rate = self.batch * (size if self.weak else 1) / step
+        efficiency = rate * self.step_s(1)[0] / self.batch / size
+        gain = step / by_cap[best]
         return Prediction(
-            size,
-            step,
-            batch / step,
-            batch / step / (1 + spread),
-            batch / step * (1 + spread),
-            batch / step / alone / size,
-            waits / step,
-            best,
-            step / by_cap[best],
+            size, step, rate, rate / spread, rate * spread, efficiency, waits / step, best, gain
         )
 
     def _slowest_of(self, size: int) -> float:
-        """How much longer the slowest of so many ranks takes than the mean."""
-        if len(self.jitter) < 2:
-            return 1.0
-        # the largest of n draws lies at the quantile u^(1/n), u uniform
-        at = (((k + 0.5) / _DRAWS) ** (1 / size) for k in range(_DRAWS))
-        return max(1.0, sum(map(self._quantile, at)) / _DRAWS)
+        """How much longer the slowest of so many ranks takes than the mean: the largest of so many draws."""
+        of = len(self.jitter)
+        weights = (((at + 1) / of) ** size - (at / of) ** size for at in range(of))
+        return sum(ratio * weight for ratio, weight in zip(self.jitter, weights, strict=True))
 
-    def _quantile(self, fraction: float) -> float:
-        at = fraction * (len(self.jitter) - 1)
-        low = min(int(at), len(self.jitter) - 2)
-        return self.jitter[low] + (at - low) * (self.jitter[low + 1] - self.jitter[low])
 
-    @staticmethod
-    def _at(row: Row, name: str) -> float:
-        return median(run.parts[name] for run in row.runs)
+def _mean(row: Row, name: str) -> float:
+    """Seconds of a part, as a mean over the ranks."""
+    ranks = [row.of_rank(rank)[name] for rank in range(row.variant.size)]
+    return sum(ranks) / len(ranks)
 
 
 def model_of(plan: Plan, rows: Sequence[Row], link: Link | None) -> Model:
     """Record the script's buckets in one more run, and measure the link where none is given."""
-    recorded, jitter = _recorded(plan, rows[-1].variant.cores)
-    first = rows[0]
-    batch = first.runs[0].samples_per_second * first.runs[0].step_s / (first.variant.size if plan.weak else 1)
+    fine, jitter = _recorded(plan, rows[-1].variant.cores)
+    first = rows[0].runs[0].said
+    batch = first.samples_per_second * first.step_s / (rows[0].variant.size if plan.weak else 1)
     known = [row for row in rows if not row.variant.settings]
-    return Model(known, recorded, link or measure_link(), batch, jitter, plan.weak)
+    return Model(known, fine, link or measure_link(), batch, jitter, plan.weak)
 
 
 def measure_link() -> Link:
     """Of this machine, by all-reduces of several sizes among two processes."""
     with TemporaryDirectory(prefix="samestep-") as directory:
         script = Path(__file__).with_name("sweep.py")
-        result = Trial([str(script)], 2, Path(directory), cores=min(2, len(cores()))).run()
-        if result.code:
-            raise WorkerFailed(result.failure or result.text)
+        result = Trial([str(script)], 2, Path(directory), cores=min(2, len(cores()))).run().checked()
         return link_from_sweep(json.loads(result.printed()[-1]), 2)
 
 
@@ -236,31 +213,27 @@ def _recorded(plan: Plan, each: int) -> tuple[list[tuple[float, float]], list[fl
     """Each bucket's ready time as a fraction of backward, of a run with small buckets that exchanges nothing."""
     with TemporaryDirectory(prefix="record-", dir=plan.directory) as directory:
         kept = Path(directory, "buckets.jsonl").absolute()
-        env = environment(plan) | {
+        env = {
             "SAMESTEP_RECORD_BUCKETS": str(kept),
             "SAMESTEP_DDP": json.dumps({"bucket_cap_mb": _FINE_MB}),
             "SAMESTEP_CHECK_EVERY": "0",
         }
-        result = Trial(plan.script, 2, Path(directory, "run"), env, min(2 * each, len(cores()))).run()
-        if result.code or not kept.exists():
-            raise WorkerFailed(
-                result.failure or f"{plan.script[0]} has no replica whose buckets could be recorded"
-            )
-        steps = [json.loads(line) for line in kept.read_text().splitlines()]
+        result = plan.trial(Variant(2, each), Path(directory, "run"), env).run().checked()
+        if not kept.exists():
+            raise WorkerFailed(f"{plan.script[0]} has no replica whose buckets could be recorded")
+        recorded: list[list[tuple[float, int]]] = [json.loads(line) for line in kept.read_text().splitlines()]
         times = read_step_times(step_times_path(result.run.path, 0))
     assert times is not None
-    at = {name: PARTS.index(name) for name in ("data", "copy", "forward", "backward")}
-    by_begin = sorted(times.steps, key=lambda step: step.began)
-    fractions: list[list[float]] = []
-    for step in by_begin:
-        begin = step.began + sum(step.parts[at[name]] for name in ("data", "copy", "forward"))
-        found = next((one for one in steps if begin - 1e-4 <= one[0][0] <= step.began + step.seconds), None)
-        if found and len(found) == len(steps[-1]):
-            fractions.append([min(1.0, max(0.0, (t - begin) / step.parts[at["backward"]])) for t, _ in found])
+    fractions = []
+    for step in times.steps:
+        parts = dict(zip(PARTS, step.parts, strict=True))
+        begin = step.began + parts["data"] + parts["copy"] + parts["forward"]
+        found = next((one for one in recorded if begin - 1e-4 <= one[0][0] <= step.began + step.seconds), [])
+        if len(found) == len(recorded[-1]):
+            fractions.append([min(1.0, max(0.0, (at - begin) / parts["backward"])) for at, _ in found])
     if not fractions:
         raise WorkerFailed(f"the buckets of {plan.script[0]} could not be recorded")
-    ready = list(accumulate((median(column) for column in zip(*fractions, strict=True)), max))
+    ready = accumulate((median(column) for column in zip(*fractions, strict=True)), max)
     own = [step.seconds for step in times.steps]
-    ordered = sorted(seconds / (sum(own) / len(own)) for seconds in own)
-    jitter = [ordered[round(k / 20 * (len(ordered) - 1))] for k in range(21)]
-    return [(at, num_bytes) for at, (_, num_bytes) in zip(ready, steps[-1], strict=True)], jitter
+    jitter = sorted(seconds * len(own) / sum(own) for seconds in own)
+    return [(at, num_bytes) for at, (_, num_bytes) in zip(ready, recorded[-1], strict=True)], jitter

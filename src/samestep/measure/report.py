@@ -1,18 +1,20 @@
-"""A measurement as a table for a terminal of 60 columns, as one HTML page that needs nothing else, and as PNGs."""
+"""A measurement as tables for a terminal of 60 columns, as one HTML page that needs nothing else, and as plots."""
 
 import html
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 
 from samestep.files import write_atomically
-from samestep.measure.plots import Plot, png, svg
+from samestep.measure.plots import plots_of
 from samestep.measure.predict import Prediction
-from samestep.measure.verdict import PARTS_SHOWN, Row
+from samestep.measure.verdict import Row
+from samestep.steptimes import SHOWN
+from samestep.text import percent
 
 _COLUMNS = 60
-_NAMES = {"slowest": "wait for slowest"}
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; color: #111; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; }
@@ -26,138 +28,113 @@ svg { width: 100%; height: auto; } figure { margin: 0; break-inside: avoid; }
 """
 
 
-def text_of(rows: Sequence[Row], verdict: str) -> str:
-    """Table, parts and verdict."""
-    names = [str(row.variant) for row in rows]
-    wide = min(18, max(9, *map(len, names)))
-    lines = [f"{'processes':{wide}}  samples/s   step ms          speed-up  efficiency"[:_COLUMNS]]
-    for row, name in zip(rows, names, strict=True):
-        speed = row.speedup
-        spread = f"{speed.value:.2f} ({speed.low:.2f}-{speed.high:.2f})"
-        lines += [name] if len(name) > wide else []
-        shown = "" if len(name) > wide else name
-        cells = f"{row.throughput.value:>10,.0f} {1e3 * row.step_s.value:>9.3g} {spread:>17} {row.efficiency:>8.0%}"
-        lines.append(f"{shown:{wide}} {cells.replace('%', ' %')}")
-    lines += ["", *_parts(rows, names), ""]
-    return "\n".join([*lines, *_hours(rows, wide), "", fill(verdict, _COLUMNS)])
+@dataclass(frozen=True)
+class Table:
+    """Cells below their heads; the first column names the rows."""
+
+    title: str
+    columns: Mapping[str, Sequence[str]]
+
+    def text(self) -> str:
+        """As many columns beside each other as 60 characters take, and the others below with the first again."""
+        wide = {head: max(map(len, (head, *cells))) for head, cells in self.columns.items()}
+        first, *heads = wide
+        blocks: list[list[str]] = []
+        for head in heads:
+            if not blocks or sum(wide[one] + 2 for one in (*blocks[-1], head)) + wide[first] > _COLUMNS:
+                blocks.append([])
+            blocks[-1].append(head)
+        lines = []
+        for block in blocks:
+            for at in range(-1, len(self.columns[first])):
+                cells = [(head, head if at < 0 else self.columns[head][at]) for head in (first, *block)]
+                name, *others = (text.rjust(wide[head]) for head, text in cells)
+                lines.append("  ".join([name.strip().ljust(wide[first]), *others]).rstrip())
+            lines.append("")
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """As an element of a page."""
+        rows = [[*self.columns], *zip(*self.columns.values(), strict=True)]
+        tags = ["th", *["td"] * len(rows)]
+        body = "".join(
+            f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in row)}</tr>"
+            for tag, row in zip(tags, rows, strict=False)
+        )
+        return f'<h2>{self.title}</h2><div class="table"><table>{body}</table></div>'
 
 
-def text_of_predictions(predicted: Sequence[Prediction]) -> str:
-    """A table, and which size of bucket would be best."""
-    lines = ["predicted  samples/s      interval  efficiency  exchange"]
-    for one in predicted:
-        interval = f"{one.low:,.0f}-{one.high:,.0f}"
-        cells = f"{one.samples_per_second:>10,.0f} {interval:>15} {one.efficiency:>9.0%} {one.waits:>8.0%}"
-        lines.append(f"{one.size:<9} {cells}".replace("%", " %"))
-    last = predicted[-1]
-    gain = (
-        f"{last.best_gain:.2f} times as fast as with DDP's own"
-        if last.best_gain > 1.02
-        else "no gain over DDP's own"
-    )
-    best = f"At {last.size} processes buckets of {last.best_mb:g} MB are best: {gain} (replicate(bucket_cap_mb=...))."
-    return "\n".join([*lines, "", fill(best, _COLUMNS)])
+@dataclass(frozen=True)
+class Report:
+    """All that is said of a measurement."""
 
+    rows: Sequence[Row]
+    verdict: str
+    predicted: Sequence[Prediction]
 
-def write_report(
-    directory: Path, title: str, rows: Sequence[Row], verdict: str, document: Mapping[str, object]
-) -> Path:
-    """Write report.json, report.html and, where matplotlib is installed, the plots as PNG; the page's path."""
-    plots = plots_of(rows)
-    for name, plot in plots.items():
-        png(plot, directory / f"{name}.png")
-    page = directory / "report.html"
-    write_atomically(page, _page(title, rows, verdict, plots).encode(), 0o644)
-    write_atomically(directory / "report.json", json.dumps(document, indent=1).encode(), 0o644)
-    return page
+    def text(self) -> str:
+        """For a terminal."""
+        said = [fill(text, _COLUMNS) for text in (self.verdict, *self._advice()) if text]
+        return "\n".join([*(table.text() for table in self.tables()), "\n\n".join(said)])
 
+    def write(self, directory: Path, title: str, document: Mapping[str, object]) -> Path:
+        """Write report.json, report.html and, where matplotlib is installed, the plots as PNG; the page's path."""
+        write_atomically(directory / "report.json", json.dumps(document, indent=1).encode(), 0o644)
+        plots = plots_of(self.rows, directory)
+        figures = "".join(f"<figure>{plot}</figure>" for plot in plots)
+        figures = figures or "<p>For plots: pip install 'samestep[plot]', and give the command again.</p>"
+        name, said = html.escape(title), " ".join([self.verdict, *self._advice()])
+        text = (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<style>{_STYLE}</style><h1>How {name} scales</h1><p>{html.escape(said)}</p>"
+            f'<div class="plots">{figures}</div>{"".join(table.html() for table in self.tables())}'
+            "<p>Medians, with the middle half of the runs in brackets.</p></html>\n"
+        )
+        page = directory / "report.html"
+        write_atomically(page, text.encode(), 0o644)
+        return page
 
-def plots_of(rows: Sequence[Row]) -> dict[str, Plot]:
-    """Throughput, speed-up beside the ideal one, and the step's time with its parts stacked."""
-    labels = [str(row.variant) for row in rows]
-    ideal = [row.variant.size / rows[0].variant.size for row in rows]
-    throughput = [row.throughput for row in rows]
-    speedup = [row.speedup for row in rows]
-    stacked = {_NAMES.get(name, name): [1e3 * row.parts[name] for row in rows] for name in PARTS_SHOWN}
-    return {
-        "throughput": Plot("Throughput", "samples/s", labels, {"measured": throughput}),
-        "speedup": Plot("Speed-up", "times", labels, {"measured": speedup}, ideal=ideal),
-        "step": Plot("Time of a step", "ms", labels, stacked={n: v for n, v in stacked.items() if any(v)}),
-    }
-
-
-def _parts(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """The parts of a step in percent, as many variants beside each other as there is room for."""
-    wide = max(7, *(len(name) + 1 for name in names))
-    most = max(1, (_COLUMNS - 18) // wide)
-    lines = []
-    for start in range(0, len(rows), most):
-        chosen, heads = rows[start : start + most], names[start : start + most]
-        lines.append(f"{'part of a step':18}" + "".join(f"{name:>{wide}}" for name in heads))
-        for part in PARTS_SHOWN:
-            shares = [row.parts[part] / row.step_s.value for row in chosen]
-            if max(shares) >= 0.005:
-                cells = "".join(f"{100 * share:>{wide - 2}.0f} %" for share in shares)
-                lines.append(f"{_NAMES.get(part, part):18}{cells}")
-        hidden = [row.hidden for row in chosen]
-        if any(one is not None for one in hidden):
-            known = (f"{'':>{wide}}" if one is None else f"{100 * one:>{wide - 2}.0f} %" for one in hidden)
-            lines.append(f"{'(exchange hidden)':18}" + "".join(known))
-    return lines
-
-
-def _hours(rows: Sequence[Row], wide: int) -> list[str]:
-    lines = [f"{'processes':{wide}}  samples/s each  device-hours an epoch"]
-    for row in rows:
-        each = row.throughput.value / row.variant.size
-        lines.append(f"{str(row.variant)[:wide]:{wide}} {each:>15,.0f} {row.device_hours:>22.3g}")
-    return lines
-
-
-def _page(title: str, rows: Sequence[Row], verdict: str, plots: Mapping[str, Plot]) -> str:
-    heads = [
-        "processes",
-        "cores each",
-        "samples/s",
-        "each",
-        "step",
-        "speed-up",
-        "efficiency",
-        "device-hours an epoch",
-    ]
-    table = [
-        [
-            str(row.variant),
-            str(row.variant.cores),
-            f"{row.throughput.value:,.0f} ({row.throughput.low:,.0f}-{row.throughput.high:,.0f})",
-            f"{row.throughput.value / row.variant.size:,.0f}",
-            f"{1e3 * row.step_s.value:.3g} ms",
-            f"{row.speedup.value:.2f} ({row.speedup.low:.2f}-{row.speedup.high:.2f})",
-            f"{row.efficiency:.0%}",
-            f"{row.device_hours:.3g}",
+    def tables(self) -> list[Table]:
+        """Runs, parts of a step, and what was predicted."""
+        names = [str(row.variant) for row in self.rows]
+        runs = {
+            "processes": names,
+            "samples/s": [f"{row.throughput.value:,.0f}" for row in self.rows],
+            "step ms": [f"{1e3 * row.step_s.value:.3g}" for row in self.rows],
+            "speed-up": [str(row.speedup) for row in self.rows],
+            "efficiency": [percent(row.efficiency) for row in self.rows],
+            "samples/s each": [f"{row.throughput.value / row.variant.size:,.0f}" for row in self.rows],
+            "cores each": [str(row.variant.cores) for row in self.rows],
+            "device-hours an epoch": [f"{row.device_hours:.3g}" for row in self.rows],
+        }
+        shown = [
+            part for part in SHOWN if any(row.parts[part] >= 0.005 * row.step_s.value for row in self.rows)
         ]
-        for row in rows
-    ]
-    parts = [
-        [_NAMES.get(name, name), *(f"{1e3 * row.parts[name]:.3g} ms" for row in rows)]
-        for name in PARTS_SHOWN
-        if any(row.parts[name] for row in rows)
-    ]
-    figures = "".join(f"<figure>{svg(plot)}</figure>" for plot in plots.values())
-    name = html.escape(title)
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style><h1>How {name} scales</h1><p>{html.escape(verdict)}</p>"
-        f'<div class="plots">{figures}</div>'
-        f"<h2>Runs</h2>{_table(heads, table)}<p>Medians, with the middle half of the runs in brackets.</p>"
-        f"<h2>Parts of a step</h2>{_table(['part', *(str(row.variant) for row in rows)], parts)}</html>\n"
-    )
+        hidden = any(row.hidden is not None for row in self.rows)
+        parts = {"part of a step": [*shown, *(["(exchange hidden)"] * hidden)]}
+        for row, name in zip(self.rows, names, strict=True):
+            cells = [percent(row.parts[part] / row.step_s.value) for part in shown]
+            parts[name] = [*cells, *(["" if row.hidden is None else percent(row.hidden)] * hidden)]
+        tables = [Table("Runs", runs), Table("Parts of a step", parts)]
+        if self.predicted:
+            predicted = {
+                "predicted": [str(one.size) for one in self.predicted],
+                "samples/s": [f"{one.samples_per_second:,.0f}" for one in self.predicted],
+                "interval": [f"{one.low:,.0f}-{one.high:,.0f}" for one in self.predicted],
+                "efficiency": [percent(one.efficiency) for one in self.predicted],
+                "exchange": [percent(one.waits) for one in self.predicted],
+            }
+            tables.append(Table("Predicted", predicted))
+        return tables
 
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="table"><table><tr>{head}</tr>{body}</table></div>'
+    def _advice(self) -> list[str]:
+        """Which size of bucket would be best at the largest size predicted."""
+        if not self.predicted:
+            return []
+        last, gain = self.predicted[-1], "no gain over DDP's own"
+        if last.best_gain > 1.02:
+            gain = f"{last.best_gain:.2f} times as fast as with DDP's own"
+        return [
+            f"At {last.size} processes buckets of {last.best_mb:g} MB are best: {gain} (replicate(bucket_cap_mb=...))."
+        ]

@@ -8,22 +8,20 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from samestep.errors import UsageError, WorkerFailed
+from samestep.errors import UsageError
 from samestep.measure.trial import Trial
 from samestep.placement.cores import cores as usable_cores
 from samestep.rundir import step_times_path
-from samestep.steptimes import Breakdown, Reading, breakdown, read_step_times
+from samestep.start.python import scripts_python
+from samestep.steptimes import Breakdown, breakdown, read_step_times
+from samestep.text import duration
 
 LAUNCHERS = ("run", "torchrun", "srun")
 _NOT_OFFERED = {"method": "samestep trains with DistributedDataParallel", "n": "sizes are given by -n"}
@@ -41,12 +39,17 @@ class Variant:
         return ", ".join([str(self.size), *(f"{name}={value}" for name, value in self.settings)])
 
     @property
-    def launcher(self) -> str:
-        return self._asked("launcher") or ("srun" if "SLURM_JOB_ID" in os.environ else "run")
-
-    @property
-    def nodes(self) -> str:
-        return self._asked("nodes")
+    def launcher(self) -> list[str]:
+        """What stands before the script where samestep's own launcher does not start it."""
+        asked = dict(self.settings)
+        name = asked.get("launcher") or ("srun" if "SLURM_JOB_ID" in os.environ else "run")
+        if name == "torchrun":
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.size}"]
+            return [scripts_python(), *torchrun]
+        if name == "srun":
+            srun = ["srun", f"--ntasks={self.size}", f"--cpus-per-task={self.cores}", "--exact"]
+            return [*srun, *(f"--nodes={asked[key]}" for key in asked if key == "nodes"), scripts_python()]
+        return []
 
     @property
     def env(self) -> dict[str, str]:
@@ -61,9 +64,6 @@ class Variant:
                 ddp[name] = json.loads(value) if value[:1] in "0123456789-[tf" else value
         return env | ({"SAMESTEP_DDP": json.dumps(ddp)} if ddp else {})
 
-    def _asked(self, name: str) -> str:
-        return dict(self.settings).get(name, "")
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -72,14 +72,7 @@ class Measured:
     variant: Variant
     repeat: int
     seconds: float  # from the start of the launcher to the end
-    step_s: float
-    samples_per_second: float
-    parts: Mapping[str, float]
-    slowest: int | None
-    hidden: float | None
-    steps: int
-    samples_per_epoch: int
-    ranks: Sequence[Mapping[str, float]]  # parts by rank, as seconds of a step
+    said: Breakdown
 
 
 @dataclass(frozen=True)
@@ -102,13 +95,20 @@ class Plan:
         name = next((Path(word).stem for word in self.script if word != "-m"), "script")
         return root / f"scale-{name}-{hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
+    def trial(self, variant: Variant, directory: Path, env: Mapping[str, str]) -> Trial:
+        """One run of a variant, which ends after the plan's steps."""
+        told = {"SAMESTEP_METER": "0", "SAMESTEP_MEASURE_STEPS": str(self.steps), **variant.env, **env}
+        told |= {"SAMESTEP_WEAK": "1"} if self.weak else {}
+        cores = min(variant.cores * variant.size, len(usable_cores()))
+        return Trial(self.script, variant.size, directory, told, cores, launcher=variant.launcher)
+
 
 def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> list[Variant]:
     """Every size with every combination of the settings; at all sizes a process has as many cores."""
     choices = []
     for text in vary:
-        name, equals, values = text.partition("=")
-        if not name or not equals or not all(values.split(",")):
+        name, _, values = text.partition("=")
+        if not name or not all(values.split(",")):
             raise UsageError(
                 f"--vary {text} is not a name and its values; write for instance --vary bucket_cap_mb=1,25"
             )
@@ -121,9 +121,10 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
     return [Variant(size, cores, settings) for size in sizes for settings in product(*choices)]
 
 
-def measure(plan: Plan, told: Callable[[Variant, int, int, float | None], None]) -> list[Measured]:
-    """All runs of the plan, those of an interrupted measurement included; `told` before each: which, and how long.
+def measure(plan: Plan, told: Callable[[int, str, str], None]) -> list[Measured]:
+    """All runs of the plan, those of an interrupted measurement included.
 
+    Before each run `told` hears how many are done, which is next, and how long they will take.
     Raises WorkerFailed where a run fails, UsageError where a script takes no steps that can be measured.
     """
     kept = plan.directory / "runs.jsonl"
@@ -132,49 +133,28 @@ def measure(plan: Plan, told: Callable[[Variant, int, int, float | None], None])
     plan.directory.mkdir(parents=True, exist_ok=True)
     found = [_from_json(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {(one.variant, one.repeat) for one in found}
-    order = [
-        (variant, repeat)
-        for repeat in range(plan.repeat)
-        for variant in (
-            *plan.variants[repeat % len(plan.variants) :],
-            *plan.variants[: repeat % len(plan.variants)],
-        )
-    ]
+    order = []
+    for repeat in range(plan.repeat):
+        first = repeat % len(plan.variants)
+        order += [(one, repeat) for one in (*plan.variants[first:], *plan.variants[:first])]
     with kept.open("a") as file:
         for number, (variant, repeat) in enumerate(order, 1):
             if (variant, repeat) in done:
                 continue
-            told(variant, number, len(order), _left_s(order[number - 1 :], found))
+            left = ""
+            if found:
+                mean_s = sum(one.seconds for one in found) / len(found)
+                left = f", about {duration(mean_s * (len(order) - number + 1))} left"
+            told(number - 1, f"run {number} of {len(order)}: {variant}", left)
             found.append(_run(plan, variant, repeat))
             print(json.dumps(asdict(found[-1])), file=file, flush=True)
     return found
 
 
-def environment(plan: Plan) -> dict[str, str]:
-    """What every run of a plan is told."""
-    weak = {"SAMESTEP_WEAK": "1"} if plan.weak else {}
-    return {"SAMESTEP_METER": "0", "SAMESTEP_MEASURE_STEPS": str(plan.steps), **weak}
-
-
-def _left_s(order: Sequence[tuple[Variant, int]], found: Sequence[Measured]) -> float | None:
-    """How long the runs still to do will take, as far as runs so far tell."""
-    if not found:
-        return None
-    took: dict[Variant, list[float]] = {}
-    for one in found:
-        took.setdefault(one.variant, []).append(one.seconds)
-    mean = sum(one.seconds for one in found) / len(found)
-    return sum(sum(took[variant]) / len(took[variant]) if variant in took else mean for variant, _ in order)
-
-
 def _run(plan: Plan, variant: Variant, repeat: int) -> Measured:
-    env = environment(plan) | variant.env
     with tempfile.TemporaryDirectory(prefix="run-", dir=plan.directory) as directory:
-        began = time.monotonic()
-        by_us = variant.launcher == "run"
-        run = (_by_samestep if by_us else _by_another)(plan.script, variant, env, Path(directory).absolute())
-        seconds = time.monotonic() - began
-        return measured_of(plan.script[0], run, variant, repeat, seconds)
+        result = plan.trial(variant, Path(directory), {}).run().checked()
+        return measured_of(plan.script[0], result.run.path, variant, repeat, result.seconds)
 
 
 def measured_of(name: str, run: Path, variant: Variant, repeat: int, seconds: float) -> Measured:
@@ -187,69 +167,11 @@ def measured_of(name: str, run: Path, variant: Variant, repeat: int, seconds: fl
             f"{name} took too few steps over samestep.loader or samestep.steps at {variant} to be measured; "
             "give it more to do, or convert it first"
         )
-    return _measured(variant, repeat, seconds, said, readings)
-
-
-def _measured(
-    variant: Variant, repeat: int, seconds: float, said: Breakdown, readings: Mapping[int, Reading]
-) -> Measured:
-    progress = readings[0].progress
-    ranks = [
-        {name: value / one.progress.steps for name, value in one.sums.items()} for one in readings.values()
-    ]
-    return Measured(
-        variant,
-        repeat,
-        seconds,
-        said.step_s,
-        said.samples_per_second,
-        said.parts,
-        said.slowest,
-        said.hidden,
-        progress.steps,
-        round(progress.all / progress.steps * progress.batches),
-        ranks,
-    )
-
-
-def _by_samestep(script: Sequence[str], variant: Variant, env: Mapping[str, str], directory: Path) -> Path:
-    cores = min(variant.cores * variant.size, len(usable_cores()))
-    result = Trial(script, variant.size, directory, env, cores).run()
-    if result.code:
-        raise WorkerFailed(result.failure or result.text)
-    return result.run.path
-
-
-def _by_another(script: Sequence[str], variant: Variant, env: Mapping[str, str], directory: Path) -> Path:
-    """By torchrun or srun, with the same cores; the meter's files go where a run of ours has them."""
-    for part in ("pulse", "logs", "failures"):
-        (directory / part).mkdir()
-    if variant.launcher == "torchrun":
-        allowed = sorted(usable_cores())[: variant.cores * variant.size]
-        bind = f"import os, sys; os.sched_setaffinity(0, {allowed}); os.execv(sys.argv[1], sys.argv[1:])"
-        command = [sys.executable, "-c", bind]
-        command += [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={variant.size}", *script]
-    else:
-        command = ["srun", f"--ntasks={variant.size}", f"--cpus-per-task={variant.cores}", "--exact"]
-        command += [f"--nodes={variant.nodes}"] if variant.nodes else []
-        command += [sys.executable, *script]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **env, "SAMESTEP_RUN": str(directory)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    if done.returncode:
-        raise WorkerFailed(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stdout}")
-    return directory
+    return Measured(variant, repeat, seconds, said)
 
 
 def _from_json(line: str) -> Measured:
-    facts: dict[str, Any] = json.loads(line)
+    facts = json.loads(line)
     of = facts["variant"]
-    settings = tuple((name, value) for name, value in of["settings"])
-    return Measured(**{**facts, "variant": Variant(of["size"], of["cores"], settings)})
+    variant = Variant(of["size"], of["cores"], tuple((name, value) for name, value in of["settings"]))
+    return Measured(variant, facts["repeat"], facts["seconds"], Breakdown(**facts["said"]))

@@ -1,7 +1,7 @@
-"""Runs a script at a size with settings, under the launcher of `samestep run`, and returns what came out.
+"""Runs a script at a size with settings, under `samestep run` or another launcher, and returns what came out.
 
 Covered: the script, its launcher and all that they start end with the trial: when it is over, when its time limit
-has passed, at an exception such as Ctrl-C, and when this process is killed.
+has passed, at an exception such as Ctrl-C, and, under `samestep run`, when this process is killed.
 """
 
 import json
@@ -19,7 +19,7 @@ from threading import Thread, Timer
 from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.runs import Run, read_run
 from samestep.placement.devices import share_cores
-from samestep.rundir import log_path
+from samestep.rundir import begin_run, log_path, start_record
 from samestep.start.python import scripts_python
 from samestep.start.script import Script, run_script
 
@@ -42,6 +42,12 @@ class Result:
         """The launcher's report of the first failure."""
         return self.run.result.get("failure") if self.run.result else None
 
+    def checked(self) -> "Result":
+        """The same; a WorkerFailed with the report where the script failed."""
+        if self.code:
+            raise WorkerFailed(self.failure or self.text)
+        return self
+
     def printed(self, rank: int = 0) -> list[str]:
         """The lines that a rank printed."""
         return log_path(self.run.path, rank).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -58,12 +64,13 @@ class Trial:
     cores: int | None = None  # for all processes together; None: all that this process may use
     time_limit_s: float | None = None
     through: Sequence[str] = ()  # a module that runs the script, such as a recorder, and its own arguments
+    launcher: Sequence[str] = ()  # what stands before the script on another launcher's command line
 
     def run(self, heard: Callable[[str], None] = lambda line: None) -> Result:
         """Run it to its end; `heard` gets each line of rank 0 and of the launcher as it is printed."""
         began = time.monotonic()
         lines = []
-        with _started(self._order()) as launcher:
+        with self._started() as launcher:
             timer = Timer(self.time_limit_s or 0, launcher.terminate)
             timer.daemon = True
             if self.time_limit_s is not None:
@@ -81,6 +88,38 @@ class Trial:
             raise WorkerFailed(text.strip() or f"the launcher ended with exit code {code}")
         return Result(TIMED_OUT if timed_out else code, time.monotonic() - began, text, runs[0])
 
+    @contextmanager
+    def _started(self) -> Iterator[subprocess.Popen[str]]:
+        """The launcher, in a process group of its own, which ends on leaving."""
+        # -P: a file in the user's directory must not be imported instead of a module.
+        command, env = [sys.executable, "-P", "-m", "samestep.measure.trial"], dict(os.environ)
+        if self.launcher:
+            command, run = [*self.launcher, *self.script], self.directory.absolute() / "run"
+            begin_run(run, start_record(command, self.size, time.time()))
+            env |= {**self.env, "SAMESTEP_RUN": str(run)}
+        with _on_cores(self.cores):
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL if self.launcher else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
+        try:
+            if process.stdin is not None:
+                print(json.dumps(self._order()), file=process.stdin, flush=True)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.communicate(timeout=_LAUNCHER_STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
     def _order(self) -> dict[str, object]:
         """What the launcher process reads from its stdin."""
         through = ["-m", *self.through] if self.through else []
@@ -90,7 +129,6 @@ class Trial:
             "size": self.size,
             "run_dir": str(self.directory),
             "env": dict(self.env),
-            "cores": self.cores,
         }
 
 
@@ -113,29 +151,19 @@ def end_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _started(order: Mapping[str, object]) -> Iterator[subprocess.Popen[str]]:
-    """The launcher, in a process group of its own, which ends on leaving."""
-    process = subprocess.Popen(
-        # -P: a file in the user's directory must not be imported instead of a module.
-        [sys.executable, "-P", "-m", "samestep.measure.trial"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        process_group=0,
-    )
+def _on_cores(count: int | None) -> Iterator[None]:
+    """What is started meanwhile has one core, or some that are far apart; under a quota all cores are as good."""
+    shares, _ = share_cores(max(2, count or 0))
+    chosen = {share[0] for share in shares[:count] if share}
+    if count is None or len(chosen) < count:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, chosen)
     try:
-        assert process.stdin is not None
-        print(json.dumps(order), file=process.stdin, flush=True)
-        yield process
+        yield
     finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=_LAUNCHER_STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        os.sched_setaffinity(0, before)
 
 
 def main() -> int:
@@ -146,8 +174,6 @@ def main() -> int:
     with open(pipe, encoding="utf-8", closefd=False) as lines:
         order = json.loads(lines.readline())
     Thread(target=_end_with, args=(pipe,), daemon=True).start()
-    if cores := order.pop("cores"):
-        _use_cores(cores)
     try:
         return run_script(Script(**order, patience_s=_STOP_S))
     except (UsageError, OSError) as error:
@@ -159,14 +185,6 @@ def _end_with(pipe: int) -> None:
     while os.read(pipe, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _use_cores(count: int) -> None:
-    """Keep to one core, or to some that are far apart; under a quota all cores are as good."""
-    shares, _ = share_cores(max(2, count))
-    chosen = {share[0] for share in shares[:count] if share}
-    if len(chosen) == count:
-        os.sched_setaffinity(0, chosen)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What measured runs say: throughput, speed-up and efficiency with their spread, what limits them, what would help."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -8,26 +9,60 @@ from math import log2
 from statistics import median
 from typing import Any
 
-from samestep.measure.plots import Spread
 from samestep.measure.scale import Measured, Variant
-from samestep.steptimes import PARTS
+from samestep.steptimes import PARTS, SHOWN
+from samestep.text import counted, percent
 
-PARTS_SHOWN = ("data", "compute", "exchange", "slowest", "optimizer", "checkpoint", "evaluation", "rest")
-_OF = {"copy": "data", "forward": "compute", "backward": "compute", "call": "exchange"}
 _LEAST = 0.1  # a part below a tenth of the step is no limit
 _WORTH = 1.3  # what a doubling has to gain
-_ADVICE = {
-    "data": "give the loader more workers (num_workers=), faster storage or less to do for each sample",
-    "exchange": "a larger batch, fewer exchanges (samestep.steps with no_sync), a faster link, or smaller buckets for "
-    "a slow one (see scale --predict)",
-    "slowest": "look at what is different there: cores, other programs, samples that take longer",
-    "optimizer": "every process takes the whole optimizer step: fused=True, or a simpler optimizer",
-    "checkpoint": "commit less often (every=)",
-    "evaluation": "evaluate less often",
-    "rest": "look at what the loop does after backward() besides the optimizer's step: logging, .item(), "
-    "metrics",
-    "compute": "give each process more samples (a larger batch), or use fewer processes",
+# Of each part of a step: what it means that it takes the most, and what helps.
+_LIMITS = {
+    "data": (
+        "The loader limits it: processes wait for data",
+        "give the loader more workers (num_workers=), faster storage or less to do for each sample",
+    ),
+    "compute": (
+        "The model limits it: each process has fewer samples, and computing them does not take so much less time",
+        "give each process more samples (a larger batch), or use fewer processes",
+    ),
+    "exchange": (
+        "The exchange of gradients limits it: processes wait for it",
+        "a larger batch, fewer exchanges (samestep.steps with no_sync), a faster link, or smaller buckets for a slow "
+        "one (see scale --predict)",
+    ),
+    "slowest rank": (
+        "A slow rank limits it: the others wait for {who}",
+        "look at what is different there: cores, other programs, samples that take longer",
+    ),
+    "optimizer": (
+        "The optimizer limits it",
+        "every process takes the whole optimizer step: fused=True, or a simpler optimizer",
+    ),
+    "checkpoint": ("Checkpoints limit it", "commit less often (every=)"),
+    "evaluation": ("Evaluation inside the loop limits it", "evaluate less often"),
+    "rest": (
+        "The script's own code in the loop limits it",
+        "look at what the loop does after backward() besides the optimizer's step: logging, .item(), metrics",
+    ),
 }
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the middle half around it."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        ordered = sorted(values)
+        quarter = len(ordered) // 4
+        return cls(median(ordered), ordered[quarter], ordered[-1 - quarter])
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass(frozen=True)
@@ -39,19 +74,28 @@ class Row:
     base: Sequence[Measured]
     weak: bool
 
+    @property
+    def processes(self) -> str:
+        return counted(self.variant.size, "process")
+
     @cached_property
     def throughput(self) -> Spread:
-        return Spread.of(run.samples_per_second for run in self.runs)
+        return Spread.of(run.said.samples_per_second for run in self.runs)
 
     @cached_property
     def step_s(self) -> Spread:
-        return Spread.of(run.step_s for run in self.runs)
+        return Spread.of(run.said.step_s for run in self.runs)
 
     @cached_property
     def speedup(self) -> Spread:
-        """Formed within each repeat, so that what disturbs the machine for long cancels out."""
-        base = {run.repeat: run.samples_per_second for run in self.base}
-        return Spread.of(run.samples_per_second / base[run.repeat] for run in self.runs if run.repeat in base)
+        return self.over(self.base)
+
+    def over(self, others: Sequence[Measured]) -> Spread:
+        """Times as fast: formed within each repeat, so that what disturbs the machine for long cancels out."""
+        base = {run.repeat: run.said.samples_per_second for run in others}
+        return Spread.of(
+            run.said.samples_per_second / base[run.repeat] for run in self.runs if run.repeat in base
+        )
 
     @property
     def efficiency(self) -> float:
@@ -60,28 +104,23 @@ class Row:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part, scaled to the median step."""
-        found = dict.fromkeys(PARTS_SHOWN, 0.0)
-        for name in (*PARTS, "slowest"):
-            found[_OF.get(name, name)] += median(run.parts[name] for run in self.runs)
-        for name in (
-            "checkpoint",
-            "evaluation",
-        ):  # what rank 0 does alone the others wait for in the next exchange
-            ranks = [median(run.ranks[rank][name] for run in self.runs) for rank in range(self.variant.size)]
-            waited = min(found["slowest"], max(ranks) - sum(ranks) / len(ranks))
-            found[name], found["slowest"] = found[name] + waited, found["slowest"] - waited
+        found = {name: median(run.said.parts[name] for run in self.runs) for name in SHOWN}
         factor = self.step_s.value / (sum(found.values()) or 1.0)
         return {name: seconds * factor for name, seconds in found.items()}
 
+    def of_rank(self, rank: int) -> dict[str, float]:
+        """Seconds of a step that this rank spends in each of PARTS."""
+        return {name: median(run.said.ranks[rank][name] for run in self.runs) for name in PARTS}
+
     @property
     def hidden(self) -> float | None:
-        found = [run.hidden for run in self.runs if run.hidden is not None]
+        found = [run.said.hidden for run in self.runs if run.said.hidden is not None]
         return median(found) if found else None
 
     @property
     def device_hours(self) -> float:
         """For one epoch."""
-        return self.variant.size * self.runs[0].samples_per_epoch / self.throughput.value / 3600
+        return self.variant.size * self.runs[0].said.samples_per_epoch / self.throughput.value / 3600
 
     def facts(self) -> dict[str, Any]:
         """As JSON."""
@@ -111,137 +150,93 @@ def rows_of(measured: Sequence[Measured], variants: Sequence[Variant], weak: boo
 
 @dataclass(frozen=True)
 class Limit:
-    """What takes the largest part of a step besides compute that more processes would share."""
+    """The part of a step that takes the most, besides compute that more processes would share."""
 
     name: str
     seconds: float
-    share: float
-    rank: int | None = None
+    of_s: float
+    who: str = "one rank, in turns"
     because: str = ""
 
     def __str__(self) -> str:
-        share = f"{1e3 * self.seconds:.3g} ms of each step, {self.share:.0%}".replace("%", " %")
-        return {
-            "data": f"The loader limits it: processes wait for data ({share}).",
-            "exchange": f"The link limits it: processes wait for the exchange of gradients ({share}).",
-            "slowest": f"A slow rank limits it: the others wait for {self._who()} ({share}){self.because}.",
-            "optimizer": f"The optimizer limits it ({share}).",
-            "checkpoint": f"Checkpoints limit it ({share}, spread over all steps).",
-            "evaluation": f"Evaluation inside the loop limits it ({share}).",
-            "rest": f"The script's own code in the loop limits it ({share}).",
-            "compute": "The model limits it: with more processes each has fewer samples, and computing them does not "
-            f"become so much faster ({share} more than an equal part).",
-        }[self.name]
-
-    def _who(self) -> str:
-        return f"rank {self.rank}" if self.rank is not None else "one rank, in turns"
+        what, helps = _LIMITS[self.name]
+        took = f"{1e3 * self.seconds:.3g} ms of each step, {percent(self.seconds / self.of_s)}"
+        faster = f"Without that it would be up to {self.of_s / max(self.of_s - self.seconds, 0.01 * self.of_s):.2f}"
+        return f"{what.format(who=self.who)} ({took}){self.because}. {faster} times as fast. What helps: {helps}."
 
 
 def limit_of(row: Row, first: Row) -> Limit | None:
     """What limits a variant; None where it is compute, of which each process has an equal part."""
-    step_s = row.step_s.value
-    candidates = {name: seconds for name, seconds in row.parts.items() if name != "compute"}
-    share = 1.0 if row.weak else first.variant.size / row.variant.size
-    candidates["compute"] = row.parts["compute"] - first.parts["compute"] * share
-    slow, because = _slow_rank(row)
+    found = dict(row.parts)
+    found["compute"] -= first.parts["compute"] * (1.0 if row.weak else first.variant.size / row.variant.size)
+    slow = Counter(run.said.slowest for run in row.runs).most_common(1)[0][0]
     if slow is not None:  # all others wait for it, and it for none of them
-        candidates["slowest"] *= row.variant.size / (row.variant.size - 1)
-    name = max(candidates, key=lambda name: candidates[name])
-    if candidates[name] < _LEAST * step_s:
+        found["slowest rank"] *= row.variant.size / (row.variant.size - 1)
+    name = max(found, key=lambda name: found[name])
+    if found[name] < _LEAST * row.step_s.value:
         return None
-    return Limit(name, candidates[name], candidates[name] / step_s, slow, because)
+    named = _slow_rank(row, slow) if name == "slowest rank" and slow is not None else ()
+    return Limit(name, found[name], row.step_s.value, *named)
 
 
-def _slow_rank(row: Row) -> tuple[int | None, str]:
-    named = [run.slowest for run in row.runs]
-    rank = max(set(named), key=named.count)
-    if rank is None or len(row.runs[0].ranks) <= rank:
-        return rank, ""
-    ranks = [
-        {name: median(run.ranks[at][name] for run in row.runs) for name in PARTS}
-        for at in range(row.variant.size)
-    ]
-    others = {name: median(one[name] for at, one in enumerate(ranks) if at != rank) for name in PARTS}
-    longer = {name: ranks[rank][name] - others[name] for name in PARTS}
-    part = max(longer, key=lambda name: longer[name])
-    here, there = 1e3 * ranks[rank][part], 1e3 * others[part]
-    return rank, f"; its {part} takes {here:.3g} ms, that of the others {there:.3g} ms"
+def _slow_rank(row: Row, rank: int) -> tuple[str, str]:
+    """Its name, and which part takes it longer than the others."""
+    own = row.of_rank(rank)
+    ranks = [row.of_rank(at) for at in range(row.variant.size) if at != rank]
+    others = {name: median(one[name] for one in ranks) for name in PARTS}
+    part = max(PARTS, key=lambda name: own[name] - others[name])
+    return f"rank {rank}", (
+        f"; its {part} takes {1e3 * own[part]:.3g} ms, that of the others {1e3 * others[part]:.3g} ms"
+    )
 
 
 def verdict(rows: Sequence[Row]) -> str:
     """In words: what the extra processes bring, up to where they are worth it, what limits, and what would help."""
     first, last = rows[0], rows[-1]
     if any(row.variant.settings for row in rows):
-        return f"{_best(rows)} {_limits(last, first)}"
-    said = [_gain(last, first)] if len(rows) > 1 else []
-    return " ".join([*said, *_knee(rows), _limits(last, first)])
+        said = [_best(rows)]
+    else:
+        said = [_gain(last, first), *_knee(rows)] if len(rows) > 1 else []
+    compute = percent(last.parts["compute"] / last.step_s.value)
+    limit = (
+        limit_of(last, first) or f"Nothing but the model's own compute limits it ({compute} of each step)."
+    )
+    return " ".join([*said, str(limit)])
 
 
 def _gain(row: Row, first: Row) -> str:
-    speed, base = row.speedup, _processes(first.variant.size)
-    times = f"{speed.value:.2f} times as fast as {base} ({speed.low:.2f}-{speed.high:.2f}"
-    return f"{_processes(row.variant.size)} are {times}), an efficiency of {_percent(row.efficiency)}."
+    speed = row.speedup
+    times = f"{speed.value:.2f} times as fast as {first.processes} ({speed.low:.2f}-{speed.high:.2f})"
+    return f"{row.processes} are {times}, an efficiency of {percent(row.efficiency)}."
 
 
-def _knee(rows: Sequence[Row]) -> list[str]:
+def _knee(rows: Sequence[Row]) -> Iterable[str]:
     """How much each doubling gained, and the last size that was worth it."""
-    if len(rows) < 2:
-        return []
     gains = []
     for before, after in pairwise(rows):
         ratio = after.variant.size / before.variant.size
-        gain = after.speedup.value / before.speedup.value
-        gains.append(gain ** (1 / log2(ratio)) if ratio > 1 else 1.0)
-    knee = next((at for at, gain in enumerate(gains) if gain < _WORTH), len(gains))
-    said = []
+        gains.append((after.speedup.value / before.speedup.value) ** (1 / log2(ratio)))
     if len(rows) > 2:
-        sizes = f"from {rows[-2].variant.size} to {_processes(rows[-1].variant.size)}"
-        said.append(
-            f"Going {sizes} made it {rows[-1].speedup.value / rows[-2].speedup.value:.2f} times as fast."
-        )
-    hours, once = rows[knee].device_hours, f"{rows[0].device_hours:.2g} at {rows[0].variant.size}"
-    if knee == 0:
-        said.append(f"More than {_processes(rows[0].variant.size)} is not worth it here.")
+        gain = rows[-1].speedup.value / rows[-2].speedup.value
+        yield f"Going from {rows[-2].variant.size} to {rows[-1].processes} made it {gain:.2f} times as fast."
+    first, knee = rows[0], rows[next((at for at, gain in enumerate(gains) if gain < _WORTH), len(gains))]
+    if knee is first:
+        yield f"More than {first.processes} is not worth it here."
     else:
-        said.append(
-            f"It is worth it up to {_processes(rows[knee].variant.size)} ({hours:.2g} device-hours an epoch, {once})."
+        hours = (
+            f"{knee.device_hours:.2g} device-hours an epoch, {first.device_hours:.2g} at {first.variant.size}"
         )
-    return said
+        yield f"It is worth it up to {knee.processes} ({hours})."
 
 
 def _best(rows: Sequence[Row]) -> str:
     """Which setting is fastest, and whether that is more than the noise."""
-    best = max(rows, key=lambda row: row.throughput.value)
-    others = [row for row in rows if row.variant.size == best.variant.size and row is not best]
-    if not others:
+    best, *others = sorted(rows, key=lambda row: -row.throughput.value)
+    second = next((row for row in others if row.variant.size == best.variant.size), None)
+    if second is None:
         return f"{best.variant} is fastest."
-    second = max(others, key=lambda row: row.throughput.value)
-    ratio = Spread.of(
-        mine.samples_per_second / theirs.samples_per_second
-        for mine in best.runs
-        for theirs in second.runs
-        if mine.repeat == theirs.repeat
-    )
+    ratio = best.over(second.runs)
     interval = f"{ratio.value:.2f} times {second.variant} ({ratio.low:.2f}-{ratio.high:.2f})"
     if ratio.low <= 1.0:
         return f"No setting is clearly faster than the others: {best.variant} is {interval}."
     return f"{best.variant} is fastest: {interval}."
-
-
-def _limits(row: Row, first: Row) -> str:
-    found = limit_of(row, first)
-    if found is None:
-        compute = row.parts["compute"] / row.step_s.value
-        return f"Nothing but the model's own compute limits it ({_percent(compute)} of each step)."
-    gain = row.step_s.value / (row.step_s.value - found.seconds) if found.share < 0.99 else 99.0
-    return (
-        f"{found} Without that it would be up to {gain:.2f} times as fast. What helps: {_ADVICE[found.name]}."
-    )
-
-
-def _processes(size: int) -> str:
-    return "1 process" if size == 1 else f"{size} processes"
-
-
-def _percent(fraction: float) -> str:
-    return f"{fraction:.0%}".replace("%", " %")

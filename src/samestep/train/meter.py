@@ -34,7 +34,9 @@ _EXCHANGE_EVERY = 32
 _FIRST_LINE_S = 60.0
 _LONGEST_PAUSE_S = 600.0
 _SHORT_S = 5.0
-_Done = Callable[[float, float, Sequence[float], tuple[int, int, int]], None]
+_Facts = tuple[int, int, int]  # number of the step, samples of this rank, samples of all
+_Marks = list[tuple[Any, int]]
+_Done = Callable[[float, float, Sequence[float], _Facts], None]
 
 
 class Meter(Member, Subscriber):
@@ -46,8 +48,7 @@ class Meter(Member, Subscriber):
         self._resumed = 0
         self._evaluates = False
         self.times: StepTimes | None = None
-        clock = _DeviceClock if overlaps(group.world.device) else _HostClock
-        self._clock: _HostClock | _DeviceClock = clock(self._note)
+        self._clock = (_DeviceClock if overlaps(group.world.device) else _Clock)(self._note)
         self._loss_at, self._say_at, self._pause_s = 0.0, self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
         self._planned = 0
         self._asked = os.environ.get("SAMESTEP_METER", "")
@@ -104,12 +105,8 @@ class Meter(Member, Subscriber):
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             if self._clock.since > self._loss_at:
                 self._keep_loss(loss)
-            before = group.phase
-            group.enter("backward")
-            try:
+            with group.within("backward"):
                 original(loss, *args, **kwargs)
-            finally:
-                group.enter(*before)
 
         return backward
 
@@ -119,17 +116,15 @@ class Meter(Member, Subscriber):
         if self.times is not None and loss.numel() == 1 and loss.device.type == "cpu":
             self.times.progress.loss = loss.item()
 
-    def _note(self, began: float, ended: float, parts: Sequence[float], facts: tuple[int, int, int]) -> None:
+    def _note(self, began: float, ended: float, parts: Sequence[float], facts: _Facts) -> None:
         """The times of a step are known."""
         assert self.times is not None
         number, mine, batch = facts
         progress = self.times.progress
         if progress.rows % _EXCHANGE_EVERY == 0:
             for seen_s, hidden_s in self._spine.exchanges():
-                progress.exchanged_s, progress.hidden_s = (
-                    progress.exchanged_s + seen_s,
-                    progress.hidden_s + hidden_s,
-                )
+                progress.exchanged_s += seen_s
+                progress.hidden_s += hidden_s
         self.times.add(number, began, ended, mine, batch, parts)
         if ended > self._say_at and self.group.world.rank == 0 and self._asked not in ("0", "live"):
             print(f"samestep: {progress}", file=sys.stderr)
@@ -157,77 +152,75 @@ class Meter(Member, Subscriber):
             print(f"samestep: {said}", file=sys.stderr)
 
 
-class _HostClock:
-    """Times by this process's clock."""
-
-    def __init__(self, done: _Done) -> None:
-        self._done = done
-        self._times = [0.0] * (len(PARTS) + 1)
-        self._slot = _DATA
-        self._began = self.since = time.monotonic()
-
-    def begin(self) -> None:
-        """A pass begins, and with it the wait for its first batch."""
-        self._times = [0.0] * (len(PARTS) + 1)
-        self._slot = _DATA
-        self._began = self.since = time.monotonic()
-
-    def mark(self, slot: int) -> None:
-        now, times = time.monotonic(), self._times
-        before = self._slot
-        if before == _USER:
-            before = _LEADS_TO.get(slot, _REST)
-        times[before] += now - self.since
-        self.since, self._slot = now, slot
-
-    def end(self, facts: tuple[int, int, int]) -> None:
-        """A step is over, and the next begins."""
-        self.mark(_DATA)
-        began, self._began = self._began, self.since
-        times, self._times = self._times, [0.0] * (len(PARTS) + 1)
-        times.pop()
-        self._done(began, self.since, times, facts)
-
-
-class _DeviceClock:
-    """Times by the device's own clock: an event at each mark, read when the device has passed it."""
+class _Clock:
+    """Marks where each part of a step begins, and tells the times of all parts when the step is over."""
 
     def __init__(self, done: _Done) -> None:
         self._done = done
         self._marks: list[tuple[Any, int]] = []
-        self._waiting: deque[tuple[list[tuple[Any, int]], tuple[int, int, int]]] = deque()
-        self._spare: list[Any] = []
-        self._origin: tuple[float, Any] | None = None
         self.since = time.monotonic()
 
     def begin(self) -> None:
         """A pass begins, and with it the wait for its first batch."""
         self._marks = []
-        self.mark(_DATA)
+        self._set(_DATA)
 
     def mark(self, slot: int) -> None:
+        """The time from here on belongs to this part."""
+        if not self._marks or slot != self._marks[-1][1]:
+            self._set(slot)
+
+    def end(self, facts: _Facts) -> None:
+        """A step is over, and the next begins."""
+        self._set(_DATA)
+        marks, self._marks = self._marks, self._marks[-1:]
+        self._finish(marks, facts)
+
+    def _set(self, slot: int) -> None:
+        self.since = time.monotonic()
+        self._marks.append((self.since, slot))
+
+    def _finish(self, marks: _Marks, facts: _Facts) -> None:
+        times = [0.0] * len(PARTS)
+        for (at, slot), (after, follows) in pairwise(marks):
+            times[_LEADS_TO.get(follows, _REST) if slot == _USER else slot] += self._seconds(at, after)
+        began = self._moment(marks[0][0])
+        self._done(began, began + sum(times), times, facts)
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(end - begin)
+
+    def _moment(self, mark: Any) -> float:
+        return float(mark)
+
+
+class _DeviceClock(_Clock):
+    """By the device's own clock: an event at each mark, read when the device has passed it."""
+
+    def __init__(self, done: _Done) -> None:
+        super().__init__(done)
+        self._waiting: deque[tuple[_Marks, _Facts]] = deque()
+        self._spare: list[Any] = []
+        self._origin: tuple[float, Any] | None = None
+
+    def _set(self, slot: int) -> None:
         event = self._spare.pop() if self._spare else torch.Event(enable_timing=True)
         event.record()
         self.since = time.monotonic()
-        if self._origin is None:
-            self._origin = self.since, event
+        self._origin = self._origin or (self.since, event)
         self._marks.append((event, slot))
 
-    def end(self, facts: tuple[int, int, int]) -> None:
-        """A step is over, and the next begins."""
-        self.mark(_DATA)
-        self._waiting.append((self._marks, facts))
-        self._marks = self._marks[-1:]
+    def _finish(self, marks: _Marks, facts: _Facts) -> None:
+        self._waiting.append((marks, facts))
         while self._waiting and self._waiting[0][0][-1][0].query():
-            self._settle(*self._waiting.popleft())
+            marks, facts = self._waiting.popleft()
+            super()._finish(marks, facts)
+            assert self._origin is not None
+            self._spare += [event for event, _ in marks[:-1] if event is not self._origin[1]]
 
-    def _settle(self, marks: list[tuple[Any, int]], facts: tuple[int, int, int]) -> None:
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) / 1e3)
+
+    def _moment(self, mark: Any) -> float:
         assert self._origin is not None
-        times = [0.0] * len(PARTS)
-        for (event, slot), (after, follows) in pairwise(marks):
-            slot = _LEADS_TO.get(follows, _REST) if slot == _USER else slot
-            times[slot] += event.elapsed_time(after) / 1e3
-            if event is not self._origin[1]:
-                self._spare.append(event)
-        at = self._origin[0] + self._origin[1].elapsed_time(marks[0][0]) / 1e3
-        self._done(at, at + sum(times), times, facts)
+        return self._origin[0] + self._seconds(self._origin[1], mark)
