@@ -7,20 +7,20 @@ Not covered: tensors that an operation of another library makes; there the place
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.train.step import Ragged
+from samestep.train.step import Share
 
-# Primes are no products of the sizes of layers. The first is the batch; a batch merged behind another dimension, as in
-# a sequence-first view of (length * batch, …), has another for each size of that dimension.
-_OTHER_BATCH = 7919
-_MERGED = (7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)
+# Primes are no products of the sizes of layers. The first stands for the samples, the next ones for nodes of graphs and
+# the like, the last ones for a batch that is merged behind another dimension, as in a view of (length * batch, …).
+_SAMPLES = 7919
 _RAGGED = (7841, 7853, 7867, 7873, 7877, 7879, 7883, 7901, 7907)
+_MERGED = (7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand"}
 _SIZED = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "as_strided"}
 
@@ -40,228 +40,16 @@ class Place:
     ragged: str = ""
 
 
-class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active: beside each tensor one of another batch size."""
+class _Kind(NamedTuple):
+    """The size that stands for this rank's `mine` samples, or for its nodes of graphs and the like."""
 
-    def __init__(
-        self,
-        mine: int,
-        given: Sequence[torch.Tensor],
-        rows: Sequence[tuple[int, int]],
-        constant: Iterator[torch.Tensor],
-        ragged: Sequence[Ragged] = (),
-    ) -> None:
-        """`given` are the model's inputs; those in the memory of the batch have its samples at the stride in `rows`."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._mine = mine
-        self._shadows: dict[Any, _Shadow] = {}
-        self._to_come: torch.Tensor | None = None
-        self._before = {_OTHER_BATCH: 1}
-        # tensors of equal sizes, such as those of nodes and of the graph that each is in, have one kind of rows
-        alike = {one.part: one for one in reversed(ragged)}
-        self._ragged = dict(zip(_RAGGED, alike.values(), strict=False))
-        self._before |= dict.fromkeys(self._ragged, 1)
-        for tensor in constant:
-            self._note(tensor, _meta(tensor, tuple(tensor.shape)))
-        first = any(tensor.dim() and tensor.shape[0] == mine for tensor in given)
-        for tensor in given:
-            dim = _dim_in(tensor, rows)
-            dim = int(not first) if dim is None else dim
-            sizes = list(tensor.shape)
-            if dim < len(sizes) and sizes[dim] == mine:
-                sizes[dim] = _OTHER_BATCH
-            self._note(tensor, _meta(tensor, sizes))
-        for one in ragged:
-            batch = next((batch for batch, kind in self._ragged.items() if kind.part == one.part), one.mine)
-            laid = one.tensor()
-            if laid is not None:
-                self._note(laid, _meta(laid, [*laid.shape[: one.dim], batch, *laid.shape[one.dim + 1 :]]))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        shadow, sure = self._computed(func, args, kwargs)
-        says = isinstance(shadow, torch.Tensor) and (sure or any(map(self._batch_in, shadow.shape)))
-        before, self._to_come = self._to_come, shadow if says else None
-        try:
-            made = func(*args, **kwargs)
-        finally:
-            self._to_come = before
-        if func._overloadname.endswith("out") or func._schema.is_mutable:
-            return made
-        if isinstance(made, torch.Tensor) and not self._fits(made, shadow):
-            shadow, sure = self._computed(func, args, kwargs, as_guessed=False)
-        if shadow is None and isinstance(made, torch.Tensor):
-            if func._opname in _VIEWS:
-                shadow, sure = self._viewed(args[0], made)
-            elif func._opname in _SIZED or not any(isinstance(one, torch.Tensor) for one in args):
-                shadow, sure = self._sized(made)
-        self._note_all(made, shadow, sure)
-        return made
-
-    def place(self, tensor: torch.Tensor) -> Place | None:
-        """Where the batch is in this tensor, None where it is not known."""
-        found = self._shadows.get(_key(tensor), _Shadow(tensor, None))
-        shadow = found.other
-        if shadow is None or not (found.sure or tensor.shape != shadow.shape):
-            shadow = self._to_come
-        if shadow is None or shadow.dim() != tensor.dim():
-            return None
-        unlike = [
-            dim
-            for dim, (one, other) in enumerate(zip(tensor.shape, shadow.shape, strict=True))
-            if one != other
-        ]
-        if not unlike:
-            # a share of the other batch's size is no share that anyone has
-            return Place(None)
-        dim = unlike[0]
-        batch = self._batch_in(shadow.shape[dim])
-        if len(unlike) > 1 or not batch:
-            return None
-        times, before = shadow.shape[dim] // batch, self._before[batch]
-        if times * self._size(batch) != tensor.shape[dim]:
-            return None
-        layout = _layout(tensor)
-        guessed = _layout(shadow)
-        # strides say nothing of a dimension of size 1, as that of a share of one sample
-        if [dim for dim in layout if tensor.shape[dim] > 1] == [
-            dim for dim in guessed if tensor.shape[dim] > 1
-        ]:
-            layout = guessed
-        name = self._ragged[batch].name if batch in self._ragged else ""
-        return Place(dim, before, times // before, layout, name)
-
-    def _size(self, batch: int) -> int:
-        """How many this rank has of what has this size in the other batch."""
-        return self._ragged[batch].mine if batch in self._ragged else self._mine
-
-    def _batch_in(self, size: int) -> int:
-        """The other batch size that this size is a multiple of; 0 where it is of none."""
-        return next((batch for batch in self._before if size % batch == 0), 0)
-
-    def _fits(self, made: torch.Tensor, shadow: Any) -> bool:
-        """Whether these are sizes that the operation can have made: at most one is another, by the batch."""
-        if not isinstance(shadow, torch.Tensor) or shadow.dim() != made.dim():
-            return False
-        unlike = [pair for pair in zip(made.shape, shadow.shape, strict=True) if pair[0] != pair[1]]
-        return not unlike or (len(unlike) == 1 and bool(self._batch_in(unlike[0][1])))
-
-    def _computed(self, func: Any, args: Any, kwargs: Any, *, as_guessed: bool = True) -> tuple[Any, bool]:
-        """What the operation makes of the shadows, and whether that is sure; None where it does not go.
-
-        Where what was guessed leads to nothing, it is taken for tensors that have nothing of the batch.
-        """
-        if func._opname in _VIEWS or func._opname in _SIZED or func.namespace not in ("aten", "prims"):
-            return None, True
-        count = guesses = of_batch = 0
-
-        def shadow_of(value: Any) -> Any:
-            nonlocal count, guesses, of_batch
-            if isinstance(value, torch.Tensor):
-                found = self._found(value)
-                if found.other is None:
-                    raise LookupError
-                count += 1
-                guesses += not found.sure
-                of_batch += found.sure and value.shape != found.other.shape
-                return found.other if found.sure or as_guessed else _meta(value, value.shape)
-            if isinstance(value, torch.device):
-                return torch.device("meta")
-            if isinstance(value, list | tuple):
-                return type(value)(shadow_of(one) for one in value)
-            return value
-
-        try:
-            shadows = [shadow_of(one) for one in args], {name: shadow_of(one) for name, one in kwargs.items()}
-            if count:
-                return func(*shadows[0], **shadows[1]), not guesses or of_batch > 0
-        except Exception:  # the operation needs values, or sizes that were given as numbers
-            if guesses and as_guessed:
-                return self._computed(func, args, kwargs, as_guessed=False)
-        return None, True
-
-    def _viewed(self, given: torch.Tensor, made: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-        """The shadow of another view, whose sizes were given as numbers."""
-        found = self._found(given)
-        return None if found.other is None else self._view_of(given, made, found.other), found.sure
-
-    def _view_of(self, given: torch.Tensor, made: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor | None:
-        if given.shape == made.shape:
-            return shadow
-        changed = [dim for dim in range(given.dim()) if shadow.shape[dim] != given.shape[dim]]
-        sizes = list(made.shape)
-        if len(changed) > 1:
-            return None
-        if changed:
-            batch = self._batch_in(shadow.shape[changed[0]])
-            before = self._before.get(batch, 0)
-            if not before:
-                return None
-            if given.numel() != made.numel():  # expanded: dimensions are added in front
-                at = changed[0] + made.dim() - given.dim()
-            else:
-                mine = self._size(batch)
-                moved = _moved(tuple(given.shape), tuple(made.shape), changed[0], before, mine)
-                if moved is None or (batch in self._ragged and moved[1] > 1):
-                    return None
-                at, before = moved
-                batch = batch if batch in self._ragged else self._batch_behind(before)
-            sizes[at] = sizes[at] // self._size(batch) * batch
-        try:
-            return shadow.view(sizes) if given.numel() == made.numel() else shadow.expand(sizes)
-        except RuntimeError:
-            return _meta(made, sizes)
-
-    def _sized(self, made: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """A guess for a tensor whose size was given in numbers; what is computed of it shows whether it is wrong."""
-        equal = [dim for dim, size in enumerate(made.shape) if size == self._mine]
-        sizes = list(made.shape)
-        if len(equal) == 1:
-            sizes[equal[0]] = _OTHER_BATCH
-        elif not equal and made.dim():
-            kinds = (batch for batch, one in self._ragged.items() if one.mine == made.shape[0])
-            sizes[0] = next(kinds, sizes[0])
-        # where several are equal it is perhaps a mask over time, which may be combined with a tensor of the batch
-        return _meta(made, sizes), not equal and sizes == list(made.shape)
-
-    def mark(self, tensor: torch.Tensor, dim: int) -> None:
-        """Say where the batch is in what a layer returned."""
-        sizes = list(tensor.shape)
-        if dim < len(sizes) and sizes[dim] == self._mine:
-            sizes[dim] = _OTHER_BATCH
-            self._note(tensor, _meta(tensor, sizes))
-
-    def _batch_behind(self, before: int) -> int:
-        """The other batch size for a batch that is merged behind a dimension of this size."""
-        for batch in (_OTHER_BATCH, *_MERGED):
-            if self._before.setdefault(batch, before) == before:
-                return batch
-        raise LookupError
-
-    def _note_all(self, made: Any, shadow: Any, sure: bool) -> None:
-        if isinstance(made, torch.Tensor):
-            self._note(made, shadow if isinstance(shadow, torch.Tensor) else None, sure)
-        elif isinstance(made, list | tuple):
-            has_all = isinstance(shadow, list | tuple) and len(shadow) == len(made)
-            for one, other in zip(made, shadow if has_all else [None] * len(made), strict=True):
-                self._note_all(one, other, sure)
-
-    def _note(self, tensor: torch.Tensor, shadow: torch.Tensor | None, sure: bool = True) -> None:
-        if shadow is not None and shadow.dim() != tensor.dim():
-            shadow = None
-        if shadow is None and _key(tensor) in self._shadows and self._shadows[_key(tensor)].tensor is tensor:
-            return  # changed in place, as by an all-reduce
-        self._shadows[_key(tensor)] = _Shadow(tensor, shadow, sure)
-
-    def _found(self, tensor: torch.Tensor) -> "_Shadow":
-        """The tensor of another batch size; what was made before the call and is not of the batch is constant."""
-        if _key(tensor) not in self._shadows:
-            self._note(tensor, _meta(tensor, tuple(tensor.shape)))
-        return self._shadows[_key(tensor)]
+    size: int
+    mine: int
+    before: int = 1
+    ragged: str = ""
 
 
-@dataclass(frozen=True)
-class _Shadow:
+class _Other(NamedTuple):
     """A tensor, whose memory must stay its own, and the same of another batch size; None where that is not known."""
 
     tensor: torch.Tensor
@@ -269,13 +57,226 @@ class _Shadow:
     sure: bool = True
 
 
-def _dim_in(tensor: torch.Tensor, rows: Sequence[tuple[int, int]]) -> int | None:
-    """The dimension of the samples in a view of a tensor of the batch; None for other tensors."""
-    memory = tensor.untyped_storage().data_ptr()
-    for of_batch, stride in rows:
-        if of_batch == memory:
-            return next((dim for dim in range(tensor.dim()) if tensor.stride(dim) == stride), None)
-    return None
+class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active: beside each tensor one of another batch size."""
+
+    def __init__(self, share: Share, given: Sequence[torch.Tensor], constant: Iterable[torch.Tensor]) -> None:
+        """`given` are the model's inputs."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._others: dict[Any, _Other] = {}
+        self._to_come: torch.Tensor | None = None
+        self._samples = _Kind(_SAMPLES, share.mine)
+        for tensor in constant:
+            self._note(tensor, _meta(tensor))
+        self._note_given(share, given)
+        # tensors of equal rows, such as those of nodes and of the graph that each is in, are of one kind
+        ragged = {one.rows: name for name, one in reversed(share.of.ragged.items())}
+        kinds = {
+            rows: _Kind(size, rows.mine, 1, name)
+            for size, (rows, name) in zip(_RAGGED, ragged.items(), strict=False)
+        }
+        self._kinds = [self._samples, *kinds.values()]
+        for name, one in share.of.ragged.items():
+            laid = share.of.batch[name]()
+            if laid is not None and one.rows in kinds:
+                self._note_at(laid, one.dim, kinds[one.rows])
+
+    def _note_given(self, share: Share, given: Sequence[torch.Tensor]) -> None:
+        """A view of a tensor of the batch has the samples where their stride is; other tensors in front or second."""
+        in_front = any(tensor.dim() and tensor.shape[0] == share.mine for tensor in given)
+        of_batch = [tensor for found in share.of.batch.values() if (tensor := found()) is not None]
+        strides = {_memory(tensor): tensor.stride(0) for tensor in of_batch if tensor.dim()}
+        for tensor in given:
+            stride = strides.get(_memory(tensor))
+            dims = [dim for dim in range(tensor.dim()) if tensor.stride(dim) == stride]
+            self._note_at(tensor, dims[0] if dims else int(not in_front), self._samples)
+
+    def mark(self, tensor: torch.Tensor, dim: int) -> None:
+        """Say where the batch is in what a layer returned."""
+        self._note_at(tensor, dim, self._samples)
+
+    def _note_at(self, tensor: torch.Tensor, dim: int, kind: _Kind) -> None:
+        sizes = list(tensor.shape)
+        if dim < len(sizes) and sizes[dim] == kind.mine:
+            sizes[dim] = kind.size
+        self._note(tensor, _meta(tensor, sizes))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        other, sure = self._computed(func, args, kwargs)
+        before, self._to_come = self._to_come, None
+        if isinstance(other, torch.Tensor) and (sure or any(map(self._kinds_in, other.shape))):
+            self._to_come = other
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            self._to_come = before
+        if func._overloadname.endswith("out") or func._schema.is_mutable:
+            return made
+        if isinstance(made, torch.Tensor):
+            if not self._makes_sense(made, other):
+                other, sure = self._computed(func, args, kwargs, as_guessed=False)
+            if other is None and func._opname in _VIEWS:
+                other, sure = self._viewed(made, self._found(args[0])), self._found(args[0]).sure
+            elif other is None and (func._opname in _SIZED or not _has_tensor(args)):
+                other, sure = self._sized(made, args)
+        self._note(made, other, sure)
+        return made
+
+    def place(self, tensor: torch.Tensor) -> Place | None:
+        """Where the batch is in this tensor, None where it is not known."""
+        _, other, sure = self._others.get(_key(tensor), _Other(tensor, None))
+        if other is None or (not sure and tensor.shape == other.shape):
+            other = self._to_come
+        if other is None or not self._makes_sense(tensor, other):
+            return None
+        found = self._batch_in(tensor, other)
+        if found is None:
+            # a share of the other batch's size is no share that anyone has
+            return Place(None)
+        dim, kind = found
+        layout, guessed = _layout(tensor), _layout(other)
+        # strides say nothing of a dimension of size 1, as that of a share of one sample
+        wide = [dim for dim in layout if tensor.shape[dim] > 1]
+        if wide == [dim for dim in guessed if tensor.shape[dim] > 1]:
+            layout = guessed
+        return Place(dim, kind.before, tensor.shape[dim] // kind.mine // kind.before, layout, kind.ragged)
+
+    def _kinds_in(self, size: int) -> list[_Kind]:
+        return [kind for kind in self._kinds if size and size % kind.size == 0]
+
+    def _batch_in(self, tensor: torch.Tensor, other: torch.Tensor) -> tuple[int, _Kind] | None:
+        """The dimension of the batch, None where there is none; LookupError where the sizes are no such two."""
+        unlike = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim]]
+        if not unlike:
+            return None
+        dim = unlike[0]
+        for kind in self._kinds_in(other.shape[dim]):
+            if len(unlike) == 1 and other.shape[dim] // kind.size * kind.mine == tensor.shape[dim]:
+                return dim, kind
+        raise LookupError
+
+    def _makes_sense(self, tensor: torch.Tensor, other: Any) -> bool:
+        """Whether these can be the same of two batch sizes."""
+        if not isinstance(other, torch.Tensor) or other.dim() != tensor.dim():
+            return False
+        try:
+            self._batch_in(tensor, other)
+        except LookupError:
+            return False
+        return True
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, *, as_guessed: bool = True) -> tuple[Any, bool]:
+        """What the operation makes of the others, and whether that is sure; None where it does not go.
+
+        Where what was guessed leads to nothing, it is taken for tensors that have nothing of the batch.
+        """
+        if func._opname in _VIEWS or func._opname in _SIZED or func.namespace not in ("aten", "prims"):
+            return None, True
+        found: list[_Other] = []
+
+        def other_of(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                known = self._found(value)
+                if known.other is None:
+                    raise LookupError
+                found.append(known)
+                return known.other if known.sure or as_guessed else _meta(value)
+            if isinstance(value, torch.device):
+                return torch.device("meta")
+            if isinstance(value, list | tuple):
+                return type(value)(map(other_of, value))
+            return value
+
+        try:
+            others = [other_of(one) for one in args], {name: other_of(one) for name, one in kwargs.items()}
+            made = func(*others[0], **others[1]) if found else None
+        except Exception:  # the operation needs values, or sizes that were given as numbers
+            if as_guessed and not all(one.sure for one in found):
+                return self._computed(func, args, kwargs, as_guessed=False)
+            return None, True
+        has_batch = any(
+            one.sure and one.other.shape != one.tensor.shape for one in found if one.other is not None
+        )
+        return made, has_batch or all(one.sure for one in found)
+
+    def _viewed(self, made: torch.Tensor, of: _Other) -> torch.Tensor | None:
+        """The other of a view, whose sizes were given as numbers."""
+        given, other = of.tensor, of.other
+        if other is None or given.shape == made.shape:
+            return other
+        sizes = list(made.shape)
+        is_expanded = given.numel() != made.numel()
+        try:
+            if found := self._batch_in(given, other):
+                dim, kind = found
+                if is_expanded:  # dimensions are added in front
+                    dim += made.dim() - given.dim()
+                else:
+                    dim, before = _moved(tuple(given.shape), tuple(made.shape), dim, kind)
+                    kind = self._merged_behind(before, kind)
+                sizes[dim] = sizes[dim] // kind.mine * kind.size
+            return other.expand(sizes) if is_expanded else other.view(sizes)
+        except LookupError:
+            return None
+        except RuntimeError:
+            return _meta(made, sizes)
+
+    def _merged_behind(self, before: int, kind: _Kind) -> _Kind:
+        """The same of a batch that is merged behind a dimension of this size; of samples only."""
+        if kind.before == before:
+            return kind
+        if kind.ragged:
+            raise LookupError
+        known = [one for one in self._kinds if not one.ragged]
+        for one in known:
+            if one.before == before:
+                return one
+        new = self._samples._replace(size=_MERGED[len(known) - 1 :][0], before=before)
+        self._kinds.append(new)
+        return new
+
+    def _sized(self, made: torch.Tensor, args: Any) -> tuple[torch.Tensor, bool]:
+        """A guess for a tensor whose size was given in numbers; what is computed of it shows whether it is wrong."""
+        sizes = list(made.shape)
+        like = self._found(args[0]) if _has_tensor(args[:1]) else None
+        if like and like.other is not None and like.tensor.dim() == made.dim() > 1:
+            # as feature dropout makes its mask
+            pairs = zip(sizes, like.tensor.shape, like.other.shape, strict=True)
+            alike = [other if here == size else size for size, here, other in pairs]
+            if alike != sizes:
+                return _meta(made, alike), True
+        equal = [dim for dim, size in enumerate(sizes) if size == self._samples.mine]
+        if len(equal) == 1:
+            sizes[equal[0]] = _SAMPLES
+        elif sizes and not equal:
+            sizes[0] = next((kind.size for kind in self._kinds if kind.mine == sizes[0]), sizes[0])
+        # where several are equal it is perhaps a mask over time, which may be combined with a tensor of the batch
+        return _meta(made, sizes), not equal and sizes == list(made.shape)
+
+    def _note(self, made: Any, other: Any, sure: bool = True) -> None:
+        if isinstance(made, list | tuple):
+            has_all = isinstance(other, list | tuple) and len(other) == len(made)
+            for one, its in zip(made, other if has_all else [None] * len(made), strict=True):
+                self._note(one, its, sure)
+        elif isinstance(made, torch.Tensor):
+            key = _key(made)
+            is_like = isinstance(other, torch.Tensor) and other.dim() == made.dim()
+            # what is known stays known where it was changed in place, as by an all-reduce
+            if is_like or key not in self._others or self._others[key].tensor is not made:
+                self._others[key] = _Other(made, other if is_like else None, sure)
+
+    def _found(self, tensor: torch.Tensor) -> _Other:
+        """What was made before the call and is not of the batch is constant."""
+        return self._others.setdefault(_key(tensor), _Other(tensor, _meta(tensor)))
+
+
+def _has_tensor(args: Sequence[Any]) -> bool:
+    return any(isinstance(one, torch.Tensor) for one in args)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _key(tensor: torch.Tensor) -> Any:
@@ -283,8 +284,10 @@ def _key(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _meta(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    return torch.empty_permuted(tuple(sizes), _layout(tensor), dtype=tensor.dtype, device="meta")
+def _meta(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """A tensor without values, laid out in memory like this one."""
+    sizes = tuple(tensor.shape if sizes is None else sizes)
+    return torch.empty_permuted(sizes, _layout(tensor), dtype=tensor.dtype, device="meta")
 
 
 def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -293,24 +296,24 @@ def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-def _moved(
-    given: tuple[int, ...], made: tuple[int, ...], dim: int, before: int, mine: int
-) -> tuple[int, int] | None:
-    """Where a batch is after a view, and how much is merged before it there.
+def _moved(given: tuple[int, ...], made: tuple[int, ...], dim: int, kind: _Kind) -> tuple[int, int]:
+    """Where a batch is after a view, and how much is merged before it there; LookupError where it is nowhere.
 
     Elements keep their order, so as many elements are before one step of the batch, and after it, as there were.
     """
     ahead, behind = given[:dim], given[dim + 1 :]
-    before *= math.prod(ahead)
+    before = kind.before * math.prod(ahead)
     passed = 1
     found = []
     for at, size in enumerate(made):
         here, rest = divmod(before, passed)
-        if not rest and size % (here * mine) == 0:
+        if not rest and size % (here * kind.mine) == 0:
             found.append((at, here))
         passed *= size
-    if mine > 1 or len(found) < 2:
-        return found[0] if found else None
+    if not found:
+        raise LookupError
+    if kind.mine > 1 or len(found) == 1:
+        return found[0]
     # of a share of one sample the batch may be in several places
     alone = next(((at, here) for at, here in found if here == 1 and made[at] == 1), None)
     split = made[: len(ahead)] == ahead and len(made) > len(ahead) + len(behind)

@@ -7,45 +7,55 @@ from dataclasses import dataclass
 import torch
 
 from samestep.train.batch_places import Place
-from samestep.train.step import Share
+from samestep.train.step import Rows, Share
 
 Memory = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a whole draw is this rank's: along `dim`, `length` of `whole` from `start`, or those `rows`."""
+    """This rank's rows of a whole draw, along `dim`; one row of the batch is `after` elements of that dimension.
+
+    Ahead of the batch in that dimension may be another one. With `chosen` it is these elements, of `rows.all`.
+    """
 
     dim: int
-    start: int
-    length: int
-    whole: int
-    rows: torch.Tensor | None = None
+    rows: Rows
+    after: int = 1
     layout: tuple[int, ...] = ()
+    chosen: torch.Tensor | None = None
 
     def of(self, drawn: torch.Tensor) -> torch.Tensor:
-        if self.rows is not None:
-            return drawn.index_select(self.dim, self.rows.to(drawn.device))
-        return drawn.narrow(self.dim, self.start, self.length)
+        if self.chosen is not None:
+            return drawn.index_select(self.dim, self.chosen.to(drawn.device))
+        return self._mine_in(drawn).flatten(self.dim, self.dim + 2)
+
+    def _mine_in(self, drawn: torch.Tensor) -> torch.Tensor:
+        return self._split(drawn, self.rows.all).narrow(self.dim + 1, self.rows.start, self.rows.mine)
+
+    def _split(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """With a dimension of their own for these rows."""
+        before, after = tensor.shape[: self.dim], tensor.shape[self.dim + 1 :]
+        return tensor.view(*before, -1, rows, self.after, *after)
 
     def enlarged(
         self, tensor: torch.Tensor, fill: float | None = None, memory: Memory | None = None
     ) -> torch.Tensor:
         """A tensor of the whole draw's size, laid out in memory like this one; with fill, around its values."""
         sizes = list(tensor.shape)
-        sizes[self.dim] = self.whole
+        sizes[self.dim] = sizes[self.dim] // self.rows.mine * self.rows.all
         strides = tensor.stride()
         # the strides of a share of one sample do not tell how the whole batch lies in memory
         layout = self.layout or sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
         if memory is not None:
             return _in_memory(memory, sizes, layout, tensor)
         whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
-        if fill is not None:
-            whole.fill_(fill)
-            if self.rows is None:
-                self.of(whole).copy_(tensor)
-            else:
-                whole.index_copy_(self.dim, self.rows.to(tensor.device), tensor)
+        if fill is None:
+            return whole
+        whole.fill_(fill)
+        if self.chosen is not None:
+            return whole.index_copy_(self.dim, self.chosen.to(tensor.device), tensor)
+        self._mine_in(whole).copy_(self._split(tensor, self.rows.mine))
         return whole
 
 
@@ -61,26 +71,13 @@ def _in_memory(
     return found.permute([layout.index(dim) for dim in range(len(layout))])
 
 
-def ragged_part(place: Place, shape: torch.Size, share: Share) -> Part | None:
-    """The same of a draw for each node of graphs, each word of texts laid end to end and the like."""
-    found = next((one for one in share.of.ragged if one.name == place.ragged), None)
-    dim, times = place.dim, place.after
-    if found is None or dim is None or shape[dim] != found.mine * times:
-        return None
-    return Part(dim, found.start * times, shape[dim], found.all * times, layout=place.layout)
-
-
 def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
     """This rank's part of a draw that has the batch in that place; None where a draw of this shape cannot."""
     assert place.dim is not None
-    times, rest = divmod(shape[place.dim], share.mine)
-    if rest or (place.before * place.after == 1) != (times == 1):
+    ragged = share.of.ragged.get(place.ragged)
+    rows = ragged.rows if ragged else share.rows
+    times, rest = divmod(shape[place.dim], rows.mine)
+    if rest or (place.before * place.after == 1) != (times == 1) or bool(place.ragged) != bool(ragged):
         return None
-    start, length, layout = share.start - share.batch_start, shape[place.dim], place.layout
-    if place.before == 1:
-        return Part(place.dim, start * times, length, share.all * times, layout=layout)
-    # the length before the batch may be another than where the place was found
-    rows = torch.arange(share.all * times, device="cpu").view(-1, share.all, place.after)
-    return Part(
-        place.dim, 0, length, share.all * times, rows[:, start : start + share.mine].reshape(-1), layout
-    )
+    # the size ahead of the batch, or where there is none that behind it, may be another than where it was found
+    return Part(place.dim, rows, times if place.before == 1 else place.after, place.layout)

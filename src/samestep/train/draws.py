@@ -22,11 +22,11 @@ from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.batch_places import BatchPlaces, Place
 from samestep.train.draw_lines import has_fixed_size, line_of_draw
-from samestep.train.draw_parts import Memory, Part, part_at, ragged_part
+from samestep.train.draw_parts import Memory, Part, part_at
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.nested import named_tensors
-from samestep.train.step import Spine
+from samestep.train.step import Share, Spine
 
 _FILLS = (
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
@@ -37,6 +37,8 @@ _DEPENDENT = (
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_"),
     *("_cudnn_rnn", *_ATTENTION),
 )
+# of which the parameters' own noise is none
+_OF_ACTIVATIONS = ("bernoulli_.float", "native_dropout", "multinomial")
 _CALL = "samestep's random streams"
 
 
@@ -46,13 +48,11 @@ class Draws(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.active = False
-        self.sequence_first = self.in_attention = 0
         self.packed: Part | None = None
         self._spine = group.the(Spine)
         self._pid = os.getpid()
         self._library: torch.library.Library | None = None
-        self._of_activations = False
-        self._paused = self._is_unwatched = self._is_share_given = False
+        self._paused = self._is_unwatched = self._is_in_model = False
         self._of_all: set[tuple[Any, ...]] = set()
         self._said: set[str] = set()
         self._places: dict[Any, Place] = {}
@@ -65,7 +65,7 @@ class Draws(Member):
         if self.active or self.group.world.size == 1:
             return
         self.adopt_first()
-        self.active = self._spine.notes_memory = True
+        self.active = True
         if self._library is None:
             self.group.watch(self._digest, self._parted)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class Draws(Member):
     def close(self) -> None:
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
-            self.active = self._spine.notes_memory = False
+            self.active = False
             self._memory.clear()
 
     def adopt_first(self) -> None:
@@ -125,15 +125,12 @@ class Draws(Member):
         self._replace("multinomial", key, self._multinomial)
         self._replace("native_dropout", key, self._native_dropout)
         self._replace("randperm.generator_out", key, self._randperm)
-        for name in ("dropout", "dropout_"):
-            self._replace(name, key, self._dropout)
-            self._replace(name, f"Autograd{key}", self._dropout)
         for name in _DEPENDENT:
             self._replace(name, key, self._dependent(name))
 
     def _replace(self, name: str, key: str, function: Callable[..., Any]) -> None:
         try:
-            kernel = torch.library.get_kernel(f"aten::{name}", key.removeprefix("Autograd"))
+            kernel = torch.library.get_kernel(f"aten::{name}", key)
         except RuntimeError:
             return  # this build of torch has no such operation
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -193,8 +190,7 @@ class Draws(Member):
     ) -> Any:
         part = None
         if generator is None and weights.dim() == 2:
-            with self._hint(True):
-                part = self._part("multinomial", weights)
+            part = self._part("multinomial", weights)
         with self._quiet():
             if part is None or part.dim:
                 return original(weights, count, replacement, generator=generator)
@@ -202,16 +198,11 @@ class Draws(Member):
 
     def _native_dropout(self, original: Any, input: torch.Tensor, p: float, train: bool | None) -> Any:
         """CUDA's fused dropout: its mask for the whole batch, of which this rank's part is used."""
-        with self._hint(not isinstance(input, torch.nn.Parameter)):
-            part = self._part("native_dropout", input) if train in (None, True) and 0 < p < 1 else None
+        part = self._part("native_dropout", input) if train in (None, True) and 0 < p < 1 else None
         if part is None:
             return original(input, p, train)
         mask = part.of(original(part.enlarged(input, 1.0), p, train)[1]).clone()
         return input * mask * (1 / (1 - p)), mask
-
-    def _dropout(self, original: Any, input: torch.Tensor, *args: Any) -> Any:
-        with self._hint(not isinstance(input, torch.nn.Parameter)):
-            return original(input, *args)
 
     def _randperm(self, original: Any, n: int, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         share = self._spine.at_hand
@@ -250,14 +241,6 @@ class Draws(Member):
             )
 
     @contextmanager
-    def _hint(self, of_activations: bool) -> Iterator[None]:
-        before, self._of_activations = self._of_activations, of_activations
-        try:
-            yield
-        finally:
-            self._of_activations = before
-
-    @contextmanager
     def _quiet(self) -> Iterator[None]:
         before, self._paused = self._paused, True
         try:
@@ -270,33 +253,12 @@ class Draws(Member):
         share, shape = self._spine.at_hand, tensor.shape
         if share is None or not shape or not 0 < share.mine < share.all:
             return None
-        if (packed := self.packed) is not None and shape[0] == packed.length:
+        if (packed := self.packed) is not None and shape[0] == packed.rows.mine:
             return packed
-        mine, start = share.mine, share.start - share.batch_start
-        if (place := self._place(name, tensor)) is not None:
-            if place.dim is None:
-                return None
-            found = ragged_part(place, shape, share) if place.ragged else part_at(place, shape, share)
-            if found is not None:
-                return found
-        kinds = {one.part for one in share.of.ragged if one.mine == shape[0] != mine}
-        if len(kinds) == 1 and not has_fixed_size():
-            ((rows, first, whole),) = kinds
-            return Part(0, first, rows, whole)
-        known = (name, tuple(shape), line_of_draw())
-        dims = [
-            dim
-            for dim in ((1, 0) if self.sequence_first and not self.in_attention else (0, 1))
-            if dim < len(shape)
-        ]
-        dim = next((dim for dim in dims if shape[dim] == mine), None)
-        if dim is not None and known not in self._of_all:
-            return None if has_fixed_size() else Part(dim, start, mine, share.all)
-        times = self._rows_for_each_sample(shape, mine)
-        if times:
-            return Part(0, start * times, shape[0], share.all * times)
-        self._of_all.add(known)
-        return None
+        place = self._place(name, tensor)
+        if place is not None and place.dim is None:
+            return None
+        return (place and part_at(place, shape, share)) or self._guessed(name, shape, share)
 
     def _place(self, name: str, tensor: torch.Tensor) -> Place | None:
         """Where the batch is, as found in the first call of the model that drew at this line."""
@@ -305,31 +267,38 @@ class Draws(Member):
             self._places[line] = found
         return self._places.get(line)
 
+    def _guessed(self, name: str, shape: torch.Size, share: Share) -> Part | None:
+        """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
+        rows, fixed = share.rows, has_fixed_size()
+        kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
+        if len(kinds) == 1 and not fixed:
+            return Part(0, kinds.pop())
+        known = name, tuple(shape), line_of_draw()
+        if rows.mine in shape[:2] and known not in self._of_all:
+            return None if fixed else Part(list(shape).index(rows.mine), rows)
+        if self._is_in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
+            return Part(0, rows, shape[0] // rows.mine)
+        self._of_all.add(known)
+        return None
+
     @contextmanager
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """Local. While a model is called; the first calls are watched for where the batch is in what it draws."""
         share = self._spine.at_hand
-        tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
-        kind = (id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in tensors))
-        before = self._is_share_given
-        self._is_share_given = share is not None and any(share.mine in one.shape[:2] for one in tensors)
+        given = [tensor for _, tensor in named_tensors((args, kwargs))]
+        kind = id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in given)
+        before = self._is_in_model
+        self._is_in_model = share is not None and any(share.mine in one.shape[:2] for one in given)
         try:
             if kind in self._traced or share is None or not 0 < share.mine < share.all or self.tracing:
                 yield
                 return
             self._traced.add(kind)
-            constant = itertools.chain(model.parameters(), model.buffers())
-            self.tracing = BatchPlaces(share.mine, tensors, share.of.rows, constant, share.of.ragged)
+            self.tracing = BatchPlaces(share, given, itertools.chain(model.parameters(), model.buffers()))
             try:
                 with self.tracing:
                     yield
             finally:
                 self.tracing = None
         finally:
-            self._is_share_given = before
-
-    def _rows_for_each_sample(self, shape: torch.Size, mine: int) -> int:
-        """Rows for each sample, of flattened activations or of attention heads; 0 where the rows are others."""
-        if not self._of_activations or not self._is_share_given or shape[0] % mine:
-            return 0
-        return shape[0] // mine
+            self._is_in_model = before

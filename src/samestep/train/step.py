@@ -8,7 +8,7 @@ import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,10 +41,9 @@ class Pass:
         self.counted = 0
         self.is_left = False
         self.latest: Share | None = None
-        self.batch: tuple[weakref.ref[torch.Tensor], ...] = ()
-        # memory and stride of the samples: a view of a tensor of the batch is known where the tensor itself is gone
-        self.rows: tuple[tuple[int, int], ...] = ()
-        self.ragged: tuple[Ragged, ...] = ()
+        # the batch's tensors by their place in it, which is also the place of what is ragged
+        self.batch: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.ragged: dict[str, Ragged] = {}
         self._of = weakref.ref(of)
         self._order: Callable[[], Any] = lambda: None
 
@@ -61,24 +60,19 @@ class Pass:
         return self._order()
 
 
-@dataclass(frozen=True)
-class Ragged:
-    """A dimension of a tensor in the batch that is not one of samples: nodes of graphs, words laid end to end.
+class Rows(NamedTuple):
+    """Of what lies along a dimension, samples say: this rank's, which are those from `start` of `all`."""
 
-    This rank has `mine` elements of it, which are those from `start` of `all` in the whole batch.
-    """
-
-    name: str
-    tensor: weakref.ref[torch.Tensor]
-    dim: int
     mine: int
     start: int
     all: int
 
-    @property
-    def part(self) -> tuple[int, int, int]:
-        """Alike for tensors whose elements belong together."""
-        return self.mine, self.start, self.all
+
+class Ragged(NamedTuple):
+    """A dimension of a tensor in the batch that is not one of samples: nodes of graphs, words laid end to end."""
+
+    dim: int
+    rows: Rows
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,6 +100,11 @@ class Share:
             if order is None
             else order[self.start : self.start + self.mine]
         )
+
+    @property
+    def rows(self) -> Rows:
+        """Its part of the samples of the batch."""
+        return Rows(self.mine, self.start - self.batch_start, self.all)
 
     def weight(self, size: int) -> float:
         """What this rank's mean loss counts for in a plain average over ranks: 1.0 where shares are equal."""
@@ -153,7 +152,6 @@ class Spine(Member):
         self.batches = 0
         self.inside_model = 0
         self.is_reading = False
-        self.notes_memory = False
         self._subscribers: list[Subscriber] = []
         self._passes: list[Pass] = []
         self._left: Pass | None = None
@@ -209,26 +207,19 @@ class Spine(Member):
         for subscriber in self._subscribers:
             subscriber.pass_begins(begun)
 
-    def hand_out(self, share: Share, batch: Any = None, ragged: tuple[Ragged, ...] = ()) -> None:
+    def hand_out(self, share: Share, batch: Any, ragged: dict[str, Ragged] | None = None) -> None:
         """This batch or microbatch is what the script works on from here."""
         held = share.of
         if not self._passes or self._passes[-1] is not held:
             self._passes = [*(old for old in self._passes if old is not held), held]
         self.group.enter("user" if held.training else "evaluation")
-        held.latest, held.ragged = share, ragged
+        held.latest, held.ragged = share, ragged or {}
         held.counted += share.mine
         if held.training:
             self.batches += 1
             self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
-        if self._many and batch is not None:
-            held.batch = tuple(weakref.ref(tensor) for _, tensor in named_tensors(batch))
-            if self.notes_memory:
-                tensors = (found() for found in held.batch)
-                held.rows = tuple(
-                    (one.untyped_storage().data_ptr(), one.stride(0))
-                    for one in tensors
-                    if one is not None and one.dim()
-                )
+        if self._many:
+            held.batch = {name: weakref.ref(tensor) for name, tensor in named_tensors(batch)}
 
     def leave_microbatches(self, share: Share) -> None:
         """All microbatches of this rank are done; `share` is its part of the step."""
@@ -289,7 +280,7 @@ class Spine(Member):
             return self.trained, True
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         for held in reversed(self._passes):
-            if any(found() is tensor for found in held.batch for tensor in tensors):
+            if any(found() is tensor for found in held.batch.values() for tensor in tensors):
                 return held.latest, True
         if (share := self.trained) is not None:
             return share, False

@@ -5,8 +5,7 @@ such as graphs laid end to end, is made of this rank's samples alone, and its si
 """
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +13,10 @@ import numpy as np
 import torch
 
 from samestep.train.nested import named_tensors
-from samestep.train.step import Ragged
+from samestep.train.step import Ragged, Rows
 from samestep.train.streams import streams_kept
 
 Collate = Callable[[list[Any]], Any]
-
-
-# Of a tensor in the batch, by its name there: a dimension, and the elements of it that are this rank's of how many.
-Size = tuple[int, int, int, int]
 
 
 class Whole(list[Any]):
@@ -52,9 +47,8 @@ class Collated:
                 return _Cut(part.start, part.stop, len(samples)).rows(whole, mine), {}
             except LookupError:
                 before = self._collate(samples[: part.start]) if part.start else None
-                sizes = _sizes(before, mine, whole)
-                samples_of = part.stop - part.start, part.start, len(samples)
-                return mine, {name: size for name, size in sizes.items() if size[1:] != samples_of}
+                samples_of = Rows(part.stop - part.start, part.start, len(samples))
+                return mine, {name: one for name, one in _laid(before, mine, whole) if one.rows != samples_of}
 
 
 @dataclass(frozen=True)
@@ -109,27 +103,19 @@ class _Cut:
         return type(whole)(*parts) if hasattr(whole, "_fields") else type(whole)(parts)
 
 
-def _sizes(before: Any, mine: Any, whole: Any) -> dict[str, Size]:
+def _laid(before: Any, mine: Any, whole: Any) -> Iterator[tuple[str, Ragged]]:
     """Of each tensor that is laid end to end in the whole batch, by its place in the batch, where this rank's part is.
 
     `before` is made of the samples ahead of this rank's, None where there are none.
     """
-    parts = [dict(named_tensors(part)) for part in (before, mine, whole)]
-    found = {}
-    for name, tensor in parts[1].items():
-        ahead, all_of_it = parts[0].get(name), parts[2].get(name)
-        if all_of_it is None or all_of_it.dim() != tensor.dim() or (ahead is None and before is not None):
+    ahead, all_of_it = dict(named_tensors(before)), dict(named_tensors(whole))
+    for name, tensor in named_tensors(mine):
+        of_all, of_ahead = all_of_it.get(name), ahead.get(name)
+        if of_all is None or of_all.dim() != tensor.dim() or (of_ahead is None and before is not None):
             continue
-        unlike = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != all_of_it.shape[dim]]
+        unlike = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != of_all.shape[dim]]
         if len(unlike) == 1:
             (dim,) = unlike
-            start = 0 if ahead is None else ahead.shape[dim]
-            if start + tensor.shape[dim] <= all_of_it.shape[dim]:
-                found[name] = dim, tensor.shape[dim], start, all_of_it.shape[dim]
-    return found
-
-
-def ragged(batch: Any, sizes: dict[str, Size]) -> tuple[Ragged, ...]:
-    """The dimensions of those sizes, for the spine."""
-    tensors = dict(named_tensors(batch)) if sizes else {}
-    return tuple(Ragged(name, weakref.ref(tensors[name]), *size) for name, size in sizes.items())
+            rows = Rows(tensor.shape[dim], 0 if of_ahead is None else of_ahead.shape[dim], of_all.shape[dim])
+            if rows.start + rows.mine <= rows.all:
+                yield name, Ragged(dim, rows)

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
 from samestep.train.data.batches import Planned, content, on_device
-from samestep.train.data.collated import ragged
 from samestep.train.data.order import Lazy, Order, Sampled
 from samestep.train.data.source import Data, Item, Options, check_dataset, chosen, source_of, taken_over
 from samestep.train.draws import Draws
@@ -287,14 +286,13 @@ class Loader(Generic[Item]):
         try:
             for piece, batch in zip(mine, self._read(plan, this), strict=True):
                 lent, step = not piece.mine, spine.steps
-                parts: tuple[Ragged, ...] = ()
+                ragged: dict[str, Ragged] = {}
                 if whole and 0 < piece.mine < piece.all:
-                    batch, sizes = batch
-                    parts = ragged(batch, sizes)
+                    batch, ragged = batch
                 handed_out = Share(
                     this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step
                 )
-                spine.hand_out(handed_out, batch, parts)
+                spine.hand_out(handed_out, batch, ragged)
                 self.share = share.weight(piece, self._length, self.batch_size)
                 self._note(order, piece)
                 spine.begin_step(handed_out)

@@ -1,4 +1,4 @@
-"""Where a model's random draws have the batch in another place: sequence-first layers, heads, packed sequences."""
+"""Where recurrent layers have the batch in their random draws, which are made out of sight of the trace."""
 
 import json
 import sys
@@ -10,19 +10,16 @@ from torch.nn.utils.rnn import PackedSequence
 from samestep.train.draw_parts import Part
 from samestep.train.draws import Draws
 from samestep.train.group.world import World, joined
-from samestep.train.step import spine
+from samestep.train.step import Rows, spine
 
 
 def note_layouts(model: torch.nn.Module, target: torch.nn.Module, world: World) -> None:
-    """Local. Have the layers that draw in another layout say so while they are called."""
+    """Local. Have recurrent layers say where the batch is while they are called."""
     for module in target.modules():
         if isinstance(module, torch.nn.RNNBase):
-            # torch runs recurrent layers sequence-first, whatever their inputs are
-            _watch(module, _enter_recurrent, _leave_recurrent)
-        elif isinstance(module, torch.nn.MultiheadAttention):
-            _watch(module, _enter_attention, _leave_attention)
-        elif getattr(module, "batch_first", True) is False:
-            _watch(module, _enter_sequence, _leave_sequence)
+            # functions of this module: a hook that held the group would be copied and saved with the model
+            module.register_forward_pre_hook(_enter_recurrent)
+            module.register_forward_hook(_leave_recurrent, always_call=True)
     compiled = model is not target or getattr(target, "_compiled_call_impl", None) is not None
     if compiled and world.rank == 0:
         print(
@@ -32,39 +29,14 @@ def note_layouts(model: torch.nn.Module, target: torch.nn.Module, world: World) 
         )
 
 
-def _watch(module: torch.nn.Module, enter: Any, leave: Any) -> None:
-    # functions of this module: a hook that held the group would be copied and saved with the model
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
-
-
-def _enter_sequence(module: torch.nn.Module, args: Any) -> None:
-    joined().the(Draws).sequence_first += 1
-
-
-def _leave_sequence(module: torch.nn.Module, args: Any, output: Any) -> None:
-    joined().the(Draws).sequence_first -= 1
-
-
-def _enter_attention(module: torch.nn.Module, args: Any) -> None:
-    # its weights are (batch, heads, …) whatever its inputs are
-    joined().the(Draws).in_attention += 1
-
-
-def _leave_attention(module: torch.nn.Module, args: Any, output: Any) -> None:
-    joined().the(Draws).in_attention -= 1
-
-
 def _enter_recurrent(module: torch.nn.Module, args: Any) -> None:
     draws = joined().the(Draws)
-    draws.sequence_first += 1
     if draws.active and module.training and module.dropout and isinstance(args[0], PackedSequence):
         draws.packed = _packed_part(args[0])
 
 
 def _leave_recurrent(module: torch.nn.Module, args: Any, output: Any) -> None:
     draws = joined().the(Draws)
-    draws.sequence_first -= 1
     draws.packed = None
     if draws.tracing is not None and isinstance(output, tuple) and isinstance(output[0], torch.Tensor):
         draws.tracing.mark(output[0], 0 if module.batch_first else 1)
@@ -99,4 +71,4 @@ def _packed_part(packed: PackedSequence) -> Part | None:
         else packed.sorted_indices.cpu()
     )
     rows = [begins[step] + place[first + own[: int(count)]] for step, count in enumerate(sizes)]
-    return Part(0, 0, len(packed.data), int(whole_sizes.sum()), torch.cat(rows))
+    return Part(0, Rows(len(packed.data), 0, int(whole_sizes.sum())), chosen=torch.cat(rows))
