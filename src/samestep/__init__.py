@@ -26,29 +26,21 @@ if TYPE_CHECKING:
     from samestep.train.totals import sum as sum
 
 __version__ = "0.1.0"
-_HOMES = {
-    "init": "train.group.world",
-    "World": "train.group.world",
-    "first": "train.group.world",
-    "replicate": "train.model.replicate",
-    "no_sync": "train.model.replicate",
-    "loader": "train.data.loader",
-    "steps": "train.data.steps",
-    "sum": "train.totals",
-    "mean": "train.totals",
-    "gather": "train.totals",
-    "Checkpoint": "train.checkpoint.checkpoint",
-    "save": "train.checkpoint.save",
-    "load": "train.checkpoint.save",
-    "launch": "start.spawn",
-    "SamestepError": "errors",
-    "UsageError": "errors",
-    "PlacementError": "errors",
-    "RanksDiffer": "errors",
-    "RankMissing": "errors",
-    "WorkerFailed": "errors",
-    "CheckpointError": "errors",
+_NAMES = {
+    "train.group.world": ("init", "World", "first"),
+    "train.model.replicate": ("replicate", "no_sync"),
+    "train.data.loader": ("loader",),
+    "train.data.steps": ("steps",),
+    "train.totals": ("sum", "mean", "gather"),
+    "train.checkpoint.checkpoint": ("Checkpoint",),
+    "train.checkpoint.save": ("save", "load"),
+    "start.spawn": ("launch",),
+    "errors": (
+        *("SamestepError", "UsageError", "PlacementError", "CheckpointError", "WorkerFailed"),
+        *("RanksDiffer", "RankMissing"),
+    ),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
 # What other libraries call it.
 _ELSEWHERE = {

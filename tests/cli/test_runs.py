@@ -12,13 +12,16 @@ import pytest
 TRAIN = """
 import os, sys, time
 from pathlib import Path
-from samestep.rundir import Pulse, pulse_of
+from samestep.rundir import Pulse, pulse_of, step_times_of
+from samestep.steptimes import PARTS, StepTimes
 rank = int(os.environ["RANK"])
-pulse = Pulse(pulse_of(os.environ, rank))
+pulse, times = Pulse(pulse_of(os.environ, rank)), StepTimes(step_times_of(os.environ, rank))
 for step in range(int(sys.argv[1])):
+    began = time.monotonic()
     pulse.beat(step, 1)
     print("step", step, "on", rank, flush=True)
     time.sleep(0.05)
+    times.add(step, began, time.monotonic(), 1, 2, [0.05] * len(PARTS))
     if Path(os.environ["SAMESTEP_RUN"], "stop").exists():
         sys.exit(75)
 sys.exit(int(sys.argv[2]))
@@ -53,7 +56,10 @@ def test_runs_lists_what_was_run_the_newest_first(home):
     assert (done["state"], done["ranks"], done["step"], done["exit_code"]) == ("done", 2, 2, 0)
     assert (failed["state"], failed["ranks"], failed["step"]) == ("failed (7)", 1, 0)
     assert done["command"] == "train.py 3 0"
-    assert 0 < done["steps_per_second"] < 20
+    assert (done["steps_per_second"], done["samples_per_second"]) == (
+        None,
+        None,
+    )  # three steps are the start-up
     lines = samestep(home, "runs").stdout.splitlines()
     assert lines[0].split() == ["run", "state", "ranks", "step", "steps/s", "started", "took", "command"]
     assert lines[2].endswith("train.py 3 0")
@@ -110,13 +116,14 @@ def test_a_run_is_followed_watched_and_stopped_by_files_alone(tmp_path):
     words = [sys.executable, "-m", "samestep", "run", "-n", "2", "train.py", "1000", "0"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
         until = time.monotonic() + 20
-        while "step 1 " not in samestep(tmp_path, "logs").stdout and time.monotonic() < until:
+        while "step 5 " not in samestep(tmp_path, "logs").stdout and time.monotonic() < until:
             time.sleep(0.1)
         follow = [sys.executable, "-m", "samestep", "logs", "-f"]
         with subprocess.Popen(follow, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as following:
             status = json.loads(samestep(tmp_path, "status", "--json").stdout)
             assert (status["state"], len(status["by_rank"])) == ("running", 2)
             assert 2 < status["steps_per_second"] < 21
+            assert status["samples_per_second"] == pytest.approx(2 * status["steps_per_second"], rel=0.01)
             assert samestep(tmp_path, "stop").returncode == 0
             shown = following.communicate(timeout=30)[0].splitlines()
         assert running.wait(timeout=30) == 75

@@ -1,5 +1,6 @@
 """The command line: one file a verb, loaded when it is typed; `--help` imports neither torch nor click."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,8 @@ COMMANDS = {verb: what for verbs in _VERBS.values() for verb, what in verbs.item
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the verb that args (or the command line) begin with."""
+    if asked := os.environ.get("_SAMESTEP_COMPLETE"):  # set by a shell's completion
+        sys.exit(__import__("samestep.cli.completion", fromlist=["complete"]).complete(asked))
     verb, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if verb == "help" and rest:
         verb, rest = rest[0], ["--help"]
@@ -58,9 +61,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def _meant(verb: str) -> str:
     if verb.endswith(".py"):
         return f"`samestep run {verb}` runs a script"
-    from difflib import (
-        get_close_matches,
-    )  # only where a word is no command: it takes as long as all of --help
+    from difflib import get_close_matches  # only here: importing it takes as long as all of --help
 
     near = get_close_matches(verb, COMMANDS, 1)
     return f"did you mean `samestep {near[0]}`?" if near else "see `samestep --help`"

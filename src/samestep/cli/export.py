@@ -14,11 +14,7 @@ from samestep.text import printable
 @verb("samestep export")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write.",
+    "-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="New file."
 )
 @click.option("--part", default="model", show_default=True, help="Part of the state; a dot separates levels.")
 @click.option("--force", is_flag=True, help="Replace the output file.")
@@ -38,8 +34,7 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
     try:
         found = weights.read(source)
         chosen = _without_prefix(_part(found.state, part))
-        write = _write_safetensors if output.suffix == ".safetensors" else _write_pt
-        write_atomically(output, lambda file: write(file, chosen, part))
+        write_atomically(output, lambda file: _write(file, chosen, part, output.suffix))
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else printable(error)
         raise click.ClickException(f"{output} cannot be written ({reason})") from error
@@ -66,27 +61,23 @@ def _without_prefix(chosen: Any) -> Any:
     return chosen
 
 
-def _write_pt(file: BinaryIO, chosen: Any, part: str) -> None:
+def _write(file: BinaryIO, chosen: Any, part: str, suffix: str) -> None:
+    import safetensors.torch
     import torch
 
-    torch.save(chosen, file)
-
-
-def _write_safetensors(file: BinaryIO, chosen: Any, part: str) -> None:
-    from safetensors.torch import save
-    from torch import Tensor
-
-    tensors: dict[str, Tensor] = {}
+    if suffix == ".pt":
+        torch.save(chosen, file)
+        return
+    tensors: dict[str, torch.Tensor] = {}
     held: set[int] = set()
     for key, value in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, torch.Tensor):
             name = printable(f"{part}.{key}".rstrip("."))
             raise UsageError(f"{name} is a {type(value).__name__}, and safetensors hold tensors; write a .pt")
         # the format knows no tied tensors
         tensors[str(key)] = value.clone() if value.data_ptr() in held else value
         held.add(value.data_ptr())
     try:
-        data = save(tensors, metadata={"format": "pt"})
+        file.write(safetensors.torch.save(tensors, metadata={"format": "pt"}))
     except (KeyError, ValueError, RuntimeError) as error:
         raise UsageError(f"safetensors cannot hold {part} ({printable(error)}); write a .pt") from error
-    file.write(data)

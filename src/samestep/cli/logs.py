@@ -58,29 +58,25 @@ class Tail:
         self._shown += len(data)
         # as a terminal's cursor would: what a progress bar writes over is a line of its own
         text = self._rest + self._decode(data).replace("\r\n", "\n").replace("\r", "\n")
-        lines = text.splitlines(keepends=True) if self._prefix else [text]
-        self._rest = ""
-        if lines and self._prefix and not lines[-1].endswith("\n") and not (is_last and not data):
+        lines, self._rest = text.splitlines(keepends=True), ""
+        if lines and self._prefix and not lines[-1].endswith("\n") and (data or not is_last):
             self._rest = lines.pop()
-        out = sys.stdout.buffer
-        out.write("".join(self._prefix + harmless(line) for line in lines).encode(errors="backslashreplace"))
-        out.flush()
+        shown = "".join(self._prefix + harmless(line) for line in lines)
+        sys.stdout.buffer.write(shown.encode(errors="backslashreplace"))
+        sys.stdout.buffer.flush()
         return bool(data)
 
 
 def _show(run: Run, tails: list[Tail], follow: bool) -> None:
-    while True:
+    is_last = False
+    while not is_last:
         # Asked before reading, so that what the run wrote before its end is read too.
         is_last = not follow or (read_run(run.path) or run).is_over
-        more = True
-        while more:
-            more = sum(tail.more(is_last) for tail in tails) > 0
-        if is_last:
-            return
-        time.sleep(_LOOK_S)
+        while sum(tail.more(is_last) for tail in tails):
+            pass
+        if not is_last:
+            time.sleep(_LOOK_S)
 
 
 def _chosen(run: Run, text: str) -> list[int]:
-    if text == "all":
-        return list(run.logs) or [0]
-    return numbers("--rank", text, "ranks")
+    return (list(run.logs) or [0]) if text == "all" else numbers("--rank", text, "ranks")

@@ -8,7 +8,7 @@ import click
 
 from samestep.cli.output import print_json, verb
 from samestep.errors import UsageError
-from samestep.start.profiles import MEANS, Profile, load_profile, profile_paths
+from samestep.start.profiles import MEANS, load_profile, profile_paths
 from samestep.start.slurm import Job
 from samestep.text import counted
 
@@ -40,23 +40,15 @@ def command(as_json: bool, name: str | None) -> None:
         profiles = {one: {"path": str(paths[one]), **asdict(profile)} for one, profile in found.items()}
         print_json({"profiles": profiles})
     elif name:
-        _explain(found[name])
+        for key, value in asdict(found[name]).items():
+            if value not in (None, "", (), {}):
+                written = json.dumps(value, ensure_ascii=False)
+                click.echo(f"{key.replace('_', '-')} = {written}  # {MEANS[key]}")
         click.echo(paths[name])
     else:
         wide = max(map(len, found))
         for one, profile in found.items():
-            click.echo(f"{one:{wide}}  {profile.about}: {_shape(profile)}")
+            job = Job(profile, "script.py")
+            cores = f", {job.cores} cores each" if job.cores else ""
+            click.echo(f"{one:{wide}}  {profile.about}: {counted(job.tasks, 'process')} a node{cores}")
     raise SystemExit(code)
-
-
-def _shape(profile: Profile) -> str:
-    job = Job(profile, "script.py")
-    cores = f", {job.cores} cores each" if job.cores else ""
-    return f"{counted(job.tasks, 'process')} a node{cores}"
-
-
-def _explain(profile: Profile) -> None:
-    for key, value in asdict(profile).items():
-        if value not in (None, "", (), {}):
-            written = json.dumps(value, ensure_ascii=False)
-            click.echo(f"{key.replace('_', '-')} = {written}  # {MEANS[key]}")

@@ -93,19 +93,9 @@ class Run:
         found = read_step_times(step_times_path(self.path, rank))
         return found.progress if found else Progress()
 
-    @property
-    def speed(self) -> float | None:
-        """Steps a second in training, start-up excluded; since the start where no meter has counted yet."""
-        if self.progress.step_s > 0:
-            return 1 / self.progress.step_s
-        beats = [pulse for pulse in self.pulses.values() if pulse.step > 0]
-        if not beats:
-            return None
-        last = min(beats, key=lambda pulse: pulse.step)
-        return last.step / max(last.unix - self.started, 1e-3)
-
     def facts(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """The same as JSON; rates are those of training steps, start-up excluded."""
+        step_s = self.progress.step_s or None
         return {
             "run": str(self.path),
             "state": self.state,
@@ -115,7 +105,7 @@ class Run:
             "started": self.started,
             "seconds": round(self.seconds, 3),
             "step": self.step,
-            "steps_per_second": self.speed and round(self.speed, 3),
+            "steps_per_second": step_s and round(1 / step_s, 3),
             "samples_per_second": round(self.progress.samples_per_second, 1) or None,
             "exit_code": self.result and self.result["exit_code"],
             "failure": self.result and self.result["failure"],
