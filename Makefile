@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test integrations bench same hang verify-corpus convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types long gpu gpus cluster clean
+.PHONY: help demo test check docs docs-test integrations bench same hang verify-corpus convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types long versions gpu gpus cluster clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make hang   about fifty runs that hang, and 200 that are slow but do not"
 	@echo "make kill-loop, make fuzz, make crash-points, make power-loss, make attack, make pairs, make ways,"
 	@echo "make requeue, make mistakes, make mutants, make types, make long   the long suites"
+	@echo "make versions   the tests of training under other versions of Python and torch; downloads several GB"
 	@echo "make gpu, make gpus   what is to be tried on one GPU, or on several; without one as far as it goes"
 	@echo "make cluster   a shell in a Slurm of four nodes on this machine"
 	@echo "make clean  remove .venv and everything else that was made here"
@@ -103,6 +104,9 @@ mutants: .venv/made
 
 long: .venv/made
 	LONG=1 .venv/bin/python -m pytest -m long
+
+versions: .venv/made
+	.venv/bin/python tests/versions.py
 
 types: .venv/made
 	.venv/bin/python -m pip install --quiet pyright==1.1.414

@@ -1,11 +1,13 @@
 """BatchNorm's statistics: rank 0's on every rank after a pass, or the whole batch's where asked."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import samestep
@@ -67,7 +69,10 @@ def test_after_a_loop_that_was_left_they_are_settled_by_the_first_evaluation(wor
 def test_who_keeps_buffers_apart_by_an_option_of_ddp_finds_them_apart(world):
     if world.size == 1:
         return
-    model = samestep.replicate(made(), forward_sync_buffers=False)
+    # torch 2.11 has only the second name
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    option = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in known)
+    model = samestep.replicate(made(), **{option: False})
     train(model, samestep.loader(data(16), 8))
     every = samestep.gather(model[0].running_mean[None])
     assert not torch.equal(every[0], every[1])
