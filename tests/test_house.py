@@ -17,16 +17,17 @@ EVERYWHERE = [
     *(path for part in ("tests", "examples", "benchmarks") for path in (ROOT / part).rglob("*.py")),
 ]
 
-PURE = {"errors", "text", "files", "rundir", "failure", "steptimes", "hang"}
+PURE = {"errors", "text", "files", "rundir", "failure", "steptimes", "hang", "tracebacks"}
 BELOW_TRAIN = PURE | {"placement", "rendezvous", "state"}
 OUTSIDE = PURE | {"placement", "rendezvous", "start"}
 MAY_IMPORT = {
     "errors": set(),
     "text": set(),
     "files": set(),
-    "rundir": PURE - {"failure", "hang"},
+    "rundir": PURE - {"failure", "hang", "tracebacks"},
     "hang": PURE,
-    "failure": PURE,
+    "failure": PURE - {"tracebacks"},
+    "tracebacks": PURE,
     "steptimes": {"files", "text"},
     "state": PURE,
     "placement": PURE,

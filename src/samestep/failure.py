@@ -3,6 +3,7 @@
 import json
 import linecache
 import os
+import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -13,9 +14,16 @@ from typing import NamedTuple
 
 from samestep.files import write_atomically
 from samestep.rundir import failure_path, pulse_path, read_pulse, read_record
+from samestep.text import duration
 
 _MOST_FRAMES = 20
 _MOST_CHARACTERS = 1 << 14
+# What a rank raises because another rank has failed.
+_ECHO = re.compile(
+    r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
+    r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
+    r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
+)
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
 
@@ -59,11 +67,36 @@ def add_remedy(error: BaseException) -> None:
             error.add_note(f"samestep: {remedy}")
 
 
+def is_echo(line: str) -> bool:
+    """Whether this line of an exception only says that another rank has ended."""
+    return _ECHO.search(line) is not None
+
+
 def is_users(file: str) -> bool:
     """Whether a frame in this file is the user's own, not a library's."""
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
         return False
     return not file.startswith((_STANDARD, _OURS))
+
+
+def heading(script: str, rank: int, size: int, place: str, seconds: float, step: int | None) -> str:
+    """The first line of a report."""
+    when = duration(seconds) + ("" if step is None else f", in step {step}")
+    return f"{script} failed on rank {rank} of {size} ({place}) after {when}"
+
+
+def location(frame: Frame) -> list[str]:
+    """The lines that say where it happened."""
+    where = f"  {typed(Path(frame.file))}:{frame.line}" + (f" in {frame.name}" if frame.name else "")
+    return [where, f"    {frame.code[:200]}"] if frame.code else [where]
+
+
+def typed(path: Path) -> str:
+    """A path as one would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> None:
@@ -73,24 +106,26 @@ def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> No
     with suppress(Exception):
         rank = int(env.get("RANK", "0"))
         pulse = read_pulse(pulse_path(Path(run), rank))
-        first = error
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        cause = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
-        record = {
+        record = failure_of(error, code)._asdict() | {
             "type": type(error).__qualname__,
-            "exception": _text(first),
-            "group": "" if first is error else _text(error),
-            "cause": _text(cause) if cause else "",
-            "frames": _frames(first) or _frames(error),
             "rank": rank,
             "step": pulse.step if pulse and pulse.step >= 0 else None,
             "call": pulse.call if pulse else "",
-            "code": code,
             "pid": os.getpid(),
             "time": time.time(),
         }
         write_atomically(failure_path(Path(run), rank), json.dumps(record, indent=1).encode(), 0o600)
+
+
+def failure_of(error: BaseException, code: int) -> Failure:
+    """What a record says of this exception."""
+    first = error
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    cause = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
+    group = "" if first is error else _text(error)
+    frames = tuple(_frames(first) or _frames(error))
+    return Failure(_text(first), group, _text(cause) if cause else "", frames, code)
 
 
 def read_failure(path: Path, pid: int) -> Failure | None:

@@ -5,12 +5,13 @@ import signal
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from samestep.failure import heading, typed
 from samestep.rundir import CHECKPOINTED, PulseReading, pulse_path, read_pulse
-from samestep.start.failure import Traceback, describe_end, last_words
 from samestep.start.memory import Kills, explain_kill
 from samestep.start.supervise import Outcome
 from samestep.start.worker import Worker
 from samestep.text import duration, name_ranks
+from samestep.tracebacks import describe_end, last_words
 
 
 def ending(
@@ -24,7 +25,7 @@ def ending(
     size: int,
 ) -> str | None:
     """The lines a run ends with, or None where it simply finished."""
-    logs = f"Logs: {_typed(run)}/logs/rank-{_numbers(workers)}.log"
+    logs = f"Logs: {typed(run)}/logs/rank-{_numbers(workers)}.log"
     if outcome.cause is None:
         after = f"after {duration(seconds)}"
         if outcome.status == CHECKPOINTED:
@@ -37,9 +38,8 @@ def ending(
     cause = outcome.cause
     pulse, step = read_pulse(pulse_path(run, cause.rank)), step_of(run, cause.rank)
     where = os.uname().nodename + (f", {pulse.device}" if pulse else "")
-    when = duration(seconds) + ("" if step is None else f", in step {step}")
     what = "\n".join(_what(outcome, cause, cause.rank in shown, kills, pulse))
-    head = f"{name} failed on rank {cause.rank} of {size} ({where}) after {when}"
+    head = heading(name, cause.rank, size, where, seconds, step)
     return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
 
 
@@ -63,7 +63,7 @@ def step_of(run: Path, rank: int) -> int | None:
 def _what(
     outcome: Outcome, cause: Worker, shown: bool, kills: Kills, pulse: PulseReading | None
 ) -> list[str]:
-    lines = _traceback(outcome.traceback) if outcome.traceback else []
+    lines = outcome.traceback.lines if outcome.traceback else []
     if outcome.status == -signal.SIGKILL:
         return [*lines, explain_kill(cause.pid, kills)]
     if any("killed by signal: Killed" in line for line in lines):
@@ -73,16 +73,6 @@ def _what(
         left = [f"rank {cause.rank} {pulse.call}"] if pulse and pulse.phase == "end" and pulse.call else []
         return [*words, *left, describe_end(outcome.status)]
     return lines if outcome.status == 1 else [*lines, describe_end(outcome.status)]
-
-
-def _traceback(traceback: Traceback) -> list[str]:
-    lines = []
-    if traceback.frame is not None:
-        file, line, function, code = traceback.frame
-        lines.append(f"  {_typed(Path(file))}:{line}" + (f" in {function}" if function else ""))
-        if code:
-            lines.append(f"    {code[:200]}")
-    return [*lines, *traceback.exception]
 
 
 def _others(cause: Worker, workers: Sequence[Worker]) -> str:
@@ -99,11 +89,3 @@ def _others(cause: Worker, workers: Sequence[Worker]) -> str:
 def _numbers(workers: Sequence[Worker]) -> str:
     first, last = workers[0].rank, workers[-1].rank
     return str(first) if first == last else f"{{{first}..{last}}}"
-
-
-def _typed(path: Path) -> str:
-    """A path as one would type it here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

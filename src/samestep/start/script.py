@@ -30,7 +30,6 @@ from samestep.rundir import (
     write_record,
 )
 from samestep.start.ending import ending, restarting, step_of
-from samestep.start.failure import exit_code
 from samestep.start.fork import Warm
 from samestep.start.memory import watch_kills
 from samestep.start.nodes import End, Launchers, NodeMeeting
@@ -43,6 +42,7 @@ from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, WorkerSpec, fill_standard_descriptors
 from samestep.steptimes import read_step_times
 from samestep.text import reason_of
+from samestep.tracebacks import exit_code
 
 _SAME_PLACE_S = 10
 

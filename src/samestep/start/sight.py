@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from samestep.failure import Frame, is_users
 from samestep.rundir import STACK_SIGNAL
-from samestep.start.failure import main_stack
+from samestep.tracebacks import main_stack
 
 _ANSWER_S = 1.0
 _POLL_S = 0.01

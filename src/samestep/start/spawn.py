@@ -18,13 +18,13 @@ from samestep.placement.devices import share_cores
 from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.start.call import BOOT, ERROR, VALUE
-from samestep.start.failure import describe_end, last_words
 from samestep.start.memory import explain_kill, watch_kills
 from samestep.start.nodes import NodeRanks
 from samestep.start.output import OUT
 from samestep.start.script import worker_env
 from samestep.start.supervise import WorkerGroup
 from samestep.start.worker import Guardian, Worker, WorkerSpec, fill_standard_descriptors
+from samestep.tracebacks import describe_end, last_words
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from samestep.hang import Hang
 from samestep.rundir import CHECKPOINTED
-from samestep.start.failure import Traceback
 from samestep.start.fork import Warm
 from samestep.start.output import Stream, Terminal
 from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, Worker, WorkerSpec, started
+from samestep.tracebacks import Traceback
 
 # How long a rank that only tells of another's end waits for that other to be seen.
 _ECHO_S = 0.7

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from samestep.hang import LEAST_S, Hang, RankState, find_hang, state_of
 from samestep.rundir import PulseReading, pulse_path, read_pulse, stack_path, stop_path
-from samestep.start.failure import Traceback
 from samestep.start.sight import Sight, look_at, switches
 from samestep.start.worker import Worker
+from samestep.tracebacks import Traceback
 
 _LOOK_S = 0.5
 _LATER_S = 5.0

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from samestep.failure import read_failure
 from samestep.rundir import CHECKPOINTED
-from samestep.start.failure import Traceback, of_record, read_traceback
 from samestep.start.output import ERR, OUT, Console, Log, Stream
+from samestep.tracebacks import Traceback, of_record, read_traceback
 
 _SET_PARENT_DEATH_SIGNAL = 1
 _GUARDIAN = Path(__file__).with_name("guardian.py")

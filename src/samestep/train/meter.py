@@ -87,8 +87,8 @@ class Meter(Member, Subscriber):
         self._evaluates = False
 
     def step_begins(self, share: Share) -> None:
-        if share.of.training and self.group.pulse is not None:
-            self.group.pulse.beat(self._resumed + share.step + 1, share.of.epoch)
+        if share.of.training:
+            self.group.beat(self._resumed + share.step + 1, share.of.epoch)
 
     def phase_begins(self, phase: str, call: str) -> None:
         self._clock.mark(_EVALUATION if self._evaluates else _AT.get(phase, _REST))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO, NoReturn, TypeVar
@@ -21,7 +22,7 @@ from samestep.failure import add_remedy, write_failure
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.train.group.census import Add
 from samestep.train.group.control import Control, users_line
-from samestep.train.group.watch import MutualWatch
+from samestep.train.group.watch import MutualWatch, tell_failure
 
 T = TypeVar("T", bound="Member")
 _LEAVE = timedelta(seconds=1)
@@ -60,6 +61,7 @@ class Group:
         path = pulse_of(os.environ, world.rank)
         self.pulse = Pulse(path, str(world.device), timeout.total_seconds()) if path else None
         self._stacks = _listen_for_stacks(path, world.rank) if path else None
+        self.step: int | None = None
         self._left = ""
         self._sys_exit: Callable[..., Any] = sys.exit
         sys.exit = self._note_exit
@@ -134,6 +136,12 @@ class Group:
             mine = [marks[at * _MARK : (at + 1) * _MARK] for marks in watched.of_ranks]
             if len(set(mine)) > 1:
                 differ(mine, call)
+
+    def beat(self, step: int, epoch: int) -> None:
+        """Say that this rank begins this step."""
+        self.step = step
+        if self.pulse is not None:
+            self.pulse.beat(step, epoch)
 
     def enter(self, phase: str, call: str = "") -> None:
         """Say what this rank does from here on: one of rundir's PHASES, and the call with its line."""
@@ -241,7 +249,11 @@ class Group:
         if self._control is not None:
             self.failed = code
         add_remedy(error)
-        self._excepthook(kind, error, traceback)
+        show = partial(self._excepthook, kind, error, traceback)
+        if self._watch is None or code != 1:
+            show()
+        else:
+            tell_failure(self, error, show)
         write_failure(os.environ, error, code)
 
 

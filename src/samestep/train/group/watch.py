@@ -1,20 +1,25 @@
-"""Ranks that no launcher of ours watches tell each other what they do, once some of them wait, and say who is missing.
+"""Ranks that no launcher of ours watches say themselves who is missing, and which of them failed.
 
-Covered: a rank that runs Python, waits in another call, or gives no answer since it is stopped or holds the GIL.
+Once some of them wait, they tell each other what they do. Covered: a rank that runs Python, waits in another call, or
+gives no answer since it is stopped or holds the GIL.
 Not covered: ending such a run before init's timeout.
 """
 
 import json
+import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from samestep.errors import RankMissing
-from samestep.failure import is_users
+from samestep.failure import failure_of, heading, is_users
 from samestep.hang import LEAST_S, Hang, RankState, find_hang
+from samestep.tracebacks import of_record
 
 _LOOK_S = 0.5
 _WORTH_TELLING_S = 2.0
@@ -55,11 +60,11 @@ class MutualWatch:
         known = [mine, *others]
         hang = find_hang([*known, *self._silent(known)], self._size, LEAST_S)
         if self._told and (hang is None or hang.key != self._told.key):
-            self._say(self._told.end)
+            _say(self._told.end)
             self._told = None
         if hang and not self._told and min(state.rank for state in hang.waiting) == self._rank:
             self._told = hang
-            self._say(hang.sentence(LEAST_S))
+            _say(hang.sentence(LEAST_S))
 
     def _state(self) -> RankState:
         group = self._group
@@ -93,8 +98,24 @@ class MutualWatch:
             return []
         return [RankState(rank, -1, "other", "", -1, 0.0, does=_SILENT) for rank in silent]
 
-    def _say(self, text: str) -> None:
-        print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+def tell_failure(group: Any, error: BaseException, show_traceback: Callable[[], None]) -> None:
+    """Show what ended this rank: one line where another rank is the cause, otherwise the traceback and a report."""
+    world, failure = group.world, of_record(failure_of(error, 1))
+    is_missing = isinstance(error, RankMissing)
+    if is_missing or (isinstance(error, RuntimeError) and failure.is_echo):
+        said = failure.exception[0]
+        why = said if is_missing else f"another rank has ended ({said})"
+        _say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
+        return
+    show_traceback()
+    place, began = f"{os.uname().nodename}, {world.device}", psutil.Process().create_time()
+    head = heading(Path(sys.argv[0]).name, world.rank, world.size, place, time.time() - began, group.step)
+    print("", head, "", *failure.lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    print(f"samestep: {text}", file=sys.stderr, flush=True)
 
 
 def _users_frame() -> Any:

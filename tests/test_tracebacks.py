@@ -11,8 +11,8 @@ import pytest
 
 from samestep.failure import read_failure
 from samestep.rundir import failure_path
-from samestep.start.failure import Traceback, describe_end, exit_code, of_record, read_traceback
 from samestep.start.output import _TRACEBACK
+from samestep.tracebacks import Traceback, describe_end, exit_code, of_record, read_traceback
 
 
 def traceback_of(tmp_path, source: str) -> Traceback | None:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from samestep.failure import Failure, Frame, is_users
+from samestep.failure import Failure, Frame, is_echo, is_users, location
 from samestep.text import printable
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -24,12 +24,6 @@ _WORKER = "DataLoader worker (pid"
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
 
-# What a rank prints because another rank has failed.
-_ECHO = re.compile(
-    r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
-    r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
-    r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
-)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ORIGINAL = "Original Traceback (most recent call last):"
 
@@ -41,9 +35,14 @@ class Traceback(NamedTuple):
     exception: tuple[str, ...]
 
     @property
+    def lines(self) -> list[str]:
+        """As a report shows it."""
+        return [*(location(self.frame) if self.frame else []), *self.exception]
+
+    @property
     def is_echo(self) -> bool:
         """Whether the exception only says that another rank has ended."""
-        return any(_ECHO.search(line) for line in self.exception)
+        return any(is_echo(line) for line in self.exception)
 
 
 class _Block:
