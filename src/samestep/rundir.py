@@ -178,6 +178,7 @@ def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, obje
         "pid": os.getpid(),
         "started": began,
         "cwd": os.getcwd(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
         "versions": {"python": sys.version.split()[0]},
     }
 

@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,51 @@ def test_torchrun_starts_each_nodes_processes(cluster: Cluster, tmp_path: Path) 
     cluster.wait_state(job, "COMPLETED", timeout=50)
     log = (tmp_path / "runs" / f"train_{job}.out").read_text()
     assert {f"{rank} 4 16" for rank in range(4)} <= set(log.splitlines())
+
+
+_ENDS = """
+import sys, time
+import samestep
+world = samestep.init()
+if "fail" in sys.argv and world.rank == 1:
+    raise FileNotFoundError("/data/volume-7.bin")
+time.sleep(60)
+"""
+
+
+def test_a_launcher_of_ours_on_each_node_reports_a_failure_and_keeps_every_ranks_log(
+    isolated: Cluster, tmp_path: Path
+) -> None:
+    words = (
+        "--profile=cpu-node",
+        "--nodes=2",
+        "--tasks-per-node=2",
+        "--cpus-per-task=1",
+        "--launcher=samestep",
+    )
+    job = _submit(isolated, tmp_path, _ENDS, *words, "fail")
+    isolated.wait_state(job, "FAILED", timeout=60)
+    log = (tmp_path / "runs" / f"train_{job}.out").read_text()
+    assert re.search(
+        rf"^train.py failed on rank 1 of 4 \(({'|'.join(NODES)}), cpu\) after ", log, re.MULTILINE
+    ), log
+    assert 'train.py:6 in <module>\n    raise FileNotFoundError("/data/volume-7.bin")\n' in log
+    assert sorted(path.name for path in tmp_path.glob("runs/*/logs/rank-*.log")) == [
+        f"rank-{k}.log" for k in range(4)
+    ]
+
+
+def test_a_job_that_was_cancelled_is_listed_as_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    job = _submit(cluster, tmp_path, _ENDS, "--profile=cpu-node", "--tasks-per-node=1", "")
+    until = time.monotonic() + 30
+    while not (tmp_path / "runs" / f"train_{job}" / "pulse" / "rank-0").exists():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    cluster.run("scancel", job)
+    cluster.wait_state(job, "CANCELLED")
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    [run] = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"]
+    assert (run["run"].rpartition("/")[2], run["state"]) == (f"train_{job}", "cancelled")
 
 
 def test_sbatch_reads_every_value_as_it_was_written(cluster: Cluster, tmp_path: Path) -> None:

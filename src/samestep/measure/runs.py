@@ -14,6 +14,7 @@ import psutil
 
 from samestep.errors import UsageError
 from samestep.rundir import PulseReading, log_path, pulse_path, read_pulse, read_record, step_times_path
+from samestep.start.slurm import state_of_job
 from samestep.steptimes import Progress, read_step_times
 from samestep.text import printable
 
@@ -24,6 +25,7 @@ _MOST_RANKS = 10_000_000
 _MOST_LINES = 1000
 _MOST_CHARACTERS = 2000
 _ENDS = {0: "done", 75: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
+_JOB_ENDS = {"completed": "done", "timeout": "out of time", "node fail": "lost a node"}
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,14 @@ class Run:
         text = " ".join(argv[1:] if is_python else argv)[:_MOST_CHARACTERS]
         return "".join(letter if letter.isprintable() else " " for letter in text)
 
-    @property
+    @cached_property
     def state(self) -> str:
         if self.result:
             code = self.result["exit_code"]
             return _ENDS.get(code, f"failed ({code})")
+        job = state_of_job(self.record["slurm_job"])
+        if job not in (None, "running"):
+            return _JOB_ENDS.get(job, job)
         if self.record["host"] == os.uname().nodename:
             return "running" if _lives(self.record["pid"], self.started) else "ended without a result"
         silent = time.time() - max([self.started, self.written, *(one.unix for one in self.pulses.values())])
@@ -62,7 +67,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether it has surely ended; a silent run on another machine may still be alive."""
-        return self.state != "running" and not self.state.startswith("silent")
+        return self.state not in ("running", "pending") and not self.state.startswith("silent")
 
     @property
     def size(self) -> int:
@@ -182,6 +187,7 @@ def _started(record: dict[str, Any]) -> dict[str, Any] | None:
         "started": started,
         "host": host,
         "pid": pid if type(pid) is int else 0,
+        "slurm_job": str(record.get("slurm_job") or ""),
     }
 
 

@@ -40,7 +40,7 @@ class Profile:
     cpu_bind: str | None = _key("What srun binds processes to, as cores.")
     signal: str | None = _key("Signal before the time limit  [USR1@120]")
     requeue: bool = _key("Go on after exit code 75, preemption or a lost node.", True)
-    launcher: str = _key("srun or torchrun.", "srun")
+    launcher: str = _key("srun, samestep or torchrun.", "srun")
     python: str | None = _key("Python to run  [this one; with modules, set-up or a container: python]")
     container: str | None = _key("Container image to run in.")
     container_command: tuple[str, ...] = _key("What runs a container.", ("apptainer", "exec", "--nv"))

@@ -16,7 +16,7 @@ from samestep.files import make_private_directory
 from samestep.rundir import CHECKPOINTED
 from samestep.start.profiles import Profile
 
-LAUNCHERS = ("srun", "torchrun")
+LAUNCHERS = ("srun", "samestep", "torchrun")
 _OUTPUT = "--output="
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./\[\]&|*=-]+")
 _FORMS = {
@@ -107,7 +107,7 @@ def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
     lines += [_step(job), "code=$?"]
     if job.keeps_run:
         lines += ['[ ! -d "$SAMESTEP_RUN" ] || echo "{\\"exit_code\\": $code}" > "$SAMESTEP_RUN/result.json"']
-    if job.profile.launcher == "srun":
+    if job.profile.launcher != "torchrun":
         again = shlex.quote(f"stopped after a commit; go on with: sbatch {shlex.quote(str(written))}")
         requeue = 'scontrol requeue "$SLURM_JOB_ID" || ' if job.profile.requeue else ""
         goes_on = ' && [ ! -e "$SAMESTEP_RUN/stop" ]' if job.keeps_run else ""
@@ -152,6 +152,20 @@ def submit(path: Path) -> str:
         reason = done.stderr.strip().removeprefix("sbatch: ").removeprefix("error: ")
         raise UsageError(f"sbatch refused {path} ({reason}); change what it names")
     return done.stdout.strip().partition(";")[0]
+
+
+def state_of_job(number: str) -> str | None:
+    """What Slurm says of a job, such as "running", "pending" or "cancelled"; None where it cannot be asked."""
+    if not re.fullmatch("[0-9]+", number):
+        return None
+    scontrol, sacct = f"scontrol show job -o {number}", f"sacct -nPX -o State -j {number}"
+    for command, form in ((scontrol, "JobState=([A-Z_]+)"), (sacct, "^([A-Z_]+)")):
+        with suppress(OSError, subprocess.TimeoutExpired):
+            said = subprocess.run(command.split(), capture_output=True, text=True, timeout=10).stdout
+            if found := re.search(form, said):
+                state = found[1].lower().replace("_", " ")
+                return "running" if state == "completing" else state
+    return None
 
 
 def output_of(job: Job, number: str) -> str | None:
@@ -218,8 +232,8 @@ def _check_sense(job: Job) -> None:
 def _options(job: Job) -> Iterator[tuple[str, object]]:
     have = job.profile
     nodes, tasks = (1, 1) if job.one_run else (have.nodes, job.tasks)
-    # torchrun starts a node's processes itself, from one task that has the cores of all.
-    share = tasks if have.launcher == "torchrun" else 1
+    # The others start a node's processes themselves, from one task that has the cores of all.
+    share = 1 if have.launcher == "srun" else tasks
     gpus = have.gpus_per_node // job.tasks if job.one_run else have.gpus_per_node
     requests = {
         "job-name": job.title,
@@ -245,7 +259,7 @@ def _early_signal(have: Profile) -> str | None:
     """Two minutes before the end, less in a short job: Slurm may send it up to a minute earlier than told."""
     early = min(120, _seconds(have.time) // 2 - 60) if have.time else 120
     # torchrun does not pass this signal on; it would only die of it.
-    return f"USR1@{early}" if early > 0 and have.launcher == "srun" else None
+    return f"USR1@{early}" if early > 0 and have.launcher != "torchrun" else None
 
 
 def _seconds(limit: str) -> int:
@@ -261,7 +275,7 @@ def _seconds(limit: str) -> int:
 def _surroundings(job: Job) -> list[str]:
     have, cores = job.profile, job.cores
     exports = {"SRUN_CPUS_PER_TASK": cores, "OMP_NUM_THREADS": cores} if cores else {}
-    if cores and have.launcher == "torchrun":
+    if cores and have.launcher != "srun":
         exports["SRUN_CPUS_PER_TASK"] = cores * job.tasks
     ours = {**exports, "SAMESTEP_RUN_DIR": job.run_dir, "SAMESTEP_ADDRESS_SUFFIX": have.address_suffix}
     given = {name: str(value) for name, value in ours.items() if value} | dict(have.env or {})
@@ -282,8 +296,12 @@ def _step(job: Job) -> str:
     python = have.python or ("python" if loaded else sys.executable)
     contained = [*have.container_command, have.container] if have.container else []
     script = shlex.join([*(["-m"] if job.module else []), job.script, *job.args])
-    srun = ["srun", "--kill-on-bad-exit=1", *([f"--cpu-bind={have.cpu_bind}"] if have.cpu_bind else [])]
-    start = shlex.join([*srun, *contained, python])
+    # The launchers of two nodes end together by themselves, and a mask for each process is not for one task.
+    options = ["--kill-on-bad-exit=0"] if have.launcher == "samestep" else ["--kill-on-bad-exit=1"]
+    options += [f"--cpu-bind={have.cpu_bind}"] if have.cpu_bind and have.launcher == "srun" else []
+    start = shlex.join(["srun", *options, *contained, python])
+    if have.launcher == "samestep":
+        return f"{start} -m samestep run -n {job.tasks} {script}"
     if have.launcher == "torchrun":
         lines = [
             f"{start} -m torch.distributed.run --nnodes={have.nodes} --nproc-per-node={job.tasks}",
