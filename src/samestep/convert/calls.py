@@ -1,155 +1,134 @@
 """Follows the calls of a script: torch's functions by name, the project's own into their bodies."""
 
 import ast
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from samestep.convert.libraries import Libraries
-from samestep.convert.source import Source
-from samestep.convert.values import (
-    BETWEEN_ROWS,
-    LINEAR,
-    MEANS,
-    ROWS,
-    SCALARS,
-    STATISTICS,
-    SUMS,
-    Instance,
-    Kind,
-    Named,
-    Value,
-    Values,
-    join,
-    reduced,
-)
+from samestep.convert.expressions import Expressions
+from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
+from samestep.convert.rewrites import LOADERS, Rewrites
+from samestep.convert.signatures import NAMED, given_to_loss, is_loss, of_loss, of_tensors, over_rows
+from samestep.convert.totals import MEANS_OF_LISTS
+from samestep.convert.values import NUMBERS, ROWS, Each, Kind, Named, Value, Values, join, models_of
 
-_OF_TENSORS = {*ROWS, *SCALARS, Kind.ROW, Kind.OTHER, Kind.RATIO, Kind.SHAPE, "tuple", "list", "iter", "dict"}
-_OF_LISTS = {"append", "extend", "add", "update", "scale", "items"}
+WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
+MOST_STATEMENTS = 100_000
+_DEEPEST = 25
+_DATA = {*ROWS, *NUMBERS, Kind.ROW, Kind.OTHER, "list", "each", "dict"}
+_FUNCTIONAL = ("torch.nn.functional.", "torch.special.", "torch.linalg.", "torch.fft.")
+_MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
 
-@dataclass(frozen=True, eq=True)
-class Site:
-    """Where the parameters of a model are given to an optimizer: the model's name there, and its parts' roots."""
-
-    names: tuple[tuple[str, Any], ...]
-    statement: ast.stmt
-    source: Source
-
-
-class Calls(Libraries):
+class Calls(Rewrites, Expressions):
     """What a call gives."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sites: dict[Site, None] = {}
-        self.called: set[Any] = set()
-        self.loaders: dict[ast.Call, Source] = {}
-        self.saves: dict[ast.Call, Source] = {}
-        self.eager: set[ast.expr] = set()  # what is totalled in the loop, as its sum is shown there
-
     def _call(self, node: ast.Call) -> Value:
-        found = self._method_of_a_value(node, node.func) if isinstance(node.func, ast.Attribute) else None
-        if found is not None:
-            return found
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        base = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else Value("external")
+        if name == "backward" and not self.is_model(base):
+            return self.backward(node, base)
+        if base.kind == "loss":
+            return base
+        if base.kind in _DATA or (base.kind == Kind.ALIKE and name in NAMED["list"]):
+            return self._method(node, base, name).bare
         callee = self.value(node.func)
         if callee.kind == "external":
-            return self.external(str(callee.of), node)
-        arguments = [self.lazily(one.value if isinstance(one, ast.Starred) else one) for one in node.args]
-        named = {one.arg or "**": self.lazily(one.value) for one in node.keywords}
-        follow = getattr(self, f"_call_of_{callee.kind}", None)
-        if follow is None:
-            return self._opaque(node, [*arguments, *named.values()])
-        result: Value = follow(callee, node, arguments, named)
-        return result
+            return self._external(str(callee.of), node).bare
+        given = [self.passed(one.value if isinstance(one, ast.Starred) else one) for one in node.args]
+        named = {one.arg or "**": self.passed(one.value) for one in node.keywords}
+        if callee.kind == "function":
+            bound = [] if callee.of.bound is None else [callee.of.bound]
+            return self.run(callee.of, [*bound, *given], named, node)
+        if callee.kind == "loss":
+            return of_loss(callee.of, [*given, *named.values()], self.batches)
+        if callee.kind == "class":
+            return self._new(callee.of, node, given, named)
+        if callee.kind in ("instance", "model"):
+            return self._call_of_object(callee, node, given, named)
+        return self.opaque(node, [*given, *named.values()])
 
-    def _method_of_a_value(self, node: ast.Call, func: ast.Attribute) -> Value | None:
-        base = self.value(func.value)
-        if func.attr == "backward" and not self.is_model(base):
-            return self.backward(node, base)
-        if base.kind in _OF_TENSORS or (base.kind == Kind.ALIKE and func.attr in _OF_LISTS):
-            return self._method(node, base, func.attr)
-        return base if base.kind == "loss" else None
+    def backward(self, node: ast.Call, loss: Value) -> Value:
+        raise NotImplementedError
 
-    def _call_of_function(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
-        return self.run(callee.of, arguments, named, node)
+    def statements(self, body: Sequence[ast.stmt]) -> None:
+        raise NotImplementedError
 
-    def _call_of_method(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
-        base, method, _ = callee.of
-        return self.run(method, arguments if method.is_static else [base, *arguments], named, node)
+    def _method(self, node: ast.Call, base: Value, name: str) -> Value:
+        """A method of a tensor or a number, of a list or dict, or of a number that stands for one which is filled."""
+        values = [base, *(self.value(one) for one in (*node.args, *(one.value for one in node.keywords)))]
+        if name in NAMED["list"] and base.kind not in (Kind.ROWS, Kind.SOME):
+            return self._of_list(node, base, name, values)
+        if base.kind in ("list", "dict", "each"):
+            return self.opaque(node, values)
+        if name == "size" and base.kind in ROWS:
+            at = getattr(node.args[0], "value", None) if node.args else None
+            kind = Kind.PART if base.kind == Kind.SOME else Kind.COUNT
+            return (Value(kind, self.batches) if at == 0 else Value()) if node.args else self.shape()
+        if name in ("view", "reshape", "expand") and base.kind in ROWS:
+            self.sized(node, node.func.value)  # type: ignore[attr-defined]
+        if name == "squeeze" and base.kind in ROWS and not node.args:
+            text = "squeeze() drops the samples' dimension where a process has one sample; name the dimension"
+            self.found.note(self.source, node, text)
+        return self._of_tensors(name, node, values, node.args)
 
-    def _call_of_loss(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
-        return self._loss(callee.of[0], callee.of[1], [*arguments, *named.values()])
+    def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
+        is_over_rows = over_rows(node, dims[-1:] if name in NAMED["piece"] else dims, self.in_forward)
+        return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
-    def is_model(self, value: Value) -> bool:
-        return value.kind == "model" or (
-            value.kind == "instance" and value.of.of.descends_from("Module", "Model")
-        )
+    def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:
+        if name in ("append", "extend") and base.kind not in (Kind.BATCH, Kind.PART) and len(node.args) == 1:
+            return self.put(node, base, values[1])
+        if name == "scale":
+            return join(*values[1:])
+        element = join(*base.parts) if base.parts else base.bare
+        if name == "items" and (base.parts or base.is_shared):
+            element = Value(Kind.ROWS) if base.kind == Kind.BATCH else element
+            return Value("each", Each(Value("list", {0: Value(), 1: element})))
+        if base.parts or base.kind in NUMBERS:
+            if name in ("values", "copy"):
+                return replace(base, kind="list") if base.kind == "dict" and name == "values" else base
+            if name in ("get", "pop", "setdefault"):
+                return self.part_of(base, getattr(node.args[0], "value", None) if node.args else None)
+        return self.opaque(node, values)
 
-    def _call_of_class(self, made: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
+    def _new(self, made: Class, node: ast.Call, given: Values, named: Named) -> Value:
         """An object of a class of the project."""
-        instance = Instance(made.of, self.key(node))
-        found = Value("instance", instance)
-        if made.of.descends_from("DataLoader"):
-            self.gap(node, f"{made.of.node.name} is a DataLoader of the project's own; use samestep.loader")
-        if (init := made.of.find("__init__")) is not None:
-            self.run(init, [found, *arguments], named, node)
+        instance = Instance(made, self.key(node))
+        found = Value("instance", instance, models_of(*given, *named.values()))
+        if made.descends_from("DataLoader"):
+            self.gap(node, f"{made.node.name} is a DataLoader of the project's own; use samestep.loader")
+        if (init := made.find("__init__")) is not None:
+            self.run(init.of, [found, *given], named, node)
         else:
-            fields = [
-                one.target.id
-                for one in made.of.node.body
-                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-            ]
-            instance.scope.names |= {**dict(zip(fields, arguments, strict=False)), **named}
-        if made.of.descends_from("Optimizer"):
-            self._optimizes([*arguments, *named.values()])
-        return replace(found, models=join(*arguments, *named.values()).models)
+            fields = [one.target for one in made.node.body if isinstance(one, ast.AnnAssign)]
+            instance.scope.names |= {**dict(zip(map(ast.unparse, fields), given, strict=False)), **named}
+        if made.descends_from("Optimizer"):
+            self.optimizes(found)
+        return found
 
-    def _call_of_instance(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
-        """An object that is called: the forward of a model, or __call__."""
-        instance: Instance = callee.of
-        forward = instance.of.find("forward") if self.is_model(callee) else None
-        method = forward or instance.of.find("__call__")
-        if method is None:
-            return self._call_of_model(callee, node, arguments, named)
-        if forward is not None and not self.in_forward:
-            self.called.add(instance.made_at)
-        self.in_forward += forward is not None
-        try:
-            return self.run(method, [callee, *arguments], named, node)
-        finally:
-            self.in_forward -= forward is not None
-
-    def _call_of_model(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
-        """A module whose forward is not in the project, or a method of one."""
-        attribute = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if attribute in ("parameters", "named_parameters") or (attribute == "params" and not arguments):
+    def _call_of_object(self, callee: Value, node: ast.Call, given: Values, named: Named) -> Value:
+        """An object that is called: the forward of a model, or __call__; or a method of torch's Module."""
+        name, method, forward = node.func.attr if isinstance(node.func, ast.Attribute) else "", None, None
+        if callee.kind == "instance":
+            forward = callee.of.of.find("forward") if self.is_model(callee) else None
+            method = forward or callee.of.of.find("__call__")
+        elif name in ("parameters", "named_parameters") or (name == "params" and not given):
             return self._parameters(node)
-        if attribute in ("train", "eval"):
-            self.in_eval = attribute == "eval" or ast.unparse(node).endswith(".train(False)")
-        if attribute in (
-            "to",
-            "cuda",
-            "cpu",
-            "train",
-            "eval",
-            "apply",
-            "float",
-            "double",
-            "half",
-            "requires_grad_",
-        ):
+        elif name in NAMED["model"]:
+            if name in ("train", "eval"):
+                self.in_eval = name == "eval" or ast.unparse(node).endswith(".train(False)")
             return self.value(node.func.value)  # type: ignore[attr-defined]
-        if not self.in_forward and not attribute:
-            self.called.add(callee.of if callee.kind == "model" else callee.of.made_at)
-        is_shared = any(one.is_shared for one in (*arguments, *named.values()))
-        return Value(Kind.ROWS) if is_shared else Value()
-
-    def _call_of_unknown(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
-        """A method that no class of the project defines."""
-        base, _ = callee.of
-        if self.is_model(base):
-            return self._call_of_model(base, node, arguments, {})
-        return self._opaque(node, arguments)
+        if not self.in_forward and (not name or callee.kind == "instance"):
+            self.called.add(callee.of if callee.kind == "model" else callee.of.key)
+        if method is None:
+            is_shared = any(one.is_shared for one in (*given, *named.values()))
+            return Value(Kind.ROWS if is_shared else Kind.ALIKE)
+        self.in_forward += forward is not None
+        found = self.run(method.of, [callee, *given], named, node)
+        self.in_forward -= forward is not None
+        return found
 
     def _parameters(self, node: ast.Call) -> Value:
         """The parameters of a model, of a part of it, or of the model whose method this is."""
@@ -159,109 +138,185 @@ class Calls(Libraries):
         while isinstance(at, ast.Attribute | ast.Subscript | ast.Name):
             found = self.value(at)
             if self.is_model(found):
-                names.append((ast.unparse(at), found.of if found.kind == "model" else found.of.made_at))
-            if isinstance(at, ast.Name):
-                break
-            at = at.value
+                names.append((ast.unparse(at), found.of if found.kind == "model" else found.of.key))
+            at = getattr(at, "value", ast.Constant(None))
         while names and names[-1][0] == "self" and frame.call is not None and frame.caller is not None:
-            func = frame.call.func
-            if not isinstance(func, ast.Attribute):
+            if not isinstance(func := frame.call.func, ast.Attribute):
                 break
             frame, names = frame.caller, [(ast.unparse(func.value), names[-1][1])]
         names = names or [(ast.unparse(receiver), None)]
-        statement = frame.statement if frame is not self.frame else self.frame.source.statement_of(node)
+        statement = frame.statement if frame is not self.frame else self.source.statement_of(node)
         assert statement is not None
         return Value(models=frozenset({Site(tuple(names), statement, frame.source)}))
 
-    def _optimizes(self, given: Values) -> Value:
-        for site in join(*given).models:
-            if not self.silent:
-                self.sites.setdefault(site)
-        return Value("optimizer", models=join(*given).models)
+    def optimizes(self, *given: Value) -> Value:
+        self.found.sites.update(dict.fromkeys(models_of(*given)))
+        return Value("optimizer", models=models_of(*given))
 
-    def _method(self, node: ast.Call, base: Value, name: str) -> Value:
-        """A method of a tensor, a list, or a dict."""
-        arguments = [self.value(one) for one in (*node.args, *(one.value for one in node.keywords))]
-        if base.kind in (Kind.ALIKE, Kind.OTHER, "tuple", "list", "iter", "dict", Kind.BATCH, *SCALARS):
-            found = self._of_container(node, base, name, arguments)
-            if found is not None:
-                return found
-        if name in ("size", "__len__"):
-            return self._size(node, base)
-        if name in STATISTICS or name in SUMS or name in MEANS:
-            return reduced(name, base, self._over_rows(node, node.args), self.batches)
-        if base.kind in ROWS or base.kind == Kind.ROW:
-            return self._of_rows(node, base, name, arguments)
-        reason = base.of if base.kind == Kind.OTHER else f"is {name} of a share's value"
-        return base if name in LINEAR else Value(Kind.OTHER, reason)
+    def _external(self, name: str, node: ast.Call) -> Value:
+        """A function or class that is not in the project."""
+        values = [self.value(one.value if isinstance(one, ast.Starred) else one) for one in node.args]
+        values += [self.value(one.value) for one in node.keywords]
+        last, first = name.rpartition(".")[2], (*values, Value())[0]
+        if name in LOADERS:
+            return self.made_loader(node, values)
+        if name == "torch.save":
+            return self.saved(node)
+        if name in MEANS_OF_LISTS and first.kind == "list":
+            return Value(Kind.OTHER, "is a mean over the batches that this process had")
+        if name.startswith(("builtins.", "itertools.", "tqdm", "copy.", "functools.")):
+            return self._of_python(last, node, values, first)
+        if name.startswith(("torch.nn.parallel.", "torch.nn.DataParallel")):
+            return self.unwrapped(node, first)
+        if self._is_optimizer(name, last, values):
+            return self.optimizes(*values)
+        if name.startswith(_FUNCTIONAL) or (name.startswith("torch.") and name.count(".") == 1):
+            return self._of_torch(last, node, values, first)
+        return self._of_library(name, last, node, values)
 
-    def _of_container(self, node: ast.Call, base: Value, name: str, arguments: Values) -> Value | None:
-        if name in ("append", "extend", "add", "update", "insert") and base.kind not in (
-            Kind.BATCH,
-            Kind.PART,
-        ):
-            return self.put(node, base, arguments)
-        if name == "scale":
-            return join(*arguments)
-        if name == "items" and base.kind == "dict":
-            return Value("items", join(*base.of.values()))
-        if name == "items":
-            return (
-                Value("items", Value(Kind.ROWS) if base.kind == Kind.BATCH else base)
-                if base.is_shared
-                else Value()
+    def _is_optimizer(self, name: str, last: str, values: Values) -> bool:
+        no_optimizer = name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa_utils"))
+        averages = any(word in last.lower() for word in ("ema", "average"))
+        is_named = "optim" in name.lower() or (last[:1].isupper() and not averages)
+        return bool(models_of(*values)) and is_named and not no_optimizer
+
+    def _of_library(self, name: str, last: str, node: ast.Call, values: Values) -> Value:
+        if name.startswith("torch.autograd."):
+            return Value(Kind.BATCH if any(one.is_shared for one in values) else Kind.ALIKE)
+        if name.startswith("torch.nn.") and is_loss(last):
+            return Value("loss", given_to_loss(node, 0, last))
+        is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
+        if is_class or name.startswith(_MODELS) or last == "from_pretrained":
+            return Value("model", self.key(node), models_of(*values))
+        return self.opaque(node, values)
+
+    def _of_torch(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
+        is_shared = any(one.is_shared for one in values)
+        if name in NAMED["made"] and not is_shared and self.sized(node, None):
+            return Value(Kind.ROWS)
+        if name == "compile" or not is_shared:
+            return first if name == "compile" else Value(models=models_of(*values))
+        if is_loss(name):
+            return of_loss(given_to_loss(node, 2, name), values, self.batches)
+        return self._of_tensors(name, node, values, node.args[1:])
+
+    def _of_python(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
+        """A function of Python's own, of itertools, functools, copy or tqdm."""
+        rule: Callable[..., Value] | None = getattr(self, f"_python_{name}", None)
+        if rule is not None:
+            return rule(node, values, first)
+        if name in ("sum", "max", "min", "any", "all") and first.kind in ROWS and len(values) == 1:
+            return of_tensors(name, values, True, self.batches, self.in_forward)
+        if name in ("chain", "filter", "map"):
+            return join(*values)
+        if name == "cycle" and first.kind == "loader":
+            self.gap(
+                node, "itertools.cycle repeats the batches of the first pass; call iter() of the loader again"
             )
-        if name in ("values", "get", "copy") and base.kind in SCALARS:
-            return base
-        if base.kind == "dict" and name in ("get", "pop") and node.args:
-            element: Value = base.of.get(getattr(node.args[0], "value", None), Value())
-            return element
-        if base.kind == "dict" and name == "values":
-            return Value("tuple", tuple(base.of.values()))
-        if base.kind not in ("tuple", "list", "iter", "dict"):
-            return None
-        if name in ("get", "pop", "values", "setdefault"):
-            return join(*base.of) if name != "values" else base
-        return self._opaque(node, [base, *arguments])
+        if name == "partial" and first.of in LOADERS:
+            self.gap(node, "functools.partial of DataLoader; call DataLoader itself")
+        if name not in NAMED["kept"] or not values:
+            return self.opaque(node, values)
+        self.shown_once(name, node)
+        return Value("each", self.each(first)) if first.kind == "loader" else first
 
-    def _of_rows(self, node: ast.Call, base: Value, name: str, arguments: Values) -> Value:
-        """A method of a tensor with a sample in each row."""
-        if name in ("view", "reshape", "expand"):
-            self.sized(node, node.func.value)  # type: ignore[attr-defined]
-        if name in ("split", "chunk", "unbind") and base.kind != Kind.ROW:
-            over_rows = len(node.args) < 2 and self._over_rows(node, node.args[1:])
-            return Value(Kind.OTHER, "is a part of a share") if over_rows else Value(Kind.BATCH)
-        if name == "squeeze" and not arguments:
-            self.note(
-                node,
-                "squeeze() drops the samples' dimension where a process has one sample; name the dimension",
-            )
-        if name == "t":
-            return Value(Kind.COLUMNS)
-        if name in ("matmul", "mm") or name in BETWEEN_ROWS:
-            return self.combined(ast.MatMult(), base, join(*arguments))
-        return Value(Kind.ROWS if base.kind == Kind.BATCH else base.kind)
+    def _python_len(self, node: ast.Call, values: Values, first: Value) -> Value:
+        if first.kind in ROWS:
+            return Value(Kind.PART if first.kind == Kind.SOME else Kind.COUNT, self.batches)
+        return Value(Kind.PASSES if first.kind == "list" and first.is_shared else Kind.ALIKE)
 
-    def _size(self, node: ast.Call, base: Value) -> Value:
-        if not node.args or base.kind not in ROWS:
-            return Value(Kind.SHAPE) if base.kind in ROWS else Value()
-        first = node.args[0]
-        is_rows = isinstance(first, ast.Constant) and first.value == 0
-        return (
-            Value(Kind.PART if base.kind == Kind.SOME else Kind.COUNT, self.batches) if is_rows else Value()
-        )
+    def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
+        each = self.each(first)
+        turn = Value("turn" if each.kind == "batches" else Kind.ALIKE)
+        return Value("each", replace(each, element=Value("list", {0: turn, 1: each.element})))
 
-    def _opaque(self, node: ast.Call, arguments: Values) -> Value:
+    def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
+        parts = [self.each(one) for one in values]
+        kinds = [kind for kind in ("batches", "rows") if kind in {part.kind for part in parts}]
+        texts = [part.text for part in parts if part.kind == "batches"]
+        elements = Value("list", dict(enumerate(part.element for part in parts)))
+        return Value("each", Each(elements, (*kinds, "plain")[0], (*texts, None)[0]))
+
+    def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
+        """What next() takes from an iterator over a loader: the loop around it is a loop over batches."""
+        each = self.each(first)
+        if each.kind == "batches" and self.loops and self.loops[-1].kind == "plain":
+            loop = self.loops[-1]
+            loop.kind, loop.text, loop.frame = "batches", each.text, self.frame
+        return each.element if each.kind == "batches" else first
+
+    def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
+        is_count = any(one.kind in (Kind.COUNT, Kind.PART) for one in values)
+        return Value("each", Each(Value(Kind.ROW), "rows")) if is_count else Value()
+
+    def _python_sum(self, node: ast.Call, values: Values, first: Value) -> Value:
+        return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)
+
+    def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
+        return Value("model", self.key(node)) if self.is_model(first) else first
+
+    def opaque(self, node: ast.Call, values: Values) -> Value:
         """A call whose body is not in the project: it is given the values of all ranks, if nothing is done with it."""
-        functions = [one.of for one in arguments if one.kind == "function"]
-        for function in functions:
-            self.run(function, [], {}, node)
-        models = join(*arguments).models
-        if not any(one.is_shared for one in arguments):
-            return Value(models=models)
-        if isinstance(self.frame.source.parents.get(node), ast.Expr):
+        for function in [one.of for one in values if one.kind == "function"]:
+            self.run(function, [function.bound] if function.bound else [], {}, node)
+        if not any(one.is_shared for one in values):
+            return Value(models=models_of(*values))
+        if isinstance(self.source.parents.get(node), ast.Expr):
             for one in (*node.args, *(one.value for one in node.keywords)):
                 self.total(one.value if isinstance(one, ast.Starred) else one)
             return Value()
-        called = ast.unparse(node.func)
-        return Value(Kind.OTHER, f"is what {called} makes of this rank's values", models)
+        reason = f"is what {ast.unparse(node.func)} makes of this rank's values"
+        return Value(Kind.OTHER, reason, models_of(*values))
+
+    def run(self, function: Function, given: Values, named: Named, call: ast.Call | None) -> Value:
+        """Follow a function's body with these arguments."""
+        node = function.node
+        if self.followed > MOST_STATEMENTS:
+            self.found.gap(function.source, node, "the script is too long to be followed")
+        is_inside = any(frame.function is node for frame in self.frames)
+        if is_inside or len(self.frames) > _DEEPEST or self.followed > MOST_STATEMENTS:
+            return join(*given)
+        self.reached.add(node)
+        frame = Frame(
+            Scope(function.scope), function.source, call, self.frame, node, len(self.loops), self.depth
+        )
+        self._bind_arguments(frame.scope, node.args, given, named)
+        quiet = any(WITHOUT_GRADIENTS.search(ast.unparse(one)) for one in getattr(node, "decorator_list", ()))
+        self.without_gradients += quiet
+        self.frames.append(frame)
+        if isinstance(node, ast.Lambda):
+            frame.returned.append(self.kept(self.value(node.body)))
+        else:
+            self.statements(node.body)
+        self.frames.pop()
+        self.without_gradients -= quiet
+        self.depth = frame.depth
+        if frame.yielded:
+            is_shared = join(*frame.yielded).is_shared
+            return Value("each", Each(Value(Kind.BATCH), "batches")) if is_shared else Value()
+        return join(*frame.returned)
+
+    def _bind_arguments(self, scope: Scope, wanted: ast.arguments, given: Values, named: Named) -> None:
+        parameters = [*wanted.posonlyargs, *wanted.args]
+        names = [one.arg for one in (*parameters, *wanted.kwonlyargs)]
+        defaults = dict(zip(reversed(names[: len(parameters)]), reversed(wanted.defaults), strict=False))
+        defaults |= {
+            one.arg: node for one, node in zip(wanted.kwonlyargs, wanted.kw_defaults, strict=True) if node
+        }
+        found = {name: self.value(node) for name, node in defaults.items()}
+        found |= {**dict(zip(names, given[: len(parameters)], strict=False)), **named}
+        for name in names:
+            value = found.get(name, Value())
+            if named.get("**", Value()).kind in ROWS and value.kind in (Kind.ALIKE, "none"):
+                value = Value(Kind.ROWS)
+            if value.kind == "each":
+                # what the caller calls the loader is no name here
+                value = Value("each", replace(value.of, text=None))
+            scope.names[name] = replace(value, since=self.since)
+        rest = dict(enumerate(given[len(parameters) :]))
+        if wanted.vararg is not None:
+            scope.names[wanted.vararg.arg] = Value("list", rest) if rest else Value()
+        if wanted.kwarg is not None:
+            scope.names[wanted.kwarg.arg] = join(
+                *(value for name, value in named.items() if name not in names)
+            )

@@ -1,343 +1,319 @@
-"""Follows the expressions of a script: what is known of each value."""
+"""Follows the expressions of a script, and what they are bound to."""
 
 import ast
 import builtins
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from samestep.convert.bindings import Bindings
+from samestep.convert.project import Frame, Function, Scope
+from samestep.convert.signatures import BETWEEN
+from samestep.convert.source import Edit, Source
+from samestep.convert.totals import Edits, Totals
 from samestep.convert.values import (
+    NUMBERS,
     ROWS,
-    SCALARS,
-    Form,
-    Function,
-    Instance,
+    Each,
     Kind,
     Loop,
-    Named,
-    Scope,
-    Sum,
     Value,
     Values,
+    combined,
     join,
+    models_of,
+    other,
 )
 
-_FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn"}
+_FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
 
 
-class Expressions(Bindings):
+class Expressions(Totals):
     """What is known of an expression, by its form."""
 
     def value(self, node: ast.AST | None) -> Value:
         if node is None:
             return Value()
-        name = f"_{type(node).__name__.lower()}"
-        found: Value = getattr(self, name, self._any)(node)
+        found: Value = getattr(self, f"_{type(node).__name__.lower()}", self._any)(node)
         if found.kind == "turn":
-            return Value()
+            found = Value()
         if found.kind == "loader" and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            return replace(found, of=ast.unparse(node))
+            found = replace(found, of=ast.unparse(node))
+        self.known[node] = found
+        if found.is_shared and found.edits is None:
+            self.known[node] = found = replace(found, edits=self.edits_of(node, found))
         return found
 
-    def _constant(self, node: ast.Constant) -> Value:
-        return Value("none") if node.value is None else Value()
+    def is_model(self, value: Value) -> bool:
+        is_ours = value.kind == "instance" and value.of.of.descends_from("Module", "Model")
+        return value.kind == "model" or is_ours
 
     def _any(self, node: ast.AST) -> Value:
         """Of an expression without a rule of its own: it depends on a share where a part of it does."""
         parts = [self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-        models = frozenset[Any]().union(*(part.models for part in parts))
-        if any(part.is_shared for part in parts):
-            return Value(Kind.OTHER, "depends on this rank's share", models)
-        return Value(models=models)
+        is_shared = any(part.is_shared for part in parts)
+        found = other("depends on this process's share", *parts) if is_shared else Value()
+        return replace(found, models=models_of(*parts))
+
+    def _constant(self, node: ast.Constant) -> Value:
+        return Value("none") if node.value is None else Value()
 
     def _name(self, node: ast.Name) -> Value:
-        found = self.frame.scope.find(node.id)
-        if found is not None:
-            return self._with_parts(node.id, found)
+        scope: Scope | None = self.frame.scope
+        if (found := self.frame.scope.find(node.id)) is not None:
+            # a dict or an object, of which elements were set one by one
+            prefixes = (f"{node.id}[", f"{node.id}.")
+            parts = [part for name, part in self.frame.scope.names.items() if name.startswith(prefixes)]
+            is_filled = any(part.is_shared for part in parts) and not found.is_shared
+            return other("holds values of this process's share", *parts) if is_filled else found
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
-        scope: Scope | None = self.frame.scope
         while scope is not None and not scope.stars:
             scope = scope.parent
         return Value("external", f"{scope.stars[0]}.{node.id}") if scope else Value()
 
-    def _with_parts(self, name: str, value: Value) -> Value:
-        """A dict or an object, of which elements were set one by one."""
-        names = self.frame.scope.names
-        parts = [part for known, part in names.items() if known.startswith((f"{name}[", f"{name}."))]
-        if any(part.is_shared for part in parts) and not value.is_shared:
-            return Value(Kind.OTHER, f"holds values of this process's share ({name})", value.models)
-        return value
-
     def _attribute(self, node: ast.Attribute) -> Value:
-        base, attribute = self.value(node.value), node.attr
-        if base.kind in ("instance", "model", "module", "external", "class"):
-            found: Value = getattr(self, f"_of_{base.kind}")(base, attribute, node)
-            return found
+        base, name = self.value(node.value), node.attr
+        if base.kind == "instance":
+            return self._of_instance(base, name)
+        if base.kind in ("module", "class"):
+            return base.of.find(name) or Value()
+        if base.kind == "external":
+            return Value("external", f"{base.of}.{name}")
         if (known := self.frame.scope.find(ast.unparse(node))) is not None:
             return known
-        if base.kind in (Kind.ROWS, Kind.BATCH, Kind.ROW, Kind.SOME, Kind.COLUMNS):
-            if attribute in ("T", "mT", "H"):
-                return Value(Kind.COLUMNS)
-            return (
-                Value(Kind.SHAPE)
-                if attribute == "shape"
-                else Value()
-                if attribute in _FACTS
-                else replace(base)
-            )
-        if base.kind in (Kind.PART, Kind.COUNT, Kind.MEAN):
-            return Value() if attribute in (*_FACTS, "shape") else base
-        return Value(Kind.OTHER, base.of) if base.is_shared else Value(models=base.models)
+        if name in _FACTS or (name == "shape" and base.kind in NUMBERS):
+            return Value()
+        if name == "shape" and base.kind in ROWS:
+            return self.shape()
+        if name in ("T", "mT", "H") and base.kind in ROWS:
+            return Value(Kind.OTHER, BETWEEN)
+        if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):
+            return base if name == "module" else Value(base.kind, base.of)
+        return other(base.of, base) if base.is_shared else Value(models=base.models)
 
-    def _of_instance(self, base: Value, attribute: str, node: ast.Attribute) -> Value:
-        instance: Instance = base.of
-        if (found := instance.scope.names.get(attribute)) is not None:
-            return found
-        method = instance.of.find(attribute)
-        if method is not None and method.is_property:
-            self.by_form += 1
-            found = self.run(method, [base], {}, None)
-            self.by_form -= 1
-            body = [one for one in method.node.body if not isinstance(one, ast.Expr)]
-            is_single = len(body) == 1 and isinstance(body[0], ast.Return)
-            return (
-                replace(found, of=Form(body[0].value, str(found.of)))
-                if found.is_shared and is_single
-                else found
-            )
-        if method is not None:
-            return Value("method", (base, method, node))
-        found = instance.of.scope.names.get(attribute)
-        return found if found is not None else Value("unknown", (base, attribute))
+    def shape(self) -> Value:
+        return Value("list", {0: Value(Kind.COUNT, self.batches), None: Value()})
 
-    def _of_model(self, base: Value, attribute: str, node: ast.Attribute) -> Value:
-        known = self.frame.scope.find(ast.unparse(node))
-        return known or (Value() if attribute == "training" else Value("model", base.of))
+    def _of_instance(self, base: Value, name: str) -> Value:
+        found = base.of.scope.names.get(name) or base.of.of.find(name)
+        if found is None and self.is_model(base):
+            return base if name == "module" else Value("model", base.of.key)
+        if found is None or found.kind != "function" or found.of.bound or "staticmethod" in found.of.marks:
+            return found or Value()
+        function = replace(found.of, bound=base)
+        if "property" not in function.marks:
+            return Value("function", function)
+        made = self.run(function, [base], {}, None)
+        body = [one for one in function.node.body if not isinstance(one, ast.Expr)]
+        if (
+            made.is_shared
+            and len(body) == 1
+            and isinstance(body[0], ast.Return)
+            and body[0].value is not None
+        ):
+            return replace(made.bare, made=(body[0].value, function.source, ()))
+        return made
 
-    def _of_module(self, base: Value, attribute: str, node: ast.Attribute) -> Value:
-        return base.of.names.get(attribute) or Value()
-
-    def _of_external(self, base: Value, attribute: str, node: ast.Attribute) -> Value:
-        return Value("external", f"{base.of}.{attribute}")
-
-    def _of_class(self, base: Value, attribute: str, node: ast.Attribute) -> Value:
-        method = base.of.find(attribute)
-        return Value("function", method) if method else base.of.scope.names.get(attribute) or Value()
+    def _by_form(self, node: ast.Attribute, form: ast.expr, source: object) -> Edits | None:
+        """An attribute of an object, computed from the totals of its other attributes."""
+        instance = self.known[node.value]
+        if instance.kind != "instance" or not isinstance(source, Source):
+            return None
+        self.frames.append(Frame(Scope(instance.of.of.scope, {"self": instance}), source))
+        edits = self.value(form).edits
+        self.frames.pop()
+        names = [part for part in ast.walk(form) if isinstance(part, ast.Name)]
+        if edits is None or any(self.known[name].kind not in ("external", "instance") for name in names):
+            return None
+        if nodes := tuple(edit for edit in edits if not isinstance(edit, Edit)):
+            return nodes
+        receiver = self.source.text(node.value)
+        told = [edit for edit in edits if isinstance(edit, Edit)]
+        told += [source.replaced(name, receiver) for name in names if name.id == "self"]
+        text = source.edited(told, source.start(form), source.end(form))
+        return (self.source.replaced(node, f"({text})"),)
 
     def _subscript(self, node: ast.Subscript) -> Value:
+        base, index = self.value(node.value), self.value(node.slice)
         if (known := self.frame.scope.find(ast.unparse(node))) is not None:
             return known
-        base, index = self.value(node.value), self.value(node.slice)
         at = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        if base.kind == "dict":
-            return base.of.get(at, base.of.get(None, Value())) if at is not None else join(*base.of.values())
-        if base.kind == "tuple":
-            is_in = isinstance(at, int) and -len(base.of) <= at < len(base.of)
-            return base.of[at] if is_in else join(*base.of)
-        if base.kind == Kind.SHAPE:
-            starts_at_rows = isinstance(node.slice, ast.Slice) and node.slice.lower is None
-            return Value(Kind.COUNT, self.batches) if at == 0 else base if starts_at_rows else Value()
+        if base.kind in ("list", "dict"):
+            if isinstance(node.slice, ast.Slice) and node.slice.lower is not None:
+                return join(*(part for key, part in base.of.items() if key != 0))
+            return base if isinstance(node.slice, ast.Slice) else self.part_of(base, at)
         if base.kind in (Kind.ROWS, Kind.SOME):
             return self._rows_at(node, base, index)
-        if base.kind == "list":
-            return join(*base.of)
         if base.kind == Kind.ALIKE and index.is_shared:
             return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
-        if base.kind in ("loader", "model", Kind.PART, Kind.MEAN, Kind.ROW, Kind.OTHER, Kind.ALIKE):
-            return base
-        return Value(Kind.ROWS) if base.kind == Kind.BATCH else self._any(node)
+        if base.kind == Kind.BATCH:
+            return Value(Kind.ROWS)
+        return base if base.kind == Kind.OTHER else base.bare
 
     def _rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:
         first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
-        if isinstance(first, ast.Slice) and first.lower is first.upper is None:
-            return base
-        if self.value(first).kind == Kind.ROW:
+        is_all = isinstance(first, ast.Slice) and first.lower is first.upper is None
+        if isinstance(first, ast.Constant):
+            is_all = first.value in (None, Ellipsis) or isinstance(first.value, str)
+        if not is_all and self.value(first).kind == Kind.ROW:
             return Value(Kind.ROW)
-        is_whole = isinstance(first, ast.Constant) and (
-            first.value in (None, Ellipsis) or isinstance(first.value, str)
-        )
-        if self.in_forward or is_whole:
-            return base
+        if is_all or self.in_forward:
+            return Value(base.kind)
         if index.is_shared:
             # the first index goes along the rows: a mask chooses some; beside an index for each row it chooses within
-            return Value(Kind.SOME) if first is node.slice else Value(Kind.ROWS)
+            return Value(Kind.SOME if first is node.slice else Kind.ROWS)
         return Value(Kind.OTHER, "is of some samples of a share")
 
     def _binop(self, node: ast.BinOp) -> Value:
         left, right = self.value(node.left), self.value(node.right)
-        models = left.models | right.models
-        if not (left.is_shared or right.is_shared):
-            return replace(join(left, right), models=models)
-        return self.combined(node.op, left, right)
-
-    def combined(self, op: ast.operator, left: Value, right: Value) -> Value:
-        """What two values give, of which a part at least depends on this rank's share."""
-        kinds = {left.kind, right.kind}
-        if isinstance(op, ast.MatMult) and Kind.COLUMNS in kinds:
-            return Value(Kind.OTHER, "compares samples of a share with each other; see docs/losses.md")
-        if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, "model"}:
-            return Value(Kind.SOME if Kind.SOME in kinds else Kind.ROWS)
-        if Kind.ROW in kinds and kinds <= {Kind.ROW, Kind.ALIKE}:
-            return Value(Kind.ROW)
-        found = None
-        if isinstance(op, ast.Mult | ast.MatMult):
-            found = self._product(kinds, left, right)
-        elif isinstance(op, ast.Div):
-            found = self._quotient(left, right)
-        elif isinstance(op, ast.Add | ast.Sub):
-            found = self._sum(kinds, left, right)
-        reasons = [one.of for one in (left, right) if one.is_shared and isinstance(one.of, str)]
-        return found or Value(Kind.OTHER, (*reasons, "is computed from values of this process's share")[0])
-
-    def _product(self, kinds: set[str], left: Value, right: Value) -> Value | None:
-        shared = left if left.is_shared else right
-        if kinds == {Kind.MEAN, Kind.COUNT}:
-            return Value(Kind.PART, left.of if left.kind == Kind.MEAN else right.of)
-        if Kind.ALIKE in kinds and shared.kind in SCALARS:
-            return Value(Kind.MEAN if shared.kind == Kind.MEAN else Kind.PART, shared.of)
-        return None
-
-    def _quotient(self, left: Value, right: Value) -> Value | None:
-        if right.kind == Kind.ALIKE and left.kind in SCALARS:
-            return Value(Kind.MEAN if left.kind == Kind.MEAN else Kind.PART, left.of)
-        if right.kind == Kind.COUNT and left.kind in (Kind.PART, Kind.COUNT) and not isinstance(left.of, Sum):
-            return Value(Kind.MEAN, self.batches)
-        if {left.kind, right.kind} <= {Kind.PART, Kind.COUNT, Kind.PASSES, Kind.ALIKE}:
-            return Value(Kind.RATIO, "is divided by a count in a share; see docs/losses.md")
-        return None
-
-    def _sum(self, kinds: set[str], left: Value, right: Value) -> Value | None:
-        if kinds <= {Kind.PART, Kind.COUNT}:
-            return Value(Kind.PART, left.of)
-        if kinds <= {Kind.MEAN, Kind.ALIKE}:
-            return Value(Kind.MEAN, left.of if left.kind == Kind.MEAN else right.of)
-        return (
-            (left if left.kind == Kind.RATIO else right)
-            if kinds <= {Kind.RATIO, Kind.ALIKE, Kind.MEAN}
-            else None
-        )
+        is_shared = left.is_shared or right.is_shared
+        found = combined(node.op, left, right) if is_shared else join(left, right).bare
+        return replace(found, models=models_of(left, right))
 
     def _unaryop(self, node: ast.UnaryOp) -> Value:
-        return self.value(node.operand)
+        return self.value(node.operand).bare
 
     def _compare(self, node: ast.Compare) -> Value:
         values = [self.value(one) for one in (node.left, *node.comparators)]
         kinds = {one.kind for one in values if one.is_shared}
-        if not kinds:
-            return Value()
-        if kinds <= {Kind.ROWS, Kind.BATCH}:
-            return Value(Kind.ROWS)
-        return (
-            Value(Kind.ROW)
-            if kinds == {Kind.ROW}
-            else Value(Kind.OTHER, "is a comparison of this rank's values")
-        )
+        if kinds <= {Kind.ROWS, Kind.BATCH} or kinds == {Kind.ROW}:
+            return Value(Kind.ALIKE if not kinds else Kind.ROW if Kind.ROW in kinds else Kind.ROWS)
+        return other("is a comparison of this rank's values", *values)
 
     def _ifexp(self, node: ast.IfExp) -> Value:
         test, found = self.value(node.test), join(self.value(node.body), self.value(node.orelse))
-        return (
-            Value(Kind.OTHER, "is chosen by this rank's values")
-            if test.is_shared and test.kind != Kind.ROW
-            else found
-        )
+        is_chosen = test.is_shared and test.kind != Kind.ROW
+        return other("is chosen by this rank's values", test) if is_chosen else found.bare
 
-    def _tuple(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
-        values = [self.value(one) for one in node.elts]
-        models = frozenset[Any]().union(*(one.models for one in values))
+    def _list(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
+        values = [self.kept(self.value(one)) for one in node.elts]
         if all(one.kind == Kind.ALIKE for one in values) and (values or isinstance(node, ast.List)):
-            return Value(models=models)
-        return Value("tuple", tuple(values), models)
+            return Value(models=models_of(*values))
+        return Value("list", dict(enumerate(values)), models_of(*values))
 
-    _list = _set = _tuple
+    _tuple = _set = _list
 
     def _dict(self, node: ast.Dict) -> Value:
-        values = [self.value(one) for one in node.values]
-        found = join(*values)
-        holds = found.is_shared or any(one.kind == "instance" for one in values)
-        if holds and all(isinstance(key, ast.Constant) for key in node.keys):
-            keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-            found = Value("dict", dict(zip(keys, values, strict=True)), found.models)
-        return (
-            Value(Kind.BATCH, models=found.models) if {one.kind for one in values} == {Kind.ROWS} else found
+        values = [self.kept(self.value(one)) for one in node.values]
+        keys = [getattr(key, "value", None) for key in node.keys]
+        if {one.kind for one in values} == {Kind.ROWS}:
+            return Value(Kind.BATCH)
+        is_known = any(
+            one.is_shared or one.kind in ("instance", "loader", "list", "function") for one in values
         )
+        return Value("dict", dict(zip(keys, values, strict=True))) if is_known else join(*values).bare
 
-    def _starred(self, node: ast.Starred) -> Value:
-        return self.value(node.value)
-
-    _await = _starred
-
-    def _namedexpr(self, node: ast.NamedExpr) -> Value:
+    def _starred(self, node: ast.Starred | ast.Await | ast.NamedExpr) -> Value:
         found = self.value(node.value)
-        self.bind(node.target, found)
+        if isinstance(node, ast.NamedExpr):
+            self.bind(node.target, self.kept(found))
         return found
 
-    def _lambda(self, node: ast.Lambda) -> Value:
-        return Value("function", Function(node, self.frame.scope, self.frame.source))
+    _await = _namedexpr = _starred
 
-    def _comprehension_of(self, node: Any, element: Callable[[], Value]) -> Value:
+    def _lambda(self, node: ast.Lambda) -> Value:
+        return Value("function", Function(node, self.frame.scope, self.source))
+
+    def _listcomp(self, node: Any) -> Value:
         """The values that a comprehension makes, followed as a loop."""
+        element = node.value if isinstance(node, ast.DictComp) else node.elt
         scope, loops = self.frame.scope, len(self.loops)
         self.frame.scope = Scope(scope)
-        made = False
         for part in node.generators:
-            over, kind, text = self.iterated(self.value(part.iter), part.iter)
-            self.bind(part.target, over)
-            made = made or kind != "plain"
-            self.enter(Loop(kind, text, frame=self.frame))
-            for test in part.ifs:
-                if self.value(test).is_shared:
-                    self.loops[-1].kind, made = "rows", True
-        found = element()
+            each = self.each(self.value(part.iter))
+            self.bind(part.target, each.element)
+            tests = [self.value(test) for test in part.ifs]
+            self.enter(Loop("rows" if any(test.is_shared for test in tests) else each.kind, each.text))
+        found = self.kept(self.value(element))
         kinds = {loop.kind for loop in self.loops[loops:]}
-        if "batches" in kinds:
-            found = self.added(getattr(node, "elt", node), found)
+        if "batches" in kinds and self.batches is not None:
+            found = self.per_batch(self.batches, element, found)
         elif "rows" in kinds:
             found = Value(Kind.ROWS)
         del self.loops[loops:]
         self.frame.scope = scope
-        if found.kind in (Kind.ALIKE, "loader", "model", Kind.ROWS) or (not made and found.kind == Kind.PART):
+        if found.kind == Kind.ROWS and isinstance(node, ast.DictComp):
+            return Value(Kind.BATCH)
+        is_element = found.kind in (Kind.ALIKE, "loader", "model", Kind.ROWS)
+        if is_element or (kinds == {"plain"} and found.kind == Kind.PART):
             return found
-        return Value("list", (found,), found.models)
+        return Value("list", {None: found}, found.models)
 
-    def _listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Value:
-        return self._comprehension_of(node, lambda: self.value(node.elt))
+    _setcomp = _generatorexp = _dictcomp = _listcomp
 
-    _setcomp = _generatorexp = _listcomp
-
-    def _dictcomp(self, node: ast.DictComp) -> Value:
-        found = self._comprehension_of(node, lambda: self.value(node.value))
-        return Value(Kind.BATCH) if found.kind == Kind.ROWS else found
-
-    def iterated(self, over: Value, node: ast.expr) -> tuple[Value, str, str | None]:
-        """What a loop over this gives at each turn, the kind of loop, and the loader's name."""
-        if over.kind in ("loader", "batches", "iter"):
-            return Value(Kind.BATCH), "batches", over.of
-        if over.kind == "enumerate":
-            inner, kind, text = self.iterated(over.of, node)
-            return Value("tuple", (Value("turn") if kind == "batches" else Value(), inner)), kind, text
-        if over.kind == "zip":
-            parts = [self.iterated(one, node) for one in over.of]
-            kind = next(
-                (name for name in ("batches", "rows") if name in {part[1] for part in parts}), "plain"
-            )
-            texts = [part[2] for part in parts if part[1] == "batches"]
-            return Value("tuple", tuple(part[0] for part in parts)), kind, (*texts, None)[0]
-        if over.kind == Kind.BATCH:
-            return Value(Kind.ROWS), "plain", None
+    def each(self, over: Value) -> Each:
+        """What a loop over this gets at each turn."""
+        if over.kind == "each":
+            found: Each = over.of
+            return found
+        if over.kind in ("loader", Kind.BATCH):
+            is_loader = over.kind == "loader"
+            return Each(Value(Kind.BATCH), "batches", over.of) if is_loader else Each(Value(Kind.ROWS))
         if over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT):
-            return Value(Kind.ROW), "rows", None
-        if over.kind == "items":
-            return Value("tuple", (Value(), over.of)), "plain", None
-        if over.kind in ("tuple", "list"):
-            return join(*over.of), "plain", None
-        return (Value(Kind.OTHER, over.of) if over.kind == Kind.OTHER else over), "plain", None
+            return Each(Value(Kind.ROW), "rows")
+        if over.kind in ("list", "dict"):
+            return Each(join(*over.parts) if over.kind == "list" else Value())
+        return Each(over if over.kind == Kind.OTHER else over.bare)
 
-    def run(self, function: Function, arguments: Values, named: Named, call: ast.Call | None) -> Value:
-        """Follow a function's body with these arguments."""
-        raise NotImplementedError
+    def bind(self, target: ast.AST, value: Value, made: ast.expr | None = None) -> None:
+        """Let a target have this value."""
+        target = target.value if isinstance(target, ast.Starred) else target
+        if isinstance(target, ast.Tuple | ast.List):
+            for at, part in enumerate(target.elts):
+                self.bind(part, self.part_of(value, at, len(target.elts)))
+            return
+        scope, name = self.place_of(target)
+        if isinstance(target, ast.Subscript):
+            holder, held = self.place_of(target.value)
+            old = holder.find(held) or Value()
+            if not isinstance(target.slice, ast.Constant):
+                holder.names[held] = replace(self._filled(old, value), since=old.since)
+                return
+            if old.kind in ("dict", Kind.BATCH):
+                known = old.of if old.kind == "dict" else {None: Value(Kind.ROWS)}
+                holder.names[held] = Value("dict", {**known, target.slice.value: value}, since=old.since)
+        for known in [known for known in scope.names if known.startswith((f"{name}.", f"{name}["))]:
+            del scope.names[known]
+        given = (made, self.source, self.since) if made is not None else value.made
+        scope.names[name] = replace(value, since=self.since, made=given)
 
-    def added(self, node: ast.AST, value: Value) -> Value:
-        """What the values of all batches add up to, with the edits that make it exact."""
+    def _filled(self, old: Value, value: Value) -> Value:
+        """A list or tensor of which an element is set, whose index is no constant."""
+        if value.kind == "function":
+            return Value("list", {None: value, **(old.of if old.kind == "list" else {})})
+        if value.kind in ROWS:
+            return Value(Kind.OTHER, "is filled by this process's samples")
+        return value if value.kind == "list" else join(old, value)
+
+    def place_of(self, target: ast.AST) -> tuple[Scope, str]:
+        """The scope that keeps a target's value, and its name there."""
+        if isinstance(target, ast.Attribute) and (base := self.value(target.value)).kind == "instance":
+            return base.of.scope, target.attr
+        name = ast.unparse(target)
+        if name in self.frame.scope.elsewhere:
+            return self.frame.scope.elsewhere[name], name
+        scope: Scope | None = self.frame.scope
+        while scope is not None and name not in scope.names and not isinstance(target, ast.Name):
+            scope = scope.parent
+        return scope or self.frame.scope, name
+
+    def part_of(self, value: Value, at: object, count: int | None = None) -> Value:
+        """The element of a value with this key, where a tuple of names takes so many."""
+        if value.kind in ("list", "dict"):
+            keys = value.of
+            if isinstance(at, int) and at < 0 and None not in keys:
+                at += len(keys)
+            is_known = at in keys and (count in (None, len(keys)) or None in keys)
+            found: Value = (
+                keys[at]
+                if is_known
+                else keys[None]
+                if None in keys and at is not None
+                else join(*value.parts)
+            )
+            return found
+        if value.kind == "each":
+            return other("is taken apart by zip", value) if value.is_shared else Value()
+        return Value(Kind.ROWS) if value.kind == Kind.BATCH else value
+
+    def run(self, function: Function, given: Values, named: dict[str, Value], call: ast.Call | None) -> Value:
         raise NotImplementedError

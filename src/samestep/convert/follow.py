@@ -2,182 +2,177 @@
 
 import ast
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
-from samestep.convert.frames import Frame
-from samestep.convert.functions import MOST_STATEMENTS, WITHOUT_GRADIENTS, Functions
+from samestep.convert.calls import MOST_STATEMENTS, WITHOUT_GRADIENTS, Calls
+from samestep.convert.project import Class, Frame, Function, Learnt, Scope
 from samestep.convert.source import Source
-from samestep.convert.values import (
-    SCALARS,
-    Form,
-    Function,
-    Kind,
-    Loop,
-    Scope,
-    Sum,
-    Value,
-    join,
-)
+from samestep.convert.values import NUMBERS, Kind, Loop, Sum, Value, join
 
-_MOST_TURNS = 6
+Find = Callable[[str, int, Path], Source | None]
+_MOST_TIMES = 8
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
 )
 
 
-class Follower(Functions):
+def follow(script: Source, find: Find) -> "Follower":
+    """Follow a script until following it again teaches nothing."""
+    learnt = Learnt()
+    for _ in range(_MOST_TIMES):
+        before = copy(learnt)
+        follower = Follower(script, find, learnt)
+        if learnt == before:
+            break
+    return follower
+
+
+class Follower(Calls):
     """Knows the files of the project by their modules' names."""
 
-    def __init__(self, script: Source, find: Callable[[str, int, Path], Source | None]) -> None:
-        super().__init__()
+    def __init__(self, script: Source, find: Find, learnt: Learnt) -> None:
+        super().__init__(learnt)
         self.find = find
-        self.modules: dict[Path, Scope] = {}
-        self.sources: dict[Path, Source] = {}
-        self.losses: dict[str, ast.AST] = {}
-        self.unwraps = False
+        self.modules: dict[Source, Scope] = {}
         self.follow_module(script)
 
     def follow_module(self, source: Source) -> Scope:
-        if source.path in self.modules:
-            return self.modules[source.path]
-        scope = self.modules[source.path] = Scope()
-        self.sources[source.path] = source
+        if source in self.modules:
+            return self.modules[source]
+        scope = self.modules[source] = Scope()
         outside, self.loops = self.loops, []
         self.frames.append(Frame(scope, source))
         self.statements(source.tree.body)
-        self._unreached(source)
+        # functions of the script that nothing calls, such as those a decorator registers
+        for node in source.tree.body if len(self.modules) == 1 else ():
+            if isinstance(node, ast.FunctionDef) and node not in self.reached:
+                self.run(Function(node, scope, source), [], {}, None)
         self.frames.pop()
         self.loops = outside
         return scope
-
-    def _unreached(self, source: Source) -> None:
-        """Functions of the script that nothing calls, such as those a decorator registers."""
-        if len(self.modules) > 1:
-            return
-        for node in source.tree.body:
-            if isinstance(node, ast.FunctionDef) and node not in self.reached:
-                self.run(Function(node, self.frame.scope, source), [], {}, None)
 
     def statements(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
             self.frame.statement = statement
             self.followed += 1
-            name = f"_{type(statement).__name__.lower()}"
-            getattr(self, name, self._other_statement)(statement)
+            getattr(self, f"_{type(statement).__name__.lower()}", self._parts_of)(statement)
             if self.frame.has_ended:
                 break
 
-    def _other_statement(self, node: ast.stmt) -> None:
+    def _parts_of(self, node: ast.AST) -> None:
+        """Of a statement without a rule of its own: its expressions and statements, one after another."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child)
+            elif isinstance(child, ast.stmt):
+                self.statements([child])
+            elif isinstance(child, ast.ExceptHandler | ast.match_case):
+                self._parts_of(child)
 
     def _expr(self, node: ast.Expr) -> None:
         self.value(node.value)
         if isinstance(node.value, ast.Yield | ast.YieldFrom) and node.value.value is not None:
-            self.frame.yielded.append(self.value(node.value.value))
+            self.frame.yielded.append(self.known[node.value.value])
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
             name = alias.name if alias.asname else alias.name.partition(".")[0]
-            found = self.find(alias.name, 0, self.frame.source.path)
+            found = self.find(alias.name, 0, self.source.path)
             value = Value("module", self.follow_module(found)) if found else Value("external", name)
             self.frame.scope.names[alias.asname or name] = value
 
     def _importfrom(self, node: ast.ImportFrom) -> None:
-        found = self.find(node.module or "", node.level, self.frame.source.path)
-        scope = self.follow_module(found) if found else None
+        found = self.find(node.module or "", node.level, self.source.path)
+        names = self.frame.scope.names
+        known = self.follow_module(found).names if found else {}
         for alias in node.names:
-            if alias.name == "*" and scope is not None:
-                self.frame.scope.names.update(scope.names)
-            elif alias.name == "*":
-                self.frame.scope.stars.append(str(node.module))
+            full = f"{node.module}.{alias.name}" if node.module else alias.name
+            if alias.name == "*":
+                names.update(known)
+                self.frame.scope.stars += [] if found else [str(node.module)]
+            elif alias.name not in known and (inner := self.find(full, node.level, self.source.path)):
+                names[alias.asname or alias.name] = Value("module", self.follow_module(inner))
             else:
-                self.frame.scope.names[alias.asname or alias.name] = self._imported(node, alias.name, scope)
+                value = Value() if found else Value("external", full)
+                names[alias.asname or alias.name] = known.get(alias.name, value)
 
-    def _imported(self, node: ast.ImportFrom, name: str, scope: Scope | None) -> Value:
-        if scope is not None and name in scope.names:
-            return scope.names[name]
-        inner = self.find(
-            f"{node.module}.{name}" if node.module else name, node.level, self.frame.source.path
-        )
-        if inner is not None:
-            return Value("module", self.follow_module(inner))
-        return Value() if scope is not None else Value("external", f"{node.module}.{name}")
+    def _functiondef(self, node: ast.FunctionDef) -> None:
+        self.frame.scope.names[node.name] = self._function(node)
+        for one in node.decorator_list:
+            self.value(one)
+
+    _asyncfunctiondef = _functiondef
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Value:
+        marks = frozenset(ast.unparse(one) for one in node.decorator_list)
+        return Value("function", Function(node, self.frame.scope, self.source, marks))
+
+    def _classdef(self, node: ast.ClassDef) -> None:
+        outer, scope = self.frame.scope, Scope(self.frame.scope)
+        methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        scope.names |= {one.name: self._function(one) for one in methods}
+        outer.names[node.name] = Value("class", Class(node, [self.value(base) for base in node.bases], scope))
+        self.frame.scope = scope
+        self.statements([one for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign)])
+        self.frame.scope = outer
+
+    def _return(self, node: ast.Return) -> None:
+        """A function that is called outside all loops over batches returns what every rank has."""
+        if node.value is None:
+            return
+        value, frame = self.value(node.value), self.frame
+        around = self.loops[: frame.loops_before]
+        is_for_batch = self.in_forward or any(loop.kind != "plain" for loop in around)
+        is_property = frame.call is None and isinstance(self.source.parents[frame.function], ast.ClassDef)
+        if value.is_shared and (frame.had_batches or not is_for_batch) and not is_property:
+            parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            found = [self.total(part) for part in parts]
+            value = Value("list", dict(enumerate(found))) if len(found) > 1 else found[0]
+        frame.returned.append(self.kept(value))
+        frame.has_ended = self.depth == frame.depth and len(self.loops) == frame.loops_before
 
     def _assign(self, node: ast.Assign) -> None:
         first, made = node.targets[0], node.value
+        pairs = [(target, made) for target in node.targets]
         if isinstance(first, ast.Tuple) and isinstance(made, ast.Tuple) and len(first.elts) == len(made.elts):
-            values = [self._made(*pair) for pair in zip(first.elts, made.elts, strict=True)]
-            for target, value in zip(first.elts, values, strict=True):
-                self._bind_made(target, value)
-            return
-        value = self._made(first, made)
-        for target in node.targets:
-            self._bind_made(target, value)
+            pairs = list(zip(first.elts, made.elts, strict=True))
+        found = [(target, self._made(target, made), made) for target, made in pairs]
+        for target, value, made in found:
+            if value is not None:
+                self.bind(target, value, made)
 
-    def _bind_made(self, target: ast.expr, value: Value | None) -> None:
-        if value is not None:
-            self.bind(target, value)
+    def _annassign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None and (value := self._made(node.target, node.value)) is not None:
+            self.bind(node.target, value, node.value)
 
     def _made(self, target: ast.expr, made: ast.expr) -> Value | None:
         """What a target is given; None where something is added to it, which has its value then."""
-        if isinstance(target, ast.Name):
-            self.frame.scope.made[target.id] = (made, [loop.number for loop in self.loops])
         adds = isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add)
         if adds and ast.unparse(made.left) == ast.unparse(target):  # type: ignore[attr-defined]
             self._add(target, made.right)  # type: ignore[attr-defined]
             return None
-        value = self.total(made) if made in self.eager else self.with_late(made, self.value(made))
-        value = self._kept(target, made, value)
-        if isinstance(target, ast.Attribute) and value.kind in (Kind.RATIO, Kind.OTHER) and not value.late:
-            value = replace(value, of=Form(made, str(value.of)))
-        return value
+        value = self.total(made) if made in self.learnt.eager else self.value(made)
+        if isinstance(target, ast.Attribute | ast.Subscript) and value.kind in (*NUMBERS, Kind.OTHER):
+            # a number that is put into a list, dict or object outside of all batches is everyone's from there on
+            if self._is_element(target) and self.batches is not None:
+                value = self.accumulated(self._place(target), made, value)
+            elif self.may_total() and all(loop.kind == "plain" for loop in self.loops):
+                value = self.total(made)
+        return self.kept(value)
 
-    def _kept(self, target: ast.expr, made: ast.expr, value: Value) -> Value:
-        """A number that is put into a list, dict or object outside of all batches is everyone's from there on."""
-        if not isinstance(target, ast.Attribute | ast.Subscript) or value.kind not in (
-            *SCALARS,
-            Kind.RATIO,
-            Kind.OTHER,
-        ):
-            return value
-        is_element = isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
-        if is_element and self.batches is not None:
-            return self.accumulated(self._place(target), made, value)
-        return self.total(made) if self.may_total() and not self.loops_of_batches() else value
-
-    def loops_of_batches(self) -> bool:
-        return any(loop.kind != "plain" for loop in self.loops)
-
-    def _annassign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.bind(node.target, self.value(node.value))
-
-    def _add(self, target: ast.expr, added: ast.expr) -> None:
-        scope, name = self._place(target)
-        value = self.accumulated((scope, name), added, self.value(added))
-        scope.names[name] = value
+    def _is_element(self, target: ast.expr) -> bool:
+        return isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
 
     def _place(self, target: ast.expr) -> tuple[Scope, str]:
         """Of an element whose index is no constant, all of what holds it."""
-        is_element = isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
-        return self.place_of(target.value if is_element else target)  # type: ignore[attr-defined]
+        return self.place_of(target.value if self._is_element(target) else target)  # type: ignore[attr-defined]
 
-    def _global(self, node: ast.Global | ast.Nonlocal) -> None:
-        """Names of an outer function or of the module."""
-        for name in node.names:
-            scope = self.frame.scope
-            while scope.parent is not None and (
-                isinstance(node, ast.Global) or name not in scope.parent.names
-            ):
-                scope = scope.parent
-            outer = scope.parent if scope.parent is not None else scope
-            self.frame.scope.elsewhere[name] = outer
-
-    _nonlocal = _global
+    def _add(self, target: ast.expr, added: ast.expr) -> None:
+        scope, name = self._place(target)
+        scope.names[name] = self.accumulated((scope, name), added, self.value(added))
 
     def _augassign(self, node: ast.AugAssign) -> None:
         if isinstance(node.op, ast.Add | ast.Sub):
@@ -186,68 +181,61 @@ class Follower(Functions):
         scope, name = self._place(node.target)
         old, value = scope.find(name) or Value(), self.value(node.value)
         if old.is_shared or value.is_shared:
-            scope.names[name] = self.divided(node, old, value)
+            scope.names[name] = replace(self.divided(node, old, value), since=old.since)
+
+    def _global(self, node: ast.Global | ast.Nonlocal) -> None:
+        """Names of an outer function or of the module."""
+        for name in node.names:
+            scope = self.frame.scope.parent or self.frame.scope
+            while scope.parent is not None and (isinstance(node, ast.Global) or name not in scope.names):
+                scope = scope.parent
+            self.frame.scope.elsewhere[name] = scope
+
+    _nonlocal = _global
 
     def _if(self, node: ast.If) -> None:
-        test = self.value(node.test)
-        was_uneven = test.is_shared
-        if was_uneven and self.may_total():
-            was_uneven = self.total(node.test).is_shared
-        if ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING"):
-            self.statements(node.body)
-            return
-        if (known := self._is_none(node.test)) is not None:
+        is_uneven = self.value(node.test).is_shared
+        if is_uneven and self.may_total():
+            is_uneven = self.total(node.test).is_shared
+        is_main = ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING")
+        if (known := True if is_main else self._is_none(node.test)) is not None:
             self.statements(node.body if known else node.orelse)
             return
-        self.uneven += was_uneven
+        self.uneven += is_uneven
         self.depth += 1
-        scope = self.frame.scope
-        before, since = dict(scope.names), dict(scope.since)
-        trained = self._branch(node.body)
-        first, first_since = scope.names, scope.since
-        scope.names, scope.since = dict(before), dict(since)
-        trained_too = self._branch(node.orelse)
+        scope, before, trained = self.frame.scope, dict(self.frame.scope.names), self.backwards
+        self.statements(node.body)
+        first, trained_first = scope.names, self.backwards
+        scope.names = before
+        self.statements(node.orelse)
         for name, value in first.items():
-            other = scope.names.get(name)
-            scope.names[name] = value if other is None or other is value else join(other, value)
-            pair = (
-                first_since.get(name, ()),
-                scope.since.get(name, since.get(name, first_since.get(name, ()))),
-            )
-            scope.since[name] = tuple(one for one in pair[0] if one in pair[1])
+            other = scope.names.get(name, value)
+            scope.names[name] = value if other is value else join(other, value)
         self.depth -= 1
-        self.uneven -= was_uneven
-        if trained and trained_too:
-            self.trained()
+        self.uneven -= is_uneven
+        if trained < trained_first < self.backwards:
+            self._trained()
 
     def _is_none(self, test: ast.expr) -> bool | None:
         """Whether a test for None holds, where that is known."""
         if not isinstance(test, ast.Compare) or ast.unparse(test.comparators[0]) != "None":
             return None
-        value = self.value(test.left)
+        value = self.known[test.left]
         if (value.kind != "none" and not value.is_shared) or self.loops[self.frame.loops_before :]:
             return None
         return (value.kind == "none") == isinstance(test.ops[0], ast.Is)
 
-    def _branch(self, body: list[ast.stmt]) -> bool:
-        """Follow a branch; whether something in it trained."""
-        before = self.backwards
-        self.statements(body)
-        return self.backwards > before
-
-    def trained(self) -> None:
+    def _trained(self) -> None:
         for loop in self.loops:
             loop.found_training = max(loop.found_training, 1 + (loop.depth >= self.depth))
 
     def _for(self, node: ast.For) -> None:
         over = self.value(node.iter)
         if over.models and ".grad" in ast.unparse(node):
-            self._optimizes([over])
-        element, kind, text = self.iterated(over, node.iter)
-        if over.kind == "range" or (over.kind == Kind.COUNT):
-            kind = "rows"
-        loop = Loop(kind, text, self._rows_of(node.target, element), frame=self.frame)
-        self._repeated(loop, node.body, lambda: self.bind(node.target, element))
+            self.optimizes(over)
+        each = self.each(over)
+        loop = Loop(each.kind, each.text, rows=self._rows_of(node.target, each.element))
+        self._repeated(node, loop, lambda: self.bind(node.target, each.element))
         self.statements(node.orelse)
 
     _asyncfor = _for
@@ -255,63 +243,43 @@ class Follower(Functions):
     def _rows_of(self, target: ast.expr, value: Value) -> str | None:
         """The first name in a loop's target that has a sample in each row."""
         if isinstance(target, ast.Name):
-            return target.id if value.kind in (Kind.ROWS, Kind.BATCH) else None
+            return target.id if value.kind in (Kind.ROWS, Kind.BATCH) and target.id != "_" else None
         parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
-        found = (self._rows_of(part, self._part_of(value, at, len(parts))) for at, part in enumerate(parts))
-        return next((name for name in found if name and name != "_"), None)
+        found = (self._rows_of(part, self.part_of(value, at, len(parts))) for at, part in enumerate(parts))
+        return next(filter(None, found), None)
 
     def _while(self, node: ast.While) -> None:
-        value = self.value(node.test)
-        if value.is_shared:
+        if self.value(node.test).is_shared:
             self.total(node.test)
-        self._repeated(Loop("plain", frame=self.frame), node.body, lambda: None)
+        self._repeated(node, Loop(), lambda: None)
 
-    def _repeated(self, loop: Loop, body: list[ast.stmt], begin: Callable[[], None]) -> None:
-        """Follow a loop's body again and again: what its end says of a value holds at its beginning.
-
-        Only after the first time it is known whether the loop trains; until then it counts as if it did.
-        """
-        turns, least = 0, 1 if loop.kind == "plain" and isinstance(self.frame.statement, ast.For) else 2
-        before = self.snapshot()
-        while turns < least:
-            known, turns = len(self.eager), turns + 1
-            self.silent += 1
-            self._turn(loop, body, begin)
-            self.silent -= 1
-            if self.followed > MOST_STATEMENTS:
-                break
-            if len(self.eager) > known and turns < _MOST_TURNS:
-                # what is now totalled where it is added up was of a share in this turn: forget the turn
-                self.restore(before)
-                least = turns + 1
-        self._turn(loop, body, begin)
+    def _repeated(self, node: ast.For | ast.While, loop: Loop, begin: Callable[[], None]) -> None:
+        """Follow a loop's body twice: what its end says of a value holds at its beginning. Only the last counts."""
+        place = (*(frame.call for frame in self.frames), node)
+        loop.trains = self.learnt.trains.get(place, 2)
+        found, eager = copy(self.found), set(self.learnt.eager)
+        self._turn(loop, node.body, begin)
+        self.learnt.trains[place] = loop.trains = loop.found_training
+        if self.followed < MOST_STATEMENTS:
+            self.found, self.learnt.eager = found, eager
+            self._turn(loop, node.body, begin)
         self.frame.had_batches |= loop.kind == "batches"
         for name, value in self.frame.scope.names.items():
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
 
     def _turn(self, loop: Loop, body: list[ast.stmt], begin: Callable[[], None]) -> None:
-        is_first = loop.number == 0
-        loop.trains, loop.always_trains = (
-            is_first or loop.found_training > 0,
-            is_first or loop.found_training > 1,
-        )
-        self._leave_batch(loop)
+        names = self.frame.scope.names
+        for name, value in names.items() if loop.kind == "batches" else ():
+            is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
+            if is_number and value.made and loop.number in value.made[2]:
+                # what a turn left belongs to an earlier batch in the next: it is totalled where it was made
+                names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.made[0],))
         loop.lends = not (self.without_gradients or self.in_eval)
         self.enter(loop)
         begin()
         self.statements(body)
         self.loops.remove(loop)
-
-    def _leave_batch(self, loop: Loop) -> None:
-        """What a turn of a loop left belongs to an earlier batch in the next: it is totalled where it was made."""
-        scope = self.frame.scope
-        for name, (made, loops) in scope.made.items() if loop.kind == "batches" else ():
-            value = scope.names.get(name, Value())
-            is_number = value.kind in (*SCALARS, Kind.OTHER, Kind.RATIO) and not isinstance(value.of, Sum)
-            if loop.number in loops and is_number:
-                late = ((self.frame.source, -1, -1, frozenset({made})),)
-                scope.names[name] = Value(Kind.OTHER, "is of an earlier batch", late=late)
 
     def _with(self, node: ast.With) -> None:
         quiet = any(WITHOUT_GRADIENTS.search(ast.unparse(item.context_expr)) for item in node.items)
@@ -325,44 +293,29 @@ class Follower(Functions):
 
     _asyncwith = _with
 
-    def _try(self, node: ast.Try) -> None:
-        self.statements(node.body)
-        for handler in node.handlers:
-            self.statements(handler.body)
-        self.statements([*node.orelse, *node.finalbody])
-
-    def _match(self, node: ast.Match) -> None:
-        for case in node.cases:
-            self.statements(case.body)
-
-    def _leave(self, node: ast.stmt) -> None:
+    def _break(self, node: ast.stmt) -> None:
         if self.uneven and self.batches is not None and self.loops[-1].kind == "batches":
-            self.gap(
-                node,
-                "this process's values decide when the loop ends, and the others go on; decide by a total",
+            reason = (
+                "this process's values decide when the loop ends, and the others go on; decide by a total"
             )
+            self.gap(node, reason)
 
-    _break = _continue = _leave
+    _continue = _break
 
     def backward(self, node: ast.Call, loss: Value) -> Value:
         """A loss is trained on: whether the gradients of the ranks are averaged, added, or unclear."""
         self.backwards += 1
-        self.trained()
-        if loss.kind in (Kind.RATIO, Kind.OTHER) and loss.late and self.may_total():
-            self._apply(list(loss.late))
-        elif loss.kind in (Kind.PART, Kind.COUNT) and self.batches is not None:
-            self.losses.setdefault("sum", node)
-        elif loss.kind == Kind.MEAN:
-            self.losses.setdefault("mean", node)
+        self._trained()
+        if loss.kind == Kind.OTHER and loss.edits and self.may_total():
+            self.apply(loss.edits)
+        elif loss.kind == Kind.MEAN or (loss.kind in NUMBERS and self.batches is not None):
+            self.found.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
         elif loss.is_shared:
-            self.gap(
-                node, f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
-            )
+            said = f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
+            self.gap(node, said)
         elif self.batches is None:
             self.gap(node, _NOT_SHARED)
-        elif not loss.late:
-            self.gap(
-                node,
-                "this loss could not be followed to the batch; see whether it is a mean over its samples",
-            )
+        else:
+            text = "this loss could not be followed to the batch; see whether it is a mean over its samples"
+            self.gap(node, text)
         return Value()

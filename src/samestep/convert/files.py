@@ -1,0 +1,130 @@
+"""What is changed in a file wherever it stands: the device, files that are written, and the import of samestep."""
+
+import ast
+import re
+
+from samestep.convert.follow import Follower
+from samestep.convert.source import Edit, Source
+from samestep.convert.values import Value
+
+_DEVICES = ("cuda", "mps", "xpu")
+_WRITERS = {
+    "SummaryWriter": "make it on rank 0 only, and call it there only",
+    "wandb.init": 'pass mode="disabled" on other ranks',
+}
+_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def finish(followed: Follower, source: Source, is_script: bool) -> None:
+    """Devices, writers, functions and loaders that were not reached, and the import."""
+    found, has_device = followed.found, False
+    imports = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
+    imported = (one for node in imports for one in node.names if one.name == "DataLoader")
+    aliases = {"DataLoader", *(one.asname or one.name for one in imported)}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and (device := _device_of(node.value)):
+            found.edit(source.replaced(node.value, device))
+            has_device = True
+        elif isinstance(node, ast.Call):
+            _one_writer(followed, source, node)
+            is_loader = ast.unparse(node.func).rpartition(".")[2] in aliases
+            if is_loader and node not in followed.reached:
+                found.gap(source, node, "no line of the script leads to this DataLoader; change it by hand")
+        elif isinstance(node, ast.Constant):
+            _numbered_device(followed, source, node)
+        elif isinstance(node, ast.FunctionDef):
+            _function(followed, source, node)
+        elif isinstance(node, ast.Attribute):
+            _without_module(followed, source, node)
+    changed = [edit.text for edit in found.edits if edit.source is source]
+    if b"cuda" in source.data and not has_device and changed and is_script:
+        _begin(followed, source)
+    if any("samestep." in text for text in changed):
+        _import(followed, source, aliases)
+
+
+def _without_module(followed: Follower, source: Source, node: ast.Attribute) -> None:
+    """Leave out `.module` of a model where the DataParallel around it is left out."""
+    is_model = followed.is_model(followed.known.get(node.value, Value()))
+    if node.attr == "module" and followed.unwraps and is_model:
+        followed.found.edit(Edit(source, source.end(node.value), source.end(node), ""))
+
+
+def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None:
+    """Functions that are used somewhere, but by a way that was not followed; and draws for each sample."""
+    text = ast.unparse(node)
+    if node.name == "__getitem__" and re.search(r"\brandom\.|torch\.rand|normal\(", text):
+        remark = "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
+        followed.found.note(source, node, remark)
+    if node not in followed.reached and re.search(r"\.(item|backward)\(", text):
+        uses = sum(one.data.count(node.name.encode()) for one in followed.modules)
+        if uses > 1:
+            reason = f"nothing that was followed leads to {node.name}; look at it by hand"
+            followed.found.gap(source, node, reason)
+
+
+def _device_of(value: ast.expr) -> str | None:
+    """What to write for an expression that chooses an accelerator."""
+    text = ast.unparse(value)
+    strings = [one.value for one in ast.walk(value) if isinstance(one, ast.Constant)]
+    names_one = any(isinstance(one, str) and one.startswith(_DEVICES) for one in strings)
+    if isinstance(value, ast.Call) and text.startswith("torch.device(") and names_one:
+        return "samestep.init().device"
+    if isinstance(value, ast.IfExp) and (names_one or "current_accelerator" in text):
+        is_text = "torch.device(" not in text and ("current_accelerator" not in text or ".type" in text)
+        return "samestep.init().device" + ".type" * is_text
+    return None
+
+
+def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> None:
+    """After init(), "cuda" is this process's device, and "cuda:0" that of one process."""
+    if node.value == "CUDA_VISIBLE_DEVICES":
+        reason = "CUDA_VISIBLE_DEVICES gives all processes the same device; leave it out"
+        followed.found.gap(source, node, reason)
+    if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
+        assigned = source.statement_of(node)
+        if not (isinstance(assigned, ast.Assign) and _device_of(assigned.value)):
+            followed.found.edit(source.replaced(node, re.sub(r":\d+", "", source.text(node))))
+
+
+def _one_writer(followed: Follower, source: Source, node: ast.Call) -> None:
+    name = ast.unparse(node.func)
+    for writer, remedy in _WRITERS.items():
+        if name == writer or name.endswith(f".{writer}"):
+            followed.found.gap(source, node, f"every process would write here ({name}); {remedy}")
+    modes = [*node.args[1:2], *(one.value for one in node.keywords if one.arg == "mode")]
+    writes = any(isinstance(one, ast.Constant) and set(str(one.value)) & set("wax") for one in modes)
+    if name == "open" and writes and node.args:
+        edits = source.wrapped(node.args[0], "(", ') if samestep.init().rank == 0 else "/dev/null"')
+        followed.found.edit(*edits)
+
+
+def _import(followed: Follower, source: Source, loaders: set[str]) -> None:
+    """`import samestep`, in the place of the import of DataLoader where nothing else uses it."""
+    uses = sum(isinstance(node, ast.Name) and node.id in loaders for node in ast.walk(source.tree))
+    uses -= sum(edit.source is source and edit.text == "samestep.loader" for edit in followed.found.edits)
+    statements = [node for node in source.tree.body if not _is_text(node)]
+    imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
+    edit: Edit | None = None
+    for node in imports if uses <= 0 else ():
+        if ast.unparse(node) == "from torch.utils.data import DataLoader":
+            edit = source.replaced(node, "import samestep")
+    after = [node for node in imports or statements if getattr(node, "module", "") != "__future__"]
+    edit = edit or (source.line_before(after[0], "import samestep") if after else None)
+    if edit is not None:
+        followed.found.edit(edit)
+
+
+def _begin(followed: Follower, source: Source) -> None:
+    """Take the device before the script does, in its first statement that is not a definition."""
+    first = next(
+        (node for node in source.tree.body if not isinstance(node, _DEFINITIONS) and not _is_text(node)), None
+    )
+    if isinstance(first, ast.If) and "__name__" in ast.unparse(first.test):
+        first = first.body[0]
+    if first is not None and (edit := source.line_before(first, "samestep.init()")):
+        followed.found.edit(edit)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -1,0 +1,180 @@
+"""What a project is made of while it is followed: names, functions, classes, objects; and what was found."""
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.convert.source import Edit, Source
+from samestep.convert.values import Loop, Named, Value, Values
+
+
+@dataclass(eq=False)
+class Scope:
+    """Names and their values."""
+
+    parent: "Scope | None" = None
+    names: Named = field(default_factory=dict)
+    stars: list[str] = field(default_factory=list)
+    elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # of names declared global or nonlocal
+
+    def find(self, name: str) -> Value | None:
+        found = self.names.get(name)
+        return self.parent.find(name) if found is None and self.parent is not None else found
+
+
+@dataclass(eq=False)
+class Function:
+    """A function of the project, and where its body is; of a method, the object."""
+
+    node: Any
+    scope: Scope
+    source: Source
+    marks: frozenset[str] = frozenset()
+    bound: Value | None = None
+
+
+@dataclass(eq=False)
+class Class:
+    """A class of the project."""
+
+    node: ast.ClassDef
+    bases: Values
+    scope: Scope
+
+    def find(self, name: str) -> Value | None:
+        inherited = (base.of.find(name) for base in self.bases if base.kind == "class")
+        return self.scope.names.get(name) or next((found for found in inherited if found), None)
+
+    def descends_from(self, *names: str) -> bool:
+        """Whether a base, or a base of a base, ends in one of these names."""
+        return any(
+            base.of.descends_from(*names) if base.kind == "class" else str(base.of).endswith(names)
+            for base in self.bases
+        )
+
+
+@dataclass(eq=False)
+class Instance:
+    """An object of a class of the project; `key` is the same for the object however often the line is followed."""
+
+    of: Class
+    key: Any
+    scope: Scope = field(default_factory=Scope)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the parameters of a model are given to an optimizer: the model's names there, innermost first."""
+
+    names: tuple[tuple[str, Any], ...]
+    statement: ast.stmt
+    source: Source
+
+
+@dataclass(eq=False)
+class Frame:
+    """A function that is being followed, or a module."""
+
+    scope: Scope
+    source: Source
+    call: ast.Call | None = None
+    caller: "Frame | None" = None
+    function: Any = None
+    loops_before: int = 0
+    depth: int = 0
+    statement: ast.stmt | None = None
+    returned: Values = field(default_factory=list)
+    yielded: Values = field(default_factory=list)
+    has_ended: bool = False
+    had_batches: bool = False  # whether it has gone through a loader
+
+
+@dataclass
+class Learnt:
+    """What only a later line tells: the script is followed again from its beginning until this stays."""
+
+    eager: set[ast.expr] = field(
+        default_factory=set
+    )  # what is totalled in the loop, as its sum is shown there
+    trains: dict[Any, int] = field(default_factory=dict)
+
+    def __copy__(self) -> "Learnt":
+        return Learnt(set(self.eager), dict(self.trains))
+
+
+@dataclass
+class Findings:
+    """What is to be written: edits, places left to change by hand, remarks; losses by "sum" or "mean"."""
+
+    edits: dict[Edit, None] = field(default_factory=dict)
+    gaps: dict[tuple[Source, int], str] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    losses: dict[str, tuple[Source, ast.AST]] = field(default_factory=dict)
+    sites: dict[Site, None] = field(default_factory=dict)
+
+    def __copy__(self) -> "Findings":
+        return Findings(*(dict(part) for part in vars(self).values()))
+
+    def edit(self, *edits: Edit | None) -> None:
+        self.edits.update({edit: None for edit in edits if edit is not None})
+
+    def gap(self, source: Source, node: ast.AST, reason: str) -> None:
+        self.gaps.setdefault((source, getattr(node, "lineno", 1)), reason)
+
+    def note(self, source: Source, node: ast.AST, text: str) -> None:
+        self.notes[f"{source.path.name}:{node.lineno}: {text}"] = None  # type: ignore[attr-defined]
+
+
+class Following:
+    """Where following a script is: in which functions and loops."""
+
+    def __init__(self, learnt: Learnt) -> None:
+        self.learnt, self.found = learnt, Findings()
+        self.frames: list[Frame] = []
+        self.loops: list[Loop] = []
+        self.known: dict[ast.AST, Value] = {}  # what was last known of each expression
+        self.reached: set[ast.AST] = set()  # functions, loaders
+        self.called: set[Any] = set()  # models
+        self.sizes: set[str] = set()  # how the script names the batch size of a loader
+        self.depth = self.uneven = self.in_forward = self.without_gradients = 0
+        self.loops_made = self.backwards = self.followed = 0
+        self.in_eval = self.unwraps = False
+
+    @property
+    def frame(self) -> Frame:
+        return self.frames[-1]
+
+    @property
+    def source(self) -> Source:
+        return self.frame.source
+
+    @property
+    def since(self) -> tuple[int, ...]:
+        return tuple(loop.number for loop in self.loops)
+
+    @property
+    def batches(self) -> Loop | None:
+        """The innermost loop over batches."""
+        return next((loop for loop in reversed(self.loops) if loop.kind == "batches"), None)
+
+    def gap(self, node: ast.AST, reason: str) -> None:
+        self.found.gap(self.source, node, reason)
+
+    def key(self, node: ast.AST) -> Any:
+        return str(self.source.path), node.lineno, node.col_offset  # type: ignore[attr-defined]
+
+    def enter(self, loop: Loop) -> None:
+        self.loops_made += 1
+        loop.number, loop.depth, loop.frame = self.loops_made, self.depth, self.frame
+        self.loops.append(loop)
+
+    def may_total(self) -> bool:
+        """Whether every rank comes here as often as the others."""
+        even = (loop.kind == "plain" or (loop.kind == "batches" and loop.trains == 2) for loop in self.loops)
+        return all(even) and not self.uneven and not self.in_forward
+
+    def value(self, node: ast.AST | None) -> Value:
+        raise NotImplementedError
+
+    def place_of(self, target: ast.AST) -> tuple[Scope, str]:
+        raise NotImplementedError

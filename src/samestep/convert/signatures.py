@@ -1,0 +1,124 @@
+"""What the functions and methods of torch make of values."""
+
+import ast
+from typing import Any
+
+from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value, Values, other
+
+_TABLE = """
+mean        mean nanmean average
+sum         sum nansum count_nonzero bincount histc nelement numel
+statistic   max min amax amin std var median mode norm prod argmax argmin any all topk sort kthvalue unique quantile
+statistic   cov corrcoef logsumexp std_mean
+pair        max min topk sort median kthvalue mode std_mean
+number      item detach cpu cuda float double long int half to type numpy tolist clone data squeeze unsqueeze view
+number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack round
+between     cdist pdist cov corrcoef unique randperm flip roll t
+numbered    arange linspace eye tril_indices triu_indices randperm
+loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
+weighted    crossentropy crossentropyloss nllloss
+made        ones zeros full rand randn empty randint normal
+model       to cuda cpu train eval apply float double half requires_grad_
+kept        iter list tuple reversed islice tqdm trange float int abs round cycle partial next
+list        append extend add update insert scale items values get pop setdefault copy
+piece       split chunk unbind
+"""
+NAMED: dict[str, set[str]] = {}
+for _kind, *_names in map(str.split, _TABLE.strip().splitlines()):
+    NAMED.setdefault(_kind, set()).update(_names)
+_CHOSEN = "is a mean over chosen samples of a share"
+BETWEEN = "compares samples of a share with each other"
+
+
+def is_loss(name: str) -> bool:
+    """Whether this name of torch.nn or torch.nn.functional is a loss."""
+    return name in NAMED["loss"] or name.endswith(("_loss", "Loss"))
+
+
+def given_to_loss(node: ast.Call, at: int, name: str) -> dict[str, Any]:
+    """The arguments of a loss that say how it is reduced; of some losses class weights may come by position."""
+    given = {one.arg or "": getattr(one.value, "value", one.value) for one in node.keywords}
+    is_weighted = name.lower().replace("_", "") in NAMED["weighted"]
+    if is_weighted and len(node.args) > at:
+        given = {"weight": node.args[at], **given}
+    return {
+        **given,
+        "divides": is_weighted and (given.get("weight") or given.get("ignore_index") is not None),
+    }
+
+
+def of_loss(given: dict[str, Any], values: Values, batch: Loop | None) -> Value:
+    """What a loss of torch gives, by its arguments: constants as they are, others as an ast node."""
+    kinds = {value.kind for value in values if value.is_shared}
+    reduction = given.get("reduction", "sum" if given.get("size_average") is False else "mean")
+    if not kinds:
+        return Value()
+    if not kinds <= {*ROWS, Kind.ROW}:
+        return other("is computed from values of this rank's share", *values)
+    if isinstance(reduction, ast.AST):
+        return Value(Kind.OTHER, "has a reduction that is chosen while the script runs")
+    if reduction == "none" or given.get("reduce") is False:
+        return Value(Kind.SOME if Kind.SOME in kinds else Kind.ROWS)
+    if reduction == "sum":
+        return Value(Kind.PART, batch)
+    if given["divides"]:
+        return Value(
+            Kind.OTHER, "is divided by the weights, or the number of targets not ignored, of a share"
+        )
+    return Value(Kind.OTHER, _CHOSEN) if Kind.SOME in kinds else Value(Kind.MEAN, batch)
+
+
+def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:
+    """Whether a reduction goes along the samples: it names no dimension, or the first one."""
+    named = [one.value for one in node.keywords if one.arg in ("dim", "axis")]
+    if not (given := [*named, *dims][:1]):
+        return True
+    parts = given[0].elts if isinstance(given[0], ast.Tuple | ast.List) else given
+    return not in_forward and any(
+        isinstance(part, ast.Constant) and part.value in (0, None) for part in parts
+    )
+
+
+def reduced(name: str, value: Value, is_over_rows: bool, batch: Loop | None) -> Value:
+    """What a reduction gives."""
+    if value.kind in NUMBERS:
+        is_number = name in NAMED["mean"] | NAMED["sum"]
+        return value if is_number else Value(Kind.OTHER, f"is {name} of a value of a share")
+    if value.kind not in ROWS:
+        return value
+    if not is_over_rows:
+        return Value(Kind.BATCH if name in NAMED["pair"] else value.kind)
+    if name in NAMED["sum"]:
+        return Value(Kind.PART, batch)
+    if name not in NAMED["mean"]:
+        return Value(Kind.OTHER, f"is {name} over the samples of a share")
+    return Value(Kind.OTHER, _CHOSEN) if value.kind == Kind.SOME else Value(Kind.MEAN, batch)
+
+
+def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None, in_forward: int) -> Value:
+    """A method, of which the object comes first, or a function: rows in, rows out, except where samples meet."""
+    base, shared = values[0], [value for value in values if value.is_shared]
+    if not shared or base.kind == Kind.OTHER:
+        return other(base.of, base) if shared else Value()
+    if name in NAMED["mean"] | NAMED["sum"] | NAMED["statistic"]:
+        is_elementwise = name in ("max", "min") and values[1:2] and values[1].is_shared
+        return Value(Kind.ROWS) if is_elementwise else reduced(name, base, is_over_rows, batch)
+    if name in NAMED["piece"] and base.kind in ROWS:
+        return (
+            Value(Kind.OTHER, "is a part of a share")
+            if is_over_rows and len(values) < 3
+            else Value(Kind.BATCH)
+        )
+    if name in NAMED["between"] and not in_forward:
+        return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
+    opened = [part for value in shared for part in value.parts or (value,)]
+    kinds = {part.kind for part in opened} - {Kind.ALIKE}
+    if name in NAMED["numbered"] and kinds <= {Kind.COUNT, Kind.PART} and not in_forward:
+        return Value(Kind.OTHER, "numbers the samples of a share")
+    if kinds <= {Kind.ROW}:
+        return Value(Kind.ROW)
+    if kinds <= NUMBERS and name in NAMED["number"] and len(opened) == 1:
+        return shared[0]
+    if kinds <= {*ROWS, Kind.ROW, Kind.COUNT}:
+        return Value(Kind.SOME if Kind.SOME in kinds else Kind.ROWS)
+    return other(f"is {name} of values of this process's share", *opened)
