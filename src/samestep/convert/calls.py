@@ -10,7 +10,7 @@ from samestep.convert.expressions import Expressions
 from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
 from samestep.convert.rewrites import LOADERS, Rewrites
 from samestep.convert.signatures import NAMED, given_to_loss, is_loss, of_loss, of_tensors, over_rows
-from samestep.convert.totals import MEANS_OF_LISTS
+from samestep.convert.totals import MEANS_OF_LISTS, name_of
 from samestep.convert.values import NUMBERS, ROWS, Each, Kind, Named, Value, Values, join, models_of
 
 WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
@@ -25,7 +25,7 @@ class Calls(Rewrites, Expressions):
     """What a call gives."""
 
     def _call(self, node: ast.Call) -> Value:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        name = name_of(node)
         base = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else Value("external")
         if name == "backward" and not self.is_model(base):
             return self.backward(node, base)
@@ -58,7 +58,9 @@ class Calls(Rewrites, Expressions):
     def _method(self, node: ast.Call, base: Value, name: str) -> Value:
         """A method of a tensor or a number, of a list or dict, or of a number that stands for one which is filled."""
         values = [base, *(self.value(one) for one in (*node.args, *(one.value for one in node.keywords)))]
-        if name in NAMED["list"] and base.kind not in (Kind.ROWS, Kind.SOME):
+        if name in NAMED["list"] and (
+            base.kind not in (Kind.ROWS, Kind.SOME) or name in ("append", "extend")
+        ):
             return self._of_list(node, base, name, values)
         if base.kind in ("list", "dict", "each"):
             return self.opaque(node, values)
@@ -110,7 +112,7 @@ class Calls(Rewrites, Expressions):
 
     def _call_of_object(self, callee: Value, node: ast.Call, given: Values, named: Named) -> Value:
         """An object that is called: the forward of a model, or __call__; or a method of torch's Module."""
-        name, method, forward = node.func.attr if isinstance(node.func, ast.Attribute) else "", None, None
+        name, method, forward = name_of(node), None, None
         if callee.kind == "instance":
             forward = callee.of.of.find("forward") if self.is_model(callee) else None
             method = forward or callee.of.of.find("__call__")

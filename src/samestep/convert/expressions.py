@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.convert.project import Frame, Function, Scope
-from samestep.convert.signatures import BETWEEN
 from samestep.convert.source import Edit, Source
 from samestep.convert.totals import Edits, Totals
 from samestep.convert.values import (
@@ -85,7 +84,7 @@ class Expressions(Totals):
         if name == "shape" and base.kind in ROWS:
             return self.shape()
         if name in ("T", "mT", "H") and base.kind in ROWS:
-            return Value(Kind.OTHER, BETWEEN)
+            return Value(Kind.ROWS if base.kind == Kind.COLUMNS else Kind.COLUMNS)
         if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):
             return base if name == "module" else Value(base.kind, base.of)
         return other(base.of, base) if base.is_shared else Value(models=base.models)
@@ -145,8 +144,10 @@ class Expressions(Totals):
             return self._rows_at(node, base, index)
         if base.kind == Kind.ALIKE and index.is_shared:
             return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
-        if base.kind == Kind.BATCH:
-            return Value(Kind.ROWS)
+        if base.kind in (Kind.BATCH, Kind.COLUMNS):
+            return Value(
+                Kind.COLUMNS if isinstance(node.slice, ast.Slice) and base.kind != Kind.BATCH else Kind.ROWS
+            )
         return base if base.kind == Kind.OTHER else base.bare
 
     def _rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:

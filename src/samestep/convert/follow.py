@@ -210,7 +210,7 @@ class Follower(Calls):
         self.statements(node.orelse)
         for name, value in first.items():
             other = scope.names.get(name, value)
-            scope.names[name] = value if other is value else join(other, value)
+            scope.names[name] = value if other is value else _either(other, value)
         self.depth -= 1
         self.uneven -= is_uneven
         if trained < trained_first < self.backwards:
@@ -281,6 +281,13 @@ class Follower(Calls):
         self.statements(body)
         self.loops.remove(loop)
 
+    def _try(self, node: ast.Try) -> None:
+        """What stands in for a library that is not installed is not followed."""
+        instead = [one for one in node.handlers if one.type and "ImportError" in ast.unparse(one.type)]
+        node.handlers = [one for one in node.handlers if one not in instead]
+        self._parts_of(node)
+        node.handlers += instead
+
     def _with(self, node: ast.With) -> None:
         quiet = any(WITHOUT_GRADIENTS.search(ast.unparse(item.context_expr)) for item in node.items)
         for item in node.items:
@@ -319,3 +326,11 @@ class Follower(Calls):
             text = "this loss could not be followed to the batch; see whether it is a mean over its samples"
             self.gap(node, text)
         return Value()
+
+
+def _either(one: Value, another: Value) -> Value:
+    """What is known after a branch: a share's number that may replace everyone's is totalled where it is made."""
+    for value, other in ((one, another), (another, one)):
+        if value.kind in (*NUMBERS, Kind.PASSES) and value.made and other.kind in (Kind.ALIKE, "none"):
+            return replace(value, kind=Kind.OTHER, of="is of this process's share", edits=(value.made[0],))
+    return join(one, another)

@@ -3,7 +3,18 @@
 import ast
 from typing import Any
 
-from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value, Values, other
+from samestep.convert.values import (
+    BETWEEN,
+    NUMBERS,
+    ROWS,
+    Kind,
+    Loop,
+    Value,
+    Values,
+    combined,
+    other,
+    rows_of,
+)
 
 _TABLE = """
 mean        mean nanmean average
@@ -13,7 +24,7 @@ statistic   cov corrcoef logsumexp std_mean
 pair        max min topk sort median kthvalue mode std_mean
 number      item detach cpu cuda float double long int half to type numpy tolist clone data squeeze unsqueeze view
 number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack round
-between     cdist pdist cov corrcoef unique randperm flip roll t
+between     cdist pdist cov corrcoef unique randperm flip roll
 numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
@@ -23,11 +34,11 @@ kept        iter list tuple reversed islice tqdm trange float int abs round cycl
 list        append extend add update insert scale items values get pop setdefault copy
 piece       split chunk unbind
 """
+_OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.Sub()}
 NAMED: dict[str, set[str]] = {}
 for _kind, *_names in map(str.split, _TABLE.strip().splitlines()):
     NAMED.setdefault(_kind, set()).update(_names)
 _CHOSEN = "is a mean over chosen samples of a share"
-BETWEEN = "compares samples of a share with each other"
 
 
 def is_loss(name: str) -> bool:
@@ -79,13 +90,15 @@ def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:
     )
 
 
-def reduced(name: str, value: Value, is_over_rows: bool, batch: Loop | None) -> Value:
+def reduced(name: str, value: Value, is_over_rows: bool, has_dim: bool, batch: Loop | None) -> Value:
     """What a reduction gives."""
     if value.kind in NUMBERS:
         is_number = name in NAMED["mean"] | NAMED["sum"]
         return value if is_number else Value(Kind.OTHER, f"is {name} of a value of a share")
     if value.kind not in ROWS:
         return value
+    if value.kind == Kind.COLUMNS and has_dim:
+        return Value(Kind.ROWS) if is_over_rows else Value(Kind.OTHER, BETWEEN)
     if not is_over_rows:
         return Value(Kind.BATCH if name in NAMED["pair"] else value.kind)
     if name in NAMED["sum"]:
@@ -102,7 +115,9 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
         return other(base.of, base) if shared else Value()
     if name in NAMED["mean"] | NAMED["sum"] | NAMED["statistic"]:
         is_elementwise = name in ("max", "min") and values[1:2] and values[1].is_shared
-        return Value(Kind.ROWS) if is_elementwise else reduced(name, base, is_over_rows, batch)
+        return (
+            Value(Kind.ROWS) if is_elementwise else reduced(name, base, is_over_rows, len(values) > 1, batch)
+        )
     if name in NAMED["piece"] and base.kind in ROWS:
         return (
             Value(Kind.OTHER, "is a part of a share")
@@ -111,6 +126,14 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
         )
     if name in NAMED["between"] and not in_forward:
         return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
+    if name.rstrip("_") in _OPERATORS and base.kind in NUMBERS and len(values) == 2:
+        return combined(_OPERATORS[name.rstrip("_")], *values)
+    if base.kind == Kind.COLUMNS and name in ("t", "reshape", "view", "flatten", "ravel"):
+        return Value(Kind.ROWS)
+    return Value(Kind.COLUMNS) if name == "t" and base.kind in ROWS else _by_rows(name, shared, in_forward)
+
+
+def _by_rows(name: str, shared: Values, in_forward: int) -> Value:
     opened = [part for value in shared for part in value.parts or (value,)]
     kinds = {part.kind for part in opened} - {Kind.ALIKE}
     if name in NAMED["numbered"] and kinds <= {Kind.COUNT, Kind.PART} and not in_forward:
@@ -119,6 +142,6 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
         return Value(Kind.ROW)
     if kinds <= NUMBERS and name in NAMED["number"] and len(opened) == 1:
         return shared[0]
-    if kinds <= {*ROWS, Kind.ROW, Kind.COUNT}:
-        return Value(Kind.SOME if Kind.SOME in kinds else Kind.ROWS)
+    if kinds <= {*ROWS, Kind.ROW, Kind.COUNT, Kind.PER}:
+        return rows_of(kinds)
     return other(f"is {name} of values of this process's share", *opened)

@@ -46,7 +46,7 @@ class Totals(Following):
 
     def kept(self, value: Value) -> Value:
         """A value that gets a name: what can be combined is combined where the name is used."""
-        combines = value.kind in _SUMMED or value.kind in ROWS
+        combines = value.kind in _SUMMED or value.kind in ROWS - {Kind.COLUMNS}
         return value.bare if combines or not self.may_total() else value
 
     def edits_of(self, node: ast.AST, value: Value) -> Edits | None:
@@ -210,12 +210,14 @@ class Totals(Following):
             value = self._appended(batch, node.args[0], value)
         elif value.is_shared and self.may_total() and not self.batches:
             value = self.total(node.args[0])
-        if value.is_shared or value.kind == "function":
-            found = join(*base.parts, self.kept(value)) if value.is_shared else value
-            held = base.of if base.kind == "list" and not value.is_shared else {}
-            scope.names[name] = Value(
-                "list", {**held, (len(held) if held else None): found}, since=base.since
-            )
+        if value.is_shared:
+            found = join(*base.parts, self.kept(value))
+            is_flat = over_samples or name_of(node) == "extend"
+            made = found if is_flat and found.kind == Kind.ROWS else Value("list", {None: found})
+            scope.names[name] = replace(made, since=base.since)
+        elif value.kind == "function":
+            held = base.of if base.kind == "list" else {}
+            scope.names[name] = Value("list", {**held, len(held): value}, since=base.since)
         return Value()
 
     def _appended(self, batch: Loop, element: ast.expr, value: Value) -> Value:
@@ -239,6 +241,11 @@ class Totals(Following):
         text = f" = samestep.sum({source.text(node.target)}) / "
         self.found.edit(Edit(source, source.end(node.target), source.start(node.value), text))
         return self.total(node.value)
+
+
+def name_of(node: ast.Call) -> str:
+    """The name of the method that is called."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ""
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:

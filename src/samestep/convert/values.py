@@ -15,15 +15,18 @@ class Kind(StrEnum):
     BATCH = "batch"  # what a loader gives: a container of rows
     ROWS = "rows"  # this rank's samples, along the first dimension
     SOME = "some"  # some of them
+    COLUMNS = "columns"  # this rank's samples, along the last dimension
     ROW = "row"  # a single one of them
     PART = "part"  # the ranks' values add up to the value of the serial script
     COUNT = "count"  # the number of this rank's samples in the batch, which is a part too
     MEAN = "mean"  # the mean over this rank's samples of the batch
+    PER = "per"  # a number that all ranks have, divided by the number of this rank's samples in the batch
     PASSES = "passes"  # the number of batches that this rank had
     OTHER = "other"  # depends on this rank's share in another way, which `of` says
 
 
-ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME}
+ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME, Kind.COLUMNS}
+BETWEEN = "compares samples of a share with each other"
 NUMBERS = {Kind.PART, Kind.COUNT, Kind.MEAN}
 _SHARED = set(Kind) - {Kind.ALIKE}
 
@@ -135,8 +138,10 @@ def join(*values: Value) -> Value:
 def combined(op: ast.operator, left: Value, right: Value) -> Value:
     """What two values give, of which a part at least depends on this rank's share."""
     kinds = {left.kind, right.kind}
-    if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, "model"}:
-        return Value(Kind.SOME if Kind.SOME in kinds else Kind.ROWS)
+    if isinstance(op, ast.MatMult) and Kind.COLUMNS in kinds:
+        return Value(Kind.OTHER, f"{BETWEEN}; see docs/losses.md")
+    if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, Kind.PER, "model"}:
+        return rows_of(kinds)
     if kinds <= {Kind.ROW, Kind.ALIKE}:
         return Value(Kind.ROW)
     if kind := _number(op, left, right, kinds):
@@ -147,18 +152,25 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
     return other(f"is {reason}", left, right)
 
 
+def rows_of(kinds: set[str]) -> Value:
+    """What is computed sample by sample of these kinds."""
+    return Value(next((kind for kind in (Kind.SOME, Kind.COLUMNS) if kind in kinds), Kind.ROWS))
+
+
 def _number(op: ast.operator, left: Value, right: Value, kinds: set[str]) -> Kind | None:
     """The kind of a sum, product or quotient of numbers, if it is one that can be combined."""
     if isinstance(op, ast.Add | ast.Sub):
         is_part = kinds <= {Kind.PART, Kind.COUNT}
         return Kind.MEAN if kinds <= {Kind.MEAN, Kind.ALIKE} else Kind.PART if is_part else None
-    divides = isinstance(op, ast.Div)
+    divides, is_of_batch = isinstance(op, ast.Div), left.of is right.of or Kind.ALIKE in kinds
     if not divides and not isinstance(op, ast.Mult | ast.MatMult):
         return None
     is_scaled = right.kind == Kind.ALIKE or (Kind.ALIKE in kinds and not divides)
     if is_scaled and kinds <= {*NUMBERS, Kind.ALIKE}:
         return Kind.MEAN if Kind.MEAN in kinds else Kind.PART
     if divides:
-        is_mean = right.kind == Kind.COUNT and left.kind in (Kind.PART, Kind.COUNT)
-        return Kind.MEAN if is_mean and not isinstance(left.of, Sum) else None
+        kind = {Kind.ALIKE: Kind.PER, Kind.PART: Kind.MEAN, Kind.COUNT: Kind.MEAN}.get(Kind(left.kind))
+        return kind if right.kind == Kind.COUNT and isinstance(right.of, Loop) and is_of_batch else None
+    if kinds == {Kind.PART, Kind.PER}:
+        return Kind.MEAN if is_of_batch else None
     return Kind.PART if kinds == {Kind.MEAN, Kind.COUNT} else None
