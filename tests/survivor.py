@@ -104,6 +104,7 @@ def main():
         f"{asked.notes}-{world.rank}" if asked.notes != os.devnull else os.devnull,
         os.O_WRONLY | os.O_CREAT | os.O_APPEND,
     )
+    attempt = asked.attempt + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     name, _, place = (asked.hear or "").partition("@")
     at, _, only = place.partition("/")
     for _ in train.epochs(asked.epochs):
@@ -118,7 +119,7 @@ def main():
             counter.drawn += float(torch.rand(()))
             if asked.pause:
                 time.sleep(asked.pause)
-            line = f"{asked.attempt} {run.steps + 1} {time.monotonic()} {' '.join(map(str, taken))}\n"
+            line = f"{attempt} {run.steps + 1} {time.monotonic()} {' '.join(map(str, taken))}\n"
             os.write(log, line.encode())
             if name and (run.steps + 1) % int(at) == 0 and only in ("", str(world.rank)):
                 os.kill(os.getpid(), signal.Signals[name])

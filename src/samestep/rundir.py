@@ -19,6 +19,8 @@ from samestep.text import reason_of
 _RECORD_BYTES = 4 << 20
 # At this signal a worker writes the Python stack of its threads. No library that torch users have takes it.
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
+# The variables that tell rank 0 the descriptors of the memory that its launcher keeps for commits.
+SLOTS = ("SAMESTEP_SLOT_A", "SAMESTEP_SLOT_B")
 CHECKPOINTED = 75  # the exit code that asks to be started again
 # "exchange" and "call" are waits: a rank leaves them only when the others have come to them too.
 WAITS = ("exchange", "call")

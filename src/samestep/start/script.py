@@ -17,6 +17,7 @@ from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.rundir import (
     CHECKPOINTED,
+    SLOTS,
     better_place,
     create_run,
     failure_path,
@@ -98,6 +99,7 @@ class _Run:
         self._guardian = stack.enter_context(Guardian())
         self._shares, self._threads = share_cores(script.size, {**os.environ, **script.env})
         self._restarts = Restarts(script.max_restarts, script.restart_on)
+        self._slots = _slots(stack) if script.max_restarts else {}
         self._warm: Warm | None = None
         if script.is_warmable:
             env = {**_defaults(self._threads), **os.environ, **script.env}
@@ -165,7 +167,7 @@ class _Run:
             held, port = hold_port()
             stack.enter_context(held)
         ranks = self._launchers.begin(script.size, script.address, port)
-        key = stack.enter_context(handed_on(self._launchers.key))
+        key = {DESCRIPTOR: stack.enter_context(handed_on(self._launchers.key))}
         told = {
             "TORCHELASTIC_RUN_ID": self._launchers.run_name,
             **script.env,
@@ -194,10 +196,20 @@ class _Run:
                     self._terminal if rank in script.shown else None,
                     None if script.shown == {0} else f"[rank {rank}] ".encode() if rank else b"",
                     failure_path(run, rank),
-                    {DESCRIPTOR: key},
+                    key | self._slots if rank == 0 else key,
                 )
             )
         return specs, ranks.total
+
+
+def _slots(stack: ExitStack) -> dict[str, int]:
+    """Memory for the state of rank 0, which is there as long as this process is."""
+    if not hasattr(os, "memfd_create"):
+        return {}
+    slots = {name: os.memfd_create(SLOTS[0]) for name in SLOTS}
+    for descriptor in slots.values():
+        stack.callback(os.close, descriptor)
+    return slots
 
 
 def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from samestep.files import make_private_directory, open_directory, sync_names
 from samestep.state import file as state_file
 from samestep.state import lease
 from samestep.state.lease import Record
+from samestep.state.slots import Slots
 from samestep.text import size
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class Newest(Generic[T]):
     path: Path
     root: bytes
     refused: tuple[str, ...]
+    is_memory: bool = False
 
 
 class Found(NamedTuple):
@@ -119,12 +121,24 @@ class CheckpointDirectory:
             raise self._error(f"checkpoint skipped: {self._why(error, packed.size)}") from error
         return self.directory / name
 
-    def newest(self, read: Callable[[str, int], T]) -> Newest[T] | None:
-        """What `read(name, dir_fd)` makes of the newest commit it accepts; None where there never was one."""
+    def remember(self, packed: state_file.Packed, step: int, slots: Slots) -> None:
+        """Keep a state in memory, as what follows the newest commit."""
+        with open_directory(self.directory) as dir_fd:
+            slots.write(packed, self._seal(dir_fd, step, self._hold(dir_fd)))
+
+    def newest(
+        self, read: Callable[[str | int, int | None], T], slots: Slots | None = None
+    ) -> Newest[T] | None:
+        """What `read(name, dir_fd)` makes of the newest commit it accepts; None where there never was one.
+
+        Where `slots` hold a newer one, its descriptor is the name.
+        """
         refused: list[str] = []
         try:
             with open_directory(self.directory) as dir_fd:
                 found = self._examined(dir_fd)
+                if slots and self._lease and (kept := self._recalled(read, slots, self._lease.record)):
+                    return kept
                 # one that has only lost its name is better than none
                 for one in (*found, *(one for one in found if one.is_renamed)):
                     if one.why and (not one.is_renamed or one.why not in refused):
@@ -146,12 +160,26 @@ class CheckpointDirectory:
             )
         return None
 
+    def _recalled(
+        self, read: Callable[[str | int, int | None], T], slots: Slots, record: Record
+    ) -> Newest[T] | None:
+        """The newest state in memory that can be read."""
+        after = max(record.commits, default=(0, bytes(32)))
+        for descriptor, outline in slots.following(record.run, after):
+            with suppress(CheckpointError):
+                path = Path(f"/proc/self/fd/{descriptor}")
+                kept = Newest(read(descriptor, None), path, outline.root, (), is_memory=True)
+                slots.keep(descriptor)
+                return kept
+        slots.keep(None)
+        return None
+
     def _read(
         self,
         dir_fd: int,
         name: str,
         outline: state_file.Outline,
-        read: Callable[[str, int], T],
+        read: Callable[[str | int, int | None], T],
         is_renamed: bool,
     ) -> T:
         before = _identity(dir_fd, name)
@@ -198,10 +226,8 @@ class CheckpointDirectory:
         return CheckpointError(text, path=self.directory)
 
     def _write(self, dir_fd: int, packed: state_file.Packed, step: int, held: lease.Lease) -> str:
-        if self._number is None or self._seen != held.record.commits:
-            self._examined(dir_fd)
-        number = (self._number or 0) + 1
-        seal = state_file.Seal(held.record.run, number, step, self._line[-1][1] if self._line else bytes(32))
+        seal = self._seal(dir_fd, step, held)
+        number = seal.number
         nonce = secrets.token_hex(4)
         unfinished = f".writing-{lease.here()}-{os.getpid()}-{nonce}"
         name = f"{number:06d}-step-{step}-{nonce}.samestep"
@@ -225,6 +251,13 @@ class CheckpointDirectory:
         sync_names(dir_fd)
         self._good[name] = _identity(dir_fd, name)
         return name
+
+    def _seal(self, dir_fd: int, step: int, held: lease.Lease) -> state_file.Seal:
+        """What the next commit says of itself."""
+        if self._number is None or self._seen != held.record.commits:
+            self._examined(dir_fd)
+        previous = self._line[-1][1] if self._line else bytes(32)
+        return state_file.Seal(held.record.run, (self._number or 0) + 1, step, previous)
 
     def _prune(self, dir_fd: int, run: bytes) -> None:
         """Remove what is older than the `keep` newest good commits, of which only the newest of each step counts."""

@@ -24,6 +24,7 @@ from samestep.errors import CheckpointError, RanksDiffer, SamestepError, UsageEr
 from samestep.rundir import CHECKPOINTED
 from samestep.state.directory import CheckpointDirectory
 from samestep.state.file import peek
+from samestep.state.slots import slots_of
 from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.checkpoint import capture as carry
@@ -96,10 +97,12 @@ class Checkpoint:
             one.keep_ledger(self.finish)
         self._vault = CheckpointDirectory(directory, keep)
         self._requests = StopRequests()
-        self._writer = Writer(self._vault, self._world.device, self._note_commit)
+        others = self._group.the(_Checkpoints).living
+        # the slots are one checkpoint's: the first
+        slots = None if others else slots_of(os.environ)
+        self._writer = Writer(self._vault, self._world.device, self._note_commit, slots)
         self._commit_seconds = 1.0
         self._told_of_limit = self._is_held = False
-        others = self._group.the(_Checkpoints).living
         self._common = CommonStep(self._group, len(others), lambda pace: any(self._reasons(pace)))
         others.append(self)
 
@@ -110,7 +113,7 @@ class Checkpoint:
         found, failure, begun = None, "", time.monotonic()
         if self._world.rank == 0:
             try:
-                found = self._vault.newest(self._read_run)
+                found = self._vault.newest(self._read_run, self._writer.slots)
                 if found is not None:
                     self._check_facts(found.value[0][OWN])
             except SamestepError as error:
@@ -136,8 +139,11 @@ class Checkpoint:
         else:
             state = carry.received(size * self._world.local_size, root, self._group)
         self._go_on_from(state)
-        if self._world.rank == 0:
-            print(f"samestep: going on after step {self.steps} from {path}", file=sys.stderr)
+        if found is not None:
+            if not found.is_memory:
+                self._writer.committed = self._place()
+            where = "memory" if found.is_memory else path
+            print(f"samestep: going on after step {self.steps} from {where}", file=sys.stderr)
         return self.steps
 
     def step(self) -> None:
@@ -148,11 +154,14 @@ class Checkpoint:
         if not is_common and not due:
             return
         with self._group.within("checkpoint", f"samestep.Checkpoint.step ({users_line()})"):
-            stop, timed = self._agree() if is_common else ("", False)
+            began = time.monotonic()
+            stop, what = self._agree() if is_common else ("", "")
             if stop:
                 self._stop(stop)
-            elif due or timed:
+            elif due or what == "commit":
                 self.commit()
+            elif what:
+                self._remember(began)
 
     def commit(self, *, wait: bool = False) -> str:
         """Collective. Commit now, in the background; with `wait` return why that failed, or "" if it did not."""
@@ -161,11 +170,17 @@ class Checkpoint:
         self._group.the(Replicas).settle()
         kept = self._gathered_streams()
         if self._world.rank == 0:
-            if wait:
-                self._writer.wait()
+            self._writer.wait() if wait else self._writer.finish_remembering()
             if not self._writer.is_writing:
-                self._start_writing(kept)
+                self._writer.start(*self._state(kept), self._place())
         return self._outcome() if wait else ""
+
+    def _remember(self, began: float) -> None:
+        """Collective. Keep the state in the launcher's memory, from where a restart takes it."""
+        self._group.the(Replicas).settle()
+        kept = self._gathered_streams()
+        if self._world.rank == 0 and not self._writer.is_writing:
+            self._writer.remember(*self._state(kept), self.steps, began)
 
     def _hold(self) -> None:
         """Collective the first time. Be the only run that writes in the directory, or raise on every rank."""
@@ -208,16 +223,19 @@ class Checkpoint:
             return ""
         return f"{self._writer.failure}; the steps since {self._writer.committed[0]} are in no checkpoint"
 
-    def _reasons(self, pace: float) -> tuple[str, bool]:
-        """Why this rank should stop now, or "", and whether it is time to commit; the rest is the other ranks' say."""
+    def _reasons(self, pace: float) -> tuple[str, str]:
+        """Why this rank should stop now, or "", and whether it is time to "commit" or "remember" (rank 0's say)."""
         since = time.monotonic() - self._writer.begun_at
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
         timed = since >= every or (bool(self._writer.failure) and since >= _RETRY_SECONDS)
         stop = self._requests.asked(2 * (self._commit_seconds + pace) + _LEAVE_SECONDS)
-        return stop, timed and self._world.rank == 0 and not self._writer.is_writing
+        if self._world.rank or self._writer.is_writing:
+            return stop, ""
+        may_remember = self._is_held and self._writer.may_remember
+        return stop, "commit" if timed else "remember" if may_remember else ""
 
-    def _agree(self) -> tuple[str, bool]:
-        """Collective. What all ranks do next: stop, and why, or commit, or nothing."""
+    def _agree(self) -> tuple[str, str]:
+        """Collective. What all ranks do next: stop, and why, or commit, or remember, or nothing."""
         mine = json.dumps(self._reasons(self._common.pace)).encode()
         said = [json.loads(one) for one in self._group.all_gather("samestep.Checkpoint.step", mine)]
         self._common.decided()
@@ -243,7 +261,8 @@ class Checkpoint:
             )
         raise SystemExit(CHECKPOINTED)
 
-    def _start_writing(self, streams_of_ranks: list[bytes]) -> None:
+    def _state(self, streams_of_ranks: list[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is committed, and what is said of it."""
         exact = self._group.the(Replicas).exact
         own = {
             "step": self.steps,
@@ -260,7 +279,7 @@ class Checkpoint:
             "size": self._world.size,
             "commit_seconds": self._commit_seconds,
         }
-        self._writer.start(state, meta, self._place())
+        return state, meta
 
     def _note_commit(self, seconds: float) -> None:
         """How long a commit takes, which a job has to keep free before its time limit."""
@@ -274,9 +293,9 @@ class Checkpoint:
                 file=sys.stderr,
             )
 
-    def _read_run(self, name: str, dir_fd: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_run(self, name: str | int, dir_fd: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
         state, meta = carry.read(name, dir_fd=dir_fd)
-        check_state(name, state, peek(name, dir_fd=dir_fd).seal.step, self._parts)
+        check_state(str(name), state, peek(name, dir_fd=dir_fd).seal.step, self._parts)
         return state, meta
 
     def _outcome(self) -> str:
@@ -295,7 +314,6 @@ class Checkpoint:
             if isinstance(part, torch.optim.Optimizer):
                 _lay_out_as_parameters(part)
         self.steps = self._asked_at = int(own["step"])
-        self._writer.committed = self._place()
         self._group.the(Meter).count_on_from(self.steps)
         self._common.decided(is_first=True)
         kept, rank = own["streams"], self._world.rank

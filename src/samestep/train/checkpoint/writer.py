@@ -11,19 +11,26 @@ import torch
 
 from samestep.state.directory import CheckpointDirectory
 from samestep.state.lease import Holder, this_process
+from samestep.state.slots import Slots
 from samestep.train.checkpoint import capture
 from samestep.train.group.device import HostMemory, synchronize
 
 _RESTARTS_OF_A_JOB = 1_000_000
+_SHARE = 0.01  # of the time, for keeping the state in memory
 
 
 class Writer:
     """At most one commit is under way; how the last one ended is kept."""
 
     def __init__(
-        self, directory: CheckpointDirectory, device: torch.device, on_written: Callable[[float], None]
+        self,
+        directory: CheckpointDirectory,
+        device: torch.device,
+        on_written: Callable[[float], None],
+        slots: Slots | None = None,
     ) -> None:
-        """`on_written` is told in seconds how long a commit took."""
+        """`on_written` is told in seconds how long a commit took; `slots` keep states in memory."""
+        self.slots, self._rests_until, self._is_remembering = slots, 0.0, False
         self.failure = ""
         self.committed: list[Any] = [0]
         self.begun_at = time.monotonic()
@@ -36,6 +43,16 @@ class Writer:
     def is_writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def may_remember(self) -> bool:
+        """Whether it has been so long since the state was kept in memory that it costs little to do it again."""
+        return self.slots is not None and time.monotonic() >= self._rests_until and not self.is_writing
+
+    def finish_remembering(self) -> None:
+        """Wait for what is being written into memory, as a commit must not be left out for it."""
+        if self._is_remembering and self._thread is not None:
+            self._thread.join()
+
     def wait(self) -> None:
         """Wait for the commit that is under way, if there is one."""
         self._is_awaited = True
@@ -44,14 +61,37 @@ class Writer:
 
     def start(self, state: object, meta: Mapping[str, Any], place: list[Any]) -> None:
         """Copy the state and write it; `place` is `committed` once that was done, and begins with the step."""
+        packed = self._packed(state, meta)
+        self.begun_at, self._is_remembering = time.monotonic(), False
+        self._thread = threading.Thread(target=self._write, args=(packed, place), name="samestep-commit")
+        self._thread.start()
+
+    def remember(self, state: object, meta: Mapping[str, Any], step: int, began: float) -> None:
+        """The same into memory, which has cost time since `began`; `wait` and `committed` are of the disk alone."""
+        if not self.slots or not self.slots.fit(capture.bulk(state)):
+            self.slots = None
+            return
+        packed, self._is_remembering = self._packed(state, meta), True
+        about = (packed, step, self.slots, began)
+        self._thread = threading.Thread(target=self._remember, args=about, name="samestep-remember")
+        self._thread.start()
+
+    def _packed(self, state: object, meta: Mapping[str, Any]) -> Any:
         size, self._is_awaited = capture.bulk(state), False
         if len(self._copy.bytes) < size:
             self._copy = HostMemory(size, self._device)
         packed = capture.pack(state, meta, into=self._copy.bytes)
         synchronize(self._device)
-        self.begun_at = time.monotonic()
-        self._thread = threading.Thread(target=self._write, args=(packed, place), name="samestep-commit")
-        self._thread.start()
+        return packed
+
+    def _remember(self, packed: Any, step: int, slots: Slots, began: float) -> None:
+        try:
+            self._directory.remember(packed, step, slots)
+        except Exception as error:
+            self.slots = None
+            print(f"samestep: the state is not kept in memory ({error}); commits go on", file=sys.stderr)
+        ended = time.monotonic()
+        self._rests_until = ended + (ended - began) / _SHARE
 
     def _write(self, packed: Any, place: list[Any]) -> None:
         begun = time.monotonic()

@@ -1,0 +1,65 @@
+"""The newest state of a run in memory that outlives its processes: two files without a name, one always complete."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+
+import psutil
+
+from samestep.errors import CheckpointError
+from samestep.rundir import SLOTS
+from samestep.state import file as state_file
+
+_MOST_OF_FREE = 1 / 8
+
+
+class Slots:
+    """What the launcher holds for rank 0; a slot is a whole commit, with its digests and its place in the run."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self._descriptors = descriptors  # the one to be written next comes first
+
+    def fit(self, num_bytes: int) -> bool:
+        """Whether a state of this size may be kept twice."""
+        free: int = psutil.virtual_memory().available
+        return len(self._descriptors) * num_bytes <= _MOST_OF_FREE * free
+
+    def write(self, packed: state_file.Packed, seal: state_file.Seal) -> None:
+        """Keep this state; until it is complete the other slot is the newest."""
+        descriptor = self._descriptors[0]
+        os.ftruncate(descriptor, 0)
+        state_file.write(descriptor, packed, seal)
+        self._descriptors.reverse()
+
+    def following(self, run: bytes, after: tuple[int, bytes]) -> list[tuple[int, state_file.Outline]]:
+        """The slots that say they follow this commit of this run, the newest first, and their headers."""
+        found = []
+        for descriptor in self._descriptors:
+            with suppress(CheckpointError):
+                outline = state_file.peek(descriptor)
+                seal = outline.seal
+                if (seal.run, seal.number, seal.previous) == (run, after[0] + 1, after[1]):
+                    found.append((descriptor, outline))
+        return sorted(found, key=lambda each: each[1].seal.step, reverse=True)
+
+    def keep(self, kept: int | None) -> None:
+        """Empty all slots but this one, which was read and is good."""
+        self._descriptors.sort(key=lambda descriptor: descriptor == kept)
+        for descriptor in self._descriptors:
+            if descriptor != kept:
+                os.ftruncate(descriptor, 0)
+
+
+def slots_of(env: Mapping[str, str]) -> Slots | None:
+    """The slots that this process got from its launcher; None where it got none."""
+    if not all(env.get(name, "").isdecimal() for name in SLOTS):
+        return None
+    descriptors = [int(env[name]) for name in SLOTS]
+    for descriptor in descriptors:
+        # another file may have the number in a process that this variable came to by inheritance
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{SLOTS[0]} "):
+                os.set_inheritable(descriptor, False)
+                continue
+        return None
+    return Slots(descriptors)

@@ -1,0 +1,225 @@
+"""Kills a run that its launcher restarts, and times from each kill to the first step that was finished after it.
+
+A part of `make kill-loop`; `python tests/in_place.py [--kills 40]` does it alone, beside torchrun on the same script.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from trail import Trail, differing_bits
+
+SCRIPT = Path(__file__).with_name("survivor.py")
+KINDS = ("random rank", "rank 0", "all ranks", "warm process", "recovery", "commit", "launcher")
+OF_TORCHRUN = ("random rank", "rank 0", "all ranks")
+EPOCHS = 150
+PATIENCE_S = 40.0
+BETWEEN_S = (0.5, 1.2)
+LAUNCHERS = {
+    "samestep": ("samestep", "run", "-n", "2", "--fork", "--max-restarts", "3"),
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1000"),
+}
+
+
+class Lost(Exception):
+    """A run that did not go on after a kill."""
+
+
+class Run(Trail):
+    """A run of two ranks under a launcher that restarts it."""
+
+    def __init__(self, home: Path, launcher: str, epochs: int = EPOCHS) -> None:
+        super().__init__(home)
+        self._home, self._launcher, self._epochs, self._starts = home, launcher, epochs, 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the launcher, for the first time or again."""
+        words = [self.directory, "--notes", self.log, "--epochs", self._epochs, "--every", "0.5"]
+        self._starts += 1
+        command = [
+            sys.executable,
+            "-m",
+            *LAUNCHERS[self._launcher],
+            SCRIPT,
+            *words,
+            "--attempt",
+            1000 * self._starts,
+        ]
+        with (self._home / "said").open("ab") as said:
+            self._process = subprocess.Popen(
+                [str(word) for word in command],
+                cwd=self._home,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+        self.step_after(0.0)
+
+    def end(self) -> int:
+        """Its exit code, once it has ended by itself."""
+        try:
+            return self._process.wait(PATIENCE_S + self._epochs)
+        finally:
+            self.kill([self._process.pid])
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ranks(self) -> list[int]:
+        """The processes that write the notes, in the order of their ranks."""
+        notes = {}
+        for pid in self._children():
+            try:
+                opened = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+            except OSError:
+                continue
+            notes |= {int(name.rpartition("-")[2]): pid for name in opened if name.startswith(f"{self.log}-")}
+        return [notes[rank] for rank in sorted(notes)]
+
+    def warm(self) -> list[int]:
+        """The warm process."""
+        return [pid for pid in self._children() if pid not in self.ranks() and b"warm.py" in words_of(pid)]
+
+    def launcher(self) -> list[int]:
+        return [self._process.pid]
+
+    def kill(self, pids: Sequence[int]) -> float:
+        """When they were killed."""
+        now = time.monotonic()
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        return now
+
+    def newest(self) -> tuple[int, float]:
+        """The newest attempt that has finished a step, and when it first did."""
+        firsts = [(attempt, when) for by in self.taken().values() for attempt, (when, _) in by.items()]
+        attempt = max((attempt for attempt, _ in firsts), default=0)
+        return attempt, min((when for each, when in firsts if each == attempt), default=0.0)
+
+    def step_after(self, killed: float) -> float:
+        """When the first step after that moment was finished in a new attempt."""
+        before, until = self.newest()[0], time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            attempt, when = self.newest()
+            if attempt > before and when > killed:
+                return when
+            time.sleep(0.01)
+        raise Lost
+
+    def _children(self) -> list[int]:
+        try:
+            return [
+                int(pid)
+                for pid in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+                .read_text()
+                .split()
+            ]
+        except OSError:
+            return []
+
+
+def words_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def kill_as(kind: str, run: Run, draw: random.Random) -> float | None:
+    """Kill as the kind says; from the last kill to the first finished step, None where no step had to follow."""
+    if len(ranks := run.ranks()) < 2:
+        return None
+    if kind == "warm process":
+        run.kill(run.warm())
+    if kind == "commit":
+        until = time.monotonic() + 2
+        while time.monotonic() < until and not any(run.directory.glob(".writing-*")):
+            continue
+    victims = {"all ranks": ranks, "rank 0": ranks[:1], "commit": ranks[:1]}.get(kind, [draw.choice(ranks)])
+    killed = run.kill(run.launcher() if kind == "launcher" else victims)
+    if kind == "launcher":
+        run.end()
+        run.start()
+        return None
+    if kind == "recovery":
+        time.sleep(draw.uniform(0, 0.2))
+        if again := [pid for pid in run.ranks() if pid not in victims]:
+            killed = run.kill([draw.choice(again)])
+    return run.step_after(killed) - killed
+
+
+def recoveries(
+    base: Path, launcher: str, kills: int, draw: random.Random, undisturbed: Trail | None
+) -> tuple[list[float], dict[str, int]]:
+    """The times of so many kills, and what they cost."""
+    kinds = KINDS if launcher == "samestep" else OF_TORCHRUN
+    times, cost, done, rounds = [], dict.fromkeys(("unrecovered", "lost", "twice", "bits"), 0), 0, 0
+    while done < kills:
+        rounds += 1
+        run = Run(base / f"{launcher}-{rounds}", launcher)
+        try:
+            run.start()
+            while done < kills and not run.has_ended:
+                time.sleep(draw.uniform(*BETWEEN_S))
+                if run.has_ended:
+                    break
+                took = kill_as(kinds[done % len(kinds)], run, draw)
+                times += [took] if took is not None else []
+                done += 1
+            code = run.end()
+        except Lost:
+            code = 0 if run.has_ended else 1
+            run.kill(run.launcher())
+        if code or not undisturbed:
+            cost["unrecovered"] += bool(code)
+            continue
+        lost, twice = run.against(undisturbed)
+        cost = {**cost, "lost": cost["lost"] + lost, "twice": cost["twice"] + twice}
+        cost["bits"] += differing_bits(run.state(), undisturbed.state())
+    return times, cost
+
+
+def line(launcher: str, times: list[float], cost: dict[str, int]) -> str:
+    ordered = sorted(times) or [0.0]
+    p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    costs = ", ".join(f"{name} {count}" for name, count in cost.items())
+    return (
+        f"{launcher}, kill to first finished step, {len(times)} kills: p50 {statistics.median(ordered):.2f} s, "
+        f"p99 {p99:.2f} s, max {ordered[-1]:.2f} s | {costs}"
+    )
+
+
+def beside_torchrun(kills: int, draw: random.Random) -> bool:
+    """Print a line for each launcher; whether nothing was lost under ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        undisturbed = Run(Path(folder, "undisturbed"), "samestep")
+        undisturbed.start()
+        if undisturbed.end():
+            sys.exit(f"the undisturbed run failed:\n{Path(folder, 'undisturbed', 'said').read_text()}")
+        times, cost = recoveries(Path(folder), "samestep", kills, draw, undisturbed)
+        print(line("samestep run --fork --max-restarts", times, cost), flush=True)
+        of_torchrun = recoveries(Path(folder), "torchrun", max(1, kills // 8), draw, None)
+        print(line("torchrun --max-restarts", *of_torchrun), flush=True)
+    return not any(cost.values())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    asked = parser.parse_args()
+    print(f"seed {asked.seed}")
+    sys.exit(not beside_torchrun(asked.kills, random.Random(asked.seed)))

@@ -1,0 +1,93 @@
+"""A killed run goes on from the state that its launcher holds in memory, with the bits of the undisturbed run."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from samestep.rundir import SLOTS
+
+TRAIN = """
+    import hashlib, os, sys, time
+    from datetime import timedelta
+    import torch
+    import samestep
+    world = samestep.init()
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+    model = samestep.replicate(net, exact=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    train = samestep.steps(data, 8, microbatch=4, shuffle=True)
+    run = samestep.Checkpoint("commits", every=timedelta(hours=1), model=model, optimizer=optimizer, train=train)
+    run.resume()
+    print(os.getpid(), file=open(f"pids-{world.rank}", "a"), flush=True)
+    for epoch in train.epochs(int(sys.argv[1])):
+        for step in train:
+            for x, y in step:
+                (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+            run.step()
+    bits = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    samestep.sum(1)
+    if world.rank == 0:
+        print("bits", hashlib.sha256(bits).hexdigest())
+"""
+
+
+def slots(launcher_pid):
+    """The files that the launcher holds for the state."""
+    found = []
+    for path in Path(f"/proc/{launcher_pid}/fd").iterdir():
+        try:
+            if os.readlink(path).startswith(f"/memfd:{SLOTS[0]} "):
+                found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(is_so, seconds=30.0):
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("case", ["a rank", "all ranks", "all ranks, and the memory is damaged"])
+def test_killed_ranks_go_on_from_memory_with_the_same_bits(launcher, case):
+    launcher.write(TRAIN)
+    code, undisturbed, _ = launcher.run("-n", "1", "--run-dir", "first", "train.py", "20")
+    assert code == 0
+    for path in [*(launcher.home / "commits").iterdir(), *launcher.home.glob("pids-*")]:
+        path.unlink()
+    started = launcher.start("-n", "2", "--fork", "--max-restarts", "1", "train.py", "20")
+    pids = [int(started.wait_for_lines(f"pids-{rank}")[0]) for rank in range(2)]
+    held = slots(started.process.pid)
+    assert len(held) == 2
+    wait_until(lambda: any(path.stat().st_size for path in held))
+    time.sleep(0.1)
+    for pid in pids if "all" in case else pids[1:]:
+        os.kill(pid, signal.SIGKILL)
+    if "damaged" in case:
+        for path in held:
+            with open(path, "r+b") as file:
+                file.write(b"\0" * 64)
+    code, out, err = started.finish()
+    assert code == 0, err
+    assert out == undisturbed
+    found = re.search(r"going on after step (\d+) from memory", err)
+    assert bool(found and int(found[1])) == ("damaged" not in case)
+
+
+def test_a_run_without_restarts_keeps_no_state_in_memory(launcher):
+    launcher.write(TRAIN)
+    started = launcher.start("-n", "1", "train.py", "3")
+    started.wait_for_lines("pids-0")
+    assert slots(started.process.pid) == []
+    assert started.finish()[0] == 0
