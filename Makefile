@@ -68,6 +68,7 @@ hang: .venv/made
 
 kill-loop: .venv/made
 	.venv/bin/python tests/kill_loop.py
+	.venv/bin/python tests/in_place.py
 
 fuzz: .venv/made
 	.venv/bin/python tests/fuzz_state.py
