@@ -16,9 +16,9 @@ import pytest
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
 from samestep.rendezvous import note
+from samestep.rendezvous.channel import Channel
 from samestep.rendezvous.host import host
 from samestep.rendezvous.join import join
-from samestep.rendezvous.link import Link
 from samestep.rendezvous.listen import listen
 from samestep.rendezvous.member import Member
 from samestep.rendezvous.tree import Tree
@@ -88,7 +88,7 @@ def test_a_taken_port_is_left_to_whoever_has_it():
 
 
 def test_who_is_missing_is_said_by_host_and_ends_at_the_limit(capsys, monkeypatch):
-    monkeypatch.setattr("samestep.rendezvous.host.SAY_S", 0.2)
+    monkeypatch.setattr("samestep.rendezvous.member.SAY_S", 0.2)
     opened, where = listening()
     present = start(lambda: join(lambda: where, Member("r", 1, 3, KEY, limit_s=5)))
     with pytest.raises(RankMissing, match=r"^rank 2 \(node02\) did not come within 1 s$") as raised:
@@ -174,30 +174,30 @@ def hosting() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
 
 def hello(number: int, **other: object) -> dict[str, object]:
     words = {"run": "r", "number": number, "size": 3, "host": "node02", "pid": 1, "script": ""}
-    words |= {"machine": "m", "doors": [], "facts": {}}
+    words |= {"machine": "m", "places": [], "facts": {}}
     return words | other
 
 
-def connected(stack: ExitStack, where: tuple[str, int]) -> Link:
+def connected(stack: ExitStack, where: tuple[str, int]) -> Channel:
     """A connection whose two ends have shown each other that they have the key."""
-    link = Link(stack.enter_context(socket.create_connection(where)), KEY, is_host=False)
+    link = Channel(stack.enter_context(socket.create_connection(where)), KEY, is_server=False)
     while not link.is_proven:
         link.fill()
     return link
 
 
-def heard(link: Link) -> list[dict[str, object]]:
+def heard(link: Channel) -> list[dict[str, object]]:
     """What the other end says until it leaves."""
     messages = []
     with suppress(EOFError):
         while True:
-            messages.append(link.read_first())
+            messages.append(link.wait_json())
     return messages
 
 
-def answer(link: Link, said: dict[str, object]) -> dict[str, object]:
+def answer(link: Channel, said: dict[str, object]) -> dict[str, object]:
     link.send_json(said)
-    return link.read_first()
+    return link.wait_json()
 
 
 def test_one_too_many_without_a_number_is_refused_where_all_come_at_once(hosting):
@@ -229,7 +229,7 @@ def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_
         again.send_json(hello(1))
         before.close()
         process.send_signal(signal.SIGCONT)
-        assert again.read_first() == {"welcome": 1}
+        assert again.wait_json() == {"welcome": 1}
         assert answer(connected(stack, where), hello(2)) == {"welcome": 2}
         assert (process.wait(20), process.stderr.read()) == (0, "")
 
@@ -239,8 +239,8 @@ def test_a_lost_member_is_named_to_all():
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY))) for n in (1, 2)]
     peers = host(opened, Member("r", 0, 3, KEY))
     first, second = (one.result(20) for one in coming)
-    for _, link in first._links.values():
-        link.connection.shutdown(socket.SHUT_RDWR)
+    for channel in first._channels.values():
+        channel.connection.shutdown(socket.SHUT_RDWR)
     told = start(lambda: gathered(second, "here"))
     with pytest.raises(RankMissing, match=r"^rank 1 \(.*\) was lost: its process has ended or"):
         gathered(peers, "here")
@@ -258,9 +258,9 @@ def test_news_of_one_reach_all_others():
     first.tell({"failed": 1})
     for one in (peers, second):
         until = time.monotonic() + 10
-        while not one.news and time.monotonic() < until:
+        while not (news := one.take_news()) and time.monotonic() < until:
             time.sleep(0.01)
-        assert one.take_news() == [(1, {"failed": 1})]
+        assert news == [(1, {"failed": 1})]
     assert first.take_news() == []
     for one in (first, peers, second):
         one.leave()
@@ -269,7 +269,7 @@ def test_news_of_one_reach_all_others():
 def test_a_note_that_a_crash_left_is_replaced(tmp_path):
     path = tmp_path / "note"
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        path.write_text(json.dumps({"addresses": ["127.0.0.1"], "port": gone.getsockname()[1]}))
+        path.write_text(json.dumps({"places": [["127.0.0.1", gone.getsockname()[1]]]}))
     coming = start(lambda: join(lambda: note.read(path), Member("r", 1, 2, KEY)))
     time.sleep(0.3)
     opened = listen([0], ["127.0.0.1"])

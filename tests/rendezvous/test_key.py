@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import PlacementError
+from samestep.rendezvous.channel import Channel
 from samestep.rendezvous.key import DESCRIPTOR, derive, handed_on, key_of_run, key_of_user
-from samestep.rendezvous.link import Link
 
 
 def state(tmp_path: Path) -> dict[str, str]:
@@ -119,8 +119,8 @@ def pair() -> Iterator[Callable[..., list[socket.socket]]]:
         one.close()
 
 
-def linked(ends: list[socket.socket], host_key: bytes, comer_key: bytes) -> tuple[Link, Link]:
-    return Link(ends[0], host_key, is_host=True), Link(ends[1], comer_key, is_host=False)
+def linked(ends: list[socket.socket], host_key: bytes, comer_key: bytes) -> tuple[Channel, Channel]:
+    return Channel(ends[0], host_key, is_server=True), Channel(ends[1], comer_key, is_server=False)
 
 
 def test_both_ends_prove_themselves_before_anything_is_said(pair):
@@ -129,7 +129,7 @@ def test_both_ends_prove_themselves_before_anything_is_said(pair):
     assert (host.is_proven, comer.is_proven) == (True, True)
     comer.send_json({"a": 1})
     host.send(b"b")
-    assert (host.read_first(), comer.read()) == ({"a": 1}, [b"b"])
+    assert (host.wait_json(), comer.read()) == ({"a": 1}, [b"b"])
 
 
 def test_another_key_is_noticed_by_the_first_message(pair):
@@ -144,7 +144,7 @@ def test_another_key_is_noticed_by_the_first_message(pair):
 @pytest.mark.parametrize("change", ["bit", "again", "number", "length"])
 def test_a_changed_or_repeated_message_is_refused(pair, change):
     (one, wire), (other, tap) = pair(), pair()
-    host, comer = Link(one, b"k" * 32, is_host=True), Link(other, b"k" * 32, is_host=False)
+    host, comer = Channel(one, b"k" * 32, is_server=True), Channel(other, b"k" * 32, is_server=False)
 
     def carry(source: socket.socket, to: socket.socket) -> bytes:
         data = source.recv(1 << 16)

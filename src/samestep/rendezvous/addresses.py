@@ -61,26 +61,24 @@ def source_for(peer: str) -> str:
 def interface_of(address: str) -> str | None:
     """The interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.split("%")[0] == address for one in addresses):
+        if any(other.address.split("%")[0] == address for other in addresses):
             return str(name)
     return None
 
 
 def unreachable(places: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """Those of these places where nothing answers in two seconds."""
-    wanted = list(places)
 
-    def answers(place: tuple[str, int]) -> bool:
+    def is_lost(place: tuple[str, int]) -> bool:
         try:
             socket.create_connection(place, timeout=_REACH_S).close()
         except OSError:
-            return False
-        return True
+            return True
+        return False
 
+    places = list(places)
     with ThreadPoolExecutor(64) as pool:
-        return [
-            place for place, answered in zip(wanted, pool.map(answers, wanted), strict=True) if not answered
-        ]
+        return [place for place, lost in zip(places, pool.map(is_lost, places), strict=True) if lost]
 
 
 def machine() -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 from samestep.errors import RankMissing, RanksDiffer, SamestepError
 from samestep.rendezvous import addresses
-from samestep.rendezvous.link import Link
+from samestep.rendezvous.channel import Channel
 from samestep.rendezvous.listen import allow_descriptors
-from samestep.rendezvous.member import SAY_S, Member, hello_of, next_saying, patience, say
-from samestep.rendezvous.seats import seats
+from samestep.rendezvous.member import Member, Patience
+from samestep.rendezvous.position import positions
 from samestep.rendezvous.tree import Tree
 from samestep.text import name_ranks, printable
 
@@ -22,56 +22,48 @@ _STEP_S = 0.25
 _GREETING_S = 5.0
 _MOST_STRANGERS_EACH, _MOST_STRANGERS = 32, 128
 _ACCEPTED_AT_ONCE = 16
-_MOST_KNOCKS = 1 << 16
+_MOST_GREETINGS = 1 << 16
 
 
 def host(listeners: Sequence[socket.socket], me: Member) -> Tree:
-    """Number 0: accept members of this run until all are there; closes the listeners."""
-    return Host(me, range(1, me.size)).run(listeners)
+    """Number 0: accept all members of this run, and tell each its position; closes the listeners."""
+    allow_descriptors(me.size, f"{me.noun} 0 is connected to by {me.size} {me.noun}s")
+    admission = Admission(me, range(1, me.size))
+    try:
+        channels = admission.accept(listeners, me.limit_s)
+        hellos = [admission.hellos[number] for number in range(me.size)]
+        if objection := me.objection([hello["facts"] for hello in hellos]):
+            raise objection
+    except SamestepError as error:
+        admission.end(error)
+        raise
+    outside = (channel.connection for channel in channels.values())
+    peers = [connection.getpeername()[0] for connection in outside if connection.family != socket.AF_UNIX]
+    source = addresses.source_for(peers[0]) if peers else ""
+    own, *others = positions(hellos, source, is_flat=me.private is None)
+    for number, position in enumerate(others, 1):
+        with suppress(OSError):
+            channels[number].send_json({"complete": position})
+        if number not in own.children:
+            channels.pop(number).close()
+    names = [hello["host"] for hello in hellos]
+    return Tree(0, me.size, channels, own, names=names, silence_s=me.silence_s, noun=me.noun)
 
 
-class Host:
-    """Accepts the wanted members: number 0 all of them, another one its children in the tree."""
+class Admission:
+    """Accepts the wanted members: number 0 all of them, another process its children in the tree."""
 
     def __init__(self, me: Member, wanted: Sequence[int]) -> None:
+        self.hellos: dict[int, dict[str, Any]] = {me.number: me.hello()}
         self._me, self._wanted = me, wanted
-        self._members: dict[int, Link] = {}
-        self._hellos: dict[int, dict[str, Any]] = {me.number: hello_of(me, [])}
+        self._members: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[Link, str] = {}
-        self._knocks: set[bytes] = set()
+        self._strangers: dict[Channel, str] = {}  # and from which address, the oldest first
+        self._greetings: set[bytes] = set()
 
-    def run(self, listeners: Sequence[socket.socket]) -> Tree:
-        """Number 0's part; all others hear how it ended."""
-        me = self._me
-        allow_descriptors(me.size, f"{me.noun} 0 is connected to by {me.size} {me.noun}s")
-        try:
-            self.accept(listeners, me.limit_s)
-            hellos = [self._hellos[number] for number in range(me.size)]
-            if objection := me.objection([hello["facts"] for hello in hellos]):
-                raise objection
-        except SamestepError as error:
-            self._tell(_told(error))
-            for link in self._members.values():
-                link.close()
-            raise
-        here = next(
-            (link for link in self._members.values() if link.connection.family != socket.AF_UNIX), None
-        )
-        source = addresses.source_for(here.connection.getpeername()[0]) if here else ""
-        own, *others = seats(hellos, source, is_flat=me.private is None)
-        for number, seat in enumerate(others, 1):
-            with suppress(OSError):
-                self._members[number].send_json({"complete": seat})
-            if number not in own.children:
-                self._members[number].close()
-        names = [hello["host"] for hello in hellos]
-        children = {number: self._members[number] for number in own.children}
-        return Tree(0, me.size, None, children, seat=own, names=names, silence_s=me.silence_s, noun=me.noun)
-
-    def accept(self, listeners: Sequence[socket.socket], limit_s: float) -> dict[int, Link]:
-        """The links to the wanted members; closes the listeners."""
-        began, said_at = time.monotonic(), SAY_S
+    def accept(self, listeners: Sequence[socket.socket], limit_s: float) -> dict[int, Channel]:
+        """The channels to the wanted members; closes the listeners."""
+        patience = Patience(limit_s)
         try:
             for listener in listeners:
                 listener.settimeout(0)
@@ -82,141 +74,136 @@ class Host:
                 for key in sorted(ready, key=lambda key: key.data is None):
                     self._hear(key.data) if key.data else self._open(key.fileobj)
                 self._drop_strangers()
-                waited = time.monotonic() - began
-                if waited > limit_s:
-                    raise RankMissing(
-                        f"{self._missing()} did not come within {limit_s:g} s", ranks=self._absent()
-                    )
-                if waited > said_at:
-                    said_at = next_saying(waited)
-                    say(f"waiting for {self._missing()}; {patience(waited, limit_s)}")
+                if patience.left_s < 0 and (absent := self._absent()):
+                    raise RankMissing(f"{self._missing()} did not come within {limit_s:g} s", ranks=absent)
+                patience.say(f"waiting for {self._missing()}")
         finally:
             for key in list(self._selector.get_map().values()):
-                if key.data is None or key.data not in self._members.values():
+                if key.data not in self._members.values():
                     (key.data or key.fileobj).close()  # type: ignore[union-attr]
             self._selector.close()
         return self._members
+
+    def end(self, error: SamestepError) -> None:
+        """Tell all who have come why there is no run."""
+        for channel in self._members.values():
+            _refuse(channel, error)
+            channel.close()
 
     def _open(self, listener: Any) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, address = listener.accept()
-                link = Link(connection, self._me.key, is_host=True)
+                channel = Channel(connection, self._me.key, is_server=True)
             except OSError:
                 return
-            self._selector.register(connection, selectors.EVENT_READ, link)
-            self._strangers[link] = str(address[0]) if isinstance(address, tuple) else ""
+            self._selector.register(connection, selectors.EVENT_READ, channel)
+            self._strangers[channel] = str(address[0]) if isinstance(address, tuple) else ""
 
-    def _hear(self, link: Link) -> None:
-        if link.connection.fileno() < 0:  # closed within this turn
+    def _hear(self, channel: Channel) -> None:
+        if channel.connection.fileno() < 0:  # closed within this turn
             return
         try:
-            has_knocked = bool(link.others_nonce)
-            link.fill()
-            if link.others_nonce and not has_knocked:
-                self._believe(link.others_nonce)
-            if link.is_proven:
-                self._strangers.pop(link, None)
-            if message := link.take_json():
-                self._admit(link, message)
-                if self._me.number > 0:
-                    # A child goes on at once; what it says next is for the tree.
-                    self._selector.unregister(link.connection)
+            had_greeted = bool(channel.client_nonce)
+            channel.fill()
+            if channel.client_nonce and not had_greeted:
+                self._note_greeting(channel.client_nonce)
+            if channel.is_proven:
+                self._strangers.pop(channel, None)
+            if hello := channel.take_json():
+                self._admit(channel, hello)
         except RanksDiffer as error:
-            with suppress(OSError):
-                link.send_json(_told(error))
+            _refuse(channel, error)
             raise
         except (EOFError, ValueError, KeyError, TypeError, OSError):
-            self._forget(link)
+            self._forget(channel)
 
-    def _believe(self, nonce: bytes) -> None:
-        """A knock that was made with the key is no part of a flood, unless it is the copy of another."""
-        if nonce in self._knocks or len(self._knocks) > _MOST_KNOCKS:
-            raise ValueError("a repeated knock")
-        self._knocks.add(nonce)
+    def _note_greeting(self, nonce: bytes) -> None:
+        """A greeting that was made with the key is no part of a flood, unless it is the copy of another."""
+        if nonce in self._greetings or len(self._greetings) > _MOST_GREETINGS:
+            raise ValueError("a repeated greeting")
+        self._greetings.add(nonce)
 
     def _drop_strangers(self) -> None:
         """The slow, and of too many the oldest of the address that has most."""
         late = time.monotonic() - _GREETING_S
-        silent = {link: address for link, address in self._strangers.items() if not link.others_nonce}
+        for channel in [channel for channel in self._strangers if channel.opened_at < late]:
+            self._forget(channel)
+        silent = {channel: at for channel, at in self._strangers.items() if not channel.client_nonce}
         counts = Counter(silent.values())
-        for link, address in list(self._strangers.items()):
-            is_crowd = counts[address] > _MOST_STRANGERS_EACH or (
-                counts.total() > _MOST_STRANGERS and counts[address] == max(counts.values())
-            )
-            if link.opened_at < late or (link in silent and is_crowd):
-                counts[address] -= link in silent
-                self._forget(link)
+        for channel, at in silent.items():
+            is_crowd = counts.total() > _MOST_STRANGERS and counts[at] == max(counts.values())
+            if counts[at] > _MOST_STRANGERS_EACH or is_crowd:
+                counts[at] -= 1
+                self._forget(channel)
 
-    def _admit(self, stream: Link, hello: dict[str, Any]) -> None:
+    def _admit(self, channel: Channel, hello: dict[str, Any]) -> None:
         me = self._me
         if hello["run"] != me.run:
-            stream.send_json({"unknown": me.run})
-            self._forget(stream)
+            channel.send_json({"unknown": me.run})
+            self._forget(channel)
             return
-        number, who = int(hello["number"]), (printable(hello["host"], 64), int(hello["pid"]))
-        here = self._hellos[me.number]["host"]
-        told = {
-            **hello,
-            "host": who[0],
-            "pid": who[1],
-            "facts": dict(hello["facts"]),
-            "doors": list(hello["doors"]),
-        }
-        told["machine"] = str(hello["machine"])
+        hello["host"], hello["pid"] = printable(hello["host"], 64), int(hello["pid"])
+        hello["facts"], hello["places"] = dict(hello["facts"]), list(hello["places"])
+        number = int(hello["number"])
+        self._check(number, hello)
+        if number < 0:
+            number = self._absent()[0]
+        if number in self._members:
+            self._forget(self._members[number])
+        self._members[number], self.hellos[number] = channel, hello
+        channel.send_json({"welcome": number})
+        if me.number > 0:
+            # A child goes on at once; what it says next is for the tree.
+            self._selector.unregister(channel.connection)
+
+    def _check(self, number: int, hello: dict[str, Any]) -> None:
+        """Raises RanksDiffer where this member cannot be of this run."""
+        me, script = self._me, str(hello["script"])
+        here = f"{me.noun} {me.number} ({self.hellos[me.number]['host']})"
         comer = f"{me.noun} {number}" if number >= 0 else f"another {me.noun}"
-        script, host = str(hello["script"]), f"{me.noun} {me.number} ({here})"
+        who = f"{comer} ({hello['host']})"
         if me.script and script and script != me.script:
             raise RanksDiffer(
-                f"{host} runs {me.script!r:.200} and {comer} ({who[0]}) runs {script!r:.200}; "
+                f"{here} runs {me.script!r:.200} and {who} runs {script!r:.200}; "
                 f"run one script on all {me.noun}s, or let each run meet at a place of its own"
             )
         if hello["size"] != me.size:
             raise RanksDiffer(
-                f"{host} counts {me.size} {me.noun}s and {comer} ({who[0]}) counts "
-                f"{hello['size']}; start all of them with the same number"
+                f"{here} counts {me.size} {me.noun}s and {who} counts {hello['size']}; "
+                "start all of them with the same number"
             )
-        if number < 0:
-            number = min(self._absent(), default=-1)
-        if number < 0:
+        if number < 0 and not self._absent():
             raise RanksDiffer(
-                f"{comer} ({who[0]}) came, which is one too many for {me.size}; start as many as are counted"
+                f"{who} came, which is one too many for {me.size}; start as many as are counted"
             )
-        if not number < me.size:
-            raise RanksDiffer(f"{me.noun} {number} came, but there are {me.size}; count from 0")
-        known = self._hellos.get(number)
-        before = (known["host"], known["pid"]) if known else who
-        if before != who or (number not in self._wanted and number != me.number):
+        if number >= me.size:
+            raise RanksDiffer(f"{comer} came, but there are {me.size}; count from 0")
+        known = self.hellos.get(number, hello)
+        same = (known["host"], known["pid"]) == (hello["host"], hello["pid"])
+        if not same or number not in (-1, me.number, *self._wanted):
             raise RanksDiffer(
-                f"{me.noun} {number} came twice: process {before[1]} on {before[0]} and process {who[1]} on "
-                f"{who[0]}; give every {me.noun} a number of its own"
+                f"{comer} came twice: process {known['pid']} on {known['host']} and process {hello['pid']} on "
+                f"{hello['host']}; give every {me.noun} a number of its own"
             )
-        if number in self._members:
-            self._forget(self._members[number])
-        self._members[number], self._hellos[number] = stream, told
-        stream.send_json({"welcome": number})
 
-    def _forget(self, stream: Link) -> None:
-        self._strangers.pop(stream, None)
-        for number in [number for number, member in self._members.items() if member is stream]:
-            del self._members[number], self._hellos[number]
+    def _forget(self, channel: Channel) -> None:
+        self._strangers.pop(channel, None)
+        for number in [number for number, member in self._members.items() if member is channel]:
+            del self._members[number], self.hellos[number]
         # ValueError: it was closed within this turn, when the same member came again.
         with suppress(KeyError, ValueError):
-            self._selector.unregister(stream.connection)
-        stream.close()
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        for stream in self._members.values():
-            with suppress(OSError):
-                stream.send_json(message)
+            self._selector.unregister(channel.connection)
+        channel.close()
 
     def _missing(self) -> str:
-        me = self._me
-        return name_ranks(self._absent(), me.expected, me.noun)
+        return name_ranks(self._absent(), self._me.expected, self._me.noun)
 
     def _absent(self) -> list[int]:
         return [number for number in self._wanted if number not in self._members]
 
 
-def _told(error: SamestepError) -> dict[str, Any]:
-    return {"error": str(error), "kind": type(error).__name__, "ranks": getattr(error, "ranks", ())}
+def _refuse(channel: Channel, error: SamestepError) -> None:
+    kind, ranks = type(error).__name__, getattr(error, "ranks", ())
+    with suppress(OSError):
+        channel.send_json({"error": str(error), "kind": kind, "ranks": ranks})

@@ -9,7 +9,6 @@ import hmac
 import os
 import re
 import secrets
-import stat
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from samestep.errors import PlacementError
-from samestep.files import make_private_directory
+from samestep.files import make_private_directory, open_regular
 from samestep.text import reason_of
 
 DESCRIPTOR = "SAMESTEP_KEY_FD"
@@ -110,13 +109,12 @@ def _made(path: Path) -> bytes | None:
 def _read(path: Path) -> bytes:
     until = time.monotonic() + _WRITTEN_S
     while True:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(open_regular(path), "rb") as file:
             facts, key = os.fstat(file.fileno()), file.read(_BYTES + 1)
-        mode = stat.S_IMODE(facts.st_mode)
-        if facts.st_uid != os.geteuid() or mode & 0o077 or not stat.S_ISREG(facts.st_mode):
+        if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
             raise PlacementError(
-                f"{path} has owner {facts.st_uid} and mode {mode:o}, so its key may not be this user's alone; "
-                "delete it, and a new one is made"
+                f"{path} has owner {facts.st_uid} and mode {facts.st_mode & 0o7777:o}, so its key may not be this "
+                "user's alone; delete it, and a new one is made"
             )
         if len(key) == _BYTES:
             return key

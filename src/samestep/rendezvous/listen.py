@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from samestep.errors import PlacementError, UsageError
@@ -21,7 +21,6 @@ _STEP_S = 0.25
 _TAKEN_S = 30.0
 _BACKLOG = 1024
 _OTHER_DESCRIPTORS = 128
-_ALL_ADDRESSES = ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0"))
 
 
 def listen(ports: Sequence[int], addresses: Sequence[str], why: str = "") -> list[socket.socket]:
@@ -45,18 +44,15 @@ def listen(ports: Sequence[int], addresses: Sequence[str], why: str = "") -> lis
 def listen_at(port: int, addresses: Sequence[str]) -> list[socket.socket]:
     """Sockets that listen at this port of these addresses, none where it is taken."""
     listeners: list[socket.socket] = []
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        opened = _bound(family, address, listeners[0].getsockname()[1] if listeners else port)
+    with ExitStack() as unless_all:
         try:
-            if opened is None:
-                raise OSError
-            listeners.append(opened)
-            opened.listen(_BACKLOG)
+            for address in addresses:
+                listeners.append(unless_all.enter_context(_bound(address, port)))
+                listeners[-1].listen(_BACKLOG)
+                port = listeners[0].getsockname()[1]
         except OSError:
-            for listener in listeners:
-                listener.close()
             return []
+        unless_all.pop_all()
     return listeners
 
 
@@ -67,12 +63,10 @@ def addresses_for(name: str) -> list[str]:
     except (OSError, UnicodeError):
         found = set()
     outside = own_addresses()
+    if at := [address for address in outside if address in found]:
+        return at
     # A machine may resolve its own name to the loop, where nobody else comes.
-    return (
-        [one for one in outside if one in found]
-        or (outside if name not in (LOOP, "localhost", "::1") else [])
-        or [LOOP]
-    )
+    return [LOOP] if name in (LOOP, "localhost", "::1") else outside or [LOOP]
 
 
 @contextmanager
@@ -111,8 +105,9 @@ def private_path(key: bytes, *words: str) -> Path:
 
 def hold_port() -> tuple[socket.socket, int]:
     """A socket bound to a free port that never listens: rank 0 sets SO_REUSEADDR too and may listen there."""
-    for family, address in _ALL_ADDRESSES:
-        if (held := _bound(family, address, 0)) is not None:
+    for address in ("::", "0.0.0.0"):
+        with suppress(OSError):
+            held = _bound(address, 0)
             return held, held.getsockname()[1]
     raise OSError("no TCP port can be bound on this machine")
 
@@ -130,11 +125,9 @@ def allow_descriptors(needed: int, why: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket | None:
-    try:
-        opened = socket.socket(family, socket.SOCK_STREAM)
-    except OSError:
-        return None
+def _bound(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6:
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
@@ -143,5 +136,5 @@ def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.sock
         opened.bind((address, port))
     except OSError:
         opened.close()
-        return None
+        raise
     return opened

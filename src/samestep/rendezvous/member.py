@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -12,14 +13,9 @@ from typing import Any
 from samestep.errors import SamestepError
 from samestep.rendezvous import addresses
 
-SAY_S = 5.0
-_SAY_LATER_S = 30.0
+SAY_S, _SAY_LATER_S = 5.0, 30.0
 
 Place = tuple[str, int] | str  # an address and a port, or the path of a Unix socket
-
-
-def say(text: str) -> None:
-    print(f"samestep: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -50,16 +46,43 @@ class Member:
     def title(self) -> str:
         return f"{self.noun} {self.number}" + (f" of {self.run}" if self.run else "")
 
-
-def hello_of(me: Member, doors: Sequence[Place]) -> dict[str, Any]:
-    who = {"host": socket.gethostname(), "pid": os.getpid(), "machine": addresses.machine(), "doors": doors}
-    told = {"run": me.run, "number": me.number, "size": me.size, "script": me.script, "facts": dict(me.facts)}
-    return who | told
-
-
-def next_saying(waited: float) -> float:
-    return waited + (SAY_S if waited < 60 else _SAY_LATER_S)
+    def hello(self, places: Sequence[Place] = ()) -> dict[str, Any]:
+        """What it says of itself; `places` are where its children in the tree find it."""
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "machine": addresses.machine()}
+        told = {"run": self.run, "number": self.number, "size": self.size, "script": self.script}
+        return who | told | {"places": list(places), "facts": dict(self.facts)}
 
 
-def patience(waited: float, limit_s: float) -> str:
-    return f"{waited:.0f} s so far, {limit_s:g} at most"
+class Patience:
+    """How long something has been waited for; from time to time it is worth a line."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._began, self._limit_s, self._next_s = time.monotonic(), limit_s, SAY_S
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def left_s(self) -> float:
+        return self._limit_s - self.waited_s
+
+    def say(self, text: str) -> None:
+        """Say it after 5 s and every 5 s, later every 30 s."""
+        if (waited := self.waited_s) > self._next_s:
+            self._next_s = waited + (SAY_S if waited < 60 else _SAY_LATER_S)
+            say(f"{text}; {waited:.0f} s so far, {self._limit_s:g} at most")
+
+
+def say(text: str) -> None:
+    print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+
+def place_of(listener: socket.socket) -> Place:
+    """Where others connect to this socket, if it listens."""
+    return place_from(listener.getsockname())
+
+
+def place_from(told: Any) -> Place:
+    """A place as a socket or JSON has it."""
+    return told if isinstance(told, str) else (str(told[0]), int(told[1]))

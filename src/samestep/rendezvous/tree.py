@@ -1,8 +1,8 @@
-"""The processes of a run as a tree: rounds in which all take part, a store that each has a copy of, and bad news.
+"""The processes of a run as a tree of channels: rounds in which all take part, a store that each has a copy of, news.
 
 A thread of each process passes on what comes, whatever its script does. A round costs each process one message to
-its parent and one to each child. Covered: a process that ends, leaves early, or falls silent. Not covered: going on
-without it.
+its parent and one to each child. Covered: a process that ends, leaves early, comes too late, or falls silent. Not
+covered: going on without it.
 """
 
 import json
@@ -12,115 +12,107 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any
 
 from samestep.errors import RankMissing
-from samestep.rendezvous.link import Link
+from samestep.rendezvous.channel import Channel
 from samestep.rendezvous.listen import LOOP
-from samestep.rendezvous.seats import Seat
+from samestep.rendezvous.position import Position
 from samestep.text import name_ranks, printable
 
-_SLICE_S = 1.0
 _BEAT_S = 1.0
 _SEND_S = 60.0
-_ANSWER_S = 1.0
+_ANSWER_S = 0.5
+_LEAVE_S = 1.0
 _LONGEST_ERROR = 2000
-_UP, _DOWN, _ORDER, _STORED, _NEWS, _LOST, _LEFT, _WAITS, _ASKS, _KNOWN = b"udosnlbwak"
+# A round's part goes up, and its answer down. A change goes up to number 0 and comes down to all in one order. News
+# go from any process to all others.
+_ROUND, _CHANGE, _NEWS = b"rcn"
+_OPERATIONS: Mapping[str, Callable[[bytes | None, bytes, bytes], bytes | None]] = {
+    "set": lambda before, value, expected: value,
+    "add": lambda before, value, expected: b"%d" % (int(before or b"0") + int(value)),
+    "replace": lambda before, value, expected: value if before == (expected or None) else before,
+    "delete": lambda before, value, expected: None,
+}
 _open_trees: "weakref.WeakSet[Tree]" = weakref.WeakSet()
 
 
+class Late(RankMissing):
+    """The `ranks` did not come to a round in time."""
+
+
 class Tree:
-    """This process's place among all: a link to its parent, none for number 0, and links to its children."""
+    """This process among all: a channel to its parent, none for number 0, and channels to its children."""
 
     def __init__(
         self,
         number: int,
         size: int,
-        parent: Link | None,
-        children: Mapping[int, Link],
+        channels: Mapping[int, Channel],
+        position: Position,
         *,
         names: Sequence[str] = (),
-        seat: Seat,
         silence_s: float = inf,
         noun: str = "rank",
     ) -> None:
-        self.number, self.size, self.names = number, size, list(names)
-        self.news: list[tuple[int, Any]] = []
+        self.number, self.size, self.names, self.position = number, size, list(names), position
         self.stored: dict[str, bytes] = {}
-        self.left: dict[int, tuple[int, str]] = {}
         self.rounds = 0
-        self._lost: RankMissing | None = None
-        self.seat, self._parent_number = seat, seat.parent
-        self._parent, self._children = parent, dict(children)
-        self._silence_s, self._noun = silence_s, noun
-        self._parts: dict[int, dict[int, bytes]] = {}
-        self._answers: dict[int, bytes] = {}
-        self._waiting: dict[int, set[int]] = {}
-        self._known: dict[int, list[int]] = {}
-        self._results: dict[int, Any] = {}
-        self._orders = 0
-        self._changed = threading.Condition()
-        self._ordering = threading.Lock()
+        self.left: dict[int, tuple[int, str]] = {}  # after how many rounds, and where in the script
+        self.lost: RankMissing | None = None
+        self._channels, self._silence_s, self._noun = dict(channels), silence_s, noun
+        self._parent = position.path[0] if number else None
+        self._children = [other for other in self._channels if other != self._parent]
+        self._parts: dict[int, dict[int, bytes]] = {}  # of each round, from each neighbour
+        self._late: dict[int, set[int]] = {}  # who waited in a round until it was too late
+        self._news: list[tuple[int, Any]] = []
+        self._changes = 0
+        self._results: dict[int, tuple[bytes | None, bytes | None]] = {}
+        self._own_changes = deque[bytes]()
+        self._heard = threading.Condition()
         self._is_open = True
-        self._links = {link.connection.fileno(): (number, link) for number, link in self._children.items()}
-        if parent is not None:
-            self._links[parent.connection.fileno()] = (seat.parent, parent)
-        for _, link in self._links.values():
-            link.connection.settimeout(_SEND_S)
-            link.heard_at = time.monotonic()
+        for channel in self._channels.values():
+            channel.connection.settimeout(_SEND_S)
+            channel.heard_at = time.monotonic()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
         _open_trees.add(self)
-        self._thread = threading.Thread(target=self._pass_on, name="samestep tree", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="samestep tree", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
         """Number 0's address, where all are connected to it, as number 0 or this process sees it."""
-        connection = (self._parent or next(iter(self._children.values()))).connection
-        name = connection.getpeername() if self._parent else connection.getsockname()
+        connection = next(iter(self._channels.values())).connection
+        name = connection.getpeername() if self.number else connection.getsockname()
         return str(name[0]) if isinstance(name, tuple) else LOOP
 
-    @property
-    def lost(self) -> RankMissing | None:
-        """Which process was lost, and why, as far as this one has heard."""
-        return self._lost
-
-    def take_news(self) -> list[tuple[int, Any]]:
-        """Local. What others have told since the last time, and who."""
-        with self._changed:
-            news, self.news = self.news, []
-        return news
-
-    def round(
-        self,
-        join: Callable[[Mapping[int, bytes]], bytes],
-        limit_s: float,
-        look: Callable[[float], None] = lambda waited: None,
-    ) -> bytes:
+    def round(self, join: Callable[[Mapping[int, bytes]], bytes], limit_s: float) -> bytes:
         """Collective. What number 0 makes of all parts; `join` makes one part of this process's and its children's.
 
-        `look` is called about once a second with how long it has waited, and may raise.
+        Raises Late with the same ranks on all that have come, RankMissing where one is lost or has left.
         """
         self.rounds += 1
         number = self.rounds
-        self._await(lambda: len(self._parts.get(number, ())) == len(self._children), number, limit_s, look)
-        with self._changed:
-            parts = self._parts.pop(number, {})
-        part = join(parts)
+        if number in self._late:
+            raise self._gone(number) or self._missing(number, limit_s)
+        part = join(self._await_parts(number, self._children, limit_s))
+        body = bytes([_ROUND]) + number.to_bytes(4, "big") + part
         if self._parent is None:
-            self._send_down(_framed(_DOWN, part, number))
-            return part
-        self._send(self._parent_number, self._parent, _framed(_UP, part, number))
-        self._await(lambda: number in self._answers, number, limit_s, look)
-        with self._changed:
-            self._waiting.pop(number, None)
-            return self._answers.pop(number)
+            self._send(self._children, body)
+        else:
+            self._send([self._parent], body)
+            part = self._await_parts(number, [self._parent], limit_s)[self._parent]
+        with self._heard:
+            self._parts.pop(number, None)
+        return part
 
     def gather(self, mine: Any, limit_s: float) -> list[Any]:
-        """Collective. What every process brought, by number; RankMissing where one is lost or too late."""
+        """Collective. What every process brought, by number; raises what `round` raises."""
 
         def join(parts: Mapping[int, bytes]) -> bytes:
             here = {} if mine is None else {str(self.number): mine}
@@ -128,265 +120,209 @@ class Tree:
                 here |= json.loads(part)
             return json.dumps(here).encode()
 
-        def look(waited: float) -> None:
-            if waited > limit_s:
-                missing = [child for child in self._children if child not in self._parts.get(self.rounds, {})]
-                missing = missing or [self._parent_number]
-                self._fail(
-                    f"{name_ranks(missing, self.names, self._noun)} said nothing for {limit_s:g} s", missing
-                )
-
-        found = json.loads(self.round(join, inf, look))
+        found = json.loads(self.round(join, limit_s))
         return [found.get(str(number)) for number in range(self.size)]
 
     def tell(self, news: Any) -> None:
-        """Local. Everyone else finds this in `news` soon."""
-        self._flood(_framed(_NEWS, json.dumps([self.number, news]).encode()))
+        """Local. Everyone else can take it soon."""
+        self._say(_NEWS, "told", self.number, news)
 
-    def order(self, kind: str, key: str, value: bytes = b"", expected: bytes = b"") -> Any:
-        """Local. Change the store as number 0 does, for all alike; the value after it, or None where there is none."""
-        with self._changed:
-            self._orders += 1
-            name = self._orders
-        said = [self.number, name, kind, key, value.hex(), expected.hex()]
-        if self._parent is None:
-            self._obey(said)
-        else:
-            self._send(self._parent_number, self._parent, _framed(_ORDER, json.dumps(said).encode()))
-        self._await(lambda: name in self._results, 0, inf)
-        with self._changed:
-            return self._results.pop(name)
+    def take_news(self) -> list[tuple[int, Any]]:
+        """Local. What others have told since the last time, and who."""
+        with self._heard:
+            news, self._news = self._news, []
+        return news
+
+    def change(
+        self, operation: str, key: str, value: bytes = b"", expected: bytes = b""
+    ) -> tuple[bytes | None, bytes | None]:
+        """Local. Change the store of all processes, in one order for all; the value before and after, None for none."""
+        with self._heard:
+            self._changes += 1
+            serial = self._changes
+        self._say(_CHANGE, self.number, serial, operation, key, value.hex(), expected.hex())
+        with self._heard:
+            self._heard.wait_for(lambda: serial in self._results or self._gone())
+            if serial not in self._results and (gone := self._gone()):
+                raise gone
+            return self._results.pop(serial)
 
     def await_keys(self, keys: Sequence[str], limit_s: float) -> bool:
         """Local. Whether the store has all of these in time."""
-        until = time.monotonic() + limit_s
-        with self._changed:
-            while not all(key in self.stored for key in keys):
-                self._raise_if_gone()
-                if time.monotonic() > until:
-                    return False
-                self._changed.wait(min(_SLICE_S, max(0.0, until - time.monotonic())))
-        return True
 
-    def waiting_in(self, number: int) -> list[int] | None:
-        """The processes known to wait in this round, None where number 0 does not answer."""
-        with self._changed:
-            if self._parent is None:
-                return sorted(self._waiting.get(number, ()))
-            self._known.pop(number, None)
-        with suppress(RankMissing):
-            self._send(self._parent_number, self._parent, _framed(_ASKS, b"", number))
-        with self._changed:
-            self._changed.wait_for(lambda: number in self._known or self._lost is not None, _ANSWER_S)
-            return self._known.get(number)
+        def are_there() -> bool:
+            return all(key in self.stored for key in keys)
+
+        with self._heard:
+            limit_s = min(limit_s, threading.TIMEOUT_MAX)
+            if not self._heard.wait_for(lambda: are_there() or self._gone(), limit_s):
+                return False
+            if not are_there() and (gone := self._gone()):
+                raise gone
+            return True
 
     def leave(self, place: str = "") -> None:
         """Local. Say where this process was last, and go; what others still send to it is lost."""
-        with suppress(RankMissing):
-            self._flood(_framed(_LEFT, json.dumps([self.number, self.rounds, place]).encode()))
+        self._say(_NEWS, "left", self.number, self.rounds, place)
         self._is_open = False
-        with suppress(OSError):
-            self._wake.send(b"x")
-        self._thread.join(_ANSWER_S)
+        self._wake_thread()
+        self._thread.join(_LEAVE_S)
         self.drop()
 
     def drop(self) -> None:
         """Local. Close the connections, as a forked child does with its copies."""
-        for _, link in list(self._links.values()):
-            link.close()
+        for channel in self._channels.values():
+            channel.close()
         self._wake.close()
         self._woken.close()
         _open_trees.discard(self)
 
-    def _await(
-        self,
-        is_there: Callable[[], bool],
-        number: int,
-        limit_s: float,
-        look: Callable[[float], None] = lambda waited: None,
-    ) -> None:
-        """Wait in slices of a second, so that signals are heard and a long wait is noted."""
-        since = time.monotonic()
-        while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: is_there() or self._gone(number), min(_SLICE_S, limit_s)):
-                    if is_there():
-                        return
-                    self._raise_if_gone(number)
-            waited = time.monotonic() - since
-            if number:
-                self._note_waiting([self.number], number)
-            look(waited)
+    def _await_parts(self, number: int, sources: Collection[int], limit_s: float) -> dict[int, bytes]:
+        """Those of a round that came from these neighbours."""
+
+        def are_there() -> bool:
+            return all(source in self._parts.get(number, ()) for source in sources)
+
+        with self._heard:
+            self._heard.wait_for(
+                lambda: are_there() or number in self._late or self._gone(number),
+                min(limit_s, threading.TIMEOUT_MAX),
+            )
+            if are_there():
+                return {source: self._parts[number][source] for source in sources}
+            if gone := self._gone(number):
+                raise gone
+        # All who wait say so, so that all name the same ranks.
+        self._say(_NEWS, "late", self.number, number)
+        time.sleep(_ANSWER_S)
+        raise self._missing(number, limit_s)
+
+    def _missing(self, number: int, limit_s: float) -> Late:
+        missing = sorted(set(range(self.size)) - self._late.get(number, set()))
+        return Late(
+            f"{name_ranks(missing, self.names, self._noun)} did not come within {limit_s:g} s", ranks=missing
+        )
 
     def _gone(self, number: int = 0) -> RankMissing | None:
-        """Why a round cannot be completed any more, or an order answered."""
-        if self._lost is not None:
-            return RankMissing(str(self._lost), ranks=self._lost.ranks)
-        missing = [child for child in self._children if child not in self._parts.get(number, ())]
-        near = [self._parent_number] if self._parent else []
-        gone = [
-            left
-            for left, (rounds, _) in self.left.items()
-            if left in near or (number and (left in missing or rounds < number))
-        ]
+        """Why a round cannot be completed any more; without a number, why no change comes back."""
+        if self.lost is not None:
+            return RankMissing(str(self.lost), ranks=self.lost.ranks)
+        if number:
+            gave_up = self._late.get(number, ())
+            gone = [rank for rank, (rounds, _) in self.left.items() if rounds < number or rank in gave_up]
+        else:
+            gone = [rank for rank in self.position.path if rank in self.left]
         if not gone:
             return None
         return RankMissing(f"{name_ranks(gone, self.names, self._noun)} left before", ranks=gone)
 
-    def _raise_if_gone(self, number: int = 0) -> None:
-        if gone := self._gone(number):
-            raise gone
-
-    def _pass_on(self) -> None:
-        """The thread: hear every link, and act on what it says."""
-        beat_at = 0.0
+    def _run(self) -> None:
+        """The thread: hear every channel, and act on what it says."""
+        numbers = {channel.connection.fileno(): number for number, channel in self._channels.items()}
         poll = select.poll()
-        for fd in (self._woken.fileno(), *self._links):
+        for fd in (self._woken.fileno(), *numbers):
             poll.register(fd, select.POLLIN)
-        for number, link in self._links.values():
-            self._hear(number, link, Link.read_rest)
-        beats = self._silence_s < inf
+        for number, channel in self._channels.items():
+            self._act_on_all(number, channel.taken())
+        beat_s, beat_at = (_BEAT_S, 0.0) if self._silence_s < inf else (None, inf)
         while self._is_open:
-            for fd, _ in poll.poll(_BEAT_S * 1000 if beats else None):
-                if fd in self._links and not self._hear(*self._links[fd]):
+            for fd, _ in poll.poll(beat_s and beat_s * 1000):
+                if fd not in numbers:
+                    self._woken.recv(1 << 12)
+                elif not self._hear(numbers[fd]):
                     poll.unregister(fd)
-            if beats and time.monotonic() - beat_at > _BEAT_S:
-                beat_at = time.monotonic()
-                self._flood(b"")
-                for number, link in self._links.values():
-                    if link.heard_at < beat_at - self._silence_s:
-                        self._lose(number, f"nothing was heard of it for {self._silence_s:g} s")
+            while self._own_changes:
+                self._act(self.number, self._own_changes.popleft())
+            if beat_at < (now := time.monotonic()) - _BEAT_S:
+                beat_at = now
+                self._beat(now)
 
-    def _hear(self, number: int, link: Link, read: Callable[[Link], list[bytes]] = Link.read) -> bool:
+    def _beat(self, now: float) -> None:
+        self._send(self._channels, b"")
+        for number, channel in self._channels.items():
+            if channel.heard_at < now - self._silence_s:
+                self._lose(number, f"nothing was heard of it for {self._silence_s:g} s")
+
+    def _hear(self, number: int) -> bool:
         try:
-            for body in read(link):
-                self._act(number, body)
+            self._act_on_all(number, self._channels[number].read())
         except (EOFError, ValueError, KeyError, TypeError):
             if self._is_open and number not in self.left:
                 self._lose(number, "its process has ended or its network is cut")
             return False
         return True
 
-    def _act(self, source: int, body: bytes) -> None:
-        if not body:
-            return
-        kind, number, rest = body[0], int.from_bytes(body[1:5], "big"), body[5:]
-        if kind == _DOWN:
-            self._send_down(body)
-            self._note(lambda: self._answers.__setitem__(number, rest))
-        elif kind == _UP:
-            self._note(lambda: self._parts.setdefault(number, {}).__setitem__(source, rest))
-        elif kind == _ORDER:
-            self._send_up(body) if self._parent else self._obey(json.loads(rest))
-        elif kind == _STORED:
-            self._send_down(body)
-            self._keep(*json.loads(rest))
-        elif kind == _WAITS:
-            self._note_waiting(json.loads(rest), number)
-        elif kind == _ASKS:
-            waiting = json.dumps(sorted(self._waiting.get(number, ()))).encode()
-            self._send_up(body) if self._parent else self._send_down(_framed(_KNOWN, waiting, number))
-        elif kind == _KNOWN:
-            self._send_down(body)
-            self._note(lambda: self._known.__setitem__(number, json.loads(rest)))
-        else:
-            self._spread(kind, source, body, json.loads(rest))
-
-    def _spread(self, kind: int, source: int, body: bytes, said: Sequence[Any]) -> None:
-        self._flood(body, source)
-        if kind == _NEWS:
-            self._note(lambda: self.news.append((said[0], said[1])))
-        elif kind == _LEFT:
-            self._note(lambda: self.left.__setitem__(said[0], (said[1], printable(said[2]))))
-        elif kind == _LOST and self._lost is None:
-            error = RankMissing(printable(said[0], _LONGEST_ERROR), ranks=said[1])
-            self._note(lambda: setattr(self, "_lost", error))
-
-    def _obey(self, said: Sequence[Any]) -> None:
-        """Number 0 puts the changes of all in one order."""
-        asker, name, kind, key, value, expected = said
-        with self._ordering:
-            before = self.stored.get(key)
-            after: bytes | None = bytes.fromhex(value)
-            if kind == "add":
-                after = b"%d" % (int(before or b"0") + int(after or b"0"))
-            elif kind == "delete":
-                after = None
-            elif kind == "replace" and before != (bytes.fromhex(expected) or None):
-                after = before
-            result = before is not None if kind == "delete" else None if after is None else after.hex()
-            news = [asker, name, key, None if after is None else after.hex(), result]
-            self._send_down(_framed(_STORED, json.dumps(news).encode()))
-            self._keep(*news)
-
-    def _keep(self, asker: int, name: int, key: str, value: str | None, result: Any) -> None:
-        with self._changed:
-            if value is None:
-                self.stored.pop(key, None)
-            else:
-                self.stored[key] = bytes.fromhex(value)
-            if asker == self.number:
-                self._results[name] = bytes.fromhex(result) if isinstance(result, str) else result
-            self._changed.notify_all()
-
-    def _note_waiting(self, numbers: Sequence[int], number: int) -> None:
-        with self._changed:
-            known = self._waiting.setdefault(number, set())
-            new = [one for one in numbers if one not in known]
-            known.update(new)
-            for old in [one for one in self._waiting if one < number - 1]:
-                del self._waiting[old]
-        if new and self._parent is not None:
-            self._send_up(_framed(_WAITS, json.dumps(new).encode(), number))
-
-    def _note(self, change: Callable[[], object]) -> None:
-        with self._changed:
-            change()
-            self._changed.notify_all()
-
-    def _send_up(self, body: bytes) -> None:
-        if self._parent is not None:
-            with suppress(RankMissing):
-                self._send(self._parent_number, self._parent, body)
-
-    def _send_down(self, body: bytes) -> None:
-        for number, link in self._children.items():
-            with suppress(RankMissing):
-                self._send(number, link, body)
-
-    def _flood(self, body: bytes, but: int = -1) -> None:
-        for number, link in list(self._links.values()):
-            if number != but and number not in self.left:
-                with suppress(RankMissing):
-                    self._send(number, link, body)
-
-    def _send(self, number: int, link: Link, body: bytes) -> None:
-        try:
-            link.send(body)
-        except OSError:
-            if threading.current_thread() is self._thread:
-                return  # it hears soon what became of the link
-            # What it sent before it went may say why; the thread hears it.
-            with self._changed:
-                self._changed.wait_for(lambda: self._lost is not None or number in self.left, _ANSWER_S)
-                self._raise_if_gone()
-            self._lose(number, "its process has ended or its network is cut")
-
     def _lose(self, number: int, why: str) -> None:
-        with suppress(RankMissing):
-            self._fail(f"{name_ranks([number], self.names, self._noun)} was lost: {why}", [number])
+        if self.lost is None:
+            text = f"{name_ranks([number], self.names, self._noun)} was lost: {why}"
+            self._act(self.number, _framed(_NEWS, "lost", number, text))
 
-    def _fail(self, text: str, numbers: Sequence[int]) -> None:
-        error = RankMissing(text, ranks=numbers)
-        if self._lost is None:
-            # Others hear it before this process, which may end of it.
-            self._flood(_framed(_LOST, json.dumps([text, list(numbers)]).encode()))
-            self._note(lambda: setattr(self, "_lost", self._lost or error))
-        raise error
+    def _act_on_all(self, source: int, bodies: Sequence[bytes]) -> None:
+        for body in bodies:
+            if body:  # else it is a beat
+                self._act(source, body)
+
+    def _act(self, source: int, body: bytes) -> None:
+        """Pass on what a neighbour or this process has said, then take it in."""
+        kind, rest = body[0], body[1:]
+        is_for_all = source == self._parent or (self._parent is None and kind == _CHANGE)
+        if kind == _NEWS:
+            self._send([number for number in self._channels if number != source], body)
+        elif is_for_all:
+            self._send(self._children, body)
+        elif kind == _CHANGE and self._parent is not None:
+            self._send([self._parent], body)
+        with self._heard:
+            if kind == _ROUND:
+                self._parts.setdefault(int.from_bytes(rest[:4], "big"), {})[source] = rest[4:]
+            elif kind == _NEWS:
+                self._take(*json.loads(rest))
+            elif is_for_all:
+                self._apply(*json.loads(rest))
+            self._heard.notify_all()
+
+    def _take(self, what: str, origin: int, *rest: Any) -> None:
+        if what == "told" and origin != self.number:
+            self._news.append((origin, rest[0]))
+        elif what == "left":
+            self.left[origin] = rest[0], printable(rest[1])
+        elif what == "late":
+            self._late.setdefault(rest[0], set()).add(origin)
+        elif what == "lost" and self.lost is None:
+            self.lost = RankMissing(printable(rest[0], _LONGEST_ERROR), ranks=[origin])
+
+    def _apply(self, asker: int, serial: int, operation: str, key: str, value: str, expected: str) -> None:
+        before = self.stored.get(key)
+        after = _OPERATIONS[operation](before, bytes.fromhex(value), bytes.fromhex(expected))
+        if after is None:
+            self.stored.pop(key, None)
+        else:
+            self.stored[key] = after
+        if asker == self.number:
+            self._results[serial] = before, after
+
+    def _say(self, kind: int, *words: Any) -> None:
+        if kind == _CHANGE and self._parent is None:
+            self._own_changes.append(_framed(kind, *words))  # the thread puts the changes of all in one order
+            self._wake_thread()
+        else:
+            self._act(self.number, _framed(kind, *words))
+
+    def _wake_thread(self) -> None:
+        with suppress(OSError):  # full: it wakes anyhow
+            self._wake.send(b"x")
+
+    def _send(self, numbers: Collection[int], body: bytes) -> None:
+        for number in numbers:
+            if number not in self.left:
+                try:
+                    self._channels[number].send(body)
+                except OSError:
+                    self._channels[number].shut()  # the thread hears the end, after what came before it
 
 
-def _framed(kind: int, rest: bytes, number: int = 0) -> bytes:
-    return bytes([kind]) + number.to_bytes(4, "big") + rest
+def _framed(kind: int, *words: Any) -> bytes:
+    return bytes([kind]) + json.dumps(words).encode()
 
 
 def _drop_copies() -> None:

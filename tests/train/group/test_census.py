@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from samestep.rendezvous.seats import seats
+from samestep.rendezvous.position import positions
 from samestep.train import sums
 from samestep.train.group.census import Item, added, by_rank, merged, packed, unpacked
 
@@ -20,7 +20,7 @@ def layout(kind: str, size: int) -> list[dict[str, object]]:
         "uneven": lambda rank: (rank > 2) + (rank > 3) + (rank > 9),
         "cyclic": lambda rank: rank % 4,
     }[kind]
-    return [{"machine": machine(rank), "doors": [], "facts": {}} for rank in range(size)]
+    return [{"machine": machine(rank), "places": [], "facts": {}} for rank in range(size)]
 
 
 LAYOUTS = ["one machine", "a rank each", "blocks of 8", "blocks of 6", "uneven", "cyclic"]
@@ -44,7 +44,7 @@ def through(tree: list, values: list[bytes], add) -> bytes:
 def test_every_layout_adds_in_the_same_order(size):
     values = [b"%d" % rank for rank in range(size)]
     totals = {
-        through(seats(layout(kind, size), "", is_flat=flat), values, lambda a, b: b"(%s+%s)" % (a, b))
+        through(positions(layout(kind, size), "", is_flat=flat), values, lambda a, b: b"(%s+%s)" % (a, b))
         for kind in LAYOUTS
         for flat in (False, True)
     }
@@ -58,14 +58,17 @@ def test_every_layout_adds_in_the_same_order(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_each_process_has_few_links_and_all_are_reached(size):
     for kind in LAYOUTS:
-        tree = seats(layout(kind, size), "", is_flat=False)
+        tree = positions(layout(kind, size), "", is_flat=False)
         bits = (size - 1).bit_length()
-        for rank, seat in enumerate(tree):
-            assert len(seat.children) <= (seat.local_size - 1).bit_length() + (seat.nodes - 1).bit_length()
-            assert len(seat.children) <= 2 * bits
+        for rank, position in enumerate(tree):
+            assert (
+                len(position.children)
+                <= (position.local_size - 1).bit_length() + (position.nodes - 1).bit_length()
+            )
+            assert len(position.children) <= 2 * bits
             at, steps = rank, 0
             while at:
-                at, steps = tree[at].parent, steps + 1
+                at, steps = tree[at].path[0], steps + 1
             assert steps <= 2 * bits
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import samestep
-from samestep import RanksDiffer
-from samestep.train.group.world import _objection
+from samestep import RanksDiffer, UsageError
+from samestep.train.group.world import _check_devices
 
 FACTS = ["rank", "size", "local_rank", "local_size", "node", "nodes", "device", "launcher"]
 START = """
@@ -111,12 +111,12 @@ finally:
 
 def test_ranks_that_share_a_device_are_named():
     """As NCCL cannot; no machine with GPUs is needed to see that two of a node name the same one."""
-    alike = {"torch": "2", "samestep": "0", "python": "3", "host": "a"}
     places = [(0, "x"), (0, "y"), (1, "x"), (1, "z"), (1, "x")]
-    ranks = [alike | {"node": node, "device": [f"cuda:{uuid}", uuid]} for node, uuid in places]
-    assert _objection(ranks[:4]) is None
-    assert _objection([one | {"device": None} for one in ranks]) is None
-    assert str(_objection(ranks)) == (
+    holders = [(node, uuid, f"cuda:{uuid}", "a") for node, uuid in places]
+    _check_devices(holders[:4])
+    with pytest.raises(UsageError) as raised:
+        _check_devices(holders)
+    assert str(raised.value) == (
         "ranks 2, 4 of 5 share one device (cuda:x on a), which NCCL cannot; start one process a device, "
         "or use init(backend='gloo')"
     )

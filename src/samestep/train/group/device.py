@@ -4,35 +4,65 @@ Written for anything that torch.accelerator, torch.Stream and torch.Event know. 
 streams; docs/devices.md says what was tried where.
 """
 
+import os
 import platform
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from samestep.errors import UsageError
-from samestep.placement.devices import CUBLAS, FIXED_CUBLAS
+from samestep.errors import PlacementError, UsageError
+from samestep.placement.devices import COUNTED, CUBLAS, FIXED_CUBLAS, masking_variable, visible_devices
+from samestep.placement.place import Placement, device_index, idle_devices
+from samestep.rendezvous.member import say
 from samestep.train.group.group import Group, Member
 
 # On MPS a copy that does not wait may read memory that has been given away, and no group of processes is there.
 _IN_ORDER = {"cpu", "mps"}
 
 
-def kind_of_device(size: int) -> str:
-    """The kind of device that this process can train on, among so many processes: "cuda", …, or "cpu"."""
+def take_device(here: Placement) -> torch.device:
+    """The device of this process, chosen before any group is made: NCCL binds to the current device."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None or (found.type == "mps" and size > 1) else found.type
+    if found is None or (found.type == "mps" and here.size > 1):
+        _say_unused(here)
+        return torch.device("cpu")
+    visible = torch.accelerator.device_count()
+    index = device_index(here, visible)
+    if idle := idle_devices(here, visible, sys.argv[0]):
+        say(idle)
+    if index is None or not overlaps(found):
+        return torch.device(found.type)
+    torch.accelerator.set_device_index(index)
+    return torch.device(found.type, index)
 
 
-def why_unused(variable: str) -> str:
-    """Why torch does not use devices that the machine has; `variable` is the one that masks them."""
-    kind = "xpu" if variable == "ZE_AFFINITY_MASK" else "cuda"  # torch calls AMD's cuda too
+def _say_unused(here: Placement) -> None:
+    """Devices are here, and torch cannot use them: a driver does not match, or torch was built for CPU alone."""
+    asked = os.environ.get(COUNTED)
+    if not asked and (here.rank or torch.accelerator.is_available()):
+        return
+    count = int(asked or len(visible_devices(os.environ)))
+    if not count:
+        return
+    kind = (
+        "xpu" if masking_variable(os.environ) == "ZE_AFFINITY_MASK" else "cuda"
+    )  # torch calls AMD's cuda too
+    why = f"torch.{kind} finds none"
     try:
         getattr(torch, kind).init()
     except Exception as error:
-        return str(error).strip().partition("\n")[0].rstrip(".")
-    return f"torch.{kind} finds none"
+        why = str(error).strip().partition("\n")[0].rstrip(".")
+    what = "1 device is visible" if count == 1 else f"{count} devices are visible"
+    unused = (
+        f"{what}, and torch {torch.__version__} cannot train on {'it' if count == 1 else 'them'} ({why}); "
+        "install a torch for this driver"
+    )
+    if asked:
+        raise PlacementError(f"{unused}, or write -n {count} to train on the cores")
+    say(f"{unused}; this run trains on the cores")
 
 
 def overlaps(device: torch.device) -> bool:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,12 +19,14 @@ import torch.distributed as dist
 from samestep.errors import SamestepError, UsageError
 from samestep.failure import add_remedy, write_failure
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
-from samestep.train.group.census import Add
-from samestep.train.group.control import Control, users_line
+from samestep.train.group.census import Add, Item, added, by_rank, merged, of_kind
+from samestep.train.group.control import Join, exchange, place_of, users_line
+from samestep.train.group.store import TreeStore
 from samestep.train.group.watch import MutualWatch, tell_failure
 
 T = TypeVar("T", bound="Member")
 _LEAVE = timedelta(seconds=1)
+_PIECE = 1 << 24
 _MARK = 8
 
 
@@ -39,50 +40,39 @@ class Member:
         """Give back what this holds; the group is still open."""
 
 
-@dataclass
-class _Watched:
-    marks: bytes
-    of_ranks: Sequence[bytes] = ()
-
-
 class Group:
-    """What this process shares with the other ranks: the world, the control channel and the members."""
+    """What this process shares with the other ranks: the world, small messages and the members."""
 
     def __init__(
         self,
         world: Any,
-        control: Control | None,
+        store: TreeStore | None,
         own_cores: int,
         variables: Mapping[str, str | None],
         timeout: timedelta,
     ) -> None:
         """`variables` are those that opening this group has set, with their values before: closing brings them back."""
-        self.world, self.timeout = world, timeout
+        self.world, self.timeout, self.own_cores = world, timeout, own_cores
         path = pulse_of(os.environ, world.rank)
         self.pulse = Pulse(path, str(world.device), timeout.total_seconds()) if path else None
         self._stacks = _listen_for_stacks(path, world.rank) if path else None
         self.step: int | None = None
+        self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
+        self._phases_heard: list[Callable[[str, str], None]] = []
+        # A key-value store of torch that all ranks share; torch itself keeps what is below Python alone.
+        self.store: Any = store or dist.HashStore()  # type: ignore[attr-defined]
+        self._tree = tree = store.tree if store else None
+        self._pid, self._place = os.getpid(), ""
+        self._marks: list[tuple[Callable[[], bytes], Callable[[list[bytes], str], None]]] = []
+        self._variables = dict(variables)
+        self._members: dict[type[Member], Member] = {}
+        self.failed: int | None = None
         self._left = ""
         self._sys_exit: Callable[..., Any] = sys.exit
         sys.exit = self._note_exit
-        self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
-        self._phases_heard: list[Callable[[str, str], None]] = []
-        self.own_cores = own_cores
-        self.failed: int | None = None
-        self._control = control
-        self._variables = dict(variables)
-        self._members: dict[type[Member], Member] = {}
-        self._watches: list[tuple[Callable[[], bytes], Callable[[list[bytes], str], None]]] = []
-        self._pid = os.getpid()
-        is_alone = control is None or world.launcher == "samestep"
-        self._watch = None if is_alone else MutualWatch(self)
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
-
-    @property
-    def store(self) -> Any:
-        """A key-value store of torch that all ranks share."""
-        return dist.HashStore() if self._control is None else self._control.store  # type: ignore[attr-defined]
+        self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
 
     def the(self, kind: type[T]) -> T:
         """The group's only `kind`."""
@@ -94,48 +84,44 @@ class Group:
     def all_gather(
         self, call: str, payload: bytes = b"", *, patience: timedelta | None = None
     ) -> list[bytes]:
-        """Collective. Every rank's payload, by rank; an error on all ranks where they are at different calls.
-
-        The watched marks travel with it, and are compared.
-        """
-        if self._control is None:
-            return [payload]
-        with self._watched(call) as watched:
-            payloads, watched.of_ranks = self._control.all_gather(call, payload, patience, watched.marks)
-        return payloads
+        """Collective. Every rank's payload, by rank; an error on all ranks where they are at different calls."""
+        mine = [Item("payload", self._own, payload)]
+        return by_rank(self._exchange(call, mine, merged, patience), self.world.size)
 
     def broadcast(self, call: str, payload: bytes) -> bytes:
         """Collective. Rank 0's payload; checked as `all_gather` checks, and what the others bring is not sent."""
-        if self._control is None:
-            return payload
-        with self._watched(call) as watched:
-            found, watched.of_ranks = self._control.broadcast(call, payload, watched.marks)
-        return found
+        mine = [] if self.world.rank else [Item("payload", self._own, payload)]
+        return self._exchange(call, mine, merged)[0].value
 
     def total(self, call: str, alike: bytes, payload: bytes, add: Add) -> tuple[bytes, list[bytes]]:
         """Collective. All payloads added in a fixed tree, empty where `alike` differs; and each rank's `alike`."""
-        if self._control is None:
-            return payload, [alike]
-        with self._watched(call) as watched:
-            found, everyones, watched.of_ranks = self._control.total(call, alike, payload, add, watched.marks)
-        return found, everyones
+        size = self.world.size
+        mine = [Item("alike", self._own, alike), Item("block", [0, self.world.rank], payload)]
 
-    @contextmanager
-    def _watched(self, call: str) -> Iterator["_Watched"]:
-        """Meanwhile this rank is in a collective call, with which the watched marks travel."""
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"{call} was called in a child process of rank {self.world.rank}, which is no rank; call it in the "
-                "rank itself"
-            )
-        watches = list(self._watches)
-        watched = _Watched(b"".join(mark() for mark, _ in watches))
-        with self.waiting(call):
-            yield watched
-        for at, (_, differ) in enumerate(watches):
-            mine = [marks[at * _MARK : (at + 1) * _MARK] for marks in watched.of_ranks]
-            if len(set(mine)) > 1:
-                differ(mine, call)
+        def join(items: Sequence[Item]) -> list[Item]:
+            kinds = merged(of_kind("alike", items))
+            blocks = {(item.ranks[0], item.ranks[1]): item.value for item in of_kind("block", items)}
+            sums = added(blocks, size, add) if len(kinds) == 1 else {}
+            return [*kinds, *(Item("block", at, value) for at, value in sums.items())]
+
+        answer = self._exchange(call, mine, join)
+        total = b"".join(item.value for item in of_kind("block", answer))
+        return total, by_rank(of_kind("alike", answer), size)
+
+    def hand_out(self, file: IO[bytes]) -> None:
+        """Collective. Copy rank 0's open file to an open file of every other rank."""
+        if self._tree is None:
+            return
+        call, is_source = "samestep's handing out of a file", self.world.rank == 0
+        here = str(os.fstat(file.fileno()).st_size) if is_source else "0"
+        for _ in range(0, int(self.broadcast(call, here.encode())), _PIECE):
+            piece = self.broadcast(call, file.read(_PIECE) if is_source else b"")
+            if not is_source:
+                file.write(piece)
+
+    def watch(self, mark: Callable[[], bytes], differ: Callable[[list[bytes], str], None]) -> None:
+        """Send these 8 bytes with every message; `differ` is called on all ranks where they are not equal."""
+        self._marks.append((mark, differ))
 
     def beat(self, step: int, epoch: int) -> None:
         """Say that this rank begins this step."""
@@ -164,25 +150,11 @@ class Group:
 
     def waiting(self, call: str) -> AbstractContextManager[None]:
         """Meanwhile this rank is in a call that ends only when all ranks have come to it."""
-        line = users_line()
-        return self.within("call", f"{call} ({line})" if line else call)
+        return self.within("call", place_of(call))
 
     def hear_phases(self, hear: Callable[[str, str], None]) -> None:
         """Call it with every phase and call that this rank enters."""
         self._phases_heard.append(hear)
-
-    def watch(self, mark: Callable[[], bytes], differ: Callable[[list[bytes], str], None]) -> None:
-        """Send these 8 bytes with every message; `differ` is called on all ranks where they are not equal."""
-        self._watches.append((mark, differ))
-
-    def hand_out(self, file: IO[bytes]) -> None:
-        """Collective. Copy rank 0's open file to an open file of every other rank."""
-        if self._control is not None:
-            here = str(os.fstat(file.fileno()).st_size) if self.world.rank == 0 else "0"
-            call = "samestep's handing out of a file"
-            size = int(self.broadcast(call, here.encode()))
-            with self.waiting(call):
-                self._control.hand_out(call, file, size)
 
     def set_variable(self, name: str, value: str) -> None:
         """Set a variable of the environment until the group is closed."""
@@ -197,7 +169,7 @@ class Group:
         could not save what it held.
         """
         saved = True
-        self._watches.clear()
+        self._marks.clear()
         self._phases_heard.clear()
         self.enter("end", self._left)
         if self._watch is not None:
@@ -209,19 +181,19 @@ class Group:
                 saved = False
                 print(f"samestep: {error}", file=sys.stderr)
         self._members.clear()
-        if dist.is_initialized():
-            gc.collect()
-            with suppress(SamestepError, RuntimeError):
+        gc.collect()
+        if self._tree is not None:
+            with suppress(SamestepError):
                 self.all_gather("the end of the script", patience=_LEAVE)
+            self._tree.leave(self._place)
+            self._tree = None
+        if dist.is_initialized():
             with suppress(RuntimeError):
-                if self._control is not None:
-                    self._control.close()
                 dist.destroy_process_group()
         if sys.excepthook == self._note_failure:
             sys.excepthook = self._excepthook
         if sys.exit == self._note_exit:
             sys.exit = self._sys_exit
-        self._control = None
         restore_environment(self._variables)
         return saved
 
@@ -237,6 +209,40 @@ class Group:
         if not self.close():
             _exit(1)
 
+    @property
+    def _own(self) -> list[list[int]]:
+        return [[self.world.rank, self.world.rank]]
+
+    def _exchange(
+        self, call: str, mine: Sequence[Item], join: Join, patience: timedelta | None = None
+    ) -> list[Item]:
+        """Collective. What rank 0 made of all ranks' items by `join`; the marks travel with them, and are compared."""
+        if self._tree is None:
+            return join(mine)
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"{call} was called in a child process of rank {self.world.rank}, which is no rank; call it in the "
+                "rank itself"
+            )
+        marks = list(self._marks)
+        marked = Item("marks", self._own, b"".join(mark() for mark, _ in marks))
+
+        def joined(items: Sequence[Item]) -> list[Item]:
+            rest = [item for item in items if item.kind != "marks"]
+            return [*merged(of_kind("marks", items)), *join(rest)]
+
+        limit_s = (patience or self.timeout).total_seconds()
+        self._place = place_of(call)
+        with self.within("call", self._place):
+            answer = exchange(self._tree, self._place, [marked, *mine], joined, limit_s)
+        if len(found := of_kind("marks", answer)) > 1:
+            of_ranks = by_rank(found, self.world.size)
+            for at, (_, differ) in enumerate(marks):
+                values = [value[at * _MARK : (at + 1) * _MARK] for value in of_ranks]
+                if len(set(values)) > 1:
+                    differ(values, call)
+        return [item for item in answer if item.kind not in ("place", "marks")]
+
     def _note_exit(self, *status: Any) -> NoReturn:
         """As sys.exit; should the process end by it, it is known where it left the script."""
         self._left = f"left the script at {users_line()}"
@@ -246,7 +252,7 @@ class Group:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        if self._control is not None:
+        if self._tree is not None:
             self.failed = code
         add_remedy(error)
         show = partial(self._excepthook, kind, error, traceback)

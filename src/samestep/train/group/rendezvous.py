@@ -20,8 +20,8 @@ from samestep.placement.place import ASSUMED, Placement
 from samestep.rendezvous import addresses
 from samestep.rendezvous.listen import LOOP, listen
 from samestep.rendezvous.member import Place, say
+from samestep.rendezvous.position import Position
 from samestep.rendezvous.ranks import Publish, connect_ranks, is_one_machine
-from samestep.rendezvous.seats import Seat
 from samestep.rendezvous.tree import Tree
 
 _MOST_TRIED = 64
@@ -43,10 +43,10 @@ def find(here: Placement, timeout: timedelta, **about: Any) -> Found:
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_one_machine(here):
         publish = _through_store(here, timeout)
     tree = connect_ranks(here, timeout.total_seconds(), publish, **about)
-    address = tree.seat.address if tree.seat.nodes > 1 else LOOP
+    address = tree.position.address if tree.position.nodes > 1 else LOOP
     interface = _interface(address)
-    here = _placed(here, tree.seat)
-    if tree.seat.nodes > 1:
+    here = _placed(here, tree.position)
+    if tree.position.nodes > 1:
         meeting = _try_network(
             tree, address, interface.get("GLOO_SOCKET_IFNAME", ""), timeout.total_seconds()
         )
@@ -58,7 +58,7 @@ def _try_network(tree: Tree, address: str, interface: str, limit_s: float) -> st
     """Collective. Let the first rank of each machine reach those of others; the address of rank 0."""
     with ExitStack() as stack:
         mine = None
-        if tree.seat.local_rank == 0:
+        if tree.position.local_rank == 0:
             door = stack.enter_context(listen([0], [address])[0])
             mine = [address, door.getsockname()[1], socket.gethostname(), interface]
         at = {rank: place for rank, place in enumerate(tree.gather(mine, limit_s)) if place}
@@ -73,19 +73,19 @@ def _try_network(tree: Tree, address: str, interface: str, limit_s: float) -> st
                 )
     if tree.number == 0:
         through = ", ".join(dict.fromkeys(place[3] for place in at.values() if place[3]))
-        say(f"{tree.size} ranks on {tree.seat.nodes} nodes meet at {address} through {through}")
+        say(f"{tree.size} ranks on {tree.position.nodes} nodes meet at {address} through {through}")
     return str(at[0][0])
 
 
-def _placed(here: Placement, seat: Seat) -> Placement:
+def _placed(here: Placement, position: Position) -> Placement:
     """What the launcher did not say, from the machines of all ranks."""
     if "=" in here.origin.get("node", "") and "=" in here.origin.get("local_rank", ""):
         return here
-    here = replace(here, node=seat.node, nodes=seat.nodes)
+    here = replace(here, node=position.node, nodes=position.nodes)
     if here.origin.get("local_rank") != ASSUMED:
         return here
     notes = tuple(note for note in here.notes if not note.startswith("nothing says which process"))
-    return replace(here, local_rank=seat.local_rank, local_size=seat.local_size, notes=notes)
+    return replace(here, local_rank=position.local_rank, local_size=position.local_size, notes=notes)
 
 
 def _through_group(places: Sequence[Place]) -> Sequence[Place]:

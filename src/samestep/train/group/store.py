@@ -17,39 +17,38 @@ class TreeStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def __init__(self, tree: Tree, timeout: timedelta) -> None:
         super().__init__()
-        self._tree, self._limit = tree, timeout
+        self.tree, self._limit = tree, timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._tree.order("set", key, _bytes(value))
+        self.tree.change("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._tree.stored[key]
+        return self.tree.stored[key]
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._tree.order("add", key, b"%d" % amount))
+        return int(self.tree.change("add", key, b"%d" % amount)[1] or b"0")
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        found: bytes | None = self._tree.order("replace", key, _bytes(desired), _bytes(expected))
+        found = self.tree.change("replace", key, _bytes(desired), _bytes(expected))[1]
         return _bytes(expected) if found is None else found
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._tree.order("delete", key))
+        return self.tree.change("delete", key)[0] is not None
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._tree.await_keys(keys, 0.0)
+        return self.tree.await_keys(keys, 0.0)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = timeout or self._limit
-        if not self._tree.await_keys(keys, limit.total_seconds()):
-            missing = [key for key in keys if key not in self._tree.stored]
+        if not self.tree.await_keys(keys, limit.total_seconds()):
+            missing = [key for key in keys if key not in self.tree.stored]
             raise dist.DistStoreError(
                 f"no rank set {', '.join(missing[:3])} within {limit.total_seconds():g} s"
             )
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        self.wait(keys)
-        return [self._tree.stored[key] for key in keys]
+        return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):

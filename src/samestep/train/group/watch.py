@@ -5,7 +5,6 @@ gives no answer since it is stopped or holds the GIL.
 Not covered: ending such a run before init's timeout.
 """
 
-import json
 import os
 import sys
 import threading
@@ -19,6 +18,8 @@ import psutil
 from samestep.errors import RankMissing
 from samestep.failure import failure_of, heading, is_users
 from samestep.hang import LEAST_S, Hang, RankState, find_hang
+from samestep.rendezvous.member import say
+from samestep.rendezvous.tree import Tree
 from samestep.tracebacks import of_record
 
 _LOOK_S = 0.5
@@ -31,10 +32,9 @@ _SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
 class MutualWatch:
     """A thread of this rank, which is silent while no rank waits for long."""
 
-    def __init__(self, group: Any) -> None:
-        self._group, self._rank, self._size = group, group.world.rank, group.world.size
-        self._store = group.store
-        self._heard: dict[int, tuple[str, float]] = {}  # what a rank said last, and when that was new here
+    def __init__(self, group: Any, tree: Tree) -> None:
+        self._group, self._tree = group, tree
+        self._heard: dict[int, tuple[float, RankState]] = {}  # when it came, by this rank's clock
         self._told: Hang | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samestep-watch", daemon=True)
@@ -45,26 +45,23 @@ class MutualWatch:
         self._thread.join(_LEAVE_S)
 
     def _run(self) -> None:
-        try:
-            while not self._closed.wait(_LOOK_S):
-                self._look()
-        except (RuntimeError, RankMissing):  # a rank has ended; what this one waits in says so
-            return
+        # Where a rank has ended, what this one waits in says so.
+        while not self._closed.wait(_LOOK_S) and not self._tree.lost:
+            self._look()
 
     def _look(self) -> None:
-        mine, others = self._state(), self._others()
-        waits = [state for state in (mine, *others) if state.waits_now and state.seconds > _WORTH_TELLING_S]
-        if waits:
-            said = json.dumps([time.monotonic(), mine])
-            self._store.set(f"samestep/watch/{self._rank}", said)
-        known = [mine, *others]
-        hang = find_hang([*known, *self._silent(known)], self._size, LEAST_S)
+        now, mine = time.monotonic(), self._state()
+        self._heard |= {rank: (now, RankState(*state)) for rank, state in self._tree.take_news()}
+        known = [mine, *(state for at, state in self._heard.values() if now - at < _FRESH_S)]
+        if any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in known):
+            self._tree.tell(mine)
+        hang = find_hang([*known, *self._silent(known)], self._tree.size, LEAST_S)
         if self._told and (hang is None or hang.key != self._told.key):
-            _say(self._told.end)
+            say(self._told.end)
             self._told = None
-        if hang and not self._told and min(state.rank for state in hang.waiting) == self._rank:
+        if hang and not self._told and min(state.rank for state in hang.waiting) == mine.rank:
             self._told = hang
-            _say(hang.sentence(LEAST_S))
+            say(hang.sentence(LEAST_S))
 
     def _state(self) -> RankState:
         group = self._group
@@ -73,27 +70,13 @@ class MutualWatch:
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
         name = frame.f_code.co_name if frame else ""
         does = f"is at {line}" if name == "<module>" else f"is in {name} ({line})"
-        state = RankState(self._rank, -1, phase, call, group.waits, seconds, line=line)
+        state = RankState(self._tree.number, -1, phase, call, group.waits, seconds, line=line)
         return state if state.waits_now or not frame else state._replace(does=does)
-
-    def _others(self) -> list[RankState]:
-        """What other ranks have said lately; clocks of two machines are not compared."""
-        found, now = [], time.monotonic()
-        for rank in range(self._size):
-            key = f"samestep/watch/{rank}"
-            if rank == self._rank or not self._store.check([key]):
-                continue
-            said = self._store.get(key).decode()
-            if self._heard.get(rank, ("", 0.0))[0] != said:
-                self._heard[rank] = said, now
-            if now - self._heard[rank][1] < _FRESH_S:
-                found.append(RankState(*json.loads(said)[1]))
-        return found
 
     def _silent(self, known: Sequence[RankState]) -> list[RankState]:
         """Ranks that say nothing while all others have told that they wait in one and the same call."""
         waits = {state.waits for state in known if state.waits_now and state.seconds >= LEAST_S}
-        silent = sorted(set(range(self._size)) - {state.rank for state in known})
+        silent = sorted(set(range(self._tree.size)) - {state.rank for state in known})
         if len(waits) != 1 or not all(state.waits_now and state.waits in waits for state in known):
             return []
         return [RankState(rank, -1, "other", "", -1, 0.0, does=_SILENT) for rank in silent]
@@ -106,16 +89,12 @@ def tell_failure(group: Any, error: BaseException, show_traceback: Callable[[], 
     if is_missing or (isinstance(error, RuntimeError) and failure.is_echo):
         said = failure.exception[0]
         why = said if is_missing else f"another rank has ended ({said})"
-        _say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
+        say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
         return
     show_traceback()
     place, began = f"{os.uname().nodename}, {world.device}", psutil.Process().create_time()
     head = heading(Path(sys.argv[0]).name, world.rank, world.size, place, time.time() - began, group.step)
     print("", head, "", *failure.lines, sep="\n", file=sys.stderr, flush=True)
-
-
-def _say(text: str) -> None:
-    print(f"samestep: {text}", file=sys.stderr, flush=True)
 
 
 def _users_frame() -> Any:

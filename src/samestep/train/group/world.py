@@ -1,7 +1,6 @@
 """Who this process is: adopts whatever started it, and joins the group of all ranks."""
 
 import atexit
-import json
 import os
 import platform
 import socket
@@ -18,25 +17,23 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.errors import PlacementError, RanksDiffer, SamestepError, UsageError
+from samestep.errors import RanksDiffer, SamestepError, UsageError
 from samestep.placement.cores import cores
-from samestep.placement.devices import (
-    COUNTED,
-    CUBLAS,
-    FIXED_CUBLAS,
-    masking_variable,
-    own_instance,
-    visible_devices,
-)
-from samestep.placement.place import Placement, device_index, exports, idle_devices, this_process
+from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, own_instance
+from samestep.placement.place import Placement, exports, this_process
 from samestep.rendezvous.listen import allow_descriptors
-from samestep.rendezvous.tree import Tree
+from samestep.rendezvous.member import say
 from samestep.rundir import begin_run, start_record
-from samestep.text import name_ranks
+from samestep.text import name_ranks, reason_of
 from samestep.train.group import rendezvous
-from samestep.train.group.control import Control
-from samestep.train.group.device import kind_of_device, overlaps, reads_cublas, uuid_of, why_unused
+from samestep.train.group.control import exchange, place_of
+from samestep.train.group.device import overlaps, reads_cublas, take_device, uuid_of
 from samestep.train.group.group import Group, restore_environment
+from samestep.train.group.store import TreeStore
+
+_GLOO_FILES = 2
+
+_group: Group | None = None
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,6 @@ class World:
     nodes: int
     device: torch.device
     launcher: str
-
-
-_GLOO_FILES = 2
-
-_group: Group | None = None
 
 
 def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> World:
@@ -129,32 +121,69 @@ def close() -> None:
 
 
 def _open(backend: str | None, timeout: timedelta) -> None:
+    """Find this process's place, connect to the other ranks, take a device, open torch's group: in this order."""
     global _group
     atexit.unregister(_leave)
     atexit.register(_leave, os.getpid())
     before = dict(os.environ)
-    here, tree, control = this_process(), None, None
+    here, tree, store, own_cores = this_process(), None, None, len(cores())
     interface: Mapping[str, str] = {}
     if here.size > 1:
-        facts = _facts(here, None)
-        here, tree, interface = rendezvous.find(here, timeout, facts=facts, objection=_objection)
+        here, tree, interface = rendezvous.find(here, timeout, facts=_facts(), objection=_objection)
     os.environ.update(own_instance(os.environ, here.local_rank))
-    device = _take_device(here)
+    device = take_device(here)
     if reads_cublas(device):
         os.environ.setdefault(CUBLAS, FIXED_CUBLAS[0])
     if here.rank == 0 and here.launcher == "slurm":
         _begin_run(here)
-    own_cores = len(cores())
     if tree is not None:
         os.environ.update(exports(here, os.environ))
+        store = TreeStore(tree, timeout)
         with _variables(interface):
-            control, own_cores = _join(here, tree, device, backend, timeout)
-    if here.rank == 0:
-        for note in here.notes:
-            print(f"samestep: {note}", file=sys.stderr)
+            _open_process_group(here, store, device, backend, timeout)
+        own_cores = max(1, own_cores // tree.position.sharing)
+        _set_threads(here, own_cores)
+    for note in here.notes if here.rank == 0 else ():
+        say(note)
     places = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
     changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
-    _group = Group(World(*places, device, here.launcher), control, own_cores, changed, timeout)
+    _group = Group(World(*places, device, here.launcher), store, own_cores, changed, timeout)
+
+
+def _open_process_group(
+    here: Placement, store: TreeStore, device: torch.device, backend: str | None, timeout: timedelta
+) -> None:
+    """Collective. Open torch's default group over the tree, or adopt the one that the script has opened."""
+    backend = backend or dist.get_default_backend_for_device(device)
+    _check_backend(backend)
+    tree = store.tree
+    limit_s, of_nccl = timeout.total_seconds(), overlaps(device) and "nccl" in backend
+    if of_nccl:  # which does not name a device that ranks share
+        holders = tree.gather([here.node, uuid_of(device), str(device), socket.gethostname()], limit_s)
+        _check_devices(holders)
+    if not dist.is_initialized():
+        if "gloo" in backend:
+            files = _GLOO_FILES * here.size
+            allow_descriptors(files, f"Gloo connects each of {here.size} ranks to all others")
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("samestep/world", store),  # type: ignore[attr-defined]
+            rank=here.rank,
+            world_size=here.size,
+            timeout=timeout,
+            device_id=device if of_nccl else None,
+        )
+    exchange(tree, place_of("samestep.init"), [], list, limit_s)
+
+
+def _leave(pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    if _group is not None:
+        _group.leave()
+    elif dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -168,49 +197,6 @@ def _variables(some: Mapping[str, str]) -> Iterator[None]:
         restore_environment(before)
 
 
-def _leave(pid: int) -> None:
-    if os.getpid() != pid:
-        return
-    if _group is not None:
-        _group.leave()
-    elif dist.is_initialized():
-        with suppress(RuntimeError):
-            dist.destroy_process_group()
-
-
-def _take_device(here: Placement) -> torch.device:
-    """The device of this process, chosen before any group is made: NCCL binds to the current device."""
-    kind = kind_of_device(here.size)
-    if kind == "cpu":
-        _say_unused(here)
-        return torch.device(kind)
-    visible = torch.accelerator.device_count()
-    index = device_index(here, visible)
-    if idle := idle_devices(here, visible, sys.argv[0]):
-        print(f"samestep: {idle}", file=sys.stderr)
-    if index is None or not overlaps(torch.device(kind)):
-        return torch.device(kind)
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
-
-
-def _say_unused(here: Placement) -> None:
-    """Devices are here, and torch cannot use them: a driver does not match, or torch was built for CPU alone."""
-    counted = os.environ.get(COUNTED)
-    if not counted and (here.rank or torch.accelerator.is_available()):
-        return
-    count = int(counted or len(visible_devices(os.environ)))
-    if not count:
-        return
-    said = (
-        f"{count} {'devices are' if count > 1 else 'device is'} visible, and torch {torch.__version__} cannot train on "
-        f"{'them' if count > 1 else 'it'} ({why_unused(masking_variable(os.environ))}); install a torch for this driver"
-    )
-    if counted:
-        raise PlacementError(f"{said}, or write -n {count} to train on the cores")
-    print(f"samestep: {said}; this run trains on the cores", file=sys.stderr)
-
-
 def _begin_run(here: Placement) -> None:
     """Where a batch script names a directory for its run, `samestep status` and the others find it there."""
     if not (run := os.environ.get("SAMESTEP_RUN")):
@@ -218,69 +204,23 @@ def _begin_run(here: Placement) -> None:
     try:
         begin_run(Path(run), start_record([sys.executable, *sys.argv], here.size, time.time()))
     except OSError as error:
-        reason = (error.strerror or "").lower()
-        print(f"samestep: {run} cannot be written ({reason}); the run goes on without it", file=sys.stderr)
+        say(f"{run} cannot be written ({reason_of(error)}); the run goes on without it")
 
 
 def _check_backend(backend: str) -> None:
     for part in str(backend).split(","):
         name = part.split(":")[-1]
         if not dist.is_backend_available(name):
-            known = [one for one in ("gloo", "nccl", "xccl", "mpi", "ucc") if dist.is_backend_available(one)]
+            known = [
+                other for other in ("gloo", "nccl", "xccl", "mpi", "ucc") if dist.is_backend_available(other)
+            ]
             raise UsageError(f"backend {name!r} is not in this build of torch; use one of {', '.join(known)}")
 
 
-def _join(
-    here: Placement, tree: Tree, device: torch.device, backend: str | None, timeout: timedelta
-) -> tuple[Control, int]:
-    """The control channel, and how many cores this process shares with no other rank."""
-    backend = backend or dist.get_default_backend_for_device(device)
-    _check_backend(backend)
-    of_nccl = overlaps(device) and "nccl" in backend
-    control = Control(tree, timeout)
-    if of_nccl:
-        _check_devices(control, here, device)
-    if not dist.is_initialized():
-        if "gloo" in backend:
-            allow_descriptors(
-                _GLOO_FILES * here.size, f"Gloo connects each of {here.size} ranks to all others"
-            )
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("samestep/world", control.store),  # type: ignore[attr-defined]
-            rank=here.rank,
-            world_size=here.size,
-            timeout=timeout,
-            device_id=device if of_nccl else None,
-        )
-    control.all_gather("samestep.init", b"", None)
-    own_cores = max(1, len(cores()) // tree.seat.sharing)
-    _set_threads(here, own_cores)
-    return control, own_cores
-
-
-def _facts(here: Placement, device: torch.device | None) -> dict[str, Any]:
-    """What must be alike on all ranks, and what each needs for itself."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "samestep": samestep.__version__,
-        "host": socket.gethostname(),
-        "node": here.node,
-        "cores": cores(),
-        "device": device and [str(device), uuid_of(device)],
-    }
-
-
-def _check_devices(control: Control, here: Placement, device: torch.device) -> None:
-    """Collective. Done before the group is made: NCCL does not name a device that ranks share."""
-    everyones, _ = control.all_gather(
-        "samestep.init", json.dumps([here.node, uuid_of(device)]).encode(), None
-    )
-    if len(set(everyones)) < here.size:
-        ranks, _ = control.all_gather("samestep.init", json.dumps(_facts(here, device)).encode(), None)
-        if objection := _objection([json.loads(facts) for facts in ranks]):
-            raise objection
+def _facts() -> dict[str, Any]:
+    """What must be alike on all ranks, and the cores of this one."""
+    versions = {"torch": torch.__version__, "samestep": samestep.__version__}
+    return versions | {"python": platform.python_version(), "host": socket.gethostname(), "cores": cores()}
 
 
 def _objection(ranks: Sequence[Mapping[str, Any]]) -> SamestepError | None:
@@ -292,18 +232,21 @@ def _objection(ranks: Sequence[Mapping[str, Any]]) -> SamestepError | None:
                     f"{fact} is {ranks[0][fact]} on rank 0 ({ranks[0]['host']}) and {facts[fact]} on rank {rank} "
                     f"({facts['host']}); start every rank from the same environment"
                 )
-    holders: dict[Any, list[int]] = {}
-    for rank, facts in enumerate(ranks):
-        if facts["device"]:
-            holders.setdefault((facts["node"], facts["device"][1]), []).append(rank)
-    for sharing in holders.values():
-        if len(sharing) > 1:
-            facts = ranks[sharing[0]]
-            return UsageError(
-                f"{name_ranks(sharing)} of {len(ranks)} share one device ({facts['device'][0]} on "
-                f"{facts['host']}), which NCCL cannot; start one process a device, or use init(backend='gloo')"
-            )
     return None
+
+
+def _check_devices(holders: Sequence[tuple[int, str, str, str]]) -> None:
+    """Raise where two ranks hold one device; of each rank node, UUID, device and host."""
+    ranks_of: dict[tuple[int, str], list[int]] = {}
+    for rank, (node, uuid, _, _) in enumerate(holders):
+        ranks_of.setdefault((node, uuid), []).append(rank)
+    for ranks in ranks_of.values():
+        if len(ranks) > 1:
+            device, host = holders[ranks[0]][2:]
+            raise UsageError(
+                f"{name_ranks(ranks)} of {len(holders)} share one device ({device} on {host}), which NCCL cannot; "
+                "start one process a device, or use init(backend='gloo')"
+            )
 
 
 def _set_threads(here: Placement, own_cores: int) -> None:

@@ -1,0 +1,152 @@
+"""A connection whose two ends have proved to each other that they have the key, and whose messages nobody changes.
+
+Three messages come before anything is said: the client's nonce with a proof made with the key, the server's nonce with
+a proof over both nonces, the client's proof over both. After that every message carries its number and a digest made
+with a key of this connection alone. Covered: strangers, replays, reflections, changed or inserted messages. Not
+covered: reading along, for nothing is encrypted.
+"""
+
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from samestep.rendezvous.key import derive
+
+MOST_BYTES = 1 << 27
+_MAGIC = b"samestep-1\n"
+_NONCE = _PROOF = 32
+_DIGEST = 16
+_CHUNK = 1 << 18
+_SEND_S = 10.0
+
+
+class Channel:
+    """One end of such a connection: the server's, which was connected to, or the client's."""
+
+    def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool) -> None:
+        self.connection = connection
+        self.opened_at = self.heard_at = time.monotonic()
+        self.is_proven = False
+        self.client_nonce = b""  # known to the server once the proof that came with it was right
+        self._key = key
+        self._out_key = self._in_key = b""
+        self._sent = 0
+        self._sending = threading.Lock()
+        self._received, self._messages = bytearray(), deque[bytes]()
+        connection.settimeout(_SEND_S)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._parser = self._parse(is_server)
+        self._wanted = next(self._parser)
+
+    def send(self, body: bytes) -> None:
+        """Raises OSError where the other end is gone; may be called from several threads."""
+        with self._sending:
+            digest = _digest(self._out_key, self._sent, body)
+            self._sent += 1
+            self.connection.sendall(b"".join((len(body).to_bytes(4, "big"), digest, body)))
+
+    def send_json(self, message: Mapping[str, Any]) -> None:
+        """Raises OSError where the other end is gone."""
+        self.send(json.dumps(message).encode())
+
+    def fill(self) -> None:
+        """Take in what has arrived; EOFError at the end, ValueError where a stranger speaks."""
+        try:
+            data = self.connection.recv(_CHUNK)
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        if not data:
+            raise EOFError("closed")
+        self.heard_at = time.monotonic()
+        self._received += data
+        while len(self._received) >= self._wanted:
+            part = bytes(self._received[: self._wanted])
+            del self._received[: self._wanted]
+            self._wanted = self._parser.send(part)
+
+    def read(self) -> list[bytes]:
+        """All messages that have arrived; raises what `fill` raises."""
+        self.fill()
+        return self.taken()
+
+    def taken(self) -> list[bytes]:
+        """All messages that have been taken in."""
+        messages = list(self._messages)
+        self._messages.clear()
+        return messages
+
+    def take_json(self) -> dict[str, Any] | None:
+        """The first message that has been taken in, an object; those behind it stay."""
+        if not self._messages:
+            return None
+        try:
+            found = json.loads(self._messages.popleft())
+        except RecursionError:
+            raise ValueError("nested too deep") from None
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+        return found
+
+    def wait_json(self) -> dict[str, Any]:
+        """Wait for one message, an object, and leave those behind it."""
+        while (found := self.take_json()) is None:
+            self.fill()
+        return found
+
+    def shut(self) -> None:
+        """End the connection for both ends, whichever thread reads it."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _parse(self, is_server: bool) -> Generator[int, bytes, None]:
+        """Asks for so many bytes at a time; what is no answer to them is a ValueError."""
+        mine = secrets.token_bytes(_NONCE)
+        if is_server:
+            if (yield len(_MAGIC)) != _MAGIC:
+                raise ValueError("another protocol")
+            theirs = yield _NONCE
+            self._check((yield _PROOF), "greeting", theirs)
+            self.client_nonce = theirs
+            self.connection.sendall(mine + derive(self._key, "server", theirs, mine))
+            self._check((yield _PROOF), "client", theirs, mine)
+            nonces, out_side, in_side = (theirs, mine), "server", "client"
+        else:
+            self.connection.sendall(_MAGIC + mine + derive(self._key, "greeting", mine))
+            theirs = yield _NONCE
+            self._check((yield _PROOF), "server", mine, theirs)
+            self.connection.sendall(derive(self._key, "client", mine, theirs))
+            nonces, out_side, in_side = (mine, theirs), "client", "server"
+        self._out_key, self._in_key = (
+            derive(self._key, f"from {side}", *nonces) for side in (out_side, in_side)
+        )
+        self.is_proven = True
+        number = 0
+        while True:
+            size = int.from_bytes((yield 4), "big")
+            if size > MOST_BYTES:
+                raise ValueError("a message without end")
+            digest = yield _DIGEST
+            body = yield size
+            if not hmac.compare_digest(digest, _digest(self._in_key, number, body)):
+                raise ValueError("a changed message")
+            number += 1
+            self._messages.append(body)
+
+    def _check(self, proof: bytes, *words: str | bytes) -> None:
+        if not hmac.compare_digest(proof, derive(self._key, *words)):
+            raise ValueError("another key")
+
+
+def _digest(key: bytes, number: int, body: bytes) -> bytes:
+    return hmac.digest(key, number.to_bytes(8, "big") + body, "sha256")[:_DIGEST]
