@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from samestep.train.model import tree_sum
+from samestep.train.model import tree
 
 DEVICE = torch.device("cuda", 0)
 ORDERS = range(8)  # 0: all late, 1: the script's stream first, 2: the others first, beyond: at random
@@ -168,7 +168,7 @@ class Device(TorchDispatchMode):
             (torch.accelerator, "synchronize", self.synchronize),
             (torch.cuda, "_lazy_init", lambda: None),
             (dist, "all_to_all_single", self.all_to_all),
-            (tree_sum, "_all_gather", self.all_gather),
+            (tree, "_all_gather", self.all_gather),
         ):
             monkeypatch.setattr(place, name, new, raising=False)
 

@@ -1,15 +1,13 @@
-"""Sums of an exchange, on the stream of exchanges while the script's stream is delayed, beside the serial tree."""
+"""Sums of an exchange in the tree, while the script's stream is delayed, beside the serial tree."""
 
 import os
 import tempfile
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.train.group.device import overlaps
-from samestep.train.model.tree_sum import Blocks, Sender, add_up, layout
+from samestep.train.model.tree import Blocks, add_up, layout
 from samestep.train.step import cut
 
 world = samestep.init(backend=os.environ.get("SAMESTEP_TEST_BACKEND"))
@@ -17,8 +15,6 @@ if world.size == 1:
     backend = dist.get_default_backend_for_device(world.device)
     store = dist.FileStore(tempfile.mktemp(), 1)
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
-side = torch.Stream(world.device) if overlaps(world.device) else None
-sender = Sender(world.device, side, timedelta(minutes=1))
 draw = torch.Generator().manual_seed(0)
 for count in (1, 2, 3, 5, 8, 13):
     if count < world.size:
@@ -38,15 +34,10 @@ for count in (1, 2, 3, 5, 8, 13):
             blocks.push(at, 1, [leaves[at].to(world.device, non_blocking=True) * 1])
         like = torch.zeros(length, device=world.device)
         own = [vectors[0] for _, _, vectors in blocks]
-
-        def job(own=own, like=like, ranks=ranks):
-            return add_up(own, like, ranks, sender.group)
-
-        waiting.append((sender.send(job), serial.fold()[0], own, bucket))
-    for total, expected, _, bucket in waiting:
-        assert torch.equal(total.wait().cpu(), expected), (count, bucket)
+        waiting.append((add_up(own, like, ranks), serial.fold()[0], bucket))
+    for total, expected, bucket in waiting:
+        assert torch.equal(total.cpu(), expected), (count, bucket)
 if world.rank == 0:
     print("the tree's sums have the serial bits")
-sender.stop()
 if world.size == 1:
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ from samestep.train.digest import bit_sums
 from samestep.train.group.device import synchronize
 from samestep.train.group.group import Group
 from samestep.train.group.world import World
-from samestep.train.model import tree_sum
+from samestep.train.model import tree
 from samestep.train.nested import map_tensors
 from samestep.train.step import Spine
 
@@ -129,53 +129,19 @@ def alone(tmp_path):
 
 
 def exchanged():
-    """Three buckets of a backward pass, each summed in the tree and then used by the script."""
-    sender = tree_sum.Sender(DEVICE, Device.now.exchanges, timedelta(minutes=1))
-    ranks = tree_sum.layout(3, 1)
-    futures, expected, held = (
-        [],
-        [],
-        [],
-    )  # held as the exchange and DDP hold gradients and buckets, until the step ends
+    """Three vectors, each summed in the tree and then used by the script."""
+    ranks, totals, expected = tree.layout(3, 1), [], []
     for number in range(3):
-        buffer = torch.full((5,), float(number)).to(DEVICE) + 1
-        left = torch.arange(5.0).to(DEVICE) * 2
-
-        def job(buffer=buffer, left=left):
-            own = left + 1
-            return tree_sum.add_up([own, buffer.mul_(3)], buffer, ranks, sender.group)
-
-        futures.append(sender.send(job))
-        expected.append(torch.arange(5.0) * 2 + 1 + (number + 1) * 3)
-        held += [buffer, left]
-        del buffer, left, job
-    totals = [future.wait() * 1 for future in futures]
-    del futures, held
+        own = [torch.full((5,), float(number)).to(DEVICE) + 1, torch.arange(5.0).to(DEVICE) * 2]
+        totals.append(tree.add_up(own, own[0], ranks) * 1)
+        expected.append(torch.arange(5.0) * 2 + number + 1)
+        del own
     torch.zeros(3).to(DEVICE)
-    sender.stop()
     return all(torch.equal(total.cpu(), one) for total, one in zip(totals, expected, strict=True))
 
 
-def with_a_stream(test):
-    def begun():
-        Device.now.exchanges = Stream()
-        return test()
-
-    return begun
-
-
 def test_sums_in_the_tree_are_right_in_every_order(monkeypatch, alone):
-    assert all(verdicts(monkeypatch, with_a_stream(exchanged)))
-
-
-@pytest.mark.parametrize("of", ["exchanges", "main"])
-def test_a_wait_that_is_lost_in_the_tree_shows_in_its_sums(monkeypatch, alone, of):
-    """The stream of exchanges does not wait for the gradients, or the script not for the sums."""
-
-    def forgets(stream):
-        return stream is getattr(Device.now, of, None)
-
-    assert not all(verdicts(monkeypatch, with_a_stream(exchanged), forgets=forgets))
+    assert all(verdicts(monkeypatch, exchanged))
 
 
 def captured(wait):

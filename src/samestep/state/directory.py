@@ -44,6 +44,9 @@ class Newest(Generic[T]):
     is_memory: bool = False
 
 
+Numbered = tuple[int, bytes]  # of a commit, with its root digest
+
+
 class Found(NamedTuple):
     """A file that is named as a commit, what its header says, and why it is not used as one."""
 
@@ -53,9 +56,13 @@ class Found(NamedTuple):
     is_renamed: bool = False
 
     @property
-    def number(self) -> int:
-        """Its own, not that of its name, where it can be read."""
-        return self.outline.seal.number if self.outline else self.entry.number
+    def numbered(self) -> Numbered:
+        """Its own number, not that of its name, where it can be read."""
+        return (self.outline.seal.number, self.outline.root) if self.outline else (self.entry.number, b"")
+
+    @property
+    def run(self) -> bytes | None:
+        return self.outline.seal.run if self.outline else None
 
 
 def examine(dir_fd: int, record: Record | None = None) -> list[Found]:
@@ -63,7 +70,7 @@ def examine(dir_fd: int, record: Record | None = None) -> list[Found]:
     found = [_peeked(dir_fd, entry) for entry in state_file.listing(dir_fd)]
     outlines = [one.outline for one in found if one.outline]
     record = record or lease.read(dir_fd) or _record_of(outlines)
-    return sorted((_judged(one, record) for one in found), key=lambda one: one.number, reverse=True)
+    return sorted((_judged(one, record) for one in found), key=lambda one: one.numbered[0], reverse=True)
 
 
 class CheckpointDirectory:
@@ -80,10 +87,9 @@ class CheckpointDirectory:
         self._me = lease.this_process()
         self._say: Callable[[str], object] = str
         self._remedy = _REMEDY
-        # the commits that the next one follows, the newest last, and the number of the newest
-        self._line: list[tuple[int, bytes]] = []
-        self._number: int | None = None
-        self._seen: tuple[tuple[int, bytes], ...] = ()
+        # the commit that the next one follows, as long as the lease names these commits
+        self._before: Numbered | None = None
+        self._named: tuple[Numbered, ...] | None = None
 
     def hold(self, me: lease.Holder, say: Callable[[str], object], remedy: str) -> None:
         """Be the only process that writes here; a CheckpointError says which other one is."""
@@ -136,28 +142,30 @@ class CheckpointDirectory:
         refused: list[str] = []
         try:
             with open_directory(self.directory) as dir_fd:
-                found = self._examined(dir_fd)
+                record = self._lease.record if self._lease else lease.read(dir_fd)
+                found = examine(dir_fd, record)
                 if slots and self._lease and (kept := self._recalled(read, slots, self._lease.record)):
                     return kept
                 # one that has only lost its name is better than none
                 for one in (*found, *(one for one in found if one.is_renamed)):
-                    if one.why and (not one.is_renamed or one.why not in refused):
+                    if one.why and one.why not in refused:
                         refused.append(one.why)
-                    elif one.outline is not None:
-                        try:
-                            value = self._read(dir_fd, one.entry.name, one.outline, read, one.is_renamed)
-                            path = self.directory / one.entry.name
-                            return Newest(value, path, one.outline.root, tuple(refused))
-                        except (CheckpointError, OSError) as error:
-                            refused.append(str(error))
+                        continue
+                    try:
+                        value = self._read(dir_fd, one, read)
+                    except (CheckpointError, OSError) as error:
+                        refused.append(str(error))
+                        continue
+                    self._before, self._named = one.numbered, record.commits if record else ()
+                    path = self.directory / one.entry.name
+                    return Newest(value, path, one.numbered[1], tuple(refused))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._error(f"{self.directory} cannot be read ({error.strerror})") from error
         if refused:
-            raise self._error(
-                f"{self.directory} holds no good checkpoint: {'; '.join(dict.fromkeys(refused))}"
-            )
+            why = "; ".join(dict.fromkeys(refused))
+            raise self._error(f"{self.directory} holds no good checkpoint: {why}")
         return None
 
     def _recalled(
@@ -174,21 +182,16 @@ class CheckpointDirectory:
         slots.keep(None)
         return None
 
-    def _read(
-        self,
-        dir_fd: int,
-        name: str,
-        outline: state_file.Outline,
-        read: Callable[[str | int, int | None], T],
-        is_renamed: bool,
-    ) -> T:
+    def _read(self, dir_fd: int, found: Found, read: Callable[[str | int, int | None], T]) -> T:
+        name = found.entry.name
         before = _identity(dir_fd, name)
         value = read(name, dir_fd)
-        if state_file.peek(name, dir_fd=dir_fd).root != outline.root or before != _identity(dir_fd, name):
+        if state_file.peek(name, dir_fd=dir_fd).root != found.numbered[1] or before != _identity(
+            dir_fd, name
+        ):
             raise CheckpointError(f"{name} was exchanged while it was read", path=name)
-        if not is_renamed:
+        if not found.is_renamed:
             self._good[name] = before
-        self._line = [*(one for one in self._line if one[0] < outline.seal.number), _line_of(outline)]
         return value
 
     def _make(self) -> None:
@@ -212,16 +215,6 @@ class CheckpointDirectory:
         self._lease = lease.Lease(self.directory, dir_fd, self._me, self._say, self._remedy, first)
         return self._lease
 
-    def _examined(self, dir_fd: int) -> list[Found]:
-        """The commits, and what the next one follows."""
-        record = self._lease.record if self._lease else lease.read(dir_fd)
-        found = examine(dir_fd, record)
-        ours = [_line_of(one.outline) for one in found if one.outline and (not one.why or one.is_renamed)]
-        self._line = sorted(set(ours))
-        self._seen = record.commits if record else ()
-        self._number = max((number for number, _ in (*ours, *(record.commits if record else ()))), default=0)
-        return found
-
     def _error(self, text: str) -> CheckpointError:
         return CheckpointError(text, path=self.directory)
 
@@ -240,24 +233,28 @@ class CheckpointDirectory:
                 os.close(fd)
             # it may have been taken over while a large file was written
             held.check(dir_fd)
-            held.name(*self._line, (number, root))
+            held.name(*([self._before] if self._before else []), (number, root))
             os.rename(unfinished, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         except BaseException:
             with suppress(OSError):
                 os.unlink(unfinished, dir_fd=dir_fd)
             raise
-        self._number, self._seen = number, held.record.commits
-        self._line.append((number, root))
+        self._before, self._named = (number, root), held.record.commits
         sync_names(dir_fd)
         self._good[name] = _identity(dir_fd, name)
         return name
 
     def _seal(self, dir_fd: int, step: int, held: lease.Lease) -> state_file.Seal:
         """What the next commit says of itself."""
-        if self._number is None or self._seen != held.record.commits:
-            self._examined(dir_fd)
-        previous = self._line[-1][1] if self._line else bytes(32)
-        return state_file.Seal(held.record.run, (self._number or 0) + 1, step, previous)
+        record = held.record
+        if self._named != record.commits:
+            usable = [
+                one for one in examine(dir_fd, record) if one.outline and (not one.why or one.is_renamed)
+            ]
+            self._before, self._named = max((one.numbered for one in usable), default=None), record.commits
+        number, previous = self._before or (0, bytes(32))
+        newest = max((number for number, _ in record.commits), default=0)
+        return state_file.Seal(record.run, max(number, newest) + 1, step, previous)
 
     def _prune(self, dir_fd: int, run: bytes) -> None:
         """Remove what is older than the `keep` newest good commits, of which only the newest of each step counts."""
@@ -268,7 +265,7 @@ class CheckpointDirectory:
                 is_good = self._good.get(entry.name) == _identity(dir_fd, entry.name)
                 if len(steps) < self.keep and not (is_good and entry.step in steps):
                     steps.update([entry.step] if is_good else [])
-                elif entry.name in self._good or _run_of(dir_fd, entry) in (None, run):
+                elif entry.name in self._good or _peeked(dir_fd, entry).run in (None, run):
                     os.unlink(entry.name, dir_fd=dir_fd)
                     self._good.pop(entry.name, None)
 
@@ -313,15 +310,6 @@ def _peeked(dir_fd: int, entry: state_file.Entry) -> Found:
         return Found(entry, state_file.peek(entry.name, dir_fd=dir_fd))
     except CheckpointError as error:
         return Found(entry, None, str(error))
-
-
-def _line_of(outline: state_file.Outline) -> tuple[int, bytes]:
-    return outline.seal.number, outline.root
-
-
-def _run_of(dir_fd: int, entry: state_file.Entry) -> bytes | None:
-    outline = _peeked(dir_fd, entry).outline
-    return outline.seal.run if outline else None
 
 
 def _record_of(outlines: Sequence[state_file.Outline]) -> Record | None:

@@ -34,7 +34,7 @@ _SETTLE_SECONDS = 5.0
 _DYING_SECONDS = 2.0
 _SAME_SECONDS = 2.0
 _BYTES = 2048
-_MOST_COMMITS = 2
+_KINDS = (str, str, str, int, float, str, int)
 
 
 class Holder(NamedTuple):
@@ -101,18 +101,18 @@ class Lease:
         """`say` is told of a wait; `remedy` ends the sentence of a refusal; `first` gives a new lease's record."""
         self._directory, self._me = directory, me
         self._file = _File(dir_fd, os.O_RDWR | os.O_CREAT)
+        self._ended = threading.Event()
+        weakref.finalize(self, _end, self._ended, self._file)
+        # a forked child must not keep the lock when this process is gone
+        os.register_at_fork(after_in_child=self._file.close)
         try:
             self.record = self._taken(dir_fd, say, remedy, first)
         except BaseException:
             self._file.close()
             raise
-        living, self._ended = weakref.ref(self), threading.Event()
-        weakref.finalize(self, self._file.close)
-        # a forked child must not keep the lock when this process is gone
-        os.register_at_fork(after_in_child=lambda: _close(living()))
-        renewing = threading.Thread(target=_renew, args=(living, self._ended), name="samestep-lease")
-        renewing.daemon = True
-        renewing.start()
+        threading.Thread(
+            target=_renew, args=(self._file, self._ended), name="samestep-lease", daemon=True
+        ).start()
 
     def check(self, dir_fd: int) -> None:
         """A CheckpointError where another process took it: this one was stopped for long, or cut off."""
@@ -133,23 +133,17 @@ class Lease:
     def name(self, *commits: tuple[int, bytes]) -> None:
         """Have on the disk which the run's last commits are before the newest has its name: no others are believed."""
         believes_all = not self.record.commits
-        self.record = Record(self.record.run, commits[-_MOST_COMMITS:], self._me)
+        self.record = Record(self.record.run, commits, self._me)
         self._file.write(self.record)
         if not believes_all:
             os.fdatasync(self._file.fd)
 
-    def renew(self) -> None:
-        """Say that this process lives."""
-        with suppress(OSError):
-            os.utime(self._file.fd)
-
     def release(self, dir_fd: int) -> None:
         """Let another process write here at once."""
-        self._ended.set()
         with suppress(OSError, CheckpointError):
             self.check(dir_fd)
             self._file.write(self.record._replace(holder=None))
-        self._file.close()
+        _end(self._ended, self._file)
 
     def _taken(
         self, dir_fd: int, say: Callable[[str], object], remedy: str, first: Callable[[], Record]
@@ -237,19 +231,15 @@ class _File:
     def record(self) -> Record | None:
         digest, _, text = os.pread(self.fd, _BYTES, 0).decode("ascii", "replace").strip().partition("\n")
         try:
-            match json.loads(text) if digest == _digest(text) else None:
-                case {
-                    "run": str(run),
-                    "commits": list(rows),
-                    "holder": None | [str(), str(), str(), int(), float(), str(), int()] as holder,
-                }:
-                    commits = tuple((int(number), bytes.fromhex(root)) for number, root in rows)
-                    record = Record(bytes.fromhex(run), commits, holder and Holder(*holder))
-                    is_right = all(0 <= number < 1 << 62 and len(root) == 32 for number, root in commits)
-                    return record if is_right and len(record.run) == 16 else None
-        except (ValueError, TypeError, RecursionError):
-            pass
-        return None
+            said = json.loads(text) if digest == _digest(text) else {}
+            commits = tuple((int(number), bytes.fromhex(root)) for number, root in said["commits"])
+            holder = Holder(*said["holder"]) if said["holder"] else None
+            record = Record(bytes.fromhex(said["run"]), commits, holder)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return None
+        kinds = holder and tuple(map(type, holder))
+        is_right = all(0 <= number < 1 << 62 and len(root) == 32 for number, root in commits)
+        return record if is_right and len(record.run) == 16 and kinds in (None, _KINDS) else None
 
     def write(self, record: Record) -> None:
         rows = [(number, root.hex()) for number, root in record.commits]
@@ -259,22 +249,21 @@ class _File:
         os.close(os.dup(self.fd))
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
-def _renew(living: "weakref.ref[Lease]", ended: threading.Event) -> None:
+def _renew(file: _File, ended: threading.Event) -> None:
+    """Say that this process lives."""
     while not ended.wait(RENEW_SECONDS):
-        if (lease := living()) is None:
-            return
-        lease.renew()
-        del lease
+        with suppress(OSError):
+            os.utime(file.fd)
 
 
-def _close(lease: Lease | None) -> None:
-    if lease is not None:
-        lease._file.close()
+def _end(ended: threading.Event, file: _File) -> None:
+    ended.set()
+    file.close()
 
 
 def _is_same(one: Holder, other: Holder) -> bool:

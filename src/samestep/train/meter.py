@@ -122,7 +122,7 @@ class Meter(Member, Subscriber):
         number, mine, batch = facts
         progress = self.times.progress
         if progress.rows % _EXCHANGE_EVERY == 0:
-            for seen_s, hidden_s in self._spine.exchanges():
+            for seen_s, hidden_s in self._spine.models.exchanges():
                 progress.exchanged_s += seen_s
                 progress.hidden_s += hidden_s
         self.times.add(number, began, ended, mine, batch, parts)

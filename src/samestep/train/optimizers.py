@@ -62,7 +62,7 @@ class Optimizers(Member):
 
     def _check_owners(self, optimizer: Any) -> None:
         """Collective where a parameter with a gradient belongs to no replica: its gradients have to be equal."""
-        held = {id(one) for one in self._spine.replicated()}
+        held = {id(one) for one in self._spine.models.parameters()}
         stepped = [one for group in optimizer.param_groups for one in group["params"]]
         loose = [one for one in stepped if one.grad is not None and id(one) not in held]
         if not loose:
@@ -77,7 +77,7 @@ class Optimizers(Member):
 
     def _everyones(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """LBFGS decides by the loss, so it has to be that of the whole batch on every rank."""
-        sums = self._spine.adds_losses
+        sums = self._spine.models.adds_losses
 
         def of_all() -> Any:
             loss = closure()
@@ -102,7 +102,11 @@ class Optimizers(Member):
         self._looked_at_losses += 1
         found = reduction_of(loss)
         is_sum = found["reduction"] == "sum" and found["count"] is None
-        if is_sum and not self._spine.adds_losses and any(True for _ in self._spine.replicated()):
+        if (
+            is_sum
+            and not self._spine.models.adds_losses
+            and any(True for _ in self._spine.models.parameters())
+        ):
             if self.group.world.rank == 0:
                 print(
                     f"samestep: the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "

@@ -5,8 +5,9 @@ subscribe. Data does not know of models, and models do not know of data.
 """
 
 import struct
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,23 +115,6 @@ class Share:
 class Subscriber:
     """Is told of every pass, step and microbatch; what it does not need it leaves out."""
 
-    def trains(self, shuffled: bool) -> bool:
-        """Whether a pass that begins now is one of training."""
-        return False
-
-    def parameters(self) -> Iterable[torch.Tensor]:
-        """What it keeps equal on all ranks."""
-        return ()
-
-    @property
-    def adds_losses(self) -> bool:
-        """Whether the gradients of ranks are added."""
-        return False
-
-    def exchanges(self) -> Iterable[tuple[float, float]]:
-        """Seconds that the latest measured exchange of gradients took, and for how many of them backward went on."""
-        return ()
-
     def phase_begins(self, phase: str, call: str) -> None:
         """This rank does something else from here on: one of rundir's PHASES, and the call with its line."""
 
@@ -142,19 +126,41 @@ class Subscriber:
     def pass_ends(self, ended: Pass) -> None: ...
 
 
+class Models(Subscriber):
+    """The models that are kept equal on all ranks; there are none, until the first is replicated."""
+
+    def trains(self, shuffled: bool) -> bool:
+        """Whether a pass that begins now is one of training."""
+        return False
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """What is kept equal on all ranks."""
+        return ()
+
+    @property
+    def adds_losses(self) -> bool:
+        """Whether the gradients of ranks are added."""
+        return False
+
+    def exchanges(self) -> Iterable[tuple[float, float]]:
+        """Seconds that the latest measured exchanges of gradients took, and in how many of them backward went on."""
+        return ()
+
+
 class Spine(Member):
     """Knows the passes of this process that are not finished, and the batch that was handed out last."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.steps = 0
-        self._many = group.world.size > 1
         self.batches = 0
+        self.models = Models()
         self.inside_model = 0
         self.is_reading = False
         self._subscribers: list[Subscriber] = []
         self._passes: list[Pass] = []
         self._left: Pass | None = None
+        self._unlike_said = False
         self._passes_begun = 0
         self._position = (0, 0, 0)
         group.watch(lambda: _POSITION.pack(*self._position), self._at_different_positions)
@@ -181,20 +187,7 @@ class Spine(Member):
         """Whether a pass that begins now is one of training, as far as autograd and the subscribers can tell."""
         if not torch.is_grad_enabled() or self.group.world.size == 1:
             return torch.is_grad_enabled()
-        return any(subscriber.trains(shuffled) for subscriber in self._subscribers)
-
-    def replicated(self) -> Iterator[torch.Tensor]:
-        """The parameters that are kept equal on all ranks."""
-        return (one for subscriber in self._subscribers for one in subscriber.parameters())
-
-    @property
-    def adds_losses(self) -> bool:
-        """Whether the gradients of ranks are added, for a model whose loss is a sum."""
-        return any(subscriber.adds_losses for subscriber in self._subscribers)
-
-    def exchanges(self) -> Iterator[tuple[float, float]]:
-        """The latest measured exchanges of gradients: seconds, and seconds of it beside backward."""
-        return (one for subscriber in self._subscribers for one in subscriber.exchanges())
+        return self.models.trains(shuffled)
 
     def begin_pass(self, begun: Pass) -> None:
         """A loader is iterated anew; what was left of its last pass is given up."""
@@ -218,7 +211,7 @@ class Spine(Member):
         if held.training:
             self.batches += 1
             self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
-        if self._many:
+        if self.group.world.size > 1:
             held.batch = {name: weakref.ref(tensor) for name, tensor in named_tensors(batch)}
 
     def leave_microbatches(self, share: Share) -> None:
@@ -270,28 +263,42 @@ class Spine(Member):
                 return held.latest
         return self.at_hand
 
-    def share_of(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[Share | None, bool]:
-        """The share that a model's input is from, and whether that is certain.
+    def share_of(self, args: Any, kwargs: Mapping[str, Any]) -> Share | None:
+        """The share that a model's input is from: that of the batch of which a tensor is in the input.
 
-        Certain is a tensor of a batch itself. What was computed from a batch counts as from the batch trained on,
-        or where all iterators are gone, as from the latest batch with as many rows.
+        What was computed from a batch counts as from the batch trained on, or where all iterators are gone, as from
+        the latest batch with as many rows.
         """
         if not self._passes or (len(self._passes) == 1 and not self._passes[0].is_left):
-            return self.trained, True
+            return self.trained
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         for held in reversed(self._passes):
             if any(found() is tensor for found in held.batch.values() for tensor in tensors):
-                return held.latest, True
+                return held.latest
         if (share := self.trained) is not None:
-            return share, False
+            self._remark_unlike_shares()
+            return share
         rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         shares = (held.latest for held in reversed(self._passes) if held.latest is not None)
-        return next((share for share in shares if share.mine in rows), None), False
+        return next((share for share in shares if share.mine in rows), None)
 
-    def has_unlike_shares(self) -> bool:
-        """Whether unfinished training passes give this rank unlike parts of their batches."""
+    def _remark_unlike_shares(self) -> None:
+        """Say once that unfinished training passes give this rank unlike parts of their batches."""
         shares = [held.latest for held in self._passes if held.training and not held.is_left]
-        return len({share.mine / share.all for share in shares if share is not None and share.all}) > 1
+        parts = {share.mine / share.all for share in shares if share is not None and share.all}
+        if (
+            len(parts) > 1
+            and torch.is_grad_enabled()
+            and self.group.world.rank == 0
+            and not self._unlike_said
+        ):
+            self._unlike_said = True
+            print(
+                "samestep: two loaders are iterated together and split their batches differently; the model's input is "
+                "computed from a batch, so its gradients use the share of the latest training batch: let one dataset "
+                "return both",
+                file=sys.stderr,
+            )
 
     @property
     def is_lent(self) -> bool:

@@ -1,83 +1,90 @@
-"""Totals of many ranks as bytes: numbers are added exactly, arrays in the widest type of their kind.
+"""Values of many ranks as bytes: numbers are added exactly, arrays in the widest type of their kind.
 
 Exact sums do not depend on the order of their terms; arrays are added in a fixed tree over ranks (Group.total).
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import inf, isfinite
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-_NOTHING = [
-    1,
-    0,
-    1,
-    0.0,
-]  # whether only integers were added, the sum as a fraction, and what is not finite of it
+_UNIT = 1 << 1074  # every float is an integer divided by this
 
 
-class Sums(NamedTuple):
-    """Some numbers and some arrays; an array that no rank has counted yet has no bytes."""
+def pack(head: Any, arrays: Sequence[Any]) -> bytes:
+    """A message of JSON and the bytes of arrays."""
+    lengths = [len(array) for array in arrays]
+    return b"".join((json.dumps([head, lengths]).encode(), b"\n", *arrays))
 
-    numbers: list[list[Any]]
-    arrays: list[tuple[str, bytes]]
+
+def unpack(message: bytes) -> tuple[Any, list[bytes]]:
+    line, _, rest = message.partition(b"\n")
+    head, lengths = json.loads(line)
+    ends = accumulate(lengths, initial=0)
+    return head, [rest[begin:end] for begin, end in pairwise(ends)]
 
 
 def number(value: Any) -> list[Any]:
-    """A number as a term of a sum; None is no term."""
-    if value is None:
-        return _NOTHING
-    if isinstance(value, Integral):
-        return [1, int(value), 1, 0.0]
-    return [0, *value.as_integer_ratio(), 0.0] if isfinite(value := float(value)) else [0, 0, 1, value]
+    """A number as a term of a sum: whether it is an integer, how many units, and what is not finite of it.
+
+    None is no term.
+    """
+    if value is None or isinstance(value, Integral):
+        return [1, int(value or 0) * _UNIT, 0.0]
+    if not isfinite(value := float(value)):
+        return [0, 0, value]
+    above, below = value.as_integer_ratio()
+    return [0, above * (_UNIT // below), 0.0]
 
 
 def value_of(total: Sequence[Any]) -> int | float:
     """The nearest float, or the integer where all terms were integers."""
-    are_integers, above, below, odd = total
+    are_integers, units, odd = total
     if are_integers:
-        return int(above)
-    if odd:
-        return float(odd)
+        return int(units // _UNIT)
     try:
-        return float(above / below)
+        return float(odd or units / _UNIT)
     except OverflowError:
-        return inf if above > 0 else -inf
-
-
-def pack(sums: Sums) -> bytes:
-    head = json.dumps([sums.numbers, [[kind, len(data)] for kind, data in sums.arrays]]).encode()
-    return b"\n".join((head, b"".join(data for _, data in sums.arrays)))
-
-
-def unpack(packed: bytes) -> Sums:
-    head, _, rest = packed.partition(b"\n")
-    numbers, kinds = json.loads(head)
-
-    def arrays() -> Iterator[tuple[str, bytes]]:
-        at = 0
-        for kind, size in kinds:
-            yield kind, rest[at : at + size]
-            at += size
-
-    return Sums(numbers, list(arrays()))
+        return inf if units > 0 else -inf
 
 
 def add(left: bytes, right: bytes) -> bytes:
-    """The sums of both, as bytes again."""
-    one, other = unpack(left), unpack(right)
-    numbers = [_plus(a, b) for a, b in zip(one.numbers, other.numbers, strict=True)]
-    arrays = [
-        (kind, (np.frombuffer(a, kind) + np.frombuffer(b, kind)).tobytes() if a and b else a or b)
-        for (kind, a), (_, b) in zip(one.arrays, other.arrays, strict=True)
+    """The sums of both; an array that no rank has counted yet has no bytes."""
+    (numbers, kinds), arrays = unpack(left)
+    (other_numbers, _), other_arrays = unpack(right)
+    added = [[a[0] & b[0], a[1] + b[1], a[2] + b[2]] for a, b in zip(numbers, other_numbers, strict=True)]
+    totals = [
+        (np.frombuffer(a, kind) + np.frombuffer(b, kind)).tobytes() if a and b else a or b
+        for kind, a, b in zip(kinds, arrays, other_arrays, strict=True)
     ]
-    return pack(Sums(numbers, arrays))
+    return pack([added, kinds], totals)
 
 
-def _plus(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    total = Fraction(a[1], a[2]) + Fraction(b[1], b[2])
-    return [a[0] & b[0], total.numerator, total.denominator, a[3] + b[3]]
+def written(value: Any) -> Any:
+    """As JSON: what it has no form for becomes a list that begins with its type."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value)
+    if kind is bytes:
+        return ["bytes", value.hex()]
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind in (list, tuple, set, dict):
+        return [kind.__name__, *map(written, value.items() if kind is dict else value)]
+    raise TypeError(f"a {kind.__name__}; use numbers, text and lists, tuples or dicts of them")
+
+
+def read(node: Any) -> Any:
+    """What was written."""
+    if not isinstance(node, list):
+        return node
+    kind, parts = node[0], [read(part) for part in node[1:]]
+    if kind in ("bytes", "complex"):
+        return bytes.fromhex(*parts) if kind == "bytes" else complex(*parts)
+    return {"list": list, "tuple": tuple, "set": set, "dict": dict}[kind](parts)

@@ -8,11 +8,9 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BytesIO
 from numbers import Real
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -86,17 +84,14 @@ def gather(value: Value) -> Value:
     if joined().world.size == 1:
         return value
     lent = spine().is_lent
-    leaves = [leaf[:0] if lent else leaf for leaf in named.values()]
-    kinds = [f"{name}{_kind(leaf, rows=True)}" for name, leaf in named.items()]
-    ranks = _exchange("samestep.gather", kinds, leaves)
-    return _rebuilt(value, (_joined(named[name], ranks, at, lent=lent) for at, name in enumerate(named)))
+    ranks = _of_all("samestep.gather", {name: leaf[:0] if lent else leaf for name, leaf in named.items()})
+    return _rebuilt(value, (_joined(named[name], [one[name] for one in ranks], lent=lent) for name in named))
 
 
 def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     """Ranks are added in a fixed tree, so that every rank and every run of so many ranks gets the same bits."""
     named = dict(_leaves(value))
-    leaves = list(named.values())
-    for leaf in leaves:
+    for leaf in named.values():
         if not isinstance(leaf, torch.Tensor | Real):
             raise UsageError(f"{call} adds tensors and numbers, not {_kind(leaf)}; gather collects lists")
         if divide and isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
@@ -105,40 +100,32 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
             )
     if joined().world.size == 1:
         return value
-    kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
-    small = [leaf for leaf in leaves if not _is_large(leaf)]
-    own = sums.Sums([sums.number(float(weight))], [])
-    in_host = on_host([leaf for leaf in small if isinstance(leaf, torch.Tensor)])
-    own.arrays.extend(_array(leaf, weight, divide) for leaf in in_host)
-    for leaf in small:
+    tensors = [leaf for leaf in named.values() if isinstance(leaf, torch.Tensor)]
+    numbers = [leaf for leaf in named.values() if not isinstance(leaf, torch.Tensor)]
+    small = on_host(leaf for leaf in tensors if not _is_large(leaf))
+    terms = [leaf * weight if divide else leaf for leaf in numbers] if weight else [None] * len(numbers)
+    head = [[sums.number(term) for term in (float(weight), *terms)], [_kind_of_sum(leaf) for leaf in small]]
+    payload = sums.pack(head, [_array(leaf, weight, divide) for leaf in small])
+    kinds = json.dumps([f"{name}{_kind(leaf)}" for name, leaf in named.items()])
+    packed, everyones = joined().total(call, kinds.encode(), payload, sums.add)
+    _check_alike(call, [json.loads(theirs) for theirs in everyones])
+    (added, _), data = sums.unpack(packed)
+    weights, *totals = map(sums.value_of, added)
+    whole = (float(weights) or math.nan) if divide else 1.0
+    part = weight / whole if divide else float(bool(weight))
+    of_numbers, of_arrays = iter(totals), iter(data)
+
+    def total(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            term = None if not weight else leaf * weight if divide else leaf
-            own.numbers.append(sums.number(term))
-    packed, everyones = joined().total(call, json.dumps(kinds).encode(), sums.pack(own), sums.add)
-    for rank, theirs in enumerate(everyones):
-        if theirs != everyones[0]:
-            raise RanksDiffer(_difference(call, json.loads(everyones[0]), rank, json.loads(theirs)))
-    added = sums.unpack(packed)
-    weights, *numbers = map(sums.value_of, added.numbers)
-    whole, left, arrays = float(weights) if divide else 1.0, iter(numbers), iter(added.arrays)
-    totals = (
-        _all_reduced(call, leaf, weight, whole, divide)
-        if _is_large(leaf)
-        else _of_array(leaf, *next(arrays), whole)
-        if isinstance(leaf, torch.Tensor)
-        else _divided(next(left), whole)
-        if divide
-        else next(left)
-        for leaf in leaves
-    )
-    part = (weight / whole if whole else math.nan) if divide else float(bool(weight))
-    return _rebuilt(
-        value,
-        (
-            _differentiable(call, leaf, total, lambda gradient: gradient * part)
-            for leaf, total in zip(leaves, totals, strict=True)
-        ),
-    )
+            return next(of_numbers) / whole if divide else next(of_numbers)
+        found = (
+            _all_reduced(call, leaf, part if divide else 1.0, counts=bool(weight))
+            if _is_large(leaf)
+            else _of_array(leaf, next(of_arrays), whole)
+        )
+        return _differentiable(call, leaf, found, lambda gradient: gradient * part)
+
+    return _rebuilt(value, map(total, named.values()))
 
 
 class _MadeByAll(torch.autograd.Function):
@@ -169,33 +156,30 @@ def _is_large(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.numel() * leaf.element_size() > _SMALL_BYTES
 
 
-def _array(leaf: torch.Tensor, weight: float, divide: bool) -> tuple[str, bytes]:
+def _kind_of_sum(leaf: torch.Tensor) -> str:
+    return "c16" if leaf.is_complex() else "f8" if leaf.is_floating_point() else "i8"
+
+
+def _array(leaf: torch.Tensor, weight: float, divide: bool) -> bytes:
     """A tensor as a term of a sum, without bytes where it does not count."""
-    kind = "c16" if leaf.is_complex() else "f8" if leaf.is_floating_point() else "i8"
-    if not weight:
-        return kind, b""
-    wide = leaf.to(_WIDE[kind])
-    return kind, (wide * weight if divide else wide).contiguous().numpy().tobytes()
+    wide = leaf.to(_WIDE[_kind_of_sum(leaf)])
+    return (wide * weight if divide else wide).contiguous().numpy().tobytes() if weight else b""
 
 
-def _of_array(leaf: torch.Tensor, kind: str, data: bytes, whole: float) -> torch.Tensor:
-    total = torch.zeros(leaf.shape, dtype=_WIDE[kind], device="cpu")
+def _of_array(leaf: torch.Tensor, data: bytes, whole: float) -> torch.Tensor:
+    total = torch.zeros(leaf.shape, dtype=_WIDE[_kind_of_sum(leaf)], device="cpu")
     if data:
-        total += torch.frombuffer(bytearray(data), dtype=_WIDE[kind]).reshape(leaf.shape)
+        total += torch.frombuffer(bytearray(data), dtype=total.dtype).reshape(leaf.shape)
     return _narrowed(total / whole if whole != 1.0 else total, leaf)
 
 
-def _divided(total: float, whole: float) -> float:
-    return total / whole if whole else math.nan
-
-
-def _all_reduced(call: str, leaf: torch.Tensor, weight: float, whole: float, divide: bool) -> torch.Tensor:
+def _all_reduced(call: str, leaf: torch.Tensor, factor: float, *, counts: bool) -> torch.Tensor:
     wide = leaf.dtype if leaf.dtype in _NARROW else torch.float32 if leaf.is_floating_point() else torch.int64
     part = torch.zeros(leaf.shape, dtype=wide, device=joined().world.device)
-    if weight:
+    if counts:
         part.copy_(leaf.detach())
-    if divide:
-        part *= weight / whole if whole else math.nan
+    if factor != 1.0:
+        part *= factor
     with joined().waiting(call):
         dist.all_reduce(part)
     return _narrowed(part, leaf)
@@ -208,16 +192,15 @@ def _narrowed(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return moved(narrow, leaf.device)
 
 
-def _joined(leaf: Any, ranks: Sequence[Sequence[Any]], at: int, *, lent: bool) -> Any:
-    parts = [one[at] for one in ranks]
+def _joined(leaf: Any, parts: Sequence[Any], *, lent: bool) -> Any:
     if not isinstance(leaf, torch.Tensor):
-        return type(leaf)(one for part in parts for one in part)
-    start = builtins.sum(len(part) for part in parts[: joined().world.rank])
+        return type(leaf)(value for part in parts for value in part)
+    start = builtins.sum(map(len, parts[: joined().world.rank]))
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(leaf) if lent else gradient[start : start + len(leaf)]
 
-    return _differentiable("samestep.gather", leaf, moved(torch.cat(parts), leaf.device), back)
+    return _differentiable("samestep.gather", leaf, moved(torch.cat(list(parts)), leaf.device), back)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -237,75 +220,33 @@ def _rebuilt(value: Value, leaves: Iterator[Any]) -> Value:
     return cast(Value, new)
 
 
-def _written(value: Any) -> Any:
-    """As JSON: what it has no form for becomes a list that begins with its type."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes):
-        return ["bytes", value.hex()]
-    if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
-    if type(value) in (list, tuple, set):
-        return [type(value).__name__, *map(_written, value)]
-    if type(value) is dict:
-        return ["dict", *([_written(key), _written(one)] for key, one in value.items())]
-    if isinstance(value, torch.Tensor):
-        raise TypeError("a tensor in a list; use torch.stack or torch.cat")
-    raise TypeError(f"a {type(value).__name__}; use numbers, text and lists, tuples or dicts of them")
+def _of_all(call: str, named: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Collective. Every rank's leaves by name, after all were found to bring the same kinds."""
+    tensors = on_host(leaf for leaf in named.values() if isinstance(leaf, torch.Tensor))
+    left = iter(tensors)
+    head = []
+    for name, leaf in named.items():
+        is_tensor = isinstance(leaf, torch.Tensor)
+        try:
+            shape_or_value = list(next(left).shape) if is_tensor else sums.written(leaf)
+        except TypeError as error:
+            raise UsageError(f"{call} cannot send this to other ranks: {error}") from None
+        head.append([name, _kind(leaf, rows=True), shape_or_value])
+    data = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
+    ranks = [sums.unpack(said) for said in joined().all_gather(call, sums.pack(head, data))]
+    _check_alike(call, [[name + kind for name, kind, _ in head] for head, _ in ranks])
+    return [_read(named, head, iter(data)) for head, data in ranks]
 
 
-def _read(node: Any) -> Any:
-    if not isinstance(node, list):
-        return node
-    kind, *parts = node
-    if kind == "bytes":
-        return bytes.fromhex(parts[0])
-    if kind == "complex":
-        return complex(*parts)
-    if kind == "dict":
-        return {_read(key): _read(one) for key, one in parts}
-    return {"list": list, "tuple": tuple, "set": set}[kind](map(_read, parts))
-
-
-def _exchange(call: str, kinds: Sequence[str], leaves: Sequence[Any]) -> list[list[Any]]:
-    """Every rank's leaves, by rank, after all were found to bring the same kinds."""
-    tensors = on_host(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    try:
-        head = json.dumps(
-            [list(kinds), [list(one.shape) for one in tensors], [_written(one) for one in plain]]
-        )
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{call} cannot send this to other ranks: {error}") from error
-    packed = BytesIO()
-    packed.write(head.encode() + b"\n")
-    for one in tensors:
-        packed.write(one.reshape(-1).view(torch.uint8).numpy().data)
-    files = [BytesIO(message) for message in joined().all_gather(call, packed.getvalue())]
-    heads = [json.loads(file.readline()) for file in files]
-    for rank, (theirs, _, _) in enumerate(heads):
-        if theirs != heads[0][0]:
-            raise RanksDiffer(_difference(call, heads[0][0], rank, theirs))
-    return [
-        list(_decoded(leaves, shapes, [_read(one) for one in own], file))
-        for (_, shapes, own), file in zip(heads, files, strict=True)
-    ]
-
-
-def _decoded(
-    leaves: Sequence[Any], shapes: Sequence[Sequence[int]], plain: Sequence[Any], file: BytesIO
-) -> Iterator[Any]:
-    left = iter(shapes)
-    for leaf, own in zip(leaves, plain, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            yield own
-            continue
-        shape = next(left)
-        flat = torch.empty(math.prod(shape) * leaf.element_size(), dtype=torch.uint8, device="cpu")
-        file.readinto(flat.numpy().data)
-        yield flat.view(leaf.dtype).reshape(shape)
+def _read(named: Mapping[str, Any], head: Sequence[Any], data: Iterator[bytes]) -> dict[str, Any]:
+    found = {}
+    for name, _, shape_or_value in head:
+        if isinstance(own := named[name], torch.Tensor):
+            found[name] = made = torch.empty(shape_or_value, dtype=own.dtype, device="cpu")
+            made.view(-1).view(torch.uint8).numpy().data[:] = next(data)
+        else:
+            found[name] = sums.read(shape_or_value)
+    return found
 
 
 def _kind(leaf: Any, rows: bool = False) -> str:
@@ -315,12 +256,18 @@ def _kind(leaf: Any, rows: bool = False) -> str:
     return "a number" if isinstance(leaf, Real) else type(leaf).__name__
 
 
-def _difference(call: str, kinds: Sequence[str], rank: int, others: Sequence[str]) -> str:
-    if len(kinds) != len(others):
-        mine, theirs = (f"{len(one)} value{'s' * (len(one) != 1)}" for one in (kinds, others))
+def _check_alike(call: str, ranks: Sequence[Sequence[str]]) -> None:
+    """An error that says what the first rank that differs from rank 0 brought."""
+    rank = next((rank for rank, kinds in enumerate(ranks) if kinds != ranks[0]), None)
+    if rank is None:
+        return
+    pair = ranks[0], ranks[rank]
+    if len(pair[0]) != len(pair[1]):
+        mine, theirs = (f"{len(kinds)} value{'s' * (len(kinds) != 1)}" for kinds in pair)
     else:
-        mine, theirs = next(pair for pair in zip(kinds, others, strict=True) if pair[0] != pair[1])
-    return (
+        mine, theirs = next(kinds for kinds in zip(*pair, strict=True) if kinds[0] != kinds[1])
+    raise RanksDiffer(
         f"{call} ({users_line()}) got {mine} on rank 0 and {theirs} on rank {rank}; "
-        "bring the same kind and shape on every rank"
+        "bring the same kind and shape on every rank",
+        ranks=[rank],
     )

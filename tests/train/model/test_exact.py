@@ -1,8 +1,7 @@
 """The same bits at any number of processes, with all in the network that usually prevents it."""
 
+import copy
 import gc
-import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -59,7 +58,7 @@ def test_another_microbatch_is_another_computation(world):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_model_that_is_dropped_is_freed_with_its_courier(world, exact):
+def test_a_model_that_is_dropped_is_freed(world, exact):
     def trained():
         model = samestep.replicate(nn.Linear(4, 2), exact=exact)
         for step in samestep.steps(TensorDataset(torch.randn(8, 4)), 8, microbatch=2):
@@ -67,16 +66,30 @@ def test_a_model_that_is_dropped_is_freed_with_its_courier(world, exact):
                 model(x).mean().backward()
         return weakref.ref(model)
 
-    def couriers():
-        return sum(one.name == "samestep-courier" for one in threading.enumerate())
-
-    before = couriers()
-    dropped, end = trained(), time.monotonic() + 10
-    while (dropped() is not None or couriers() > before) and time.monotonic() < end:
-        gc.collect()
-        time.sleep(0.01)
+    dropped = trained()
+    gc.collect()
     assert dropped() is None
-    assert couriers() <= before
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_of_two_models_those_that_a_microbatch_used_are_stepped_on_every_rank(world, used):
+    """A rank that called neither, and one that holds a model which others have dropped, exchange the same."""
+    torch.manual_seed(0)
+    rows = torch.randn(12, 4, dtype=torch.float64)
+    models = [samestep.replicate(nn.Linear(4, 1).double(), exact=True) for _ in range(2)]
+    if world.rank == 0:
+        models.append(copy.deepcopy(models[0]))
+    plain = copy.deepcopy(models[:2])
+    for step in samestep.steps(TensorDataset(rows), 12, microbatch=2):
+        for (x,) in step:
+            for model in models[:used]:
+                if torch.equal(x, rows[:2]):
+                    model(x).square().mean().backward()
+    for number, (model, serial) in enumerate(zip(models, plain, strict=False)):
+        assert (model.weight.grad is not None) == (number < used)
+        if number < used:
+            serial(rows[:2]).square().mean().div(6).backward()
+            assert torch.allclose(model.weight.grad, serial.weight.grad)
 
 
 def test_batches_of_a_loader_are_refused(world):
@@ -99,14 +112,19 @@ def test_an_operation_without_a_deterministic_kernel_is_named(world):
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
 
 
-@pytest.mark.sizes(2)
-def test_two_backward_passes_through_the_last_microbatch_are_a_sentence(world):
-    model = samestep.replicate(nn.Linear(4, 2), exact=True)
-    for step in samestep.steps(TensorDataset(torch.randn(4, 4)), 4, microbatch=2):
+def test_two_backward_passes_through_a_microbatch_add_up(world):
+    torch.manual_seed(0)
+    rows, plain = torch.randn(14, 4).double(), nn.Linear(4, 2).double()
+    model = samestep.replicate(copy.deepcopy(plain), exact=True)
+    for step in samestep.steps(TensorDataset(rows), 14, microbatch=2):
         for (x,) in step:
-            model(x).sum().backward()
-            with pytest.raises(UsageError, match="add the losses and call backward once"):
-                model(x).sum().backward()
+            made = model(x)
+            made.mean().backward(retain_graph=True)
+            made.square().mean().backward()
+            model(2 * x).mean().backward()
+    made = plain(rows)
+    (made.mean() + made.square().mean() + plain(2 * rows).mean()).backward()
+    assert torch.allclose(model.weight.grad, plain.weight.grad)
 
 
 class Following(nn.Linear):
@@ -242,14 +260,14 @@ def test_what_a_microbatch_adds_to_its_sums_takes_as_many_operations_for_many_la
     for layers in (2, 20):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(layers)))
         samestep.replicate(model, exact=True)
-        exchange = model.forward.exchange
+        tree = model.forward.tree
         for step in samestep.steps(TensorDataset(torch.randn(32, 4)), 32, microbatch=4):
             for at, (x,) in enumerate(step):
                 model(x).sum().backward()
                 if at == 1:
                     with Counted() as counted:
                         share = joined().the(Spine).trained
-                        exchange.microbatch_ends(share)
+                        tree.microbatch_ends(share)
                     counts.append(counted.count)
                     break
             break

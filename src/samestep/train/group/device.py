@@ -66,7 +66,7 @@ def _say_unused(here: Placement) -> None:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether copies and exchanges run on streams of their own while the script goes on."""
+    """Whether copies run on a stream of their own while the script goes on."""
     return device.type not in _IN_ORDER
 
 
@@ -106,14 +106,12 @@ def has_synced_kernels(device: torch.device) -> bool:
 
 
 class SideStreams(Member):
-    """One stream for copies and one for exchanges in each process: every stream has memory of its own."""
+    """One stream for copies in each process: every stream has memory of its own."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         device = group.world.device
-        are_there = overlaps(device)
-        self.of_copies = torch.Stream(device) if are_there else None
-        self.of_exchanges = torch.Stream(device) if are_there and group.world.size > 1 else None
+        self.of_copies = torch.Stream(device) if overlaps(device) else None
 
 
 class HostMemory:

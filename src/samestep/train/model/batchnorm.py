@@ -12,23 +12,19 @@ from samestep.train.step import Share, spine
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
-class _Everyones(torch.autograd.Function):
-    """The sum over ranks; every rank's loss depends on it, so its gradient is the sum over ranks too."""
+class _SumOverRanks(torch.autograd.Function):
+    """Every rank's loss depends on the sum, so its gradient is the sum over ranks too."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
-        return _all_reduced(part)
+        total = part.clone()
+        with spine().group.waiting("BatchNorm"):
+            dist.all_reduce(total)
+        return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _all_reduced(gradient.contiguous())
-
-
-def _all_reduced(part: torch.Tensor) -> torch.Tensor:
-    whole = part.clone()
-    with spine().group.waiting("BatchNorm"):
-        dist.all_reduce(whole)
-    return whole
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _SumOverRanks.apply(gradient)  # type: ignore[no-untyped-call]
 
 
 class Synced:
@@ -38,58 +34,33 @@ class Synced:
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, BATCH_NORMS)
-        at_hand = spine().trained
-        by_torch = isinstance(self, torch.nn.SyncBatchNorm) and not lends(at_hand, dist.get_world_size())
+        share = spine().trained
+        by_torch = isinstance(self, torch.nn.SyncBatchNorm) and not lends(share, dist.get_world_size())
         if not self.training or by_torch:
             return super().forward(input)  # type: ignore[misc,no-any-return]
-        keep = 0.0 if at_hand is not None and at_hand.lent else 1.0
-        over = [axis for axis in range(input.dim()) if axis != 1]
-        shape = [1, -1] + [1] * (input.dim() - 2)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        count = wide.new_full((1,), keep * (wide.numel() // wide.shape[1]))
-        total: torch.Tensor = _Everyones.apply(torch.cat([wide.sum(over) * keep, count]))  # type: ignore[no-untyped-call]
-        count = total[-1].detach()
-        may_be_alone = at_hand is None or at_hand.all < 2  # else it is not asked: that waits for the device
-        if may_be_alone and count < 2:
+        count, mean, variance = _of_all_ranks(wide, counts=share is None or not share.lent)
+        # of a larger batch the count is not asked for: that waits for the device
+        if (share is None or share.all < 2) and count < 2:
             raise UsageError(
                 f"BatchNorm got {count:g} value per channel in the whole batch; train on at least 2"
             )
-        mean = total[:-1] / count
-        apart = wide - mean.reshape(shape)
-        variance: torch.Tensor = _Everyones.apply(apart.square().sum(over) * keep) / count  # type: ignore[no-untyped-call]
         _follow(self, mean.detach(), variance.detach() * count / (count - 1))
-        scaled: torch.Tensor = apart * torch.rsqrt(variance + self.eps).reshape(shape)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        scaled = (wide - mean.reshape(shape)) * torch.rsqrt(variance + self.eps).reshape(shape)
         if self.affine:
             scaled = scaled * self.weight.reshape(shape) + self.bias.reshape(shape)
         return scaled.to(input.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is the BatchNorm that this one was."""
-        state = {name: one for name, one in self.__dict__.items() if name != "plain"}
+        state = {name: value for name, value in self.__dict__.items() if name != "plain"}
         return object.__new__, (self.plain,), state
 
 
-class SyncedBatchNorm1d(Synced, torch.nn.BatchNorm1d):
-    pass
-
-
-class SyncedBatchNorm2d(Synced, torch.nn.BatchNorm2d):
-    pass
-
-
-class SyncedBatchNorm3d(Synced, torch.nn.BatchNorm3d):
-    pass
-
-
-class SyncedOnDevice(Synced, torch.nn.SyncBatchNorm):
-    pass
-
-
+# torch's SyncBatchNorm has no CPU kernels, and DDP refuses it on CPU.
 _SYNCED: dict[type, type] = {
-    torch.nn.BatchNorm1d: SyncedBatchNorm1d,
-    torch.nn.BatchNorm2d: SyncedBatchNorm2d,
-    torch.nn.BatchNorm3d: SyncedBatchNorm3d,
-    torch.nn.SyncBatchNorm: SyncedOnDevice,
+    plain: type(f"Synced{plain.__name__}", (Synced, plain), {}) for plain in BATCH_NORMS
 }
 
 
@@ -98,13 +69,12 @@ def convert(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module) not in _SYNCED:
             continue
-        # torch's SyncBatchNorm has no CPU kernels, and DDP refuses one on CPU.
         tensors = (*module.parameters(), *module.buffers(), *model.parameters())
         on_device = bool(tensors) and has_synced_kernels(tensors[0].device)
         if on_device and not isinstance(module, torch.nn.SyncBatchNorm):
             module.__dict__["process_group"] = None
         module.__dict__["plain"] = type(module)
-        module.__class__ = SyncedOnDevice if on_device else _SYNCED[type(module)]
+        module.__class__ = _SYNCED[torch.nn.SyncBatchNorm if on_device else type(module)]
 
 
 def has_only_their_buffers(model: torch.nn.Module) -> bool:
@@ -120,6 +90,24 @@ def lends(share: Share | None, size: int) -> bool:
     if share is None or not share.all:
         return False
     return (share.all if share.microbatch is None else share.microbatches) < size
+
+
+def _of_all_ranks(rows: torch.Tensor, *, counts: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Collective. How many values a channel has, their mean and their variance, by one exchange each way."""
+    over = [axis for axis in range(rows.dim()) if axis != 1]
+    channels, each = rows.shape[1], rows.numel() // rows.shape[1]
+    variance, mean = torch.var_mean(rows, over, correction=0) if each else (rows.sum(over), rows.sum(over))
+    own = torch.cat([mean, variance, rows.new_ones(1)]) * (each * counts)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every: torch.Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
+        torch.nn.functional.pad(own[None], (0, 0, rank, size - 1 - rank))
+    )
+    numbers = every[:, -1:].detach()
+    count = numbers.sum()
+    means = every[:, :channels] / numbers.clamp(min=1)
+    mean = every[:, :channels].sum(0) / count
+    squares = every[:, channels:-1] + numbers * (means - mean).square()
+    return count, mean, squares.sum(0) / count
 
 
 @torch.no_grad()

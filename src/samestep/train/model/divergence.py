@@ -5,22 +5,16 @@ code that only one rank runs.
 Not covered: optimizer state, until it shows in a parameter.
 """
 
-import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.text import name_ranks
-from samestep.train.digest import bit_sums
 from samestep.train.group.group import Group, Member
-from samestep.train.model.replica import Replica
-from samestep.train.model.replicas import Replicas
+from samestep.train.model.replicas import Replicas, first_unlike, sums_of
 from samestep.train.step import Pass, Share, Spine, Subscriber
 
-_CALL = "samestep's comparison of replicas"
-_WORD = 8
 _EARLY = {1, 2, 5, 10, 20, 50, 100}
 
 
@@ -52,13 +46,14 @@ class Divergence(Member, Subscriber):
     def _compare(self, step: int) -> None:
         """Compare the replicas that are alive on every rank."""
         since, self._compared_at = self._compared_at, step
-        replicas = self.group.the(Replicas)
-        sums = {replica.number: bit_sums(replica.equal_tensors().values()) for replica in replicas}
-        mine = json.dumps([(number, hashlib.sha256(sum).hexdigest()) for number, sum in sums.items()])
-        ranks = [dict(json.loads(rank)) for rank in self.group.all_gather(_CALL, mine.encode())]
-        for replica, digests in replicas.alive_everywhere(ranks):
-            if len(set(digests)) > 1:
-                _name_the_difference(replica, self.group.all_gather(_CALL, sums[replica.number]), since, step)
+        compared = self.group.the(Replicas).compared(
+            "samestep's comparison of replicas", lambda replica: sums_of(replica.equal_tensors().values())
+        )
+        for replica, ranks in compared:
+            if len(set(ranks)) > 1:
+                found = first_unlike(replica.equal_tensors(), ranks)
+                name, column = found or ("a parameter added later", ranks)
+                raise RanksDiffer(_difference(name, column, f"between steps {since} and {step}"))
 
 
 def check_every() -> int:
@@ -69,24 +64,16 @@ def check_every() -> int:
     return int(asked)
 
 
-def _name_the_difference(replica: Replica, ranks: Sequence[bytes], since: int, step: int) -> None:
-    for at, name in enumerate(replica.equal_tensors()):
-        column = [one[at * _WORD : (at + 1) * _WORD] for one in ranks]
-        if len(set(column)) > 1:
-            raise RanksDiffer(_difference(name, column, since, step))
-    raise RanksDiffer(f"replicas came apart between steps {since} and {step}")
-
-
-def _difference(name: str, column: Sequence[bytes], since: int, step: int) -> str:
+def _difference(name: str, column: Sequence[str | None], when: str) -> str:
+    said = f"replicas came apart {when}: {name}"
+    ranks = {
+        value: name_ranks([rank for rank, other in enumerate(column) if other == value]) for value in column
+    }
     commonest, votes = Counter(column).most_common(1)[0]
-    when = f"between steps {since} and {step}"
     if votes * 2 <= len(column):
-        groups = [[rank for rank, one in enumerate(column) if one == kind] for kind in dict.fromkeys(column)]
-        sides = " and ".join(name_ranks(group) for group in groups)
-        return f"replicas came apart {when}: {name} differs between {sides}; resume from the last checkpoint"
-    odd = [rank for rank, one in enumerate(column) if one != commonest]
-    most = [rank for rank, one in enumerate(column) if one == commonest]
+        return f"{said} differs between {' and '.join(ranks.values())}; resume from the last checkpoint"
+    odd = [rank for rank, value in enumerate(column) if value != commonest]
     return (
-        f"replicas came apart {when}: {name} of {name_ranks(odd)} is not what {name_ranks(most)} "
-        "have; memory of that process, or code that only it runs, changed it: resume from the last checkpoint"
+        f"{said} of {name_ranks(odd)} is not what {ranks[commonest]} have; memory of that process, or code that "
+        "only it runs, changed it: resume from the last checkpoint"
     )

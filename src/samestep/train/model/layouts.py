@@ -47,28 +47,20 @@ def _packed_part(packed: PackedSequence) -> Part | None:
     group, share = joined(), spine().at_hand
     if share is None or group.world.size == 1:
         return None
-    sizes = packed.batch_sizes
-    lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]), device="cpu")).sum(
-        0
-    )  # of the sorted sequences
+    host = torch.arange(int(packed.batch_sizes[0]), device="cpu")
+    lengths = (packed.batch_sizes.unsqueeze(1) > host).sum(0)  # of the sorted sequences
     if packed.unsorted_indices is not None:
         lengths = lengths[packed.unsorted_indices.cpu()]
     mine = json.dumps([] if share.lent else lengths.tolist()).encode()
-    ranks = [json.loads(one) for one in group.all_gather("samestep.replicate's packed sequences", mine)]
+    ranks = [json.loads(said) for said in group.all_gather("samestep.replicate's packed sequences", mine)]
     if share.lent or share.mine == share.all:
         return None
     everyones = torch.tensor([length for rank in ranks for length in rank], device="cpu")
-    first = sum(len(rank) for rank in ranks[: group.world.rank])
+    first = sum(map(len, ranks[: group.world.rank]))
     ordered, by_length = torch.sort(everyones, descending=True)
-    place = torch.empty_like(by_length)
-    place[by_length] = torch.arange(len(by_length), device="cpu")
-    steps = torch.arange(int(ordered[0]), device="cpu")
-    whole_sizes = (ordered.unsqueeze(0) > steps.unsqueeze(1)).sum(1)
-    begins = torch.cumsum(whole_sizes, 0) - whole_sizes
-    own = (
-        torch.arange(len(lengths), device="cpu")
-        if packed.sorted_indices is None
-        else packed.sorted_indices.cpu()
-    )
-    rows = [begins[step] + place[first + own[: int(count)]] for step, count in enumerate(sizes)]
-    return Part(0, Rows(len(packed.data), 0, int(whole_sizes.sum())), chosen=torch.cat(rows))
+    place = torch.argsort(by_length)
+    sizes = (ordered > torch.arange(int(ordered[0]), device="cpu").unsqueeze(1)).sum(1)
+    begins = torch.cumsum(sizes, 0) - sizes
+    own = place[first + (host if packed.sorted_indices is None else packed.sorted_indices.cpu())]
+    rows = [begins[step] + own[: int(count)] for step, count in enumerate(packed.batch_sizes)]
+    return Part(0, Rows(len(packed.data), 0, int(sizes.sum())), chosen=torch.cat(rows))

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import os
 import re
 import weakref
 from collections.abc import Callable
@@ -13,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
-from samestep.train.digest import bit_sums
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers
-from samestep.train.model.exchange import Exchange, broadcast
+from samestep.train.model.exchange import average, broadcast, record_buckets
+from samestep.train.model.tree import Tree
 from samestep.train.model.weighing import (
     after_backward,
     on_backward,
@@ -41,41 +42,45 @@ class Replica:
         number: int,
         model: torch.nn.Module,
         options: dict[str, Any],
-        exchange: Exchange,
         group: Group,
-        on_uncertain_share: Callable[[], None],
+        *,
+        sums: bool,
+        tree: Tree | None = None,
     ) -> None:
-        """`exchange.sums` says that the loss is a sum over samples, and no mean."""
-        self.number = number
-        self.model = model
-        self.exchange = exchange
+        """`sums`: the loss is a sum over samples, and no mean; `tree`: what adds the gradients instead of DDP."""
+        self.number, self.model, self.sums, self.tree = number, model, sums, tree
         self.own_forward = model.forward
         self.patched_over = {name: model.__dict__[name] for name in _PATCHED if name in model.__dict__}
         self.dirty = False
         self.ddp: DistributedDataParallel | None = None
         self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
-        self._on_uncertain_share = on_uncertain_share
-        self._looked_at = False
+        self._looked_at = self._weighs_microbatches = False
         self._hooks: list[RemovableHandle] = []
-        self._weighs_microbatches = False
-        many = group.world.size > 1
-        moves = many and next(model.buffers(), None) is not None and not options.keys() & set(_BUFFER_OPTIONS)
-        self.moves_buffers = moves and not exchange.sums_buffers
-        if many:
-            late = moves and has_only_their_buffers(model)
-            buffers = {_buffer_option(): False} if late else {}
-            fixed = exchange.ddp_options if exchange.needs_microbatches else {}
-            self.ddp = DistributedDataParallel(
-                _Body(model, self.own_forward), **{**exchange.ddp_options, **buffers, **options, **fixed}
-            )
-            exchange.attach(self.ddp)
-            self._watch_calls()
+        # DDP's exchange: "due" in the next backward, "under way" in this one, "missed" by one that has begun
+        self._exchange = ""
         self._called_at = -1
-        # whether DDP will exchange in the next backward, does so in this one, and whether one has begun that it misses
-        self._exchanges = self._is_exchanging = self._is_missed = False
         self._seen_since: set[int] = set()
+        self.moves_buffers = False
+        if group.world.size > 1 and tree is None:
+            self._wrap(options)
+        elif group.world.size > 1:
+            broadcast((*model.parameters(), *model.buffers()))
         model.__dict__["forward"] = self
         model.__dict__["__getstate__"] = partial(_plain_state, model)
+
+    def _wrap(self, options: dict[str, Any]) -> None:
+        has_buffers = next(self.model.buffers(), None) is not None
+        self.moves_buffers = has_buffers and not options.keys() & set(_BUFFER_OPTIONS)
+        # BatchNorm reads its buffers in evaluation alone, so they can be sent later than in every forward
+        late = {_buffer_option(): False} if self.moves_buffers and has_only_their_buffers(self.model) else {}
+        body = _Body(self.model, self.own_forward)
+        self.ddp = DistributedDataParallel(body, **{"gradient_as_bucket_view": True, **late, **options})
+        if "SAMESTEP_RECORD_BUCKETS" in os.environ:
+            record_buckets(self.ddp)
+        trained = self._trained()
+        for parameter in trained[:1] + trained[1:][-1:]:
+            expect = _weakly(self._expect_call)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(expect))  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._draws.active:
@@ -84,27 +89,24 @@ class Replica:
         return self._called(args, kwargs)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
-        share, is_certain = self._spine.share_of(args, kwargs)
+        share = self._spine.share_of(args, kwargs)
         if not self.model.training:
             self.settle()
         elif torch.is_grad_enabled() or share is not None:
             self.dirty = self.moves_buffers
-        if not torch.is_grad_enabled():
+        if self.tree is not None:
+            self.tree.called = True
+        if not torch.is_grad_enabled() or (self.tree is not None and not self._has_microbatch(share)):
             return self.own_forward(*args, **kwargs)
-        if self.exchange.needs_microbatches and not self._has_microbatch(share):
-            return self.own_forward(*args, **kwargs)
-        self.note_call()
+        self._called_at = self._spine.batches
+        self._seen_since.clear()
+        if self._exchange == "missed":
+            self._exchange = ""
         with self._group.within("forward"):
-            return self._exchanging(share, is_certain, args, kwargs)
-
-    def _exchanging(self, share: Share | None, is_certain: bool, args: Any, kwargs: Any) -> Any:
-        """The model's output, through which backward comes to gradients of all ranks."""
-        if share is not None and share.microbatch is not None:
-            return self._in_microbatch(share, args, kwargs)
-        if not is_certain:
-            self._on_uncertain_share()
-        weight = share_weight(share, self._group.world.size, sums=self.exchange.sums)
-        output = weighed_call(self.exchanged, weight, self._spine, args, kwargs)
+            if share is not None and share.microbatch is not None:
+                return self._in_microbatch(share, args, kwargs)
+            weight = share_weight(share, self._group.world.size, sums=self.sums)
+            output = weighed_call(self.exchanged, weight, self._spine, args, kwargs)
         if not self._looked_at:
             self._looked_at = True
             refuse_opaque(output)
@@ -123,20 +125,13 @@ class Replica:
 
     def _in_microbatch(self, share: Share, args: Any, kwargs: Any) -> Any:
         """Gradients are weighed where they reach the parameters: any loss is a mean over the microbatch."""
-        in_tree = self.exchange.needs_microbatches
-        if (
-            not in_tree
-            and not self._weighs_microbatches
-            and (self.exchange.sums or share.weight(self._group.world.size) != 1.0)
-        ):
+        weighs = self.sums or share.weight(self._group.world.size) != 1.0
+        if weighs and self.tree is None and not self._weighs_microbatches:
             self._weighs_microbatches = True
-            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            weigh = partial(weigh_gradient, sums=self.exchange.sums)
-            self._hooks += [one.register_hook(weigh) for one in trained]  # type: ignore[no-untyped-call]
-        if self.ddp is None or (in_tree and not share.last):
-            output = self.own_forward(*args, **kwargs)
-        elif share.last:
-            output = self.exchange.reached(self.exchanged(*args, **kwargs))
+            weigh = partial(weigh_gradient, sums=self.sums)
+            self._hooks += [parameter.register_hook(weigh) for parameter in self._trained()]  # type: ignore[no-untyped-call]
+        if self.ddp is None or share.last:
+            output = self.exchanged(*args, **kwargs)
         else:
             with self.ddp.no_sync():
                 output = self.exchanged(*args, **kwargs)
@@ -146,7 +141,9 @@ class Replica:
         """The model's output, whose gradients are exchanged; DDP's errors in words of this interface."""
         if self.ddp is None:
             return self.own_forward(*args, **kwargs)
-        self._exchanges |= bool(self.ddp.require_backward_grad_sync)
+        exchanges = bool(self.ddp.require_backward_grad_sync)
+        if exchanges:
+            self._exchange = "due"
         try:
             output = self.ddp(*args, **kwargs)
         except RuntimeError as error:
@@ -156,27 +153,15 @@ class Replica:
                 f"{self._without_gradient(str(error))} of {type(self.model).__name__} got no gradient in the last "
                 "step; write replicate(model, find_unused_parameters=True), or freeze what is not used"
             ) from None
-        if self.ddp.require_backward_grad_sync:
-            on_backward(output, partial(_note_backward, weakref.ref(self)))
+        if exchanges:
+            on_backward(output, _weakly(self._note_backward))
         return output
 
-    def note_backward(self) -> None:
+    def _note_backward(self) -> None:
         """Backward has come to an output of this model; DDP exchanges in one backward after a call, and in no other."""
-        self._is_missed = not self._exchanges and not self._is_exchanging
+        self._exchange = self._exchange or "missed"
 
-    def note_call(self) -> None:
-        """The model itself is called: the gradients that follow are exchanged."""
-        self._called_at = self._spine.batches
-        self._is_missed = False
-        self._seen_since.clear()
-
-    def _watch_calls(self) -> None:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        expect = partial(_expect_call, weakref.ref(self))
-        for parameter in trained[:1] + trained[1:][-1:]:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(expect))  # type: ignore[no-untyped-call]
-
-    def expect_call(self, parameter: torch.Tensor) -> None:
+    def _expect_call(self, parameter: torch.Tensor) -> None:
         """A gradient has come; without a call of the model in this batch it would stay this rank's own."""
         again = self._called_at < 0 or id(parameter) in self._seen_since
         if again and self._called_at != self._spine.batches and self._spine.trained is not None:
@@ -186,12 +171,12 @@ class Replica:
                 f"exchanged; call the model, in train() mode, or move into its forward what is computed elsewhere"
             )
         self._seen_since.add(id(parameter))
-        if self._exchanges:
-            self._exchanges, self._is_exchanging = False, True
+        if self._exchange == "due":
+            self._exchange = "under way"
             self._group.enter("backward")
             after_backward(self._begin_to_wait)
-        elif self._is_missed:
-            self._is_missed, self._is_exchanging = False, True
+        elif self._exchange == "missed":
+            self._exchange = "under way"
             after_backward(self._exchange_again)
 
     def _begin_to_wait(self) -> None:
@@ -200,14 +185,17 @@ class Replica:
         after_backward(self._end_exchange)
 
     def _end_exchange(self) -> None:
-        self._is_exchanging = False
+        self._exchange = ""
         self._group.enter("user")
 
     def _exchange_again(self) -> None:
         """Collective. A second backward through one call, or of an earlier call, has added to everyone's gradients."""
-        self._is_exchanging = False
+        self._exchange = ""
         with self._group.waiting(f"the gradients of {type(self.model).__name__}"):
-            self.exchange.average([one for one in self.model.parameters() if one.requires_grad])
+            average(self._trained())
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _without_gradient(self, error: str) -> str:
         trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -229,8 +217,7 @@ class Replica:
         """Collective. Rank 0's buffers, on every rank."""
         self.dirty = False
         with self._group.waiting(f"the buffers of {type(self.model).__name__}"):
-            for buffer in self.model.buffers():
-                broadcast(buffer)
+            broadcast(self.model.buffers())
 
     @property
     def has_synced_statistics(self) -> bool:
@@ -247,14 +234,9 @@ class Replica:
             if buffer.is_floating_point()
         }
 
-    def own_sums(self) -> str:
-        """16 digits for each of its own buffers, which another value changes."""
-        buffers = self.own_buffers().values() if self.dirty else ()
-        return bit_sums(buffers).hex() if buffers else ""
-
     def equal_tensors(self) -> dict[str, torch.Tensor]:
         """By name, what has the same bits on every rank between two steps."""
-        buffers = dict(self.model.named_buffers()) if self.exchange.sums_buffers else {}
+        buffers = dict(self.model.named_buffers()) if self.tree is not None else {}
         return {**dict(self.model.named_parameters()), **buffers}
 
     def leave(self) -> None:
@@ -265,17 +247,17 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self.ddp = None
-        self.exchange.close()
 
 
-def _note_backward(replica: "weakref.ref[Replica]") -> None:
-    if found := replica():
-        found.note_backward()
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """As a hook that does not keep the replica alive."""
+    held = weakref.WeakMethod(method)
 
+    def call(*args: Any) -> None:
+        if found := held():
+            found(*args)
 
-def _expect_call(replica: "weakref.ref[Replica]", parameter: torch.Tensor) -> None:
-    if found := replica():
-        found.expect_call(parameter)
+    return call
 
 
 def _plain_state(model: torch.nn.Module) -> Any:
@@ -294,10 +276,7 @@ class _Body(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
         self.model = model
-        self.own_forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own_forward(*args, **kwargs)
+        self.forward = forward
 
 
 def replica_of(model: torch.nn.Module) -> Replica | None:

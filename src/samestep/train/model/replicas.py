@@ -3,30 +3,36 @@
 import json
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from samestep.errors import UsageError
+from samestep.train.digest import bit_sums
 from samestep.train.group.group import Group, Member
-from samestep.train.model.exchange import Exchange, times_of
+from samestep.train.model.exchange import times_of
 from samestep.train.model.replica import Replica
-from samestep.train.step import Pass, Share, Spine, Subscriber
+from samestep.train.model.tree import Tree
+from samestep.train.step import Models, Pass, Share, Spine
 from samestep.train.streams import draw_as
 
+_DIGITS = 16
 
-class Replicas(Member, Subscriber):
+
+class Replicas(Member, Models):
     """All replicas of a group, in the order they were made, which is the same on every rank."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._unlike_said = False
+        # in a world of one a model is left as it is, until its microbatches have to be weighed
         self.alone: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._living: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._made = 0
         self._any_moves_buffers = self._buffer_said = False
-        group.the(Spine).subscribe(self)
+        spine = group.the(Spine)
+        spine.subscribe(self)
+        spine.models = self
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(sorted(self._living, key=lambda replica: replica.number))
@@ -34,24 +40,16 @@ class Replicas(Member, Subscriber):
     @property
     def exact(self) -> bool:
         """Whether gradients are added in the fixed tree."""
-        return any(replica.exchange.needs_microbatches for replica in self._living)
+        return any(replica.tree for replica in self._living)
 
-    def add(self, model: torch.nn.Module, options: dict[str, Any], exchange: Exchange) -> None:
+    def add(
+        self, model: torch.nn.Module, options: dict[str, Any], *, sums: bool, tree: Tree | None = None
+    ) -> None:
         """Collective. Make this model a replica."""
-        replica = Replica(self._made, model, options, exchange, self.group, self._remark_unlike_shares)
+        replica = Replica(self._made, model, options, self.group, sums=sums, tree=tree)
         self._made += 1
         self._any_moves_buffers |= replica.moves_buffers
         self._living.add(replica)
-
-    def _remark_unlike_shares(self) -> None:
-        if not self._unlike_said and self.group.the(Spine).has_unlike_shares() and self.group.world.rank == 0:
-            self._unlike_said = True
-            print(
-                "samestep: two loaders are iterated together and split their batches differently; the model's input is "
-                "computed from a batch, so its gradients use the share of the latest training batch: let one dataset "
-                "return both",
-                file=sys.stderr,
-            )
 
     def trains(self, shuffled: bool) -> bool:
         return any(replica.model.training for replica in self._living) or (shuffled and bool(self._living))
@@ -60,19 +58,22 @@ class Replicas(Member, Subscriber):
         return (parameter for replica in self for parameter in replica.model.parameters())
 
     def exchanges(self) -> Iterator[tuple[float, float]]:
-        return (times_of(replica.ddp) for replica in self if replica.ddp is not None)
+        for replica in self:
+            if replica.ddp is not None:
+                yield times_of(replica.ddp)
+            elif replica.tree is not None:
+                yield replica.tree.exchange_s, 0.0
 
     @property
     def adds_losses(self) -> bool:
-        return any(replica.exchange.sums for replica in self._living)
+        return any(replica.sums for replica in self._living)
 
     def pass_begins(self, begun: Pass) -> None:
-        """In a world of one a model is left as it is, until its microbatches have to be weighed."""
         if not begun.training or not begun.microbatches:
             return
         for model, sums in list(self.alone.items()):
             del self.alone[model]
-            self.add(model, {}, Exchange(sums=sums))
+            self.add(model, {}, sums=sums)
         size = self.group.world.size
         uneven = next((count for count in begun.microbatches if count % size), None)
         if uneven is not None and any(replica.has_synced_statistics for replica in self):
@@ -83,18 +84,27 @@ class Replicas(Member, Subscriber):
             )
 
     def microbatch_begins(self, share: Share) -> None:
-        if share.of.training:
-            for replica in self:
-                replica.exchange.microbatch_begins(share)
-            if self.exact:
-                draw_as(share.of.seed, share.of.epoch, share.batch_start, share.microbatch or 0)
+        if share.of.training and (trees := self._trees()):
+            for tree in trees.values():
+                tree.microbatch_begins(share)
+            draw_as(share.of.seed, share.of.epoch, share.batch_start, share.microbatch or 0)
 
     def microbatch_ends(self, share: Share) -> None:
-        if share.of.training:
-            for replica in self:
-                replica.exchange.microbatch_ends(share)
-            if self.exact and share.last:
-                draw_as(share.of.seed, share.of.epoch, share.batch_start, "after")
+        """Collective in the last one of a step. A tree that no rank used in it has nothing to exchange."""
+        if not share.of.training or not (trees := self._trees()):
+            return
+        for tree in trees.values():
+            tree.microbatch_ends(share)
+        if share.last:
+            mine = json.dumps({number: tree.used for number, tree in trees.items() if tree.used})
+            ranks = self.group.all_gather("samestep.replicate's gradients", mine.encode())
+            used = [json.loads(said) for said in ranks]
+            for number, tree in trees.items():
+                tree.step_ends(share, [said[str(number)] for said in used if str(number) in said])
+            draw_as(share.of.seed, share.of.epoch, share.batch_start, "after")
+
+    def _trees(self) -> dict[int, Tree]:
+        return {replica.number: replica.tree for replica in self if replica.tree is not None}
 
     def pass_ends(self, ended: Pass) -> None:
         if ended.training:
@@ -104,34 +114,51 @@ class Replicas(Member, Subscriber):
         """Collective. Make rank 0's buffers everyone's, where training has moved them apart."""
         if not self._any_moves_buffers:
             return
-        mine = [(replica.number, [replica.dirty, replica.own_sums()]) for replica in self]
-        ranks = self.group.all_gather("samestep.replicate's buffers", json.dumps(mine).encode())
-        for replica, facts in self.alive_everywhere([dict(json.loads(rank)) for rank in ranks]):
-            if any(dirty for dirty, _ in facts):
-                self._say_own_buffer(replica, [sums for _, sums in facts])
+
+        def own_sums(replica: Replica) -> str | None:
+            return sums_of(replica.own_buffers().values()) if replica.dirty else None
+
+        for replica, ranks in self.compared("samestep.replicate's buffers", own_sums):
+            if dirty := [sums for sums in ranks if sums is not None]:
+                if found := first_unlike(replica.own_buffers(), dirty):
+                    self._say_own_buffer(f"{found[0]} of {type(replica.model).__name__}")
                 replica.share_buffers()
 
-    def _say_own_buffer(self, replica: Replica, ranks: Sequence[str]) -> None:
+    def _say_own_buffer(self, name: str) -> None:
         """Name a buffer, other than BatchNorm's, that training changes from each rank's share alone."""
-        if len(set(ranks)) == 1 or self._buffer_said or self.group.world.rank:
-            return
-        self._buffer_said = True
-        others = next(sums for sums in ranks if sums != ranks[0])
-        names = list(replica.own_buffers())
-        at = next(at for at in range(len(names)) if ranks[0][16 * at :][:16] != others[16 * at :][:16])
-        print(
-            f"samestep: forward changes the buffer {names[at]} of {type(replica.model).__name__} from each rank's "
-            "share alone, and rank 0's is kept; take samestep.mean(...) of what it is made of, or use "
-            "replicate(exact=True) with steps",
-            file=sys.stderr,
-        )
+        if not self._buffer_said and self.group.world.rank == 0:
+            self._buffer_said = True
+            print(
+                f"samestep: forward changes the buffer {name} from each rank's share alone, and rank 0's is kept; "
+                "take samestep.mean(...) of what it is made of, or use replicate(exact=True) with steps",
+                file=sys.stderr,
+            )
 
-    def alive_everywhere(self, ranks: Sequence[Mapping[int, Any]]) -> Iterator[tuple[Replica, list[Any]]]:
-        """The replicas that live on every rank, with what each rank says of them; a rank may collect one later."""
+    def compared(
+        self, call: str, fact: Callable[[Replica], str | None]
+    ) -> Iterator[tuple[Replica, list[Any]]]:
+        """Collective. The replicas that live on every rank, with what each rank says of them."""
+        mine = json.dumps({replica.number: fact(replica) for replica in self})
+        ranks = [json.loads(said) for said in self.group.all_gather(call, mine.encode())]
         for replica in self:
-            if all(replica.number in rank for rank in ranks):
-                yield replica, [rank[replica.number] for rank in ranks]
+            number = str(replica.number)
+            if all(number in said for said in ranks):
+                yield replica, [said[number] for said in ranks]
 
     def close(self) -> None:
         for replica in self:
             replica.leave()
+
+
+def sums_of(tensors: Iterable[torch.Tensor]) -> str:
+    """16 digits for each tensor, which another value changes."""
+    return bit_sums(tensors).hex()
+
+
+def first_unlike(names: Iterable[str], ranks: Sequence[Any]) -> tuple[str, list[str]] | None:
+    """The first tensor whose digits are not the same on all ranks, by its name, with those of each rank."""
+    for at, name in enumerate(names):
+        column = [sums[_DIGITS * at : _DIGITS * (at + 1)] for sums in ranks]
+        if len(set(column)) > 1:
+            return name, column
+    return None

@@ -5,7 +5,6 @@ Not covered: in passes of `loader`, what reaches parameters without passing thro
 over ranks, not over samples, which is right for a penalty; parameters whose `requires_grad` changes afterwards.
 """
 
-import hashlib
 import inspect
 import json
 import os
@@ -21,14 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group, Member
-from samestep.train.group.world import joined
+from samestep.train.group.world import World, joined
 from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence, check_every
-from samestep.train.model.exchange import Exchange, TreeExchange, broadcast
+from samestep.train.model.exchange import broadcast
 from samestep.train.model.layouts import note_layouts
 from samestep.train.model.replica import replica_of
 from samestep.train.model.replicas import Replicas
+from samestep.train.model.tree import Tree
 from samestep.train.streams import seed_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -69,7 +69,7 @@ def replicate(
     target = _checked(model, ddp)
     group = joined()
     ddp |= json.loads(os.environ.get("SAMESTEP_DDP", "{}"))  # what `samestep scale --vary` tries
-    replicas, world = group.the(Replicas), group.world
+    replicas, world, sums = group.the(Replicas), group.world, loss == "sum"
     if replica_of(model) is not None or target in replicas.alone:
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
     _check_modes(same, exact, loss, sync_batchnorm)
@@ -77,7 +77,7 @@ def replicate(
     check_every()
     group.the(Divergence)
     if world.size == 1 and not exact:
-        replicas.alone[target] = loss == "sum"
+        replicas.alone[target] = sums
         return model
     if world.size > 1:
         _check_device(target, world.device)
@@ -86,17 +86,18 @@ def replicate(
         convert(target)
     if exact:
         group.the(FixedArithmetic).fix()
-        tree = TreeExchange(
-            target, group, some_unused=bool(ddp.get("find_unused_parameters")), sums=loss == "sum"
-        )
-        replicas.add(target, ddp, tree)
+        replicas.add(target, {}, sums=sums, tree=Tree(target, group, sums=sums))
         return model
     if same:
         group.the(Draws).begin()
         note_layouts(model, target, world)
     elif not group.the(Draws).active:
         group.the(_Streams).draw_apart()
-    _replicate_default(target, ddp, Exchange(sums=loss == "sum"), group)
+    if any(parameter.requires_grad for parameter in target.parameters()):
+        _remark_own_statistics(target, world)
+        replicas.add(target, ddp, sums=sums)
+    else:
+        broadcast((*target.parameters(), *target.buffers()))
     return model
 
 
@@ -138,22 +139,6 @@ def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
     return target
 
 
-def _replicate_default(
-    target: torch.nn.Module, ddp: dict[str, Any], exchange: Exchange, group: Group
-) -> None:
-    if not any(parameter.requires_grad for parameter in target.parameters()):
-        for tensor in (*target.parameters(), *target.buffers()):
-            broadcast(tensor)
-        return
-    if _own_statistics(target) and group.world.rank == 0:
-        print(
-            "samestep: BatchNorm takes its statistics from each rank's share alone; "
-            "replicate(model, sync_batchnorm=True) takes them from the whole batch",
-            file=sys.stderr,
-        )
-    group.the(Replicas).add(target, ddp, exchange)
-
-
 @contextmanager
 def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
     """Local. Context manager: backward passes inside add to this rank's gradients and exchange nothing.
@@ -190,11 +175,17 @@ class _Streams(Member):
             torch.manual_seed(self.apart)
 
 
-def _own_statistics(model: torch.nn.Module) -> bool:
-    return any(
+def _remark_own_statistics(model: torch.nn.Module, world: World) -> None:
+    plain = (
         isinstance(module, BATCH_NORMS) and not isinstance(module, torch.nn.SyncBatchNorm | Synced)
         for module in model.modules()
     )
+    if world.rank == 0 and any(plain):
+        print(
+            "samestep: BatchNorm takes its statistics from each rank's share alone; "
+            "replicate(model, sync_batchnorm=True) takes them from the whole batch",
+            file=sys.stderr,
+        )
 
 
 def _check_device(model: torch.nn.Module, own: torch.device) -> None:
@@ -216,40 +207,28 @@ def is_elsewhere(found: set[torch.device], own: torch.device, *, by_nccl: bool) 
 
 def _check_alike(model: torch.nn.Module, group: Group) -> None:
     """DDP pairs parameters by position: another order, or a frozen one, would train wrong in silence."""
-    facts = [
-        (kind, name, f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}", one.requires_grad)
-        for kind, named in (("parameters", model.named_parameters()), ("buffers", model.named_buffers()))
-        for name, one in named
-    ]
-    listing = json.dumps(facts).encode()
-    digests = group.all_gather("samestep.replicate", hashlib.sha256(listing).digest())
-    if len(set(digests)) > 1:
-        ranks = [json.loads(one) for one in group.all_gather("samestep.replicate", listing)]
-        other = next(rank for rank, one in enumerate(ranks) if one != ranks[0])
-        raise RanksDiffer(
-            f"{_first_difference(ranks[0], other, ranks[other])}; build the same model on every rank"
-        )
+    named = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
+    mine = {
+        kind: [
+            f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            f"{' (frozen)' * (kind == 'parameters' and not tensor.requires_grad)}"
+            for name, tensor in tensors
+        ]
+        for kind, tensors in named.items()
+    }
+    ranks = [json.loads(said) for said in group.all_gather("samestep.replicate", json.dumps(mine).encode())]
+    for rank, theirs in enumerate(ranks):
+        for kind in mine:
+            if theirs[kind] != ranks[0][kind]:
+                found = _difference(kind, ranks[0][kind], rank, theirs[kind])
+                raise RanksDiffer(f"{found}; build the same model on every rank", ranks=[rank])
 
 
-def _first_difference(ours: list[Any], rank: int, theirs: list[Any]) -> str:
-    pairs = zip([*ours, None], [*theirs, None], strict=False)
-    mine, other = next(pair for pair in pairs if pair[0] != pair[1])
-    for kind in ("parameters", "buffers"):
-        counts = [_count(kind, facts) for facts in (ours, theirs)]
-        if counts[0] != counts[1]:
-            longer, shorter = (theirs, ours) if len(theirs) > len(ours) else (ours, theirs)
-            names = {fact[1] for fact in shorter}
-            extra = next((fact[1] for fact in longer if fact[1] not in names), (mine or other)[1])
-            return (
-                f"replicate found {counts[0]} {kind} on rank 0 and {counts[1]} on rank {rank} "
-                f"(first difference: {extra})"
-            )
-    return f"replicate found {_fact(mine)} on rank 0 and {_fact(other)} on rank {rank}"
-
-
-def _count(kind: str, facts: list[Any]) -> int:
-    return sum(fact[0] == kind for fact in facts)
-
-
-def _fact(fact: Any) -> str:
-    return f"{fact[1]} {fact[2]}{'' if fact[3] or fact[0] == 'buffers' else ' (frozen)'}"
+def _difference(kind: str, ours: list[str], rank: int, theirs: list[str]) -> str:
+    if len(ours) != len(theirs):
+        shorter, longer = sorted(([fact.split()[0] for fact in facts] for facts in (ours, theirs)), key=len)
+        extra = next(name for name in longer if name not in shorter)
+        counts = f"{len(ours)} {kind} on rank 0 and {len(theirs)} on rank {rank}"
+        return f"replicate found {counts} (first difference: {extra})"
+    mine, other = next(pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1])
+    return f"replicate found {mine} on rank 0 and {other} on rank {rank}"

@@ -11,34 +11,24 @@ from samestep.train.nested import map_tensors
 from samestep.train.step import Share, Spine, spine
 
 
-class _Weigh(torch.autograd.Function):
-    """Identity whose gradient is multiplied by a weight."""
+class _Scaled(torch.autograd.Function):
+    """Tensors times one factor, whose gradients are multiplied by another.
 
-    @staticmethod
-    def forward(ctx: Any, weight: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.weight = weight
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.clone() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        multiply = _Times.apply if torch.is_grad_enabled() else times
-        return (None, *(None if one is None else multiply(one, ctx.weight) for one in gradients))
-
-
-class _Times(torch.autograd.Function):
-    """A weighed gradient in a graph of its own, such as a gradient penalty's.
-
-    It is not weighed again where it is differentiated: the factor is in what is differentiated already.
+    A gradient in a graph of its own, such as a gradient penalty's, has the factor already: where it is differentiated
+    the two change places, and it is not weighed again.
     """
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, weight: float) -> torch.Tensor:
-        return times(gradient, weight)
+    def forward(ctx: Any, forth: float, back: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.factors = back, forth
+        ctx.set_materialize_grads(False)
+        return tuple(times(tensor, forth) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*gradient, None)
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found = [gradient for gradient in gradients if gradient is not None]
+        scaled = iter(_Scaled.apply(*ctx.factors, *found))  # type: ignore[no-untyped-call]
+        return (None, None, *(None if gradient is None else next(scaled) for gradient in gradients))
 
 
 def times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
@@ -76,7 +66,7 @@ def _weighed(value: Any, weight: float) -> Any:
     map_tensors(note, value)
     if not found:
         return value
-    changed = dict(zip(found, _Weigh.apply(weight, *found.values()), strict=True))  # type: ignore[no-untyped-call]
+    changed = dict(zip(found, _Scaled.apply(1.0, weight, *found.values()), strict=True))  # type: ignore[no-untyped-call]
     return map_tensors(lambda tensor: changed.get(id(tensor), tensor), value)
 
 

@@ -302,7 +302,7 @@ def _described(root: torch.nn.Module) -> dict[str, Any]:
     parts = [*root.named_modules()]
     return {
         "kind": type(root).__name__,
-        "exact": replica is not None and replica.exchange.needs_microbatches,
+        "exact": replica is not None and replica.tree is not None,
         "batchnorm": [
             name for name, part in parts if isinstance(part, _BatchNorm) and not isinstance(part, synced)
         ],

@@ -36,7 +36,7 @@ def current_share() -> dict[str, Any]:
     if spine is None or current is None or not current.all or current.of.of is None:
         return {}
     sampler = current.of.of.sampler
-    adds = spine.adds_losses and not current.lent
+    adds = spine.models.adds_losses and not current.lent
     return {
         "mine": current.mine,
         "all": current.all,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from samestep.train.model.tree_sum import Blocks, layout
+from samestep.train.model.tree import Blocks, layout
 
 
 def tree(values):
