@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.state import file as carry
+from samestep.state import file
 
 State = dict[tuple[Any, ...], bytes]
 
@@ -40,8 +40,8 @@ class Trail:
 
     def state(self) -> State:
         """The newest commit."""
-        newest = carry.listing(self.directory)[0]
-        return dict(leaves(carry.read(self.directory / newest.name)[0]))
+        newest = file.listing(self.directory)[0]
+        return dict(leaves(file.read(self.directory / newest.name)[0]))
 
 
 def leaves(node: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], bytes]]:

@@ -74,7 +74,7 @@ def trained(directory):
         made["scheduler"].step()
         run.step()
         run._writer.wait()
-    run._vault.release()
+    run._directory.release()
 
 
 def forged(directory, place, value):
@@ -109,7 +109,7 @@ def resumed(directory):
     try:
         run = samestep.Checkpoint(directory, **parts())
         step = run.resume()
-        run._vault.release()
+        run._directory.release()
     except samestep.SamestepError as error:
         return {"error": str(error)}
     except BaseException as error:

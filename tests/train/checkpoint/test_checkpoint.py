@@ -13,7 +13,7 @@ import pytest
 import torch
 from trail import Trail, differing_bits
 
-from samestep.state import file as carry
+from samestep.state import file
 from samestep.train.checkpoint import capture as tensors
 
 SURVIVOR = Path(__file__).parents[2] / "survivor.py"
@@ -25,7 +25,7 @@ def survive(nest, trail, size, *options):
 
 
 def steps(directory):
-    return [entry.step for entry in carry.listing(directory)]
+    return [entry.step for entry in file.listing(directory)]
 
 
 CHANGES = {
@@ -191,7 +191,7 @@ def test_a_directory_that_is_not_there_is_a_beginning_and_is_made_by_the_first_c
 def test_a_damaged_newest_is_named_and_the_older_one_used(nest, tmp_path):
     trail = Trail(tmp_path)
     survive(nest, trail, 1, "--every", 2, "--stop-at", 4)
-    newest = trail.directory / carry.listing(trail.directory)[0].name
+    newest = trail.directory / file.listing(trail.directory)[0].name
     data = bytearray(newest.read_bytes())
     data[-3000] ^= 1
     newest.write_bytes(data)

@@ -1,10 +1,10 @@
 """What a checkpoint is made of: parts, datasets and files that are odd, and several checkpoints at once."""
 
-from samestep.state import file as carry
+from samestep.state import file
 
 
 def steps(directory):
-    return [entry.step for entry in carry.listing(directory)]
+    return [entry.step for entry in file.listing(directory)]
 
 
 def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):

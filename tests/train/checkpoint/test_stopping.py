@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 from trail import Trail, differing_bits
 
-from samestep.state import file as carry
+from samestep.state import file
 
 SURVIVOR = Path(__file__).parents[2] / "survivor.py"
 LOOP = """
@@ -62,7 +62,7 @@ def go(nest, trail, size, *options, env=None):
 
 
 def steps(directory):
-    return [entry.step for entry in carry.listing(directory)] if directory.exists() else []
+    return [entry.step for entry in file.listing(directory)] if directory.exists() else []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.state import file as carry
+from samestep.state import file as state_file
 from samestep.state.tree import ITEMSIZE, Blob, Packer
 from samestep.train.group.group import Group
 
@@ -23,7 +23,9 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSI
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def pack(state: object, meta: Mapping[str, Any] | None = None, into: Tensor | None = None) -> carry.Packed:
+def pack(
+    state: object, meta: Mapping[str, Any] | None = None, into: Tensor | None = None
+) -> state_file.Packed:
     """Local. Lay a state out for writing: in the tensors' own memory, or copied into a flat uint8 tensor.
 
     `into` takes `Packed.bulk` bytes. Where it is pinned, copies from a device are under way until the
@@ -44,10 +46,10 @@ def pack(state: object, meta: Mapping[str, Any] | None = None, into: Tensor | No
             raise UsageError(f"the state does not fit into {len(into)} bytes; give it `Packed.bulk` of them")
         target = into[used : used + nbytes]
         target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-        used += -(-nbytes // carry.ALIGN) * carry.ALIGN
+        used += -(-nbytes // state_file.ALIGN) * state_file.ALIGN
         return target.numpy().data
 
-    return carry.pack(state, meta, leaf)
+    return state_file.pack(state, meta, leaf)
 
 
 def bulk(state: object) -> int:
@@ -58,12 +60,12 @@ def bulk(state: object) -> int:
 
     packer = Packer(leaf)
     packer.node(state)
-    return sum(-(-blob.nbytes // carry.ALIGN) * carry.ALIGN for blob in packer.blobs)
+    return sum(-(-blob.nbytes // state_file.ALIGN) * state_file.ALIGN for blob in packer.blobs)
 
 
 def read(file: str | os.PathLike[str] | int, *, dir_fd: int | None = None) -> tuple[Any, dict[str, Any]]:
     """Local. The state, its tensors each in memory of its own, and the meta, after every byte was checked."""
-    return carry.read(file, _room, dir_fd=dir_fd)
+    return state_file.read(file, _room, dir_fd=dir_fd)
 
 
 def received(size: int, root: str, group: Group) -> Any:
@@ -75,7 +77,7 @@ def received(size: int, root: str, group: Group) -> Any:
     with tempfile.TemporaryFile(dir=memory if fits else None) as file:
         group.hand_out(file)
         file.flush()
-        if carry.peek(file.fileno()).root.hex() != root:
+        if state_file.peek(file.fileno()).root.hex() != root:
             raise CheckpointError(
                 "the checkpoint was exchanged while it was sent to the other ranks; start again"
             )

@@ -27,7 +27,7 @@ from samestep.state.file import peek
 from samestep.state.slots import slots_of
 from samestep.text import name_ranks
 from samestep.train import streams
-from samestep.train.checkpoint import capture as carry
+from samestep.train.checkpoint import capture
 from samestep.train.checkpoint.parts import (
     ACCEPTED_AS,
     OWN,
@@ -95,12 +95,12 @@ class Checkpoint:
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
         for one in self._loaders.values():
             one.keep_ledger(self.finish)
-        self._vault = CheckpointDirectory(directory, keep)
+        self._directory = CheckpointDirectory(directory, keep)
         self._requests = StopRequests()
         others = self._group.the(_Checkpoints).living
         # the slots are one checkpoint's: the first
         slots = None if others else slots_of(os.environ)
-        self._writer = Writer(self._vault, self._world.device, self._note_commit, slots)
+        self._writer = Writer(self._directory, self._world.device, self._note_commit, slots)
         self._commit_seconds = 1.0
         self._told_of_limit = self._is_held = False
         self._common = CommonStep(self._group, len(others), lambda pace: any(self._reasons(pace)))
@@ -108,12 +108,12 @@ class Checkpoint:
 
     def resume(self) -> int:
         """Collective. Go on from the newest good commit; returns the steps it had taken, 0 if there is none."""
-        carry.bulk({name: part.state_dict() for name, part in self._parts.items()})
+        capture.bulk({name: part.state_dict() for name, part in self._parts.items()})
         self._hold()
         found, failure, begun = None, "", time.monotonic()
         if self._world.rank == 0:
             try:
-                found = self._vault.newest(self._read_run, self._writer.slots)
+                found = self._directory.newest(self._read_run, self._writer.slots)
                 if found is not None:
                     self._check_facts(found.value[0][OWN])
             except SamestepError as error:
@@ -137,7 +137,7 @@ class Checkpoint:
             with found.path.open("rb") as file:
                 self._group.hand_out(file)
         else:
-            state = carry.received(size * self._world.local_size, root, self._group)
+            state = capture.received(size * self._world.local_size, root, self._group)
         self._go_on_from(state)
         if found is not None:
             if not found.is_memory:
@@ -189,11 +189,11 @@ class Checkpoint:
         failure = ""
         if self._world.rank == 0:
             try:
-                self._vault.hold(*holder(os.environ, self._vault.directory))
+                self._directory.hold(*holder(os.environ, self._directory.directory))
             except CheckpointError as error:
                 failure = str(error)
         if failure := self._group.broadcast("samestep.Checkpoint", failure.encode()).decode():
-            raise CheckpointError(failure, path=self._vault.directory)
+            raise CheckpointError(failure, path=self._directory.directory)
         self._is_held = True
 
     def _gathered_streams(self) -> list[bytes]:
@@ -243,11 +243,11 @@ class Checkpoint:
 
     def _stop(self, why: str) -> None:
         # signals came to the newest alone
-        here = self._vault.directory
+        here = self._directory.directory
         others = [
             one
             for one in self._group.the(_Checkpoints).living
-            if one.steps != one._asked_at and one._vault.directory != here
+            if one.steps != one._asked_at and one._directory.directory != here
         ]
         for one in (*others, self):
             if failure := one.commit(wait=True):
@@ -256,7 +256,7 @@ class Checkpoint:
         if self._world.rank == 0:
             print(
                 f"samestep: stopped by {why} after step {self.steps}, which is committed in "
-                f"{self._vault.directory}; run it again to go on",
+                f"{self._directory.directory}; run it again to go on",
                 file=sys.stderr,
             )
         raise SystemExit(CHECKPOINTED)
@@ -294,7 +294,7 @@ class Checkpoint:
             )
 
     def _read_run(self, name: str | int, dir_fd: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        state, meta = carry.read(name, dir_fd=dir_fd)
+        state, meta = capture.read(name, dir_fd=dir_fd)
         check_state(str(name), state, peek(name, dir_fd=dir_fd).seal.step, self._parts)
         return state, meta
 
@@ -372,7 +372,7 @@ class _Checkpoints(Member):
             checkpoint._common.close()
         failures = [failure for checkpoint in self.living if (failure := checkpoint.unsaved())]
         for checkpoint in self.living:
-            checkpoint._vault.release()
+            checkpoint._directory.release()
         if failures:
             raise CheckpointError("; ".join(failures))
 

@@ -4,24 +4,25 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
-from samestep.train.data.collated import Collated, Whole
+from samestep.train.data.collated import Collated
 from samestep.train.group.device import moved
 from samestep.train.nested import map_tensors
+from samestep.train.step import Ragged
 from samestep.train.streams import seed_of, streams_kept
 
-Indices = torch.Tensor
 _Key = tuple[int, int, int]
-# The samples of a batch, or of a whole one and which of them are this rank's.
-Planned = Indices | tuple[Indices, slice]
+# The samples to read for a batch, and which of them are this rank's where those of others are read too.
+Planned = tuple[torch.Tensor, slice | None]
+Batch = tuple[Any, dict[str, Ragged]]
 
 
 class FromMemory:
@@ -35,12 +36,11 @@ class FromMemory:
         devices = {one.device for one in self.tensors}
         self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
 
-    def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[list[torch.Tensor]]:
-        for indices in plan:
-            assert isinstance(indices, torch.Tensor)
-            yield [self._gathered(one, indices) for one in self.tensors]
+    def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Batch]:
+        for indices, _ in plan:
+            yield [self._gathered(one, indices) for one in self.tensors], {}
 
-    def _gathered(self, tensor: torch.Tensor, indices: Indices) -> torch.Tensor:
+    def _gathered(self, tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if not self._pin or tensor.device.type != "cpu" or tensor.requires_grad:
             return tensor.index_select(0, indices.to(tensor.device))
         # torch gives pinned memory away again only after the copies from it
@@ -59,36 +59,31 @@ class FromWorkers:
     def __init__(self, dataset: Any, options: dict[str, Any]) -> None:
         self._plan = _Plan()
         self._dataset = _Seeded(dataset)
-        self.collates = options.get("collate_fn") is not None
-        if self.collates:
-            options["collate_fn"] = Collated(options["collate_fn"])
+        collate = options.get("collate_fn")
+        self.collates = collate is not None
+        options["collate_fn"] = Collated(collate or default_collate)
         options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
         # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.
         self._loader: DataLoader[Any] = DataLoader(
             self._dataset, batch_sampler=self._plan, generator=torch.Generator(), **options
         )
 
-    def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Any]:
-        def keys(planned: Planned) -> list[_Key]:
-            indices, part = planned if isinstance(planned, tuple) else (planned, None)
-            found = ((seed, epoch, index) for index in indices.tolist())
-            return list(found) if part is None else Whole(found, part)
-
-        self._plan.keys = map(keys, plan)
+    def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Batch]:
+        self._plan.keys = (([(seed, epoch, at) for at in indices.tolist()], part) for indices, part in plan)
         with torch.device("cpu"):  # what DataLoader draws, whatever the script's default device
             return iter(self._loader)
 
     def sample(self, index: int) -> Any:
         """One sample as it is under any seed, to know the data set by."""
-        return self._dataset.__getitems__([(0, 0, index)])[0]
+        return self._dataset.__getitems__(([(0, 0, index)], None))[0][0]
 
 
 class _Plan:
     """As a batch sampler: the keys of the pass that is being started."""
 
-    keys: Iterator[list[_Key]] = iter(())
+    keys: Iterator[tuple[list[_Key], slice | None]] = iter(())
 
-    def __iter__(self) -> Iterator[list[_Key]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.keys
 
 
@@ -98,10 +93,10 @@ class _Seeded(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, keys: Sequence[_Key]) -> list[Any]:
+    def __getitems__(self, planned: tuple[list[_Key], slice | None]) -> tuple[list[Any], slice | None]:
+        keys, part = planned
         with nullcontext() if get_worker_info() is not None else streams_kept():
-            samples = [self._sample(*key) for key in keys]
-        return Whole(samples, keys.part) if isinstance(keys, Whole) else samples
+            return [self._sample(*key) for key in keys], part
 
     def _sample(self, seed: int, epoch: int, index: int) -> Any:
         seed = seed_of(seed, epoch, index)

@@ -5,8 +5,7 @@ such as graphs laid end to end, is made of this rank's samples alone, and its si
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,91 +15,69 @@ from samestep.train.nested import named_tensors
 from samestep.train.step import Ragged, Rows
 from samestep.train.streams import streams_kept
 
-Collate = Callable[[list[Any]], Any]
-
-
-class Whole(list[Any]):
-    """A whole batch, of which a part is this rank's."""
-
-    def __init__(self, values: Iterable[Any], part: slice) -> None:
-        super().__init__(values)
-        self.part = part
-
-    def __reduce__(self) -> Any:
-        return Whole, (list(self), self.part)
-
 
 class Collated:
-    """As a collate_fn: of a whole batch this rank's part and its sizes, of a share what the script's own makes."""
+    """As a collate_fn, of samples and which of them are this rank's: its part of the batch, and what is ragged there.
 
-    def __init__(self, collate: Collate) -> None:
+    Without such a part all samples are this rank's.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, samples: list[Any]) -> Any:
-        if not isinstance(samples, Whole):
-            return self._collate(samples)
-        part = samples.part
-        whole = self._collate(list(samples))
+    def __call__(self, planned: tuple[list[Any], slice | None]) -> tuple[Any, dict[str, Ragged]]:
+        samples, part = planned
+        whole = self._collate(samples)
+        if part is None:
+            return whole, {}
         with streams_kept():
+            rows = Rows(part.stop - part.start, part.start, len(samples))
             mine = self._collate(samples[part])
             try:
-                return _Cut(part.start, part.stop, len(samples)).rows(whole, mine), {}
+                return _cut(whole, mine, rows), {}
             except LookupError:
                 before = self._collate(samples[: part.start]) if part.start else None
-                samples_of = Rows(part.stop - part.start, part.start, len(samples))
-                return mine, {name: one for name, one in _laid(before, mine, whole) if one.rows != samples_of}
+                laid = _laid(before, mine, whole)
+                return mine, {name: one for name, one in laid if one.rows != rows}
 
 
-@dataclass(frozen=True)
-class _Cut:
-    start: int
-    stop: int
-    all: int
+def _cut(whole: Any, mine: Any, rows: Rows) -> Any:
+    """These rows of a whole batch; LookupError where a part of it has no row for each sample.
 
-    def rows(self, whole: Any, mine: Any) -> Any:
-        """This rank's rows of a whole batch; LookupError where a part of it has no row for each sample.
-
-        `mine` is made of this rank's samples alone: a dimension of the samples differs between the two.
-        """
-        if type(whole) is not type(mine):
-            raise LookupError
-        if isinstance(whole, torch.Tensor):
-            return self._rows_of_tensor(whole, mine)
-        if isinstance(whole, np.ndarray):
-            return self._rows_of_tensor(torch.from_numpy(whole), torch.from_numpy(mine)).numpy()
-        if isinstance(whole, Mapping) and whole.keys() == mine.keys():
-            new: Any = {} if type(whole) is dict else copy.copy(whole)
-            for key, value in whole.items():
-                new[key] = self.rows(value, mine[key])
-            return new
-        if isinstance(whole, list | tuple):
-            return self._rows_of_sequence(whole, mine)
-        if whole == self.all and mine == self.stop - self.start:
-            return mine
-        if isinstance(whole, int | float | str | bytes | None):
-            return whole
+    `mine` is made of this rank's samples alone: a dimension of the samples differs between the two.
+    """
+    stop = rows.start + rows.mine
+    if type(whole) is not type(mine):
         raise LookupError
-
-    def _rows_of_tensor(self, whole: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        if whole.layout != torch.strided or whole.dim() != mine.dim():
-            raise LookupError
-        wanted = self.all, self.stop - self.start
-        found = [
-            dim for dim, sizes in enumerate(zip(whole.shape, mine.shape, strict=True)) if sizes == wanted
-        ]
-        if found:
-            return whole.narrow(found[0], self.start, wanted[1]).clone()
-        if whole.dim() == 0 or torch.equal(whole, mine):
-            return whole
-        raise LookupError
-
-    def _rows_of_sequence(self, whole: Any, mine: Any) -> Any:
-        if len(whole) != len(mine):
-            if len(whole) != self.all or type(whole) not in (list, tuple):
-                raise LookupError
-            return whole[self.start : self.stop]
-        parts = [self.rows(*pair) for pair in zip(whole, mine, strict=True)]
+    if isinstance(whole, torch.Tensor | np.ndarray):
+        return _cut_array(whole, mine, rows)
+    if isinstance(whole, Mapping) and whole.keys() == mine.keys():
+        new: Any = {} if type(whole) is dict else copy.copy(whole)
+        for key, value in whole.items():
+            new[key] = _cut(value, mine[key], rows)
+        return new
+    if isinstance(whole, list | tuple) and len(whole) == len(mine):
+        parts = [_cut(*pair, rows) for pair in zip(whole, mine, strict=True)]
         return type(whole)(*parts) if hasattr(whole, "_fields") else type(whole)(parts)
+    if type(whole) in (list, tuple) and len(whole) == rows.all:
+        return whole[rows.start : stop]
+    if whole == rows.all and mine == rows.mine:
+        return mine
+    if isinstance(whole, int | float | str | bytes | None):
+        return whole
+    raise LookupError
+
+
+def _cut_array(whole: Any, mine: Any, rows: Rows) -> Any:
+    if getattr(whole, "layout", torch.strided) != torch.strided or whole.ndim != mine.ndim:
+        raise LookupError
+    for dim, sizes in enumerate(zip(whole.shape, mine.shape, strict=True)):
+        if sizes == (rows.all, rows.mine):
+            part = whole[(slice(None),) * dim + (slice(rows.start, rows.start + rows.mine),)]
+            return part.clone() if isinstance(part, torch.Tensor) else part.copy()
+    if whole.ndim == 0 or (whole.shape == mine.shape and bool((whole == mine).all())):
+        return whole
+    raise LookupError
 
 
 def _laid(before: Any, mine: Any, whole: Any) -> Iterator[tuple[str, Ragged]]:

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
-from samestep.train.data.batches import Planned, content, on_device
-from samestep.train.data.order import Lazy, Order, Sampled
+from samestep.train.data.batches import Batch, Planned, content, on_device
+from samestep.train.data.order import Order, Sampled, Taken
+from samestep.train.data.share import Piece
 from samestep.train.data.source import Data, Item, Options, check_dataset, chosen, source_of, taken_over
 from samestep.train.draws import Draws
 from samestep.train.group.device import SideStreams, moved
@@ -24,7 +25,7 @@ from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
 from samestep.train.optimizers import Optimizers
-from samestep.train.step import Pass, Ragged, Share, Spine
+from samestep.train.step import Pass, Share, Spine
 
 Kind = TypeVar("Kind", bound="Loader[Any]")
 
@@ -81,21 +82,20 @@ def loader(
 
 def agree(call: str, made: Kind) -> Kind:
     """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
-    facts = json.dumps([made.facts(), chosen(made.dataset)]).encode()
-    group = joined()
-    for rank, other in enumerate(group.all_gather(call, facts)):
-        if other != facts:
-            theirs, _ = json.loads(other)
-            if theirs == made.facts():
+    group, mine = joined(), {**made.facts(), "": chosen(made.dataset)}
+    for rank, said in enumerate(group.all_gather(call, json.dumps(mine).encode())):
+        theirs = json.loads(said)
+        for name, value in mine.items():
+            if theirs[name] != value and name:
+                raise RanksDiffer(
+                    f"{call} got {name} {value} on rank {group.world.rank} and {theirs[name]} on rank {rank}; give "
+                    "every rank the same dataset and options"
+                )
+            if theirs[name] != value:
                 raise RanksDiffer(
                     f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
                     "or the labels differ; draw the split before replicate, or from a generator with a seed"
                 )
-            name = next(name for name, value in made.facts().items() if theirs[name] != value)
-            raise RanksDiffer(
-                f"{call} got {name} {made.facts()[name]} on rank {group.world.rank} and {theirs[name]} on rank "
-                f"{rank}; give every rank the same dataset and options"
-            )
     return made
 
 
@@ -197,14 +197,9 @@ class Loader(Generic[Item]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
+        order = self._order.state(self._position) if self._position else {}
         ledger = {"ledger": self.ledger} if self.ledger else {}
-        place = {"epoch": self.epoch, "position": self._position}
-        return {
-            **place,
-            **(self._order.state(self._position) if self._position else {}),
-            **ledger,
-            **self.facts(),
-        }
+        return {"epoch": self.epoch, "position": self._position, **order, **ledger, **self.facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, at any number of processes."""
@@ -237,104 +232,96 @@ class Loader(Generic[Item]):
             "drop_last": self.drop_last,
         }
 
-    def _pass(self, training: bool) -> Iterator[Any]:
-        """One way through: in training every rank gets as many batches as the others.
-
-        A rank without a share of a tiny last batch then takes the step on that batch with weight 0. In evaluation
-        the last batch is filled from the one before, or with same=True the rank gets none.
-        """
-        world = self._world
-        pieces = list(
-            share.pieces(
-                self._length,
-                self.batch_size,
-                world.size,
-                world.rank,
-                start=self._position,
-                drop_last=self.drop_last,
-                even=not training and not self._draws.active,
-            )
-        )
-        if training and not self._shuffle and pieces and pieces[-1].all < world.size:
-            self._remark_lending(pieces[-1].all)
+    def _pass(self, training: bool) -> Iterator[Item]:
         self._remark_same_order(training)
         this = Pass(self, self.epoch, training=training)
-        this.batches = len(pieces)
+        steps = self._steps(this)
+        this.batches = len(steps)
         self._spine.begin_pass(this)
-        return self._batches(this, self._drawn(this) if self._reads_ahead else None, pieces)
+        return self._walk(this, self._drawn(this) if self._reads_ahead else None, steps)
 
-    def _drawn(self, this: Pass) -> torch.Tensor | Lazy:
+    def _steps(self, this: Pass) -> Sequence[Any]:
+        """The batches of a pass; in an evaluation the last one is filled from the one before, or as it is."""
+        even = not this.training and not self._draws.active
+        pieces = self._pieces(self._world.size, self._world.rank, even=even)
+        if this.training and not self._shuffle and pieces and pieces[-1].all < self._world.size:
+            self._remark_lending(pieces[-1].all)
+        return pieces
+
+    def _pieces(self, size: int, rank: int, *, even: bool = False) -> list[Piece]:
+        start, drop_last = self._position, self.drop_last
+        length, batch = self._length, self.batch_size
+        return list(share.pieces(length, batch, size, rank, start=start, drop_last=drop_last, even=even))
+
+    def _drawn(self, this: Pass) -> torch.Tensor | Taken:
         lazily = self._world.size == 1 or self._draws.active
         order = self._order.draw(this.epoch, alike=this.training, lazily=lazily)
         this.take_order(order, self._order.pass_seed)
         return order
 
-    def _near(self, order: torch.Tensor | Lazy) -> torch.Tensor | Lazy:
-        """The order where the samples are: indices are sent to a device once a pass, not in every step."""
-        return moved(order, self._source.device) if isinstance(order, torch.Tensor) else order
-
-    def _batches(
-        self, this: Pass, drawn: torch.Tensor | Lazy | None, pieces: Sequence[share.Piece]
-    ) -> Iterator[Any]:
+    def _walk(self, this: Pass, drawn: torch.Tensor | Taken | None, steps: Sequence[Any]) -> Iterator[Any]:
+        """Hand out step by step, and say so to the spine."""
         spine = self._spine
         order = self._drawn(this) if drawn is None else drawn
-        near = self._near(order)
-        mine = [piece for piece in pieces if piece.mine or this.training]
-        # what a collate_fn makes of a sample may depend on the other samples of the batch
-        whole = self._draws.active and self._source.collates
-        plan = (self._planned(near, piece, whole) for piece in mine)
+        # indices are sent to a device once a pass, not in every step
+        near = moved(order, self._source.device) if isinstance(order, torch.Tensor) else order
+        batches = self._read((plan for step in steps for plan in self._planned(near, step, this)), this)
         try:
-            for piece, batch in zip(mine, self._read(plan, this), strict=True):
-                lent, step = not piece.mine, spine.steps
-                ragged: dict[str, Ragged] = {}
-                if whole and 0 < piece.mine < piece.all:
-                    batch, ragged = batch
-                handed_out = Share(
-                    this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step
-                )
-                spine.hand_out(handed_out, batch, ragged)
-                self.share = share.weight(piece, self._length, self.batch_size)
-                self._note(order, piece)
-                spine.begin_step(handed_out)
-                yield batch
-                spine.end_step(handed_out)
-            if pieces:
-                self._position = pieces[-1].stop
-                self.share = share.weight(pieces[-1], self._length, self.batch_size)
-            if self._draws.active and not this.training and pieces and pieces[-1].all < self._world.size:
-                # ranks without a share of the last batch did not draw on it
-                self._draws.adopt_first()
+            for step in steps:
+                for given, handed_out in self._given(step, batches, this):
+                    self._note(order, handed_out)
+                    spine.begin_step(handed_out)
+                    yield given
+                    spine.end_step(handed_out)
+            next(batches, None)
             spine.end_pass(this)
         finally:
             spine.leave_pass(this)
 
-    @staticmethod
-    def _planned(order: torch.Tensor | Lazy, piece: share.Piece, whole: bool) -> Planned:
-        """The samples to read for this batch; a rank without a share takes it all, with weight 0."""
+    def _planned(self, order: torch.Tensor | Taken, piece: Any, this: Pass) -> Iterator[Planned]:
+        """The samples to read for a batch, none in an evaluation in which this rank has no share of it."""
         # torch takes a sampler batch by batch, whatever is this rank's share
         samples = order[piece.start : piece.stop]
-        if piece.mine in (0, piece.all):
-            return samples
         mine = slice(piece.mine_start - piece.start, piece.mine_stop - piece.start)
-        return (samples, mine) if whole else samples[mine]
+        if self._draws.active and self._source.collates and 0 < piece.mine < piece.all:
+            # what a collate_fn makes of a sample may depend on the other samples of the batch
+            yield samples, mine
+        elif piece.mine:
+            yield samples[mine], None
+        elif this.training:
+            yield samples, None
+
+    def _given(self, piece: Any, batches: Iterator[Batch], this: Pass) -> Iterator[tuple[Any, Share]]:
+        """A batch and this rank's share of it; in training a rank without a share takes all of it, with weight 0."""
+        self.share = share.weight(piece, self._length, self.batch_size)
+        if piece.mine or this.training:
+            batch, ragged = next(batches)
+            lent, step = not piece.mine, self._spine.steps
+            handed_out = Share(
+                this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step
+            )
+            self._spine.hand_out(handed_out, batch, ragged)
+            yield batch, handed_out
+        self._position = piece.stop
+        if self._draws.active and not this.training and piece.all < self._world.size:
+            # ranks without a share of the batch did not draw on it
+            self._draws.adopt_first()
 
     def _remark_same_order(self, training: bool) -> None:
         """A loader made anew for each epoch has the order of epoch 0 each time."""
         if not training or not self._shuffle or self._seed is None or self.epoch or self._position:
             return
         begun = self._group.the(_Begun)
-        earlier = begun.at.get(id(self.dataset))
         with suppress(TypeError):  # a list has no weak references
-            begun.at[id(self.dataset)] = (weakref.ref(self), weakref.ref(self.dataset), self._seed)
-        if earlier is None or begun.said or self._world.rank or earlier[0]() is self:
-            return
-        if earlier[1]() is self.dataset and earlier[2] == self._seed:
-            begun.said = True
-            print(
-                f"samestep: a second loader over the same data begins at epoch 0 with seed={self._seed}, in the order "
-                "that the first one had; in a loop over epochs make the loader once, before the loop",
-                file=sys.stderr,
-            )
+            of, seed = begun.at.get(self.dataset, (lambda: self, None))
+            begun.at[self.dataset] = weakref.ref(self), self._seed
+            if of() is not self and seed == self._seed and not begun.said and not self._world.rank:
+                begun.said = True
+                print(
+                    f"samestep: a second loader over the same data begins at epoch 0 with seed={seed}, in the order "
+                    "that the first one had; in a loop over epochs make the loader once, before the loop",
+                    file=sys.stderr,
+                )
 
     def _remark_lending(self, count: int) -> None:
         """It may be an evaluation, in which neither the model nor autograd says so."""
@@ -347,14 +334,14 @@ class Loader(Generic[Item]):
                 file=sys.stderr,
             )
 
-    def _note(self, order: torch.Tensor | Lazy, piece: share.Piece) -> None:
+    def _note(self, order: torch.Tensor | Taken, given: Share) -> None:
         """The samples of this batch are consumed, on all ranks."""
-        self._position = piece.stop
+        self._position = given.batch_start + given.all
         if self.ledger:
-            samples = order[piece.start : piece.stop].numpy().tobytes()
+            samples = order[given.batch_start : self._position].numpy().tobytes()
             self.ledger = hashlib.blake2b(self.ledger + samples, digest_size=32).digest()
 
-    def _read(self, plan: Iterator[Planned], this: Pass) -> Iterator[Any]:
+    def _read(self, plan: Iterator[Planned], this: Pass) -> Iterator[Batch]:
         """The batches on this rank's device; what reading them draws is no draw of the script."""
         side = self._group.the(SideStreams).of_copies
         batches = on_device(self._source.batches(plan, this.epoch, this.seed), self._world.device, side)
@@ -376,7 +363,9 @@ class _Begun(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.said = False
-        self.at: dict[int, tuple[Callable[[], Any], Callable[[], Any], int]] = {}
+        self.at: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], int | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
 
 def as_int(value: Any) -> Any:

@@ -8,7 +8,8 @@ on from its last pass, one with `set_epoch`, one with a `state_dict`. Another or
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import index
 from typing import Any
 
@@ -34,7 +35,7 @@ class Order:
         if self._seed is None and not self._expected and not again:
             streams.draw_seed()
 
-    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "torch.Tensor | Lazy":
+    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "torch.Tensor | Taken":
         """The samples of this epoch; collective where it is drawn, and where it has to be `alike` on all ranks.
 
         With `lazily`, ranks whose random streams are alike take a sampler as far as they need it.
@@ -62,31 +63,6 @@ class Order:
         self._expected = state.get("order", {})
 
 
-class Lazy:
-    """An order that is taken from a sampler as far as it is asked for, as torch's DataLoader takes it."""
-
-    def __init__(self, of: "Sampled", iterator: Iterator[Any], *, alike: bool) -> None:
-        self._of, self._iterator, self._alike = of, iterator, alike
-        self._taken: list[int] = []
-
-    def __getitem__(self, part: slice) -> torch.Tensor:
-        missing = part.stop - len(self._taken)
-        if missing > 0:
-            self._taken += self._of.as_indices(list(itertools.islice(self._iterator, missing)))
-            if part.stop >= self._of.length:
-                self._taken += self._of.as_indices(list(self._iterator))
-                self._of.check_length(len(self._taken))
-            self._of.check_length(len(self._taken), at_least=part.stop)
-        if self._alike:
-            self._alike = False
-            self._of.compare(_digest(torch.tensor(self._taken, device="cpu")))
-        return torch.tensor(self._taken[part], dtype=torch.int64, device="cpu")
-
-    def first(self, count: int) -> torch.Tensor:
-        """The first samples, as far as they were taken."""
-        return torch.tensor(self._taken[:count], dtype=torch.int64, device="cpu")
-
-
 class Sampled(Order):
     """The order of a sampler of the user's own."""
 
@@ -96,120 +72,135 @@ class Sampled(Order):
                 f"loader got a sampler, {type(sampler).__name__}, without length; give it a __len__"
             )
         super().__init__(len(sampler), seed, shuffle=False, group=group)
-        self._sampler = sampler
+        self.sampler = sampler
         self._passes = 0
-        self._before: Any = None
-        self._drawn_in: dict[str, Any] = {}
-        self._drawn: torch.Tensor | Lazy | None = None
+        self._begun_in: dict[str, Any] = {}
+        self._taken: Taken | None = None
 
-    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> torch.Tensor | Lazy:
+    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "Taken":
         expected, self._expected = self._expected, {}
-        if self._seed is None and not expected and lazily:
-            return self._begin(epoch, alike=alike)
+        drawn_in = expected.get("drawn_in")
         if "before" in expected:
-            self._sampler.load_state_dict(expected["before"])
+            self.sampler.load_state_dict(expected["before"])
         elif expected:
             # a sampler that goes on from its last pass is now where it was
             while self._passes < epoch:
-                self._pass(self._passes, expected["drawn_in"])
-        drawn = self._pass(epoch, expected.get("drawn_in"))
-        if expected and _digest(drawn[: expected["count"]]) != expected["digest"]:
+                self._take_all(self._passes, drawn_in)
+        if lazily and self._seed is None and not expected:
+            drawn_in = {"streams": streams.capture(), "generator": _state_of(self._own_generator())}
+            taken = self._begin(epoch, drawn_in)
+        else:
+            taken = self._take_all(epoch, drawn_in)
+        if expected and _digest(taken[: expected["count"]]) != expected["digest"]:
             raise UsageError(
                 f"the sampler gives epoch {epoch} another order than before the run was resumed; make the order a "
                 "function of its seed and epoch, or give the sampler a state_dict"
             )
-        if alike:
-            self.compare(_digest(drawn))
-        return drawn
-
-    def _begin(self, epoch: int, *, alike: bool) -> Lazy:
-        """The sampler is taken as torch's DataLoader does: what it draws is drawn in between."""
-        self._drawn_in = {"streams": streams.capture(), "generator": _state_of(self._own_generator())}
-        self._begin_epoch(epoch)
-        self._passes += 1
-        self._drawn = Lazy(self, iter(self._sampler), alike=alike)
-        return self._drawn
-
-    def compare(self, mine: str) -> None:
-        """Collective. Raise RanksDiffer where another rank's sampler gave another order than this digest's."""
-        if self._group.world.size == 1:
-            return
-        name, rank = type(self._sampler).__name__, self._group.world.rank
-        for other, digest in enumerate(self._group.all_gather("samestep.loader's sampler", mine.encode())):
-            if digest.decode() != mine:
-                raise RanksDiffer(
-                    f"the sampler, {name}, gives rank {rank} another order than rank {other}, and all ranks share one "
-                    "order; leave out a sampler that chooses by rank, or seed it alike on all ranks"
-                )
+        if alike and self._group.world.size > 1:
+            taken.compare_first()
+        return taken
 
     def state(self, position: int) -> dict[str, Any]:
-        if self._drawn is None:
+        if self._taken is None:
             return {}
-        before = {} if self._before is None else {"before": self._before}
-        taken = self._drawn.first(position) if isinstance(self._drawn, Lazy) else self._drawn[:position]
-        facts = {"digest": _digest(taken), "count": len(taken), "drawn_in": self._drawn_in}
-        return {"order": {**facts, **before}}
+        consumed = self._taken[:position]
+        return {"order": {"digest": _digest(consumed), "count": len(consumed), **self._begun_in}}
 
-    def _pass(self, epoch: int, drawn_in: dict[str, Any] | None = None) -> torch.Tensor:
+    def _take_all(self, epoch: int, drawn_in: dict[str, Any] | None) -> "Taken":
         """One pass of the sampler; without a seed it draws from rank 0's stream, as that is or was."""
-        own = streams.capture()
-        brought_back = self._take_streams(epoch, own, drawn_in or {})
-        try:
-            self._begin_epoch(epoch)
-            drawn = self.as_indices(list(self._sampler))
-        finally:
-            streams.restore(own, brought_back)
-        self.check_length(len(drawn))
-        self._passes += 1
-        order = self._drawn = torch.tensor(drawn, dtype=torch.int64, device="cpu")
-        return order
+        with self._drawing(epoch, drawn_in) as drawn_in:
+            taken = self._begin(epoch, drawn_in)
+            taken.take(self.length)
+        return taken
 
-    def _begin_epoch(self, epoch: int) -> None:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
-            self._before = self._sampler.state_dict()
+    def _begin(self, epoch: int, drawn_in: dict[str, Any]) -> "Taken":
+        self._begun_in = {"drawn_in": drawn_in}
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        if hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict"):
+            self._begun_in["before"] = self.sampler.state_dict()
+        self._passes += 1
+        self._taken = Taken(self, self._group)
+        return self._taken
 
     def _own_generator(self) -> torch.Generator | None:
-        generator = getattr(self._sampler, "generator", None)
+        generator = getattr(self.sampler, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
-    def _take_streams(self, epoch: int, own: bytes, drawn_in: dict[str, Any]) -> Collection[str] | None:
-        """Set the streams that the sampler draws from; which of this rank's own do not go on by that (None: all)."""
-        generator = self._own_generator()
+    @contextmanager
+    def _drawing(self, epoch: int, drawn_in: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """Meanwhile the streams are those that the sampler draws from; of the rank's own only rank 0's go on by it."""
+        own, generator = streams.capture(), self._own_generator()
+        brought_back = None
         if self._seed is not None:
+            drawn_in = {}
             streams.draw_as("sampler", self._seed, epoch)
             if generator is not None:
                 generator.manual_seed(streams.seed_of("sampler", self._seed, epoch))
-            return None
-        if drawn_in:
+        elif drawn_in:
             streams.restore(drawn_in["streams"])
             if generator is not None:
                 generator.set_state(torch.frombuffer(bytearray(drawn_in["generator"]), dtype=torch.uint8))
-            self._drawn_in = drawn_in
-            return None
-        first = self._group.broadcast("samestep.loader's sampler draws", own)
-        self._drawn_in = {"streams": first, "generator": _state_of(generator)}
-        streams.restore(first)
-        return streams.different(first, own)
-
-    def check_length(self, count: int, *, at_least: int | None = None) -> None:
-        """Whether the sampler has yielded as many samples as its len() says."""
-        if count != self.length if at_least is None else count < at_least:
-            raise UsageError(
-                f"the sampler, {type(self._sampler).__name__}, yielded {count} samples but its len() is "
-                f"{self.length}; make them agree"
-            )
-
-    def as_indices(self, drawn: list[Any]) -> list[int]:
-        """What the sampler yielded, as whole numbers."""
+        else:
+            first = self._group.broadcast("samestep.loader's sampler draws", own)
+            drawn_in = {"streams": first, "generator": _state_of(generator)}
+            streams.restore(first)
+            brought_back = streams.different(first, own)
         try:
-            return [index(one) for one in drawn]
+            yield drawn_in
+        finally:
+            streams.restore(own, brought_back)
+
+
+class Taken:
+    """An order that is taken from a sampler as far as it is asked for, as torch's DataLoader takes it."""
+
+    def __init__(self, of: Sampled, group: Group) -> None:
+        self._is_to_compare = False
+        self._name, self._length = f"the sampler, {type(of.sampler).__name__},", of.length
+        self._iterator, self._group = iter(of.sampler), group
+        self._indices: list[int] = []
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        if part.stop > len(self._indices):
+            self.take(part.stop)
+        if self._is_to_compare:
+            self._compare()
+        return torch.tensor(self._indices[part], dtype=torch.int64, device="cpu")
+
+    def take(self, stop: int) -> None:
+        """Ask the sampler for its samples up to this one, and at the end for all."""
+        is_end = stop >= self._length
+        drawn = list(itertools.islice(self._iterator, None if is_end else stop - len(self._indices)))
+        try:
+            self._indices += map(index, drawn)
         except TypeError as error:
             raise UsageError(
-                f"the sampler, {type(self._sampler).__name__}, yielded a {type(drawn[0]).__name__}, which is not the "
-                "index of a sample; let it yield integers, and the loader makes batches of them"
+                f"{self._name} yielded a {type(drawn[0]).__name__}, which is not the index of a sample; let it yield "
+                "integers, and the loader makes batches of them"
             ) from error
+        count = len(self._indices)
+        if count < stop or (is_end and count != self._length):
+            raise UsageError(
+                f"{self._name} yielded {count} samples but its len() is {self._length}; make them agree"
+            )
+
+    def compare_first(self) -> None:
+        """Collective. Compare what was taken with the other ranks, or else what will be taken first."""
+        self._is_to_compare = True
+        if self._indices:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Collective. Raise RanksDiffer where another rank's sampler gave another order."""
+        self._is_to_compare = False
+        mine = _digest(torch.tensor(self._indices, device="cpu"))
+        for other, digest in enumerate(self._group.all_gather("samestep.loader's sampler", mine.encode())):
+            if digest.decode() != mine:
+                raise RanksDiffer(
+                    f"{self._name} gives rank {self._group.world.rank} another order than rank {other}, and all ranks "
+                    "share one order; leave out a sampler that chooses by rank, or seed it alike on all ranks"
+                )
 
 
 def _digest(order: torch.Tensor) -> str:

@@ -6,11 +6,11 @@ from typing import Any, Generic, Unpack
 import torch
 
 from samestep.errors import UsageError
-from samestep.train.data import share
+from samestep.train.data.batches import Batch, Planned
 from samestep.train.data.loader import Loader, agree, as_int
-from samestep.train.data.order import Lazy
+from samestep.train.data.order import Taken
+from samestep.train.data.share import Piece
 from samestep.train.data.source import Data, Item, Options
-from samestep.train.group.group import Group
 from samestep.train.group.world import joined
 from samestep.train.step import Pass, Share, cut
 
@@ -50,89 +50,58 @@ def steps(
 class Steps(Loader["Step[Item]"], Generic[Item]):
     """Batches in microbatches; where it is, is said in samples, as for a loader."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        microbatch: int,
-        shuffle: bool,
-        drop_last: bool,
-        seed: int | None,
-        options: dict[str, Any],
-        group: Group,
-    ) -> None:
-        batch_size, microbatch = as_int(batch_size), as_int(microbatch)
-        size = group.world.size
-        share.check_batch_size(batch_size, size)
-        if type(microbatch) is not int or not 1 <= microbatch <= batch_size:
+    def __init__(self, dataset: Any, batch_size: int, microbatch: int, *others: Any) -> None:
+        super().__init__(dataset, batch_size, *others)
+        batch_size, self.microbatch = self.batch_size, as_int(microbatch)
+        if type(self.microbatch) is not int or not 1 <= self.microbatch <= batch_size:
             raise UsageError(
                 f"microbatch {microbatch!r} is not a part of batch_size {batch_size}; "
                 f"use 1 to {batch_size} samples"
             )
-        count = -(-batch_size // microbatch)
+        count, size = -(-batch_size // self.microbatch), self._world.size
         if count < size:
             raise UsageError(
                 f"batch_size {batch_size} in microbatches of {microbatch} is {count}, fewer than the "
                 f"{size} ranks that share them; use microbatch={batch_size // size}, or fewer processes"
             )
-        self.microbatch = microbatch
-        super().__init__(dataset, batch_size, shuffle, drop_last, seed, options, group)
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "microbatch": self.microbatch}
 
-    def _pass(self, training: bool) -> Iterator["Step[Item]"]:
-        """One way through; a rank without a share of a tiny last batch takes it on a lent microbatch."""
-        pieces = list(
-            share.pieces(self._length, self.batch_size, 1, 0, start=self._position, drop_last=self.drop_last)
-        )
-        if self._draws.active and training:
+    def _steps(self, this: Pass) -> Sequence["Step[Item]"]:
+        """A rank without a share of a tiny last batch takes it on a lent microbatch."""
+        if self._draws.active and this.training:
             raise UsageError(
                 "samestep.steps cannot draw the serial script's numbers for same=True; use replicate(exact=True) with "
                 "steps, or same=True with samestep.loader"
             )
-        counts = {-(-piece.all // self.microbatch) for piece in pieces}
-        this = Pass(self, self.epoch, training=training, microbatches=counts or {1})
-        this.batches = len(pieces)
-        self._spine.begin_pass(this)
-        return self._steps(this, self._drawn(this) if self._reads_ahead else None, pieces)
+        steps: list[Step[Item]] = [Step(self, this, piece) for piece in self._pieces(1, 0)]
+        this.microbatches = {step.count for step in steps} or {1}
+        return steps
 
-    def _steps(
-        self, this: Pass, drawn: torch.Tensor | Lazy | None, pieces: Sequence[share.Piece]
-    ) -> Iterator["Step[Item]"]:
-        spine = self._spine
-        order = self._drawn(this) if drawn is None else drawn
-        steps: list[Step[Item]] = [Step(self, this, piece) for piece in pieces]
-        near = self._near(order)
-        plan = (near[start:stop] for step in steps for start, stop in step.parts)
-        batches = self._read(plan, this)
-        try:
-            for step in steps:
-                self._note(order, step.piece)
-                step.number = spine.steps
-                handed_out = step.share()
-                spine.begin_step(handed_out)
-                step.batches = batches
-                yield step
-                step.skip_rest()
-                spine.end_step(handed_out)
-            spine.end_pass(this)
-        finally:
-            spine.leave_pass(this)
+    def _planned(self, order: torch.Tensor | Taken, step: "Step[Item]", this: Pass) -> Iterator[Planned]:
+        return ((order[start:stop], None) for start, stop in step.parts)
+
+    def _given(
+        self, step: "Step[Item]", batches: Iterator[Batch], this: Pass
+    ) -> Iterator[tuple["Step[Item]", Share]]:
+        step.number, step.batches = self._spine.steps, batches
+        yield step, step.share()
+        step.skip_rest()
 
 
 class Step(Generic[Item]):
     """One optimizer step: iterate it once for this rank's microbatches."""
 
-    batches: Iterator[Any]
+    batches: Iterator[Batch]
     number: int
 
-    def __init__(self, of: Steps[Item], this: Pass, piece: share.Piece) -> None:
+    def __init__(self, of: Steps[Item], this: Pass, piece: Piece) -> None:
         world = of._world
         self.piece = piece
         self._spine, self._pass = of._spine, this
-        self._count = -(-piece.all // of.microbatch)
-        self._indices = range(*cut(self._count, world.size, world.rank))
+        self.count = -(-piece.all // of.microbatch)
+        self._indices = range(*cut(self.count, world.size, world.rank))
         self._lent = this.training and not self._indices
         self.parts = [
             (piece.start + index * of.microbatch, min(piece.start + (index + 1) * of.microbatch, piece.stop))
@@ -151,7 +120,7 @@ class Step(Generic[Item]):
         self._taken = True
         for at, index in enumerate(self._indices or range(self._lent)):
             self._left -= 1
-            batch = next(self.batches)
+            batch, _ = next(self.batches)
             microbatch = self.share(at, index)
             self._spine.hand_out(microbatch, batch)
             self._spine.begin_microbatch(microbatch)
@@ -170,7 +139,7 @@ class Step(Generic[Item]):
             self.piece.all,
             lent=self._lent,
             microbatch=index,
-            microbatches=self._count,
+            microbatches=self.count,
             first=not at,
             last=at is None or at == len(self.parts) - 1,
             step=self.number,
