@@ -34,9 +34,9 @@ COMMANDS = {
 }
 
 
-def lines(script: Path) -> str:
+def changed(serial: Path, script: Path) -> str:
     """Lines that a diff from the serial script adds and removes."""
-    texts = [(PEERS / "serial.py").read_text().splitlines(), script.read_text().splitlines()]
+    texts = [serial.read_text().splitlines(), script.read_text().splitlines()]
     diff = list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
     added, removed = (sum(line.startswith(sign) for line in diff) for sign in "+-")
     return f"+{added} -{removed}"
@@ -78,7 +78,15 @@ def main() -> None:
                   ("start_s", "step_s", "seconds", "cpu_s", "bytes", "accuracy", "truth")}  # fmt: skip
         failed = sum(one["code"] != 0 for one in found)
         script = PEERS / COMMANDS[system][-1]
-        rows.append({"system": system, **middle, "failed_exits": failed, "lines": lines(script), **ratio})
+        rows.append(
+            {
+                "system": system,
+                **middle,
+                "failed_exits": failed,
+                "lines": changed(PEERS / "serial.py", script),
+                **ratio,
+            }
+        )
     keep(asked.rounds, rows)
     print(
         "system       first step  step ms   seconds  of torchrun  CPU s   MB  printed  truth  bad exits  lines"

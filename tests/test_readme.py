@@ -193,6 +193,18 @@ def test_the_page_of_costs_shows_what_was_measured() -> None:
     assert f"takes {start['ratio']:.2f} of `torchrun`'s time ({start['seconds']:.1f}" in text
 
 
+def test_the_table_of_changed_lines_shows_what_was_measured() -> None:
+    text = (ROOT / "docs" / "migration.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "lines.json").read_text())["rows"]
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        same = "the same numbers" if row["difference"] == "the same" else "others"
+        cells.setdefault(row["script"], []).append(f"{row['lines']}, {same}")
+    assert len(cells) == 5
+    for script, shown in cells.items():
+        assert f"| {script} | {' | '.join(shown)} |\n" in text
+
+
 def test_the_navigation_names_every_page_once_and_no_other() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n", 1)[1]
     named = re.findall(r"- (?:[^:\n]+: )?([\w-]+\.md)$", navigation, re.MULTILINE)

@@ -34,6 +34,9 @@ _NOT_OFFERED = {
     "--logs-specs": _KEPT,
     "--duplicate-stdout-filters": _KEPT,
     "--duplicate-stderr-filters": _KEPT,
+    # of torch 2.14
+    "--log-line-prefix-template": "--tee begins every line with its rank",
+    "--print-completion": "`samestep completion` prints it",
 }
 _FLAGS = ("--standalone", "--run-path", "--virtual-local-rank")
 _OF_TORCHRUN = (
