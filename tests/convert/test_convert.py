@@ -202,7 +202,7 @@ def test_a_summed_loss_is_said_to_replicate():
 )  # fmt: skip
 def test_what_is_not_converted_is_listed_with_its_line(lines, reason):
     found = _of(f"{BEGIN}for x, y in train:\n{STEP}{lines}\n")
-    assert [gap for gap in found.gaps if reason in gap.reason], found.gaps
+    assert [gap for gap in found.gaps if reason in gap], found.gaps
     assert all(re.match(r"train\.py:\d+: ", str(gap)) for gap in found.gaps)
 
 

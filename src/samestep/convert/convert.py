@@ -34,23 +34,11 @@ _BESIDE = {"transformers", "xformers"}  # used by scripts that keep their own lo
 
 
 @dataclass(frozen=True)
-class Gap:
-    """What is not converted, and why."""
-
-    path: Path
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path.name}:{self.line}: {self.reason}"
-
-
-@dataclass(frozen=True)
 class Conversion:
     """The files before and after, what is left to do, and what is worth knowing."""
 
     files: dict[Path, tuple[bytes, bytes]]
-    gaps: tuple[Gap, ...]
+    gaps: tuple[str, ...]
     notes: tuple[str, ...]
 
     def patch(self, context: int = 3) -> str:
@@ -91,14 +79,15 @@ def convert(script: Path) -> Conversion:
     for source in sources.values():
         finish(followed, source, is_script=source.path == script)
     found = followed.found
-    gaps = sorted(((source.path, line, reason) for (source, line), reason in found.gaps.items()))
+    gaps = sorted((source.path, line, reason) for (source, line), reason in found.gaps.items())
     changed = {edit.source for edit in found.edits}
     files = {
-        path: tuple(text.encode(source.encoding) for text in (source.edited(()), source.edited(found.edits)))
+        path: (source.edited(()).encode(source.encoding), source.edited(found.edits).encode(source.encoding))
         for path, source in sources.items()
         if source in changed
     }
-    return Conversion(files, tuple(Gap(*gap) for gap in gaps), tuple(found.notes))  # type: ignore[arg-type]
+    said = tuple(f"{path.name}:{line}: {reason}" for path, line, reason in gaps)
+    return Conversion(files, said, tuple(found.notes))
 
 
 def _check_serial(source: Source, script: Path) -> None:
