@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from samestep.convert.expressions import Expressions
 from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
 from samestep.convert.rewrites import LOADERS, Rewrites
 from samestep.convert.signatures import NAMED, given_to_loss, is_loss, of_loss, of_tensors, over_rows
+from samestep.convert.source import Edit
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
 from samestep.convert.values import NUMBERS, ROWS, Each, Kind, Named, Value, Values, join, models_of
 
@@ -31,6 +32,8 @@ class Calls(Rewrites, Expressions):
             return self.backward(node, base)
         if base.kind == "loss":
             return base
+        if name == "format" and isinstance(text := node.func.value, ast.Constant):  # type: ignore[attr-defined]
+            self._fields(node, text)
         if base.kind in _DATA or (base.kind == Kind.ALIKE and name in NAMED["list"]):
             return self._method(node, base, name).bare
         callee = self.value(node.func)
@@ -49,11 +52,33 @@ class Calls(Rewrites, Expressions):
             return self._call_of_object(callee, node, given, named)
         return self.opaque(node, [*given, *named.values()])
 
-    def backward(self, node: ast.Call, loss: Value) -> Value:
-        raise NotImplementedError
+    def _fields(self, node: ast.Call, text: ast.Constant) -> None:
+        """Attributes of an object that a format reads: `"{top1.avg}".format(top1=top1)`."""
+        for one in node.keywords:
+            names = list(dict.fromkeys(re.findall(rf"\{{{one.arg}\.(\w+)", str(text.value))))
+            values = [
+                self.value(ast.copy_location(ast.Attribute(one.value, name), one.value)) for name in names
+            ]
+            nodes = tuple(
+                edit for value in values for edit in value.edits or () if isinstance(edit, ast.expr)
+            )
+            if nodes and self.may_total():
+                self.apply(nodes)
+            elif len(names) == 1 and values[0].edits and self.may_total():
+                self._field(text, one, names[0], [edit for edit in values[0].edits if isinstance(edit, Edit)])
+            elif any(value.is_shared for value in values):
+                what = f"{', '.join(names)} of `{ast.unparse(one.value)}`"
+                self.gap(node, f"the format shows {what}, which is of this process's share")
 
-    def statements(self, body: Sequence[ast.stmt]) -> None:
-        raise NotImplementedError
+    def _field(self, text: ast.Constant, given: ast.keyword, name: str, edits: list[Edit]) -> None:
+        """Give the attribute itself to the format."""
+        source, object_text = self.source, self.source.text(given.value)
+        if len(edits) == 2:
+            total = f"{edits[0].text}{object_text}.{name}{edits[1].text}"
+            edits = [source.replaced(given.value, total)]
+        for found in re.finditer(rf"\{{{given.arg}(\.{name})".encode(), source.text(text).encode()):
+            start = source.start(text)
+            self.found.edit(*edits, Edit(source, start + found.start(1), start + found.end(1), ""))
 
     def _method(self, node: ast.Call, base: Value, name: str) -> Value:
         """A method of a tensor or a number, of a list or dict, or of a number that stands for one which is filled."""
@@ -84,10 +109,9 @@ class Calls(Rewrites, Expressions):
             return self.put(node, base, values[1])
         if name == "scale":
             return join(*values[1:])
-        element = join(*base.parts) if base.parts else base.bare
         if name == "items" and (base.parts or base.is_shared):
-            element = Value(Kind.ROWS) if base.kind == Kind.BATCH else element
-            return Value("each", Each(Value("list", {0: Value(), 1: element})))
+            each = self.each(replace(base, kind="list") if base.kind == "dict" else base)
+            return Value("each", each.mapped(lambda element: Value("list", {0: Value(), 1: element})))
         if base.parts or base.kind in NUMBERS:
             if name in ("values", "copy"):
                 return replace(base, kind="list") if base.kind == "dict" and name == "values" else base
@@ -230,7 +254,7 @@ class Calls(Rewrites, Expressions):
     def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
         each = self.each(first)
         turn = Value("turn" if each.kind == "batches" else Kind.ALIKE)
-        return Value("each", replace(each, element=Value("list", {0: turn, 1: each.element})))
+        return Value("each", each.mapped(lambda element: Value("list", {0: turn, 1: element})))
 
     def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
         parts = [self.each(one) for one in values]
@@ -253,6 +277,9 @@ class Calls(Rewrites, Expressions):
 
     def _python_sum(self, node: ast.Call, values: Values, first: Value) -> Value:
         return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)
+
+    def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
+        return self.text_of(first)
 
     def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
         return Value("model", self.key(node)) if self.is_model(first) else first

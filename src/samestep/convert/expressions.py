@@ -14,8 +14,8 @@ from samestep.convert.values import (
     Each,
     Kind,
     Loop,
+    Sum,
     Value,
-    Values,
     combined,
     join,
     models_of,
@@ -23,6 +23,7 @@ from samestep.convert.values import (
 )
 
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
+_HOLDS = "holds values of this process's share"
 
 
 class Expressions(Totals):
@@ -40,6 +41,14 @@ class Expressions(Totals):
         if found.is_shared and found.edits is None:
             self.known[node] = found = replace(found, edits=self.edits_of(node, found))
         return found
+
+    def text_of(self, value: Value) -> Value:
+        """What is shown where a value is: of an object what its class makes of it."""
+        method = value.of.of.find("__str__") if value.kind == "instance" else None
+        return self.run(replace(method.of, bound=value), [value], {}, None) if method else value
+
+    def _formattedvalue(self, node: ast.FormattedValue) -> Value:
+        return self.text_of(self.value(node.value)).bare
 
     def is_model(self, value: Value) -> bool:
         is_ours = value.kind == "instance" and value.of.of.descends_from("Module", "Model")
@@ -62,7 +71,7 @@ class Expressions(Totals):
             prefixes = (f"{node.id}[", f"{node.id}.")
             parts = [part for name, part in self.frame.scope.names.items() if name.startswith(prefixes)]
             is_filled = any(part.is_shared for part in parts) and not found.is_shared
-            return other("holds values of this process's share", *parts) if is_filled else found
+            return other(_HOLDS, *parts) if is_filled else found
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
         while scope is not None and not scope.stars:
@@ -93,6 +102,11 @@ class Expressions(Totals):
         return Value("list", {0: Value(Kind.COUNT, self.batches), None: Value()})
 
     def _of_instance(self, base: Value, name: str) -> Value:
+        if name == "__dict__":
+            held = [value for value in base.of.scope.names.values() if value.is_shared]
+            sums = [value.of for value in held if isinstance(value.of, Sum) and value.of.loop.trains]
+            nodes = tuple(node for found in sums for node in found.nodes)
+            return other(_HOLDS, *held, edits=nodes or None) if held else Value()
         found = base.of.scope.names.get(name) or base.of.of.find(name)
         if found is None and self.is_model(base):
             return base if name == "module" else Value("model", base.of.key)
@@ -109,13 +123,13 @@ class Expressions(Totals):
             and isinstance(body[0], ast.Return)
             and body[0].value is not None
         ):
-            return replace(made.bare, made=(body[0].value, function.source, ()))
+            return replace(made, edits=None, made=(body[0].value, function.source, ()))
         return made
 
-    def _by_form(self, node: ast.Attribute, form: ast.expr, source: object) -> Edits | None:
+    def by_form(self, node: ast.Attribute, form: ast.expr, source: Source) -> Edits | None:
         """An attribute of an object, computed from the totals of its other attributes."""
         instance = self.known[node.value]
-        if instance.kind != "instance" or not isinstance(source, Source):
+        if instance.kind != "instance":
             return None
         self.frames.append(Frame(Scope(instance.of.of.scope, {"self": instance}), source))
         edits = self.value(form).edits
@@ -148,7 +162,7 @@ class Expressions(Totals):
             return Value(
                 Kind.COLUMNS if isinstance(node.slice, ast.Slice) and base.kind != Kind.BATCH else Kind.ROWS
             )
-        return base if base.kind == Kind.OTHER else base.bare
+        return base.bare
 
     def _rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:
         first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
@@ -221,10 +235,14 @@ class Expressions(Totals):
         self.frame.scope = Scope(scope)
         for part in node.generators:
             each = self.each(self.value(part.iter))
-            self.bind(part.target, each.element)
+            self.bind(part.target, (*each.objects, each.element)[0])
             tests = [self.value(test) for test in part.ifs]
             self.enter(Loop("rows" if any(test.is_shared for test in tests) else each.kind, each.text))
         found = self.kept(self.value(element))
+        for one in each.objects[1:] if len(node.generators) == 1 else ():
+            self.bind(part.target, one)
+            found = join(found, self.kept(self.value(element)))
+            self.known[element] = join(self.known[element], found)
         kinds = {loop.kind for loop in self.loops[loops:]}
         if "batches" in kinds and self.batches is not None:
             found = self.per_batch(self.batches, element, found)
@@ -252,8 +270,9 @@ class Expressions(Totals):
         if over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT):
             return Each(Value(Kind.ROW), "rows")
         if over.kind in ("list", "dict"):
-            return Each(join(*over.parts) if over.kind == "list" else Value())
-        return Each(over if over.kind == Kind.OTHER else over.bare)
+            objects = tuple(part for part in over.parts if part.kind in ("instance", "function"))
+            return Each(join(*over.parts), objects=objects) if over.kind == "list" else Each(Value())
+        return Each(over.bare)
 
     def bind(self, target: ast.AST, value: Value, made: ast.expr | None = None) -> None:
         """Let a target have this value."""
@@ -315,6 +334,3 @@ class Expressions(Totals):
         if value.kind == "each":
             return other("is taken apart by zip", value) if value.is_shared else Value()
         return Value(Kind.ROWS) if value.kind == Kind.BATCH else value
-
-    def run(self, function: Function, given: Values, named: dict[str, Value], call: ast.Call | None) -> Value:
-        raise NotImplementedError

@@ -9,7 +9,7 @@ from pathlib import Path
 from samestep.convert.calls import MOST_STATEMENTS, WITHOUT_GRADIENTS, Calls
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope
 from samestep.convert.source import Source
-from samestep.convert.values import NUMBERS, Kind, Loop, Sum, Value, join
+from samestep.convert.values import NUMBERS, Kind, Loop, Sum, Value, Values, join
 
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
@@ -235,7 +235,7 @@ class Follower(Calls):
             self.optimizes(over)
         each = self.each(over)
         loop = Loop(each.kind, each.text, rows=self._rows_of(node.target, each.element))
-        self._repeated(node, loop, lambda: self.bind(node.target, each.element))
+        self._repeated(node, loop, list(each.objects) or [each.element])
         self.statements(node.orelse)
 
     _asyncfor = _for
@@ -251,24 +251,24 @@ class Follower(Calls):
     def _while(self, node: ast.While) -> None:
         if self.value(node.test).is_shared:
             self.total(node.test)
-        self._repeated(node, Loop(), lambda: None)
+        self._repeated(node, Loop(), [])
 
-    def _repeated(self, node: ast.For | ast.While, loop: Loop, begin: Callable[[], None]) -> None:
+    def _repeated(self, node: ast.For | ast.While, loop: Loop, elements: Values) -> None:
         """Follow a loop's body twice: what its end says of a value holds at its beginning. Only the last counts."""
         place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
         found, eager = copy(self.found), set(self.learnt.eager)
-        self._turn(loop, node.body, begin)
+        self._turn(node, loop, elements)
         self.learnt.trains[place] = loop.trains = loop.found_training
         if self.followed < MOST_STATEMENTS:
             self.found, self.learnt.eager = found, eager
-            self._turn(loop, node.body, begin)
+            self._turn(node, loop, elements)
         self.frame.had_batches |= loop.kind == "batches"
         for name, value in self.frame.scope.names.items():
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
 
-    def _turn(self, loop: Loop, body: list[ast.stmt], begin: Callable[[], None]) -> None:
+    def _turn(self, node: ast.For | ast.While, loop: Loop, elements: Values) -> None:
         names = self.frame.scope.names
         for name, value in names.items() if loop.kind == "batches" else ():
             is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
@@ -277,8 +277,10 @@ class Follower(Calls):
                 names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.made[0],))
         loop.lends = not (self.without_gradients or self.in_eval)
         self.enter(loop)
-        begin()
-        self.statements(body)
+        for element in elements or [Value()]:
+            if isinstance(node, ast.For):
+                self.bind(node.target, element)
+            self.statements(node.body)
         self.loops.remove(loop)
 
     def _try(self, node: ast.Try) -> None:

@@ -1,6 +1,7 @@
 """What a project is made of while it is followed: names, functions, classes, objects; and what was found."""
 
 import ast
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +129,13 @@ class Findings:
 class Following:
     """Where following a script is: in which functions and loops."""
 
+    # the rules that are built on each other
+    value: Callable[[ast.AST | None], Value]
+    place_of: Callable[[ast.AST], tuple[Scope, str]]
+    run: Callable[[Function, Values, Named, ast.Call | None], Value]
+    statements: Callable[[Sequence[ast.stmt]], None]
+    backward: Callable[[ast.Call, Value], Value]
+
     def __init__(self, learnt: Learnt) -> None:
         self.learnt, self.found = learnt, Findings()
         self.frames: list[Frame] = []
@@ -172,9 +180,3 @@ class Following:
         """Whether every rank comes here as often as the others."""
         even = (loop.kind == "plain" or (loop.kind == "batches" and loop.trains == 2) for loop in self.loops)
         return all(even) and not self.uneven and not self.in_forward
-
-    def value(self, node: ast.AST | None) -> Value:
-        raise NotImplementedError
-
-    def place_of(self, target: ast.AST) -> tuple[Scope, str]:
-        raise NotImplementedError

@@ -1,11 +1,11 @@
 """Makes values of a share those of the whole batch: where they are shown, decided by, or added up."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from samestep.convert.project import Following, Scope
-from samestep.convert.source import Edit
+from samestep.convert.source import Edit, Source
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, combined, join
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
@@ -18,9 +18,12 @@ Edits = tuple[Edit | ast.expr, ...]
 class Totals(Following):
     """A value knows the edits that make it everyone's: around the smallest expressions that can be combined."""
 
+    text_of: Callable[[Value], Value]
+    by_form: Callable[[ast.Attribute, ast.expr, Source], Edits | None]
+
     def total(self, node: ast.expr) -> Value:
         """Let this expression have the same value on all ranks, or say that it cannot."""
-        value, text = self.value(node), f"`{ast.unparse(node)}`"
+        value, text = self.text_of(self.value(node)), f"`{ast.unparse(node)}`"
         if not value.is_shared:
             return value
         if value.edits is None:
@@ -47,7 +50,7 @@ class Totals(Following):
     def kept(self, value: Value) -> Value:
         """A value that gets a name: what can be combined is combined where the name is used."""
         combines = value.kind in _SUMMED or value.kind in ROWS - {Kind.COLUMNS}
-        return value.bare if combines or not self.may_total() else value
+        return replace(value, edits=None) if combines or not self.may_total() else value
 
     def edits_of(self, node: ast.AST, value: Value) -> Edits | None:
         """What makes an expression one of the whole batch, whose parts are known; None if nothing does."""
@@ -56,7 +59,7 @@ class Totals(Following):
                 return self._wrapped(node, value)
             case ast.Attribute() | ast.Subscript():
                 if value.kind == Kind.OTHER and value.made and isinstance(node, ast.Attribute):
-                    return self._by_form(node, *value.made[:2])
+                    return self.by_form(node, *value.made[:2])
                 base = self.known[node.value]
                 return (
                     self._wrapped(node, value) if value.kind in _SUMMED or not base.is_shared else base.edits
@@ -93,9 +96,6 @@ class Totals(Following):
         if (callee.kind in _OURS and value.kind in ROWS) or (value.kind in _SUMMED and not is_late):
             return self._wrapped(node, value)
         return None if callee.kind in _OURS else self._inside(node)
-
-    def _by_form(self, node: ast.Attribute, form: ast.expr, source: object) -> Edits | None:
-        raise NotImplementedError
 
     def _wrapped(self, node: ast.expr, value: Value) -> Edits | None:
         """The edits around an expression of a kind that can be combined."""
@@ -206,28 +206,24 @@ class Totals(Following):
         batch, over_samples = self._around(scope.find(name) or Value())
         if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
             value = Value(Kind.ROWS)
-        if value.is_shared and batch is not None:
-            value = self._appended(batch, node.args[0], value)
-        elif value.is_shared and self.may_total() and not self.batches:
-            value = self.total(node.args[0])
-        if value.is_shared:
-            found = join(*base.parts, self.kept(value))
-            is_flat = over_samples or name_of(node) == "extend"
-            made = found if is_flat and found.kind == Kind.ROWS else Value("list", {None: found})
-            scope.names[name] = replace(made, since=base.since)
-        elif value.kind == "function":
+        rows = join(*value.parts) if value.kind == "list" else value
+        if value.kind == "function":
             held = base.of if base.kind == "list" else {}
             scope.names[name] = Value("list", {**held, len(held): value}, since=base.since)
+        elif batch is not None and (rows.kind in ROWS or (value.kind == "list" and value.is_shared)):
+            is_rows = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
+            value = Value(Kind.ROWS) if is_rows else Value(Kind.OTHER, "is a list")
+        elif (
+            value.is_shared and self.may_total() and (batch is None or value.kind in (Kind.MEAN, Kind.OTHER))
+        ):
+            value = self.total(node.args[0]) if batch or not self.batches else value
+        elif value.is_shared and batch is not None:
+            value = self.per_batch(batch, node.args[0], value)
+        if value.is_shared:
+            found = join(*base.parts, self.kept(value))
+            is_flat = found.kind == Kind.ROWS and (over_samples or name_of(node) == "extend")
+            scope.names[name] = replace(found if is_flat else Value("list", {None: found}), since=base.since)
         return Value()
-
-    def _appended(self, batch: Loop, element: ast.expr, value: Value) -> Value:
-        rows = join(*value.parts) if value.kind == "list" else value
-        if rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch):
-            return Value(Kind.ROWS)
-        if rows.kind in ROWS or value.kind == "list":
-            return Value(Kind.OTHER, "is a list")
-        is_late = value.kind in (Kind.MEAN, Kind.OTHER) and self.may_total()
-        return self.total(element) if is_late else self.per_batch(batch, element, value)
 
     def divided(self, node: ast.AugAssign, old: Value, value: Value) -> Value:
         """`total /= count`, both of this rank's share."""

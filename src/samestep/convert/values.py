@@ -1,6 +1,7 @@
 """What is known of a value of the script: equal on all ranks, or made of this rank's share of a batch, and how."""
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -61,8 +62,8 @@ class Value:
 
     @property
     def bare(self) -> "Value":
-        """The value of an expression that is computed from it."""
-        return replace(self, edits=None)
+        """The value of an expression that is computed from it: what combines is combined there."""
+        return self if self.kind == Kind.OTHER else replace(self, edits=None)
 
 
 Values = list[Value]
@@ -92,6 +93,10 @@ class Each:
     element: Value
     kind: str = "plain"
     text: str | None = None
+    objects: tuple[Value, ...] = ()  # the elements one by one, where they are objects or functions
+
+    def mapped(self, change: Callable[[Value], Value]) -> "Each":
+        return replace(self, element=change(self.element), objects=tuple(map(change, self.objects)))
 
 
 @dataclass(frozen=True)
@@ -102,10 +107,10 @@ class Sum:
     nodes: frozenset[ast.expr]
 
 
-def other(reason: object, *values: Value) -> Value:
+def other(reason: object, *values: Value, edits: tuple[ast.expr, ...] | None = None) -> Value:
     """A value that depends on the share in a way that has no name; what is known of its parts says more."""
     said = [value.of for value in values if value.is_shared and isinstance(value.of, str)]
-    return Value(Kind.OTHER, str((*said, reason)[0]))
+    return Value(Kind.OTHER, str((*said, reason)[0]), edits=edits)
 
 
 def models_of(*values: Value) -> frozenset[Any]:
