@@ -192,7 +192,7 @@ class Calls(Rewrites, Expressions):
             return Value(Kind.OTHER, "is a mean over the batches that this process had")
         if name.startswith(("builtins.", "itertools.", "tqdm", "copy.", "functools.")):
             return self._of_python(last, node, values, first)
-        if name.startswith(("torch.nn.parallel.", "torch.nn.DataParallel")):
+        if name.startswith("torch.nn.") and last == "DataParallel" and node.args:
             return self.unwrapped(node, first)
         if self._is_optimizer(name, last, values):
             return self.optimizes(*values)

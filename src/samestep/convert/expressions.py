@@ -217,13 +217,13 @@ class Expressions(Totals):
         )
         return Value("dict", dict(zip(keys, values, strict=True))) if is_known else join(*values).bare
 
-    def _starred(self, node: ast.Starred | ast.Await | ast.NamedExpr) -> Value:
+    def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:
         found = self.value(node.value)
         if isinstance(node, ast.NamedExpr):
             self.bind(node.target, self.kept(found))
         return found
 
-    _await = _namedexpr = _starred
+    _namedexpr = _starred
 
     def _lambda(self, node: ast.Lambda) -> Value:
         return Value("function", Function(node, self.frame.scope, self.source))

@@ -12,7 +12,7 @@ _WRITERS = {
     "SummaryWriter": "make it on rank 0 only, and call it there only",
     "wandb.init": 'pass mode="disabled" on other ranks',
 }
-_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
 def finish(followed: Follower, source: Source, is_script: bool) -> None:
@@ -37,10 +37,9 @@ def finish(followed: Follower, source: Source, is_script: bool) -> None:
         elif isinstance(node, ast.Attribute):
             _without_module(followed, source, node)
     changed = [edit.text for edit in found.edits if edit.source is source]
-    if b"cuda" in source.data and not has_device and changed and is_script:
-        _begin(followed, source)
-    if any("samestep." in text for text in changed):
-        _import(followed, source, aliases)
+    begins = b"cuda" in source.data and not has_device and bool(changed) and is_script
+    if begins or any("samestep." in text for text in changed):
+        _import(followed, source, aliases, begins)
 
 
 def _without_module(followed: Follower, source: Source, node: ast.Attribute) -> None:
@@ -99,31 +98,24 @@ def _one_writer(followed: Follower, source: Source, node: ast.Call) -> None:
         followed.found.edit(*edits)
 
 
-def _import(followed: Follower, source: Source, loaders: set[str]) -> None:
+def _import(followed: Follower, source: Source, loaders: set[str], begins: bool) -> None:
     """`import samestep`, in the place of the import of DataLoader where nothing else uses it."""
     uses = sum(isinstance(node, ast.Name) and node.id in loaders for node in ast.walk(source.tree))
     uses -= sum(edit.source is source and edit.text == "samestep.loader" for edit in followed.found.edits)
     statements = [node for node in source.tree.body if not _is_text(node)]
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
-    edit: Edit | None = None
-    for node in imports if uses <= 0 else ():
-        if ast.unparse(node) == "from torch.utils.data import DataLoader":
-            edit = source.replaced(node, "import samestep")
+    unused = [node for node in imports if ast.unparse(node) == "from torch.utils.data import DataLoader"]
     after = [node for node in imports or statements if getattr(node, "module", "") != "__future__"]
-    edit = edit or (source.line_before(after[0], "import samestep") if after else None)
-    if edit is not None:
-        followed.found.edit(edit)
-
-
-def _begin(followed: Follower, source: Source) -> None:
-    """Take the device before the script does, in its first statement that is not a definition."""
-    first = next(
-        (node for node in source.tree.body if not isinstance(node, _DEFINITIONS) and not _is_text(node)), None
-    )
+    if unused and uses <= 0:
+        followed.found.edit(source.replaced(unused[0], "import samestep"))
+    elif after:
+        followed.found.edit(source.line_before(after[0], "import samestep"))
+    first = next((node for node in statements if not isinstance(node, _DEFINITIONS)), None)
     if isinstance(first, ast.If) and "__name__" in ast.unparse(first.test):
         first = first.body[0]
-    if first is not None and (edit := source.line_before(first, "samestep.init()")):
-        followed.found.edit(edit)
+    if begins and first is not None:
+        # the device is taken before the script takes one
+        followed.found.edit(source.line_before(first, "samestep.init()"))
 
 
 def _is_text(node: ast.stmt) -> bool:

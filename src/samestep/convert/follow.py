@@ -101,18 +101,14 @@ class Follower(Calls):
 
     def _functiondef(self, node: ast.FunctionDef) -> None:
         self.frame.scope.names[node.name] = self._function(node)
-        for one in node.decorator_list:
-            self.value(one)
 
-    _asyncfunctiondef = _functiondef
-
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Value:
+    def _function(self, node: ast.FunctionDef) -> Value:
         marks = frozenset(ast.unparse(one) for one in node.decorator_list)
         return Value("function", Function(node, self.frame.scope, self.source, marks))
 
     def _classdef(self, node: ast.ClassDef) -> None:
         outer, scope = self.frame.scope, Scope(self.frame.scope)
-        methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
         scope.names |= {one.name: self._function(one) for one in methods}
         outer.names[node.name] = Value("class", Class(node, [self.value(base) for base in node.bases], scope))
         self.frame.scope = scope
@@ -134,19 +130,18 @@ class Follower(Calls):
         frame.returned.append(self.kept(value))
         frame.has_ended = self.depth == frame.depth and len(self.loops) == frame.loops_before
 
-    def _assign(self, node: ast.Assign) -> None:
-        first, made = node.targets[0], node.value
-        pairs = [(target, made) for target in node.targets]
-        if isinstance(first, ast.Tuple) and isinstance(made, ast.Tuple) and len(first.elts) == len(made.elts):
-            pairs = list(zip(first.elts, made.elts, strict=True))
-        found = [(target, self._made(target, made), made) for target, made in pairs]
-        for target, value, made in found:
+    def _assign(self, node: ast.Assign | ast.AnnAssign) -> None:
+        targets, made = node.targets if isinstance(node, ast.Assign) else [node.target], node.value
+        pairs = [(target, made) for target in targets if made is not None]
+        parts = [getattr(part, "elts", ()) for part in (targets[0], made)]
+        if isinstance(made, ast.Tuple) and len(parts[0]) == len(parts[1]):
+            pairs = list(zip(*parts, strict=True))
+        found = [(target, self._made(target, part), part) for target, part in pairs]
+        for target, value, part in found:
             if value is not None:
-                self.bind(target, value, made)
+                self.bind(target, value, part)
 
-    def _annassign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None and (value := self._made(node.target, node.value)) is not None:
-            self.bind(node.target, value, node.value)
+    _annassign = _assign
 
     def _made(self, target: ast.expr, made: ast.expr) -> Value | None:
         """What a target is given; None where something is added to it, which has its value then."""
@@ -238,8 +233,6 @@ class Follower(Calls):
         self._repeated(node, loop, list(each.objects) or [each.element])
         self.statements(node.orelse)
 
-    _asyncfor = _for
-
     def _rows_of(self, target: ast.expr, value: Value) -> str | None:
         """The first name in a loop's target that has a sample in each row."""
         if isinstance(target, ast.Name):
@@ -299,8 +292,6 @@ class Follower(Calls):
         self.without_gradients += quiet
         self.statements(node.body)
         self.without_gradients -= quiet
-
-    _asyncwith = _with
 
     def _break(self, node: ast.stmt) -> None:
         if self.uneven and self.batches is not None and self.loops[-1].kind == "batches":

@@ -31,31 +31,26 @@ class Rewrites(Totals):
     def saved(self, node: ast.Call) -> Value:
         source, given = self.source, _arguments(node, ["obj", "f"])
         self.reached.add(node)
-        if given.keys() != {"obj", "f"} or len(node.args) + len(node.keywords) != 2:
-            reason = "has other arguments than a state and a path; write samestep.save(path, state)"
-        elif self.value(given["f"]).is_shared:
-            reason = "writes to a name of a share's value; give samestep.save a path"
-        elif not self.may_total():
-            reason = "is where only some ranks may come; save after the loop"
-        else:
-            state, path = given["obj"], source.text(given["f"])
-            self.total(state)
-            if path[:1] == "'" and '"' not in path and "\\" not in path and path.count("'") == 2:
-                path = f'"{path[1:-1]}"'
-            start, end = source.start(state), source.end(state)
-            self.found.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))
-            self.found.edit(Edit(source, end, source.end(node) - 1, ""))
+        is_plain = given.keys() == {"obj", "f"} and len(node.args) + len(node.keywords) == 2
+        if not is_plain or self.value(given["f"]).is_shared or not self.may_total():
+            reason = "write samestep.save(path, state), with no other arguments, where every rank comes"
+            self.gap(node, f"this torch.save is not converted; {reason}")
             return Value()
-        self.gap(node, f"torch.save {reason}")
+        state, path = given["obj"], source.text(given["f"])
+        self.total(state)
+        if path[:1] == "'" and '"' not in path and "\\" not in path and path.count("'") == 2:
+            path = f'"{path[1:-1]}"'
+        start, end = source.start(state), source.end(state)
+        self.found.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))
+        self.found.edit(Edit(source, end, source.end(node) - 1, ""))
         return Value()
 
     def unwrapped(self, node: ast.Call, model: Value) -> Value:
-        name, source = ast.unparse(node.func), self.source
-        if not name.endswith("DataParallel") or name.endswith("DistributedDataParallel") or not node.args:
-            self.gap(node, f"{name} splits the work in another way; leave it out")
-            return model
-        start, end = source.start(node.args[0]), source.end(node.args[0])
-        self.found.edit(Edit(source, source.start(node), start, ""), Edit(source, end, source.end(node), ""))
+        source, start, end = self.source, self.source.start(node), self.source.end(node)
+        inner = node.args[0]
+        self.found.edit(
+            Edit(source, start, source.start(inner), ""), Edit(source, source.end(inner), end, "")
+        )
         self.unwraps = True
         return model
 
