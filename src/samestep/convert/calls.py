@@ -12,7 +12,7 @@ from samestep.convert.rewrites import LOADERS, Rewrites
 from samestep.convert.signatures import NAMED, given_to_loss, is_loss, of_loss, of_tensors, over_rows
 from samestep.convert.source import Edit
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
-from samestep.convert.values import NUMBERS, ROWS, Each, Kind, Named, Value, Values, join, models_of
+from samestep.convert.values import NUMBERS, ROWS, Each, Kind, Named, Value, Values, join, models_of, other
 
 WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
 MOST_STATEMENTS = 100_000
@@ -149,8 +149,10 @@ class Calls(Rewrites, Expressions):
         if not self.in_forward and (not name or callee.kind == "instance"):
             self.called.add(callee.of if callee.kind == "model" else callee.of.key)
         if method is None:
-            is_shared = any(one.is_shared for one in (*given, *named.values()))
-            return Value(Kind.ROWS if is_shared else Kind.ALIKE)
+            shared = [one for one in (*given, *named.values()) if one.is_shared]
+            if any(one.kind == Kind.OTHER for one in shared):
+                return other("is computed from values of this rank's share", *shared)
+            return Value(Kind.ROWS if shared else Kind.ALIKE)
         self.in_forward += forward is not None
         found = self.run(method.of, [callee, *given], named, node)
         self.in_forward -= forward is not None
@@ -290,6 +292,9 @@ class Calls(Rewrites, Expressions):
             self.run(function, [function.bound] if function.bound else [], {}, node)
         if not any(one.is_shared for one in values):
             return Value(models=models_of(*values))
+        if name_of(node) in NAMED["bar"] and not self.may_total():
+            self.found.note(self.source, node, "the progress bar shows numbers of rank 0's share")
+            return Value()
         if isinstance(self.source.parents.get(node), ast.Expr):
             for one in (*node.args, *(one.value for one in node.keywords)):
                 self.total(one.value if isinstance(one, ast.Starred) else one)

@@ -316,6 +316,19 @@ class Expressions(Totals):
             scope = scope.parent
         return scope or self.frame.scope, name
 
+    def is_lost(self, target: ast.expr, is_changed: bool = False) -> bool:
+        """Whether a value put there is not found again: it is inside an object that is not this function's own."""
+        root, function = target, self.frame.function
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            if isinstance(root, ast.Attribute) and self.value(root.value).kind == "instance":
+                return root is not target
+            root = root.value
+        if not isinstance(root, ast.Name) or (root is target and not is_changed):
+            return False
+        given = [one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)] if function else []
+        is_local = root.id in self.frame.scope.names or root.id in self.frame.scope.elsewhere
+        return not is_local or root.id in given
+
     def part_of(self, value: Value, at: object, count: int | None = None) -> Value:
         """The element of a value with this key, where a tuple of names takes so many."""
         if value.kind in ("list", "dict"):

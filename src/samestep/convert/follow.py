@@ -149,7 +149,8 @@ class Follower(Calls):
         if adds and ast.unparse(made.left) == ast.unparse(target):  # type: ignore[attr-defined]
             self._add(target, made.right)  # type: ignore[attr-defined]
             return None
-        value = self.total(made) if made in self.learnt.eager else self.value(made)
+        is_late = made in self.learnt.eager or self.is_lost(target)
+        value = self.total(made) if is_late else self.value(made)
         if isinstance(target, ast.Attribute | ast.Subscript) and value.kind in (*NUMBERS, Kind.OTHER):
             # a number that is put into a list, dict or object outside of all batches is everyone's from there on
             if self._is_element(target) and self.batches is not None:
@@ -167,7 +168,8 @@ class Follower(Calls):
 
     def _add(self, target: ast.expr, added: ast.expr) -> None:
         scope, name = self._place(target)
-        scope.names[name] = self.accumulated((scope, name), added, self.value(added))
+        value = self.total(added) if self.is_lost(target) else self.value(added)
+        scope.names[name] = self.accumulated((scope, name), added, value)
 
     def _augassign(self, node: ast.AugAssign) -> None:
         if isinstance(node.op, ast.Add | ast.Sub):

@@ -32,6 +32,7 @@ made        ones zeros full rand randn empty randint normal
 model       to cuda cpu train eval apply float double half requires_grad_
 kept        iter list tuple reversed islice tqdm trange float int abs round cycle partial next
 list        append extend add update insert scale items values get pop setdefault copy
+bar         set_postfix set_postfix_str set_description
 piece       split chunk unbind
 """
 _OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.Sub()}

@@ -19,6 +19,7 @@ class Totals(Following):
     """A value knows the edits that make it everyone's: around the smallest expressions that can be combined."""
 
     text_of: Callable[[Value], Value]
+    is_lost: Callable[..., bool]
     by_form: Callable[[ast.Attribute, ast.expr, Source], Edits | None]
 
     def total(self, node: ast.expr) -> Value:
@@ -202,7 +203,9 @@ class Totals(Following):
 
     def put(self, node: ast.Call, base: Value, value: Value) -> Value:
         """A value is appended to a list that was made before the loop."""
-        scope, name = self.place_of(node.func.value)  # type: ignore[attr-defined]
+        receiver: ast.expr = node.func.value  # type: ignore[attr-defined]
+        scope, name = self.place_of(receiver)
+        value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
         batch, over_samples = self._around(scope.find(name) or Value())
         if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
             value = Value(Kind.ROWS)
