@@ -34,6 +34,28 @@ STEP = """\
 """
 
 
+METER = """\
+class Meter:
+    def __init__(self):
+        self.sum = self.count = self.avg = 0
+    def update(self, val, n):
+        self.sum += val * n
+        self.count += n
+        self.avg = self.sum / self.count
+    def __str__(self):
+        return "{avg}".format(**self.__dict__)
+meter = Meter()
+"""
+TABLE = """\
+class Table:
+    def __init__(self):
+        self.rows = {"loss": {"total": 0.0}}
+    def add(self, key, value):
+        self.rows[key]["total"] += value
+table = Table()
+"""
+
+
 @pytest.fixture(autouse=True)
 def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -176,6 +198,19 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "print(samestep.sum(right) / max(samestep.gather([n])))"),
         ("for x, y in train:\n    loss = F.cross_entropy(model(x), y, ignore_index=2)\n    loss.backward()",
          "loss = F.cross_entropy(samestep.gather(model(x)), samestep.gather(y), ignore_index=2)"),
+        (f"{EVALUATE}        total += F.cross_entropy(out, y)\nbest = 9.0\nif total < best:\n    best = total\n"
+         "print(best)",
+         "if samestep.sum(total) < best:\n    best = samestep.sum(total)"),
+        (f"got = []\n{EVALUATE}        got.extend(out.argmax(1).tolist())\nprint(len(got))",
+         "print(samestep.sum(len(got)))"),
+        (f"{METER}{EVALUATE}        meter.update(F.cross_entropy(out, y).item(), len(y))\n"
+         "print('{m.avg:.3f}'.format(m=meter))",
+         "print('{m:.3f}'.format(m=(samestep.sum(meter.sum) / samestep.sum(meter.count))))"),
+        (f"{METER}for x, y in train:\n{STEP}    meter.update(loss.item(), len(x))\n"
+         "    print([f'{m}' for m in [meter]])",
+         "meter.update(samestep.mean(loss.item()), samestep.sum(len(x)))"),
+        (f"{TABLE}for x, y in train:\n{STEP}    table.add('loss', loss.item())",
+         "table.add('loss', samestep.mean(loss.item()))"),
     ],
 )  # fmt: skip
 def test_numbers_of_a_share_become_those_of_the_whole_batch(lines, becomes):
@@ -196,6 +231,10 @@ def test_a_summed_loss_is_said_to_replicate():
         ("x = torch.rand(8, 4)\nmodel(x).sum().backward()", "no samestep.loader shares"),
         (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in test:\n"
          "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
+        (f"{TABLE}with torch.no_grad():\n    for x, y in test:\n        table.add('n', F.cross_entropy(model(x), y))",
+         "in an evaluation"),
+        ("mix = torch.randperm(4)\nfor x, y in train:\n    out = model(x[torch.randperm(len(x))])\n"
+         "    F.cross_entropy(out, y).backward()", "compares samples"),
         ("from functools import partial\nmake = partial(DataLoader, batch_size=8)", "functools.partial"),
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'", "CUDA_VISIBLE_DEVICES"),
     ],

@@ -12,7 +12,19 @@ from samestep.convert.rewrites import LOADERS, Rewrites
 from samestep.convert.signatures import NAMED, given_to_loss, is_loss, of_loss, of_tensors, over_rows
 from samestep.convert.source import Edit
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
-from samestep.convert.values import NUMBERS, ROWS, Each, Kind, Named, Value, Values, join, models_of, other
+from samestep.convert.values import (
+    NUMBERS,
+    ROWS,
+    Kind,
+    Loop,
+    Named,
+    Value,
+    Values,
+    join,
+    models_of,
+    other,
+    rows_of,
+)
 
 WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
 MOST_STATEMENTS = 100_000
@@ -152,7 +164,7 @@ class Calls(Rewrites, Expressions):
             shared = [one for one in (*given, *named.values()) if one.is_shared]
             if any(one.kind == Kind.OTHER for one in shared):
                 return other("is computed from values of this rank's share", *shared)
-            return Value(Kind.ROWS if shared else Kind.ALIKE)
+            return rows_of({one.kind for one in shared}) if shared else Value()
         self.in_forward += forward is not None
         found = self.run(method.of, [callee, *given], named, node)
         self.in_forward -= forward is not None
@@ -178,7 +190,8 @@ class Calls(Rewrites, Expressions):
         return Value(models=frozenset({Site(tuple(names), statement, frame.source)}))
 
     def optimizes(self, *given: Value) -> Value:
-        self.found.sites.update(dict.fromkeys(models_of(*given)))
+        sites = sorted(models_of(*given), key=lambda site: (site.statement.lineno, site.names[0][0]))
+        self.found.sites.update(dict.fromkeys(sites))
         return Value("optimizer", models=models_of(*given))
 
     def _external(self, name: str, node: ast.Call) -> Value:
@@ -263,7 +276,7 @@ class Calls(Rewrites, Expressions):
         kinds = [kind for kind in ("batches", "rows") if kind in {part.kind for part in parts}]
         texts = [part.text for part in parts if part.kind == "batches"]
         elements = Value("list", dict(enumerate(part.element for part in parts)))
-        return Value("each", Each(elements, (*kinds, "plain")[0], (*texts, None)[0]))
+        return Value("each", Loop(elements, (*kinds, "plain")[0], (*texts, None)[0]))
 
     def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
         """What next() takes from an iterator over a loader: the loop around it is a loop over batches."""
@@ -275,7 +288,7 @@ class Calls(Rewrites, Expressions):
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
         is_count = any(one.kind in (Kind.COUNT, Kind.PART) for one in values)
-        return Value("each", Each(Value(Kind.ROW), "rows")) if is_count else Value()
+        return Value("each", Loop(Value(Kind.ROW), "rows")) if is_count else Value()
 
     def _python_sum(self, node: ast.Call, values: Values, first: Value) -> Value:
         return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)
@@ -327,7 +340,7 @@ class Calls(Rewrites, Expressions):
         self.depth = frame.depth
         if frame.yielded:
             is_shared = join(*frame.yielded).is_shared
-            return Value("each", Each(Value(Kind.BATCH), "batches")) if is_shared else Value()
+            return Value("each", Loop(Value(Kind.BATCH), "batches")) if is_shared else Value()
         return join(*frame.returned)
 
     def _bind_arguments(self, scope: Scope, wanted: ast.arguments, given: Values, named: Named) -> None:

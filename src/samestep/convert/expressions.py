@@ -11,7 +11,6 @@ from samestep.convert.totals import Edits, Totals
 from samestep.convert.values import (
     NUMBERS,
     ROWS,
-    Each,
     Kind,
     Loop,
     Sum,
@@ -173,6 +172,8 @@ class Expressions(Totals):
             return Value(Kind.ROW)
         if is_all or self.in_forward:
             return Value(base.kind)
+        if index.kind == Kind.OTHER:
+            return other(index.of, index)
         if index.is_shared:
             # the first index goes along the rows: a mask chooses some; beside an index for each row it chooses within
             return Value(Kind.SOME if first is node.slice else Kind.ROWS)
@@ -237,7 +238,7 @@ class Expressions(Totals):
             each = self.each(self.value(part.iter))
             self.bind(part.target, (*each.objects, each.element)[0])
             tests = [self.value(test) for test in part.ifs]
-            self.enter(Loop("rows" if any(test.is_shared for test in tests) else each.kind, each.text))
+            self.enter(replace(each, kind="rows" if any(test.is_shared for test in tests) else each.kind))
         found = self.kept(self.value(element))
         for one in each.objects[1:] if len(node.generators) == 1 else ():
             self.bind(part.target, one)
@@ -259,20 +260,20 @@ class Expressions(Totals):
 
     _setcomp = _generatorexp = _dictcomp = _listcomp
 
-    def each(self, over: Value) -> Each:
+    def each(self, over: Value) -> Loop:
         """What a loop over this gets at each turn."""
         if over.kind == "each":
-            found: Each = over.of
+            found: Loop = over.of
             return found
         if over.kind in ("loader", Kind.BATCH):
             is_loader = over.kind == "loader"
-            return Each(Value(Kind.BATCH), "batches", over.of) if is_loader else Each(Value(Kind.ROWS))
+            return Loop(Value(Kind.BATCH), "batches", over.of) if is_loader else Loop(Value(Kind.ROWS))
         if over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT):
-            return Each(Value(Kind.ROW), "rows")
+            return Loop(Value(Kind.ROW), "rows")
         if over.kind in ("list", "dict"):
             objects = tuple(part for part in over.parts if part.kind in ("instance", "function"))
-            return Each(join(*over.parts), objects=objects) if over.kind == "list" else Each(Value())
-        return Each(over.bare)
+            return Loop(join(*over.parts), objects=objects) if over.kind == "list" else Loop(Value())
+        return Loop(over.bare)
 
     def bind(self, target: ast.AST, value: Value, made: ast.expr | None = None) -> None:
         """Let a target have this value."""

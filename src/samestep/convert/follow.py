@@ -9,7 +9,7 @@ from pathlib import Path
 from samestep.convert.calls import MOST_STATEMENTS, WITHOUT_GRADIENTS, Calls
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope
 from samestep.convert.source import Source
-from samestep.convert.values import NUMBERS, Kind, Loop, Sum, Value, Values, join
+from samestep.convert.values import NUMBERS, Kind, Loop, Sum, Value, join
 
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
@@ -231,8 +231,7 @@ class Follower(Calls):
         if over.models and ".grad" in ast.unparse(node):
             self.optimizes(over)
         each = self.each(over)
-        loop = Loop(each.kind, each.text, rows=self._rows_of(node.target, each.element))
-        self._repeated(node, loop, list(each.objects) or [each.element])
+        self._repeated(node, replace(each, rows=self._rows_of(node.target, each.element)))
         self.statements(node.orelse)
 
     def _rows_of(self, target: ast.expr, value: Value) -> str | None:
@@ -246,24 +245,24 @@ class Follower(Calls):
     def _while(self, node: ast.While) -> None:
         if self.value(node.test).is_shared:
             self.total(node.test)
-        self._repeated(node, Loop(), [])
+        self._repeated(node, Loop())
 
-    def _repeated(self, node: ast.For | ast.While, loop: Loop, elements: Values) -> None:
+    def _repeated(self, node: ast.For | ast.While, loop: Loop) -> None:
         """Follow a loop's body twice: what its end says of a value holds at its beginning. Only the last counts."""
         place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
         found, eager = copy(self.found), set(self.learnt.eager)
-        self._turn(node, loop, elements)
+        self._turn(node, loop)
         self.learnt.trains[place] = loop.trains = loop.found_training
         if self.followed < MOST_STATEMENTS:
             self.found, self.learnt.eager = found, eager
-            self._turn(node, loop, elements)
+            self._turn(node, loop)
         self.frame.had_batches |= loop.kind == "batches"
         for name, value in self.frame.scope.names.items():
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
 
-    def _turn(self, node: ast.For | ast.While, loop: Loop, elements: Values) -> None:
+    def _turn(self, node: ast.For | ast.While, loop: Loop) -> None:
         names = self.frame.scope.names
         for name, value in names.items() if loop.kind == "batches" else ():
             is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
@@ -272,7 +271,7 @@ class Follower(Calls):
                 names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.made[0],))
         loop.lends = not (self.without_gradients or self.in_eval)
         self.enter(loop)
-        for element in elements or [Value()]:
+        for element in loop.objects or (loop.element,):
             if isinstance(node, ast.For):
                 self.bind(node.target, element)
             self.statements(node.body)

@@ -74,8 +74,10 @@ Named = dict[str, Value]
 class Loop:
     """A loop over the batches of a loader, over single samples of a share ("rows"), or over anything else."""
 
+    element: Value = Value()  # what it gets in each turn
     kind: str = "plain"
     text: str | None = None  # the loader, as the script names it in this frame
+    objects: tuple[Value, ...] = ()  # the elements one by one, where they are objects or functions
     frame: Any = None
     rows: str | None = None  # a tensor of the batch
     is_full: bool = False  # whether no batch is smaller, as the script reshapes each to the batch size
@@ -85,17 +87,7 @@ class Loop:
     trains: int = 0  # 1 where some turns train, 2 where all do
     found_training: int = 0
 
-
-@dataclass(frozen=True)
-class Each:
-    """What a loop over a value gets in each turn, the kind of that loop, and the loader's name."""
-
-    element: Value
-    kind: str = "plain"
-    text: str | None = None
-    objects: tuple[Value, ...] = ()  # the elements one by one, where they are objects or functions
-
-    def mapped(self, change: Callable[[Value], Value]) -> "Each":
+    def mapped(self, change: Callable[[Value], Value]) -> "Loop":
         return replace(self, element=change(self.element), objects=tuple(map(change, self.objects)))
 
 
