@@ -45,6 +45,15 @@ def make_private_directory(directory: Path) -> None:
         sync_directory(directory.parent)
 
 
+def is_own_directory(directory: Path) -> bool:
+    """Whether this user's own directory is there, not a link to one."""
+    try:
+        facts = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+
+
 def sync_directory(directory: Path) -> None:
     """Wait until the disk has the names in a directory."""
     with open_directory(directory) as fd:

@@ -9,14 +9,22 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from errno import EPERM
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError
-from samestep.files import make_private_directory, open_regular, read_regular, write_atomically
+from samestep.files import (
+    is_own_directory,
+    make_private_directory,
+    open_regular,
+    read_regular,
+    write_atomically,
+)
 from samestep.text import reason_of
 
 _RECORD_BYTES = 4 << 20
+_FOLDERS = ("logs", "pulse", "failures")
 # At this signal a worker writes the Python stack of its threads. No library that torch users have takes it.
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 # The variables that tell rank 0 the descriptors of the memory that its launcher keeps for commits.
@@ -63,7 +71,7 @@ class Pulse:
     def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
         self._counter, self._step, self._epoch, self._waits = 0, -1, 0, 0
         opened = _MAGIC + _OPENED.pack(device.encode(), os.getpid(), patience_s)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             # Written, not just sized: a hole in a full file system would be a SIGBUS at the first beat.
             os.pwrite(descriptor, opened.ljust(_PULSE_BYTES, b"\0"), 0)
@@ -157,7 +165,7 @@ def time_up_path(run: Path) -> Path:
 def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
     """Where this worker's pulse lies, or None outside a run's directory."""
     run = env.get("SAMESTEP_RUN")
-    return pulse_path(Path(run), rank) if run and Path(run, "pulse").is_dir() else None
+    return pulse_path(Path(run), rank) if run and is_own_directory(Path(run, "pulse")) else None
 
 
 def step_times_path(run: Path, rank: int) -> Path:
@@ -186,10 +194,14 @@ def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, obje
 
 
 def begin_run(run: Path, started: Mapping[str, Any]) -> None:
-    """Begin a run in the directory that its batch script named, or, after a requeue, go on there."""
-    for over in (run / "result.json", time_up_path(run), *(run / "failures").glob("*")):
-        over.unlink(missing_ok=True)
-    _fill(run, ("logs", "pulse", "failures"), started)
+    """Begin a run in the directory that its batch script named, or, after a requeue, go on there; raises OSError."""
+    for folder in (run, *(run / part for part in _FOLDERS)):
+        make_private_directory(folder)
+        if not is_own_directory(folder):
+            raise PermissionError(EPERM, "it is another user's or a link", str(folder))
+    for old in (run / "result.json", time_up_path(run), *(run / "failures").glob("*")):
+        old.unlink(missing_ok=True)
+    write_record(run / "run.json", started)
 
 
 def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, Any]) -> Path:
@@ -198,7 +210,7 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
     try:
         make_private_directory(parent)
         run = _new_directory(parent)
-        _fill(run, ("logs", "pulse", "failures"), started)
+        begin_run(run, started)
     except OSError as error:
         raise UsageError(
             f"run directory {parent} cannot be written ({reason_of(error)}); name another with --run-dir"
@@ -216,12 +228,6 @@ def better_place(run: Path, env: Mapping[str, str]) -> str | None:
     if not in_home or in_scratch:
         return None
     return f"the run's files go to {run.parent} in the home directory; SAMESTEP_RUN_DIR={scratch} is made for them"
-
-
-def _fill(run: Path, parts: Sequence[str], started: Mapping[str, Any]) -> None:
-    for folder in (run, *(run / part for part in parts)):
-        make_private_directory(folder)
-    write_record(run / "run.json", started)
 
 
 def _new_directory(parent: Path) -> Path:

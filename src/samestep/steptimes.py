@@ -161,7 +161,7 @@ def read_step_times(path: Path) -> Reading | None:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         # Written, not just sized: a hole in a full file system would be a SIGBUS at the first step.
         os.pwrite(descriptor, _MAGIC.ljust(_BYTES, b"\0"), 0)

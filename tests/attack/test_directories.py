@@ -14,7 +14,7 @@ from importlib import import_module
 import pytest
 from click.testing import CliRunner
 
-from samestep.rundir import Pulse
+from samestep.rundir import Pulse, begin_run, pulse_of
 
 RECORD = {"argv": ["train.py", "3"], "size": 1, "host": "elsewhere", "pid": 1, "started": 1.7e9, "cwd": "/"}
 EVIL = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b31m\u202etxt\r\x08\x00"
@@ -225,3 +225,37 @@ def test_a_pipe_is_not_waited_for_by_a_real_command(attempt, home):
         [sys.executable, "-m", "samestep", "runs"], capture_output=True, text=True, timeout=20
     )
     assert "honest" in ran.stdout
+
+
+@pytest.mark.parametrize("part", ["", "failures", "pulse", "logs"])
+@pytest.mark.parametrize("kind", ["a link", "another user's"])
+def test_a_job_goes_on_in_no_directory_that_somebody_else_prepared(attempt, home, part, kind):
+    attempt(f"{part or 'the directory of a job'} is {kind}")
+    run, mine = home / "runs" / "job_7", home / "mine"
+    make(run)
+    make(mine)
+    (mine / "rank-0.json").write_text(SECRET)
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    if kind == "a link":
+        (run / part).rename(home / "moved")
+        (run / part).symlink_to(mine)
+    elif os.geteuid():
+        pytest.skip("only root can give a directory away")
+    else:
+        os.chown(run / part, 65534, 65534)
+    with pytest.raises(PermissionError, match="it is another user's or a link"):
+        begin_run(run, RECORD)
+    if part == "pulse":
+        assert pulse_of({"SAMESTEP_RUN": str(run)}, 0) is None
+    assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
+
+
+def test_a_pulse_is_not_written_through_a_link(attempt, home):
+    attempt("a pulse is a link")
+    run = home / "runs" / "job_7"
+    make(run)
+    (home / "file").write_text(SECRET)
+    (run / "pulse" / "rank-1").symlink_to(home / "file")
+    with pytest.raises(OSError, match="symbolic links"):
+        Pulse(run / "pulse" / "rank-1")
+    assert (home / "file").read_text() == SECRET

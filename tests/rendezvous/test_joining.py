@@ -280,6 +280,18 @@ def test_a_note_that_a_crash_left_is_replaced(tmp_path):
         one.leave()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "bomb", "list"])
+def test_a_note_that_is_none_is_passed_over(tmp_path, kind):
+    path = tmp_path / "note"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text({"bomb": "[" * 100_000, "list": '{"places": [1, [], {}, null]}'}[kind])
+    assert note.read(path) == []
+
+
 def test_a_note_that_never_comes_ends_in_advice_where_all_were_started_together(tmp_path: Path):
     told = Member("r", 1, 2, KEY, nowhere="set MASTER_ADDR", untold_s=0.3)
     with pytest.raises(PlacementError, match=r"^set MASTER_ADDR$"):

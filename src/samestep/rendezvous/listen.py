@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from samestep.errors import PlacementError, UsageError
+from samestep.files import is_own_directory
 from samestep.rendezvous.addresses import own_addresses
 from samestep.rendezvous.key import derive
 
@@ -75,8 +76,7 @@ def private_socket(path: Path) -> Iterator[socket.socket]:
     folder = path.parent
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    facts = folder.lstat()
-    if facts.st_uid != os.geteuid() or facts.st_mode & 0o170077 != 0o040000:
+    if not is_own_directory(folder):
         raise PlacementError(f"{folder} is not this user's own directory; remove it")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
         try:
