@@ -10,10 +10,11 @@ from samestep.errors import PlacementError
 from samestep.files import read_text
 from samestep.placement import launchers
 from samestep.placement.cores import cores as cores_of
-from samestep.placement.launchers import FIELDS, Fact, Facts, LauncherFacts, said, wrong
+from samestep.placement.launchers import FIELDS, Fact, Facts, LauncherFacts
 from samestep.text import printable
 
 ASSUMED = "one node, assumed"
+_BY_BLOCKS = "blocks of local_size ranks"
 _BELOW_TASKS = ("torchrun", "samestep")
 _MOST_PROCESSES = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
@@ -51,13 +52,13 @@ def place(
     _check(facts)
     found = LauncherFacts(found.launcher, facts, found.notes + notes)
     address, port = _meeting(env, found, run)
-    met = {"master_addr": address, "master_port": port}
+    known = facts | {"master_addr": address, "master_port": port}
     return Placement(
-        **{name: facts[name][0] for name in FIELDS},
+        **{name: facts[name].number for name in FIELDS},
         launcher=found.launcher,
         master_addr=address[0] if address else None,
-        master_port=port[0] if port else None,
-        origin={name: fact[1] for name, fact in (facts | met).items() if fact},
+        master_port=port.number if port else None,
+        origin={name: fact[1] for name, fact in known.items() if fact},
         notes=found.notes + _core_note(env, found, cores, bound_of),
         run=launchers.run_name(env, found.launcher, run),
     )
@@ -130,55 +131,56 @@ def idle_devices(p: Placement, visible: int, script: str) -> str | None:
 
 def _complete(known: Facts) -> tuple[Facts, tuple[str, ...]]:
     """The facts that follow from the others, and a note where one had to be assumed."""
-    facts = dict(known) or {"rank": (0, "nothing is set"), "size": (1, "nothing is set")}
+    facts = dict(known) or {"rank": Fact(0, "nothing is set"), "size": Fact(1, "nothing is set")}
     for name, unknown in (("rank", "which of them this is"), ("size", "how many processes there are")):
         if name not in facts:
             raise PlacementError(
-                f"{said(next(iter(facts.values())))} but nothing says {unknown}; set RANK and WORLD_SIZE"
+                f"{next(iter(facts.values()))} but nothing says {unknown}; set RANK and WORLD_SIZE"
             )
-    (rank, rank_said), (size, size_said) = facts["rank"], facts["size"]
+    rank, size = facts["rank"], facts["size"]
     notes: tuple[str, ...] = ()
-    if size == 1:
-        facts.setdefault("local_rank", (rank, rank_said))
-        facts.setdefault("local_size", (size, size_said))
+    if size.number == 1:
+        facts = {"local_rank": rank, "local_size": size} | facts
     if "local_rank" not in facts:
-        facts["local_rank"] = (rank, ASSUMED)
+        facts["local_rank"] = Fact(rank.number, ASSUMED)
         notes = (
             "nothing says which process of its node this is, so all are taken to be on one node; "
             "set LOCAL_RANK and LOCAL_WORLD_SIZE where there are several",
         )
     if "local_size" not in facts:
-        if facts["local_rank"][0] != rank:
+        if facts["local_rank"].number != rank.number:
             raise PlacementError(
-                f"{said(facts['rank'])} and {said(facts['local_rank'])}, so there are several nodes, but "
-                "LOCAL_WORLD_SIZE is not set; set it to the number of processes on this node",
+                f"{rank} and {facts['local_rank']}, so there are several nodes, but LOCAL_WORLD_SIZE is not set; "
+                "set it to the number of processes on this node",
                 variable="LOCAL_WORLD_SIZE",
             )
-        facts["local_size"] = (size, ASSUMED)
-    per_node = max(1, facts["local_size"][0])
-    facts.setdefault("node", (rank // per_node, "blocks of local_size ranks"))
-    facts.setdefault("nodes", (-(-size // per_node), "blocks of local_size ranks"))
-    return facts, notes
+        facts["local_size"] = Fact(size.number, ASSUMED)
+    per_node = max(1, facts["local_size"].number)
+    by_blocks = {"node": rank.number // per_node, "nodes": -(-size.number // per_node)}
+    return {name: Fact(number, _BY_BLOCKS) for name, number in by_blocks.items()} | facts, notes
 
 
 def _check(facts: Facts) -> None:
     for name in FIELDS:
-        if facts[name][0] < 0:
-            raise wrong(facts[name], ", which is below 0; count from 0")
+        if facts[name].number < 0:
+            raise facts[name].wrong(", which is below 0; count from 0")
     size, local_size, nodes = facts["size"], facts["local_size"], facts["nodes"]
-    if size[0] > _MOST_PROCESSES:
-        raise wrong(size, f", which is more than {_MOST_PROCESSES} processes; set the real number")
+    if size.number > _MOST_PROCESSES:
+        raise size.wrong(f", which is more than {_MOST_PROCESSES} processes; set the real number")
     for name, of in (("rank", size), ("local_rank", local_size), ("node", nodes)):
-        if facts[name][0] >= of[0]:
-            raise wrong(facts[name], f" but {said(of)}; count from 0 to {launchers.variable(of)} - 1")
-    fits = local_size[0] == size[0] if nodes[0] == 1 else local_size[0] + nodes[0] - 1 <= size[0]
-    if not fits and local_size[1] == ASSUMED:
+        if facts[name].number >= of.number:
+            raise facts[name].wrong(f" but {of}; count from 0 to {of.variable} - 1")
+    if nodes.number == 1:
+        fits = local_size.number == size.number
+    else:
+        fits = local_size.number + nodes.number - 1 <= size.number
+    if not fits and local_size.origin == ASSUMED:
         raise PlacementError(
-            f"{said(nodes)} but nothing says how many processes this node has; "
+            f"{nodes} but nothing says how many processes this node has; "
             "set RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
         )
     if not fits:
-        raise PlacementError(f"{said(local_size)} and {said(nodes)}, but {said(size)}; make the three agree")
+        raise PlacementError(f"{local_size} and {nodes}, but {size}; make the three agree")
 
 
 def _meeting(
@@ -186,19 +188,19 @@ def _meeting(
 ) -> tuple[tuple[str, str] | None, Fact | None]:
     if found.launcher == "alone":
         return None, None
-    host, port = launchers.text(env, "MASTER_ADDR"), launchers.number(env, "MASTER_PORT")
+    host, port = launchers.text(env, "MASTER_ADDR"), launchers.fact(env, "MASTER_PORT")
     if host and not _HOST.fullmatch(host):
         raise PlacementError(
             f"MASTER_ADDR is {printable(host)}, which is no host name; set a name or an address",
             variable="MASTER_ADDR",
         )
-    if port and not 0 < port[0] < 1 << 16:
-        raise wrong(port, ", which is no port; set one from 1 to 65535")
-    if found.launcher in ("torchrun", "samestep") and found.facts["size"][0] > 1 and not (host and port):
+    if port and not 0 < port.number < 1 << 16:
+        raise port.wrong(", which is no port; set one from 1 to 65535")
+    size = found.facts["size"]
+    if found.launcher in _BELOW_TASKS and size.number > 1 and not (host and port):
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
         raise PlacementError(
-            f"{said(found.facts['size'])} but {missing} is not set; "
-            "start this with `samestep run` or set both MASTER_ADDR and MASTER_PORT",
+            f"{size} but {missing} is not set; start this with `samestep run` or set both MASTER_ADDR and MASTER_PORT",
             variable=missing,
         )
     derived_address, derived_port = launchers.meeting(env, found, run)
@@ -209,7 +211,7 @@ def _core_note(
     env: Mapping[str, str], found: LauncherFacts, usable: int | None, bound_of: int | None
 ) -> tuple[str, ...]:
     """Defaults of srun and mpirun that make loading and the host's part of every step slow, and show nowhere."""
-    binder, here = found.launcher, found.facts["local_size"][0]
+    binder, here = found.launcher, found.facts["local_size"].number
     asked = launchers.count(env, "SLURM_CPUS_PER_TASK")
     if binder == "slurm" or (binder in _BELOW_TASKS and launchers.in_step(env)):
         if usable is not None and usable < asked:
