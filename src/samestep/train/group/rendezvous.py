@@ -1,13 +1,7 @@
-"""How the ranks of a run find each other: a tree of connections over a network that was tried.
+"""How the ranks of a run find each other: a tree of connections over a network that was tried."""
 
-Where torchrun, or the script itself, has brought the processes together by torch's means, these only carry the word
-where rank 0 is.
-"""
-
-import json
 import os
 import socket
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -19,9 +13,9 @@ from samestep.errors import PlacementError
 from samestep.placement.place import ASSUMED, Placement
 from samestep.rendezvous import addresses
 from samestep.rendezvous.listen import LOOP, listen
-from samestep.rendezvous.member import Place, say
+from samestep.rendezvous.member import say
 from samestep.rendezvous.position import Position
-from samestep.rendezvous.ranks import Publish, connect_ranks, is_one_machine
+from samestep.rendezvous.ranks import connect_ranks
 from samestep.rendezvous.tree import Tree
 
 _MOST_TRIED = 64
@@ -37,12 +31,8 @@ class Found(NamedTuple):
 
 def find(here: Placement, timeout: timedelta, **about: Any) -> Found:
     """Collective. Where this process is among all ranks, and what connects them; `about` it is what Member holds."""
-    publish: Publish | None = None
-    if dist.is_initialized():
-        publish = _through_group
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_one_machine(here):
-        publish = _through_store(here, timeout)
-    tree = connect_ranks(here, timeout.total_seconds(), publish, **about)
+    is_port_used = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    tree = connect_ranks(here, timeout.total_seconds(), is_port_used=is_port_used, **about)
     address = tree.position.address if tree.position.nodes > 1 else LOOP
     interface = _interface(address)
     here = _placed(here, tree.position)
@@ -86,27 +76,6 @@ def _placed(here: Placement, position: Position) -> Placement:
         return here
     notes = tuple(note for note in here.notes if not note.startswith("nothing says which process"))
     return replace(here, local_rank=position.local_rank, local_size=position.local_size, notes=notes)
-
-
-def _through_group(places: Sequence[Place]) -> Sequence[Place]:
-    """A script that has opened torch's process group itself may have used up the port that its launcher chose."""
-    told = [list(places)]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
-
-
-def _through_store(here: Placement, timeout: timedelta) -> Publish:
-    """torchrun's agent has the only port that the nodes know; its store says where rank 0 listens."""
-    store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))  # type: ignore[attr-defined]
-    name = f"samestep/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-
-    def publish(places: Sequence[Place]) -> Sequence[Place]:
-        if places:
-            store.set(name, json.dumps(places))
-        found: list[Place] = json.loads(store.get(name))
-        return found
-
-    return publish
 
 
 def _interface(address: str) -> dict[str, str]:
