@@ -40,14 +40,14 @@ def host(listeners: Sequence[socket.socket], me: Member) -> Tree:
     outside = (channel.connection for channel in channels.values())
     peers = [connection.getpeername()[0] for connection in outside if connection.family != socket.AF_UNIX]
     source = addresses.source_for(peers[0]) if peers else ""
-    own, *others = positions(hellos, source, is_flat=me.private is None)
+    own, *others = positions(hellos, source)
     for number, position in enumerate(others, 1):
         with suppress(OSError):
             channels[number].send_json({"complete": position})
         if number not in own.children:
             channels.pop(number).close()
-    names = [hello["host"] for hello in hellos]
-    return Tree(0, me.size, channels, own, names=names, silence_s=me.silence_s, noun=me.noun)
+    names = {number: hello["host"] for number, hello in enumerate(hellos)}
+    return Tree(0, me.size, channels, own, names, silence_s=me.silence_s, noun=me.noun)
 
 
 class Admission:
@@ -152,7 +152,7 @@ class Admission:
         if number in self._members:
             self._forget(self._members[number])
         self._members[number], self.hellos[number] = channel, hello
-        channel.send_json({"welcome": number})
+        channel.send_json({"welcome": number, "host": self.hellos[me.number]["host"]})
         if me.number > 0:
             # A child goes on at once; what it says next is for the tree.
             self._selector.unregister(channel.connection)

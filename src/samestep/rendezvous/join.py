@@ -64,13 +64,13 @@ def _join_at(place: Place, me: Member, patience: Patience) -> Tree:
     with ExitStack() as listening, ExitStack() as unless_joined:
         channel = _connect(place, me)
         unless_joined.callback(channel.close)
-        listeners = []
-        if me.private is not None:
-            path = me.private.with_name(f"rank-{me.number}")
-            listeners.append(listening.enter_context(private_socket(path)))
-            if channel.connection.family != socket.AF_UNIX:
-                listeners.extend(listen([0], [channel.connection.getsockname()[0]]))
-        me = replace(me, number=_introduce(channel, me, listeners))
+        path = me.private.with_name(f"{me.noun}-{me.number}")
+        listeners = [listening.enter_context(private_socket(path))]
+        if channel.connection.family != socket.AF_UNIX:
+            (opened,) = listen([0], [channel.connection.getsockname()[0]])
+            listeners.append(listening.enter_context(opened))
+        number, parent_host = _introduce(channel, me, listeners)
+        me = replace(me, number=number)
         channel.connection.settimeout(max(0.1, patience.left_s + _REPLY_S))
         try:
             message = channel.wait_json()
@@ -83,23 +83,24 @@ def _join_at(place: Place, me: Member, patience: Patience) -> Tree:
         parent = position.path[0]
         if parent:
             channel.close()
-            channel = _connect_to_parent(position, me)
+            channel, parent_host = _connect_to_parent(position, me)
             unless_joined.callback(channel.close)
-        channels = {parent: channel} | Admission(me, position.children).accept(listeners, _TREE_S)
+        admission = Admission(me, position.children)
+        channels = {parent: channel} | admission.accept(listeners, _TREE_S)
+        names = {child: hello["host"] for child, hello in admission.hellos.items()} | {parent: parent_host}
         unless_joined.pop_all()
-        return Tree(me.number, me.size, channels, position, silence_s=me.silence_s, noun=me.noun)
+        return Tree(number, me.size, channels, position, names, silence_s=me.silence_s, noun=me.noun)
 
 
-def _connect_to_parent(position: Position, me: Member) -> Channel:
-    """The channel to the parent in the tree, which may itself be on its way."""
+def _connect_to_parent(position: Position, me: Member) -> tuple[Channel, str]:
+    """The channel to the parent in the tree, which may itself be on its way, and its host."""
     patience = Patience(_TREE_S)
     tried: dict[Place, str] = {}
     while patience.left_s > 0:
         for place in position.parent_places:
             try:
                 channel = _connect(place_from(place), me)
-                _introduce(channel, me, [])
-                return channel
+                return channel, _introduce(channel, me, [])[1]
             except _NotHere as reason:
                 tried[place_from(place)] = str(reason)
         time.sleep(0.02)
@@ -136,8 +137,8 @@ def _connect(place: Place, me: Member) -> Channel:
         return channel
 
 
-def _introduce(channel: Channel, me: Member, listeners: Sequence[socket.socket]) -> int:
-    """Say who this is, and where its children find it; the number that it is given."""
+def _introduce(channel: Channel, me: Member, listeners: Sequence[socket.socket]) -> tuple[int, str]:
+    """Say who this is, and where its children find it; the number that it is given, and the other's host."""
     channel.connection.settimeout(_REPLY_S)
     try:
         channel.send_json(me.hello([place_of(listener) for listener in listeners]))
@@ -149,7 +150,7 @@ def _introduce(channel: Channel, me: Member, listeners: Sequence[socket.socket])
     if "unknown" in message:
         channel.close()
         raise _NotHere(f"found {printable(message['unknown']) or 'a run without name'} there")
-    return int(message["welcome"])
+    return int(message["welcome"]), str(message["host"])
 
 
 def _raise_refusal(message: Mapping[str, Any]) -> None:

@@ -23,18 +23,17 @@ class Position(NamedTuple):
     address: str  # of this machine for the others, empty where there are none or its own connection tells
 
 
-def positions(hellos: Sequence[Mapping[str, Any]], source: str, *, is_flat: bool) -> list[Position]:
+def positions(hellos: Sequence[Mapping[str, Any]], source: str) -> list[Position]:
     """Each process's position, by number, from what they said of themselves; `source` is number 0's own address."""
     machines: dict[str, list[int]] = {}
     for number, hello in enumerate(hellos):
         machines.setdefault(str(hello["machine"]), []).append(number)
     nodes = list(machines.values())
-    at, parents = {}, dict.fromkeys(range(len(hellos)), 0)
+    at, parents = {}, {}
     for node, numbers in enumerate(nodes):
         for local_rank, number in enumerate(numbers):
             at[number] = node, local_rank
-            if not is_flat:
-                parents[number] = numbers[_parent(local_rank)] if local_rank else nodes[_parent(node)][0]
+            parents[number] = numbers[_parent(local_rank)] if local_rank else nodes[_parent(node)][0]
     children: dict[int, list[int]] = {number: [] for number in parents}
     for number in range(1, len(hellos)):
         children[parents[number]].append(number)

@@ -20,7 +20,6 @@ from typing import Any
 
 from samestep.errors import RankMissing
 from samestep.rendezvous.channel import Channel
-from samestep.rendezvous.listen import LOOP
 from samestep.rendezvous.position import Position
 from samestep.text import name_ranks, printable
 
@@ -54,12 +53,12 @@ class Tree:
         size: int,
         channels: Mapping[int, Channel],
         position: Position,
+        names: Mapping[int, str],
         *,
-        names: Sequence[str] = (),
         silence_s: float = inf,
         noun: str = "rank",
     ) -> None:
-        self.number, self.size, self.names, self.position = number, size, list(names), position
+        self.number, self.size, self.names, self.position = number, size, dict(names), position
         self.stored: dict[str, bytes] = {}
         self.rounds = 0
         self.left: dict[int, tuple[int, str]] = {}  # after how many rounds, and where in the script
@@ -83,13 +82,6 @@ class Tree:
         _open_trees.add(self)
         self._thread = threading.Thread(target=self._run, name="samestep tree", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """Number 0's address, where all are connected to it, as number 0 or this process sees it."""
-        connection = next(iter(self._channels.values())).connection
-        name = connection.getpeername() if self.number else connection.getsockname()
-        return str(name[0]) if isinstance(name, tuple) else LOOP
 
     def round(self, join: Callable[[Mapping[int, bytes]], bytes], limit_s: float) -> bytes:
         """Collective. What number 0 makes of all parts; `join` makes one part of this process's and its children's.
@@ -199,9 +191,7 @@ class Tree:
 
     def _missing(self, number: int, limit_s: float) -> Late:
         missing = sorted(set(range(self.size)) - self._late.get(number, set()))
-        return Late(
-            f"{name_ranks(missing, self.names, self._noun)} did not come within {limit_s:g} s", ranks=missing
-        )
+        return Late(f"{self._named(missing)} did not come within {limit_s:g} s", ranks=missing)
 
     def _gone(self, number: int = 0) -> RankMissing | None:
         """Why a round cannot be completed any more; without a number, why no change comes back."""
@@ -214,7 +204,12 @@ class Tree:
             gone = [rank for rank in self.position.path if rank in self.left]
         if not gone:
             return None
-        return RankMissing(f"{name_ranks(gone, self.names, self._noun)} left before", ranks=gone)
+        return RankMissing(f"{self._named(gone)} left before", ranks=gone)
+
+    def _named(self, numbers: Sequence[int]) -> str:
+        """In words, with the hosts that are known: number 0 knows all, others those of their neighbours."""
+        hosts = [self.names.get(number, "") for number in range(max(numbers, default=0) + 1)]
+        return name_ranks(numbers, hosts, self._noun)
 
     def _run(self) -> None:
         """The thread: hear every channel, and act on what it says."""
@@ -254,7 +249,7 @@ class Tree:
 
     def _lose(self, number: int, why: str) -> None:
         if self.lost is None:
-            text = f"{name_ranks([number], self.names, self._noun)} was lost: {why}"
+            text = f"{self._named([number])} was lost: {why}"
             self._act(self.number, _framed(_NEWS, "lost", number, text))
 
     def _act_on_all(self, source: int, bodies: Sequence[bytes]) -> None:

@@ -161,16 +161,17 @@ class Launchers:
         """What is this node's in the next attempt, which has a new key; the address is for a run of this node alone."""
         if self._peers:
             self._peers.take_news()
-            address = self._peers.address
+            address = self._peers.position.address or address
         self._stop_at = inf
         self._elsewhere.clear()
-        sizes, ports, words = zip(*self._gather([size, port, secrets.token_hex(32)]), strict=True)
+        mine = [size, address, port, secrets.token_hex(32)]
+        sizes, hosts, ports, words = zip(*self._gather(mine), strict=True)
         # The word of node 0 is no secret: it was sent over the network.
         self.key = (
             derive(key_of_user(os.environ), "run", words[0]) if self._peers else secrets.token_bytes(32)
         )
         self._began = time.monotonic()
-        return NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, address, ports[0])
+        return NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, hosts[0], ports[0])
 
     def should_stop(self) -> bool:
         """Whether another node's end is a reason to stop this one's workers; to be asked often."""

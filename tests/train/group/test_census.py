@@ -44,9 +44,8 @@ def through(tree: list, values: list[bytes], add) -> bytes:
 def test_every_layout_adds_in_the_same_order(size):
     values = [b"%d" % rank for rank in range(size)]
     totals = {
-        through(positions(layout(kind, size), "", is_flat=flat), values, lambda a, b: b"(%s+%s)" % (a, b))
+        through(positions(layout(kind, size), ""), values, lambda a, b: b"(%s+%s)" % (a, b))
         for kind in LAYOUTS
-        for flat in (False, True)
     }
     assert len(totals) == 1
     (total,) = totals
@@ -58,7 +57,7 @@ def test_every_layout_adds_in_the_same_order(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_each_process_has_few_links_and_all_are_reached(size):
     for kind in LAYOUTS:
-        tree = positions(layout(kind, size), "", is_flat=False)
+        tree = positions(layout(kind, size), "")
         bits = (size - 1).bit_length()
         for rank, position in enumerate(tree):
             assert (
