@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,17 @@ def test_commands_targets_and_links_exist(page: Path) -> None:
     assert set(targets) <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_options_of_commands_exist(page: Path) -> None:
+    typed = re.findall(r"`(?:srun |mpirun -n \d )?samestep (\w+) ([^`]+)`", page.read_text())
+    for verb, words in typed:
+        if verb in cli.COMMANDS:
+            params = import_module(f"samestep.cli.{verb}").command.params
+            known = {option for param in params for option in (*param.opts, *param.secondary_opts)}
+            ours = re.split(r" \S+\.py\b", words)[0]  # what follows a script is the script's
+            assert set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", ours)) - {"-h", "--help"} <= known, words
 
 
 def test_the_page_of_costs_shows_what_was_measured() -> None:

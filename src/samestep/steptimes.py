@@ -194,10 +194,10 @@ class Breakdown:
     hidden: float | None  # the fraction of the exchange that runs beside backward, where torch measured it
 
     def __str__(self) -> str:
-        """`1,214 samples/s, step 52.7 ms: data 2 %, compute 83 %, exchange 11 % (64 % of it hidden), ...`."""
+        """`1,214 samples/s, step 52.7 ms: data 2 %, compute 83 %, exchange 11 % (64 % of all exchange hidden), ...`."""
         notes = {"slowest rank": f" (rank {self.slowest})"} if self.slowest is not None else {}
         if self.hidden is not None:
-            notes["exchange"] = f" ({percent(self.hidden)} of it hidden)"
+            notes["exchange"] = f" ({percent(self.hidden)} of all exchange hidden)"
         said = [
             f"{name} {percent(seconds / self.step_s)}{notes.get(name, '')}"
             for name, seconds in self.parts.items()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from samestep.measure.trial import TIMED_OUT, Trial, end_on_signals
+from samestep.measure.trial import Trial, end_on_signals
 
 WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
 
@@ -76,12 +76,6 @@ def test_a_module_runs_the_script_where_one_is_named(tmp_path):
     assert result.code == 0
     assert "here" in result.printed()
     assert list(tmp_path.glob("*.cover"))
-
-
-def test_a_time_limit_ends_the_script(tmp_path):
-    result = Trial([script(tmp_path, WAITS)], 1, tmp_path / "trial", time_limit_s=2).run()
-    assert result.code == TIMED_OUT
-    assert ended(int(result.printed()[0]))
 
 
 def test_an_exception_ends_the_script(tmp_path):

@@ -64,6 +64,8 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     plan = Plan(words, chosen, options["repeat"], options["steps"], options["weak"])
     if options["link"] and not options["predict"]:
         raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
+    if options["vary"] and options["predict"]:
+        raise UsageError("--predict is about sizes and --vary about settings; leave one of them out")
     with end_on_signals():
         with progress(len(chosen) * plan.repeat) as told:
             rows = rows_of(measure(plan, told), chosen, plan.weak)

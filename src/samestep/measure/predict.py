@@ -21,6 +21,7 @@ from samestep.measure.verdict import Row
 from samestep.placement.cores import cores
 from samestep.rundir import step_times_path
 from samestep.steptimes import PARTS, SHOWN, read_step_times
+from samestep.text import percent
 
 CAPS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0)
 _FIRST_MB = 1.0  # DDP's own first bucket, where no size is asked for
@@ -122,6 +123,12 @@ class Prediction:
     waits: float  # the share of the step in which processes wait for the exchange
     best_mb: float
     best_gain: float
+    link: str
+
+    def cells(self) -> list[str]:
+        """As a row of a table."""
+        rates = [f"{self.samples_per_second:,.0f}", f"{self.low:,.0f}-{self.high:,.0f}"]
+        return [str(self.size), *rates, percent(self.efficiency), percent(self.waits)]
 
 
 @dataclass(frozen=True)
@@ -165,10 +172,8 @@ class Model:
         spread = 1 + (measured.high - measured.low) / 2 / measured.value + _ERROR
         rate = self.batch * (size if self.weak else 1) / step
         efficiency = rate * self.step_s(1)[0] / self.batch / size
-        gain = step / by_cap[best]
-        return Prediction(
-            size, step, rate, rate / spread, rate * spread, efficiency, waits / step, best, gain
-        )
+        interval, gain = (rate / spread, rate * spread), step / by_cap[best]
+        return Prediction(size, step, rate, *interval, efficiency, waits / step, best, gain, str(self.link))
 
     def _slowest_of(self, size: int) -> float:
         """How much longer the slowest of so many ranks takes than the mean: the largest of so many draws."""
@@ -188,8 +193,7 @@ def model_of(plan: Plan, rows: Sequence[Row], link: Link | None) -> Model:
     fine, jitter = _recorded(plan, rows[-1].variant.cores)
     first = rows[0].runs[0].said
     batch = first.samples_per_second * first.step_s / (rows[0].variant.size if plan.weak else 1)
-    known = [row for row in rows if not row.variant.settings]
-    return Model(known, fine, link or measure_link(), batch, jitter, plan.weak)
+    return Model(rows, fine, link or measure_link(), batch, jitter, plan.weak)
 
 
 def measure_link() -> Link:

@@ -12,9 +12,13 @@ from samestep.measure.plots import plots_of
 from samestep.measure.predict import Prediction
 from samestep.measure.verdict import Row
 from samestep.steptimes import SHOWN
-from samestep.text import percent
+from samestep.text import duration, percent
 
 _COLUMNS = 60
+_RUNS = [
+    *("processes", "samples/s", "step ms", "speed-up", "efficiency"),
+    *("samples/s each", "cores each", "device time an epoch"),
+]
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; color: #111; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; }
@@ -30,38 +34,36 @@ svg { width: 100%; height: auto; } figure { margin: 0; break-inside: avoid; }
 
 @dataclass(frozen=True)
 class Table:
-    """Cells below their heads; the first column names the rows."""
+    """Rows of cells, of which the first has the heads; the first column names the rows."""
 
     title: str
-    columns: Mapping[str, Sequence[str]]
+    rows: Sequence[Sequence[str]]
 
     def text(self) -> str:
         """As many columns beside each other as 60 characters take, and the others below with the first again."""
-        wide = {head: max(map(len, (head, *cells))) for head, cells in self.columns.items()}
-        first, *heads = wide
-        blocks: list[list[str]] = []
-        for head in heads:
-            if not blocks or sum(wide[one] + 2 for one in (*blocks[-1], head)) + wide[first] > _COLUMNS:
+        wide = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        blocks: list[list[int]] = []
+        for at in range(1, len(wide)):
+            if not blocks or sum(wide[one] + 2 for one in (*blocks[-1], at)) + wide[0] > _COLUMNS:
                 blocks.append([])
-            blocks[-1].append(head)
-        lines = []
-        for block in blocks:
-            for at in range(-1, len(self.columns[first])):
-                cells = [(head, head if at < 0 else self.columns[head][at]) for head in (first, *block)]
-                name, *others = (text.rjust(wide[head]) for head, text in cells)
-                lines.append("  ".join([name.strip().ljust(wide[first]), *others]).rstrip())
-            lines.append("")
-        return "\n".join(lines)
+            blocks[-1].append(at)
+        return "\n\n".join(
+            "\n".join(
+                "  ".join([row[0].ljust(wide[0]), *(row[at].rjust(wide[at]) for at in block)])
+                for row in self.rows
+            )
+            for block in blocks
+        )
 
     def html(self) -> str:
         """As an element of a page."""
-        rows = [[*self.columns], *zip(*self.columns.values(), strict=True)]
-        tags = ["th", *["td"] * len(rows)]
-        body = "".join(
-            f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in row)}</tr>"
-            for tag, row in zip(tags, rows, strict=False)
-        )
-        return f'<h2>{self.title}</h2><div class="table"><table>{body}</table></div>'
+        tags = ["th", *["td"] * (len(self.rows) - 1)]
+        rows = [
+            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+            for tag, row in zip(tags, self.rows, strict=True)
+        ]
+        table = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f'<h2>{self.title}</h2><div class="table"><table>{table}</table></div>'
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,10 @@ class Report:
 
     def text(self) -> str:
         """For a terminal."""
-        said = [fill(text, _COLUMNS) for text in (self.verdict, *self._advice()) if text]
-        return "\n".join([*(table.text() for table in self.tables()), "\n\n".join(said)])
+        tables = [table.text() for table in self.tables()]
+        # a number and its % stay on one line
+        said = [fill(text.replace(" %", "\xa0%"), _COLUMNS).replace("\xa0", " ") for text in self._said()]
+        return "\n\n".join([*tables, *said])
 
     def write(self, directory: Path, title: str, document: Mapping[str, object]) -> Path:
         """Write report.json, report.html and, where matplotlib is installed, the plots as PNG; the page's path."""
@@ -83,11 +87,11 @@ class Report:
         plots = plots_of(self.rows, directory)
         figures = "".join(f"<figure>{plot}</figure>" for plot in plots)
         figures = figures or "<p>For plots: pip install 'samestep[plot]', and give the command again.</p>"
-        name, said = html.escape(title), " ".join([self.verdict, *self._advice()])
+        name, said = html.escape(title), html.escape(" ".join(self._said()))
         text = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<style>{_STYLE}</style><h1>How {name} scales</h1><p>{html.escape(said)}</p>"
+            f"<style>{_STYLE}</style><h1>How {name} scales</h1><p>{said}</p>"
             f'<div class="plots">{figures}</div>{"".join(table.html() for table in self.tables())}'
             "<p>Medians, with the middle half of the runs in brackets.</p></html>\n"
         )
@@ -97,44 +101,34 @@ class Report:
 
     def tables(self) -> list[Table]:
         """Runs, parts of a step, and what was predicted."""
-        names = [str(row.variant) for row in self.rows]
-        runs = {
-            "processes": names,
-            "samples/s": [f"{row.throughput.value:,.0f}" for row in self.rows],
-            "step ms": [f"{1e3 * row.step_s.value:.3g}" for row in self.rows],
-            "speed-up": [str(row.speedup) for row in self.rows],
-            "efficiency": [percent(row.efficiency) for row in self.rows],
-            "samples/s each": [f"{row.throughput.value / row.variant.size:,.0f}" for row in self.rows],
-            "cores each": [str(row.variant.cores) for row in self.rows],
-            "device-hours an epoch": [f"{row.device_hours:.3g}" for row in self.rows],
-        }
-        shown = [
-            part for part in SHOWN if any(row.parts[part] >= 0.005 * row.step_s.value for row in self.rows)
+        runs = [_RUNS, *(_cells(row) for row in self.rows)]
+        parts = [["part of a step", *(str(row.variant) for row in self.rows)]]
+        for part in SHOWN:
+            parts.append([part, *(percent(row.parts[part] / row.step_s.value) for row in self.rows)])
+        hidden = ["" if row.hidden is None else percent(row.hidden) for row in self.rows]
+        parts.append(["(of all exchange, hidden)", *hidden])
+        tables = [
+            Table("Runs", runs),
+            Table("Parts of a step", [row for row in parts if not {*row[1:]} <= {"", "0 %"}]),
         ]
-        hidden = any(row.hidden is not None for row in self.rows)
-        parts = {"part of a step": [*shown, *(["(exchange hidden)"] * hidden)]}
-        for row, name in zip(self.rows, names, strict=True):
-            cells = [percent(row.parts[part] / row.step_s.value) for part in shown]
-            parts[name] = [*cells, *(["" if row.hidden is None else percent(row.hidden)] * hidden)]
-        tables = [Table("Runs", runs), Table("Parts of a step", parts)]
         if self.predicted:
-            predicted = {
-                "predicted": [str(one.size) for one in self.predicted],
-                "samples/s": [f"{one.samples_per_second:,.0f}" for one in self.predicted],
-                "interval": [f"{one.low:,.0f}-{one.high:,.0f}" for one in self.predicted],
-                "efficiency": [percent(one.efficiency) for one in self.predicted],
-                "exchange": [percent(one.waits) for one in self.predicted],
-            }
-            tables.append(Table("Predicted", predicted))
+            heads = ["predicted", "samples/s", "interval", "efficiency", "exchange"]
+            tables.append(Table("Predicted", [heads, *(one.cells() for one in self.predicted)]))
         return tables
 
-    def _advice(self) -> list[str]:
-        """Which size of bucket would be best at the largest size predicted."""
+    def _said(self) -> list[str]:
+        """The verdict, and which size of bucket would be best at the largest size predicted."""
         if not self.predicted:
-            return []
+            return [self.verdict]
         last, gain = self.predicted[-1], "no gain over DDP's own"
         if last.best_gain > 1.02:
-            gain = f"{last.best_gain:.2f} times as fast as with DDP's own"
-        return [
-            f"At {last.size} processes buckets of {last.best_mb:g} MB are best: {gain} (replicate(bucket_cap_mb=...))."
-        ]
+            gain = f"{last.best_gain:.2f} times as fast as with DDP's own (replicate(bucket_cap_mb={last.best_mb:g}))"
+        best = f"At {last.size} processes buckets of {last.best_mb:g} MB are best: {gain}."
+        return [self.verdict, f"Predicted for a link of {last.link}. {best}"]
+
+
+def _cells(row: Row) -> list[str]:
+    rate = row.throughput.value
+    first = [str(row.variant), f"{rate:,.0f}", f"{1e3 * row.step_s.value:.3g}", str(row.speedup)]
+    each = [f"{rate / row.variant.size:,.0f}", str(row.variant.cores), duration(row.device_s)]
+    return [*first, percent(row.efficiency), *each]

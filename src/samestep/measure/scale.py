@@ -21,7 +21,7 @@ from samestep.placement.cores import cores as usable_cores
 from samestep.rundir import step_times_path
 from samestep.start.python import scripts_python
 from samestep.steptimes import Breakdown, breakdown, read_step_times
-from samestep.text import duration
+from samestep.text import counted, duration
 
 LAUNCHERS = ("run", "torchrun", "srun")
 _NOT_OFFERED = {"method": "samestep trains with DistributedDataParallel", "n": "sizes are given by -n"}
@@ -37,6 +37,11 @@ class Variant:
 
     def __str__(self) -> str:
         return ", ".join([str(self.size), *(f"{name}={value}" for name, value in self.settings)])
+
+    @property
+    def in_words(self) -> str:
+        """`2 processes, backend=gloo`."""
+        return f"{self}".replace(f"{self.size}", counted(self.size, "process"), 1)
 
     @property
     def launcher(self) -> list[str]:
@@ -145,7 +150,7 @@ def measure(plan: Plan, told: Callable[[int, str, str], None]) -> list[Measured]
             if found:
                 mean_s = sum(one.seconds for one in found) / len(found)
                 left = f", about {duration(mean_s * (len(order) - number + 1))} left"
-            told(number - 1, f"run {number} of {len(order)}: {variant}", left)
+            told(number - 1, f"run {number} of {len(order)}: {variant.in_words}", left)
             found.append(_run(plan, variant, repeat))
             print(json.dumps(asdict(found[-1])), file=file, flush=True)
     return found
@@ -164,7 +169,7 @@ def measured_of(name: str, run: Path, variant: Variant, repeat: int, seconds: fl
     said = breakdown(readings) if len(readings) == variant.size else None
     if said is None:
         raise UsageError(
-            f"{name} took too few steps over samestep.loader or samestep.steps at {variant} to be measured; "
+            f"{name} took too few steps over samestep.loader or samestep.steps with {variant.in_words} to be measured; "
             "give it more to do, or convert it first"
         )
     return Measured(variant, repeat, seconds, said)

@@ -1,7 +1,7 @@
 """Runs a script at a size with settings, under `samestep run` or another launcher, and returns what came out.
 
-Covered: the script, its launcher and all that they start end with the trial: when it is over, when its time limit
-has passed, at an exception such as Ctrl-C, and, under `samestep run`, when this process is killed.
+Covered: the script, its launcher and all that they start end with the trial: when it is over, at an exception such
+as Ctrl-C, and, under `samestep run`, when this process is killed.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Thread
 
 from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.runs import Run, read_run
@@ -25,7 +25,6 @@ from samestep.start.script import Script, run_script
 
 _STOP_S = 2.0  # what workers have to end in once they are told to
 _LAUNCHER_STOP_S = 10.0
-TIMED_OUT = 124
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class Trial:
     directory: Path  # where the run's directory with its logs is made
     env: Mapping[str, str] = field(default_factory=dict)
     cores: int | None = None  # for all processes together; None: all that this process may use
-    time_limit_s: float | None = None
     through: Sequence[str] = ()  # a module that runs the script, such as a recorder, and its own arguments
     launcher: Sequence[str] = ()  # what stands before the script on another launcher's command line
 
@@ -71,22 +69,16 @@ class Trial:
         began = time.monotonic()
         lines = []
         with self._started() as launcher:
-            timer = Timer(self.time_limit_s or 0, launcher.terminate)
-            timer.daemon = True
-            if self.time_limit_s is not None:
-                timer.start()
             assert launcher.stdout is not None
             for line in launcher.stdout:
                 lines.append(line)
                 heard(line.rstrip("\n"))
             code = launcher.wait()
-            timed_out = timer.finished.is_set()
-            timer.cancel()
         text = "".join(lines)
         runs = [run for path in self.directory.glob("*") if (run := read_run(path))]
         if not runs:
             raise WorkerFailed(text.strip() or f"the launcher ended with exit code {code}")
-        return Result(TIMED_OUT if timed_out else code, time.monotonic() - began, text, runs[0])
+        return Result(code, time.monotonic() - began, text, runs[0])
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen[str]]:

@@ -11,10 +11,11 @@ from typing import Any
 
 from samestep.measure.scale import Measured, Variant
 from samestep.steptimes import PARTS, SHOWN
-from samestep.text import counted, percent
+from samestep.text import counted, duration, percent
 
 _LEAST = 0.1  # a part below a tenth of the step is no limit
 _WORTH = 1.3  # what a doubling has to gain
+_NOISE = 0.3  # a larger difference between equal runs is said
 # Of each part of a step: what it means that it takes the most, and what helps.
 _LIMITS = {
     "data": (
@@ -27,8 +28,8 @@ _LIMITS = {
     ),
     "exchange": (
         "The exchange of gradients limits it: processes wait for it",
-        "a larger batch, fewer exchanges (samestep.steps with no_sync), a faster link, or smaller buckets for a slow "
-        "one (see scale --predict)",
+        "a larger batch_size, so that there is more to compute for each exchange; between machines a faster link or "
+        "other buckets (scale --predict says which)",
     ),
     "slowest rank": (
         "A slow rank limits it: the others wait for {who}",
@@ -118,9 +119,9 @@ class Row:
         return median(found) if found else None
 
     @property
-    def device_hours(self) -> float:
-        """For one epoch."""
-        return self.variant.size * self.runs[0].said.samples_per_epoch / self.throughput.value / 3600
+    def device_s(self) -> float:
+        """Seconds of all devices for one epoch."""
+        return self.variant.size * self.runs[0].said.samples_per_epoch / self.throughput.value
 
     def facts(self) -> dict[str, Any]:
         """As JSON."""
@@ -134,7 +135,7 @@ class Row:
             "step_s": vars(self.step_s),
             "speedup": vars(self.speedup),
             "efficiency": self.efficiency,
-            "device_hours_per_epoch": self.device_hours,
+            "device_hours_per_epoch": self.device_s / 3600,
             "parts_s": self.parts,
             "exchange_hidden": self.hidden,
         }
@@ -160,9 +161,11 @@ class Limit:
 
     def __str__(self) -> str:
         what, helps = _LIMITS[self.name]
-        took = f"{1e3 * self.seconds:.3g} ms of each step, {percent(self.seconds / self.of_s)}"
-        faster = f"Without that it would be up to {self.of_s / max(self.of_s - self.seconds, 0.01 * self.of_s):.2f}"
-        return f"{what.format(who=self.who)} ({took}){self.because}. {faster} times as fast. What helps: {helps}."
+        took = f"{_ms(self.seconds)} of each step, {percent(self.seconds / self.of_s)}"
+        without = (
+            f"Without that a step would take {_ms(self.of_s - self.seconds)} instead of {_ms(self.of_s)}"
+        )
+        return f"{what.format(who=self.who)} ({took}){self.because}. {without}. What helps: {helps}."
 
 
 def limit_of(row: Row, first: Row) -> Limit | None:
@@ -185,9 +188,7 @@ def _slow_rank(row: Row, rank: int) -> tuple[str, str]:
     ranks = [row.of_rank(at) for at in range(row.variant.size) if at != rank]
     others = {name: median(one[name] for one in ranks) for name in PARTS}
     part = max(PARTS, key=lambda name: own[name] - others[name])
-    return f"rank {rank}", (
-        f"; its {part} takes {1e3 * own[part]:.3g} ms, that of the others {1e3 * others[part]:.3g} ms"
-    )
+    return f"rank {rank}", f"; its {part} takes {_ms(own[part])}, that of the others {_ms(others[part])}"
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -197,17 +198,21 @@ def verdict(rows: Sequence[Row]) -> str:
         said = [_best(rows)]
     else:
         said = [_gain(last, first), *_knee(rows)] if len(rows) > 1 else []
+    noise = max((row.step_s.high - row.step_s.low) / row.step_s.value for row in rows)
+    if noise > _NOISE:
+        said.append(f"Equal runs differ by up to {percent(noise)}: measure again when the machine is idle.")
     compute = percent(last.parts["compute"] / last.step_s.value)
-    limit = (
-        limit_of(last, first) or f"Nothing but the model's own compute limits it ({compute} of each step)."
-    )
+    limit = limit_of(last, first) or f"Only the model's own compute limits it ({compute} of each step)."
     return " ".join([*said, str(limit)])
 
 
 def _gain(row: Row, first: Row) -> str:
     speed = row.speedup
-    times = f"{speed.value:.2f} times as fast as {first.processes} ({speed.low:.2f}-{speed.high:.2f})"
-    return f"{row.processes} are {times}, an efficiency of {percent(row.efficiency)}."
+    how = "slower than" if speed.high < 1 else "no faster than" if speed.low <= 1 else "faster than"
+    times = f"{speed.value:.2f} times as fast ({speed.low:.2f}-{speed.high:.2f})"
+    return (
+        f"{row.processes} are {how} {first.processes}: {times}, an efficiency of {percent(row.efficiency)}."
+    )
 
 
 def _knee(rows: Sequence[Row]) -> Iterable[str]:
@@ -220,13 +225,18 @@ def _knee(rows: Sequence[Row]) -> Iterable[str]:
         gain = rows[-1].speedup.value / rows[-2].speedup.value
         yield f"Going from {rows[-2].variant.size} to {rows[-1].processes} made it {gain:.2f} times as fast."
     first, knee = rows[0], rows[next((at for at, gain in enumerate(gains) if gain < _WORTH), len(gains))]
-    if knee is first:
-        yield f"More than {first.processes} is not worth it here."
-    else:
-        hours = (
-            f"{knee.device_hours:.2g} device-hours an epoch, {first.device_hours:.2g} at {first.variant.size}"
+    rule = f"if a doubling has to make it {_WORTH} times as fast"
+    if knee is not first:
+        yield (
+            f"{knee.processes} are worth it, {rule}: an epoch takes {duration(knee.device_s)} of device time instead "
+            f"of {duration(first.device_s)}."
         )
-        yield f"It is worth it up to {knee.processes} ({hours})."
+        return
+    exchange, step = rows[-1].parts["exchange"], first.step_s.value
+    alone = (
+        f": the exchange of gradients alone takes {_ms(exchange)}, a step of {first.processes} {_ms(step)}"
+    )
+    yield f"More than {first.processes} is not worth it, {rule}{alone if exchange > step else ''}."
 
 
 def _best(rows: Sequence[Row]) -> str:
@@ -240,3 +250,7 @@ def _best(rows: Sequence[Row]) -> str:
     if ratio.low <= 1.0:
         return f"No setting is clearly faster than the others: {best.variant} is {interval}."
     return f"{best.variant} is fastest: {interval}."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
