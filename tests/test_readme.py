@@ -174,10 +174,28 @@ def test_the_options_of_commands_exist(page: Path) -> None:
             assert set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", ours)) - {"-h", "--help"} <= known, words
 
 
-def test_the_page_of_costs_shows_what_was_measured() -> None:
-    def measured(benchmark: str) -> list[dict[str, Any]]:
-        return json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())["rows"]
+def measured(benchmark: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())["rows"]
 
+
+def test_the_page_of_peers_shows_what_was_measured() -> None:
+    rounds = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text())["rounds"]
+    shown = re.findall(
+        r"^\| (\w+) \| .+ \| (\+.*) \|$", (ROOT / "docs" / "peers.md").read_text(), re.MULTILINE
+    )
+    assert [(system, *cells.split(" | ")) for system, cells in shown] == [
+        (
+            one["system"],
+            one["lines"],
+            f"{100 * one['accuracy']:.2f} %",
+            f"{100 * one['truth']:.2f} %",
+            f"{one['failed_exits']} of {rounds}",
+        )
+        for one in measured("peers")
+    ]
+
+
+def test_the_page_of_costs_shows_what_was_measured() -> None:
     steps = {
         (one["base"], one["model"], one["kind"], one["system"]): f"{one['ratio']:.2f}"
         for one in measured("overhead")
