@@ -41,7 +41,7 @@ def test_bash_completes_commands_options_and_values(scripts):
     assert set(COMMANDS) == set(completed(scripts["bash"], "samestep", ""))
     assert completed(scripts["bash"], "samestep", "ver") == ["verify"]
     assert completed(scripts["bash"], "samestep", "run", "--max-re") == ["--max-restarts"]
-    assert completed(scripts["bash"], "samestep", "submit", "--launcher", "") == ["srun", "torchrun"]
+    assert completed(scripts["bash"], "samestep", "completion", "") == ["bash", "zsh", "fish"]
 
 
 @pytest.mark.parametrize("words", [["run", "train"], ["run", "train.py", "da"], ["checkpoints", "ru"]])
