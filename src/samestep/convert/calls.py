@@ -312,6 +312,9 @@ class Calls(Rewrites, Expressions):
             for one in (*node.args, *(one.value for one in node.keywords)):
                 self.total(one.value if isinstance(one, ast.Starred) else one)
             return Value()
+        kinds = {one.kind for one in values if one.is_shared}
+        if self.in_forward and kinds <= {*ROWS, Kind.COUNT}:
+            return rows_of(kinds)
         reason = f"is what {ast.unparse(node.func)} makes of this rank's values"
         return Value(Kind.OTHER, reason, models_of(*values))
 

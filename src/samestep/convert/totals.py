@@ -213,13 +213,15 @@ class Totals(Following):
         if value.kind == "function":
             held = base.of if base.kind == "list" else {}
             scope.names[name] = Value("list", {**held, len(held): value}, since=base.since)
-        elif batch is not None and (rows.kind in ROWS or (value.kind == "list" and value.is_shared)):
-            is_rows = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
-            value = Value(Kind.ROWS) if is_rows else Value(Kind.OTHER, "is a list")
+        elif batch is not None and rows.kind in ROWS:
+            is_whole = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
+            value = Value(Kind.ROWS) if is_whole else Value(Kind.OTHER, "is a list")
         elif (
-            value.is_shared and self.may_total() and (batch is None or value.kind in (Kind.MEAN, Kind.OTHER))
+            value.is_shared
+            and self.may_total()
+            and (not self.batches or value.kind not in NUMBERS - {Kind.MEAN})
         ):
-            value = self.total(node.args[0]) if batch or not self.batches else value
+            value = self.total(node.args[0])
         elif value.is_shared and batch is not None:
             value = self.per_batch(batch, node.args[0], value)
         if value.is_shared:
