@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.errors import UsageError
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group
+from samestep.train.model.alike import check_alike
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers
 from samestep.train.model.exchange import average, broadcast, record_buckets
 from samestep.train.model.tree import Tree
@@ -61,14 +62,19 @@ class Replica:
         self._called_at = -1
         self._seen_since: set[int] = set()
         self.moves_buffers = False
+        self._options = options
         if group.world.size > 1 and tree is None:
-            self._wrap(options)
+            self._wrap()
         elif group.world.size > 1:
             broadcast((*model.parameters(), *model.buffers()))
         model.__dict__["forward"] = self
         model.__dict__["__getstate__"] = partial(_plain_state, model)
 
-    def _wrap(self, options: dict[str, Any]) -> None:
+    def _wrap(self) -> None:
+        """Collective. Have DDP exchange the gradients of the parameters that are trained now."""
+        options, trained = self._options, self._trained()
+        self._parameters = list(self.model.parameters())
+        self._of_ddp = [parameter.requires_grad for parameter in self._parameters]
         has_buffers = next(self.model.buffers(), None) is not None
         self.moves_buffers = has_buffers and not options.keys() & set(_BUFFER_OPTIONS)
         # BatchNorm reads its buffers in evaluation alone, so they can be sent later than in every forward
@@ -77,10 +83,32 @@ class Replica:
         self.ddp = DistributedDataParallel(body, **{"gradient_as_bucket_view": True, **late, **options})
         if "SAMESTEP_RECORD_BUCKETS" in os.environ:
             record_buckets(self.ddp)
-        trained = self._trained()
         for parameter in trained[:1] + trained[1:][-1:]:
             expect = _weakly(self._expect_call)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(expect))  # type: ignore[no-untyped-call]
+
+    def follow_parameters(self) -> None:
+        """Collective where parameters were added, frozen or unfrozen: DDP knows only those trained when it was made.
+
+        A model that is frozen as a whole, as a GAN's discriminator in turns, has nothing to exchange.
+        """
+        before = [
+            parameter for parameter, trains in zip(self._parameters, self._of_ddp, strict=True) if trains
+        ]
+        trained = self._trained()
+        if self.ddp is None or not trained or list(map(id, trained)) == list(map(id, before)):
+            return
+        check_alike(self.model, self._group)
+        # until DDP's reducer is gone, it would exchange gradients of backwards that are not its own
+        del self.ddp.logger, self.ddp.reducer
+        self._remove_hooks()
+        self._wrap()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._weighs_microbatches = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._draws.active:
@@ -102,6 +130,8 @@ class Replica:
         self._seen_since.clear()
         if self._exchange == "missed":
             self._exchange = ""
+        if self.ddp and [parameter.requires_grad for parameter in self._parameters] != self._of_ddp:
+            self.follow_parameters()
         with self._group.within("forward"):
             if share is not None and share.microbatch is not None:
                 return self._in_microbatch(share, args, kwargs)
@@ -244,8 +274,7 @@ class Replica:
         for name in _PATCHED:
             self.model.__dict__.pop(name, None)
         self.model.__dict__.update(self.patched_over)
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         self.ddp = None
 
 

@@ -69,7 +69,11 @@ class Replicas(Member, Models):
         return any(replica.sums for replica in self._living)
 
     def pass_begins(self, begun: Pass) -> None:
-        if not begun.training or not begun.microbatches:
+        if not begun.training:
+            return
+        for replica in self:
+            replica.follow_parameters()
+        if not begun.microbatches:
             return
         for model, sums in list(self.alone.items()):
             del self.alone[model]

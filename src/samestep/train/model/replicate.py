@@ -2,7 +2,7 @@
 
 Covered: torch's DistributedDataParallel does the exchange; the model keeps its class, attributes and keys.
 Not covered: in passes of `loader`, what reaches parameters without passing through the model's outputs is averaged
-over ranks, not over samples, which is right for a penalty; parameters whose `requires_grad` changes afterwards.
+over ranks, not over samples, which is right for a penalty.
 """
 
 import inspect
@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from samestep.errors import RanksDiffer, UsageError
+from samestep.errors import UsageError
 from samestep.train.draws import Draws
-from samestep.train.group.group import Group, Member
+from samestep.train.group.group import Member
 from samestep.train.group.world import World, joined
+from samestep.train.model.alike import check_alike
 from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence, check_every
@@ -81,7 +83,7 @@ def replicate(
         return model
     if world.size > 1:
         _check_device(target, world.device)
-        _check_alike(target, group)
+        check_alike(target, group)
     if same if sync_batchnorm is None else sync_batchnorm:
         convert(target)
     if exact:
@@ -131,7 +133,13 @@ def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
             f"replicate knows no option {', '.join(sorted(unknown))}; it takes those of DistributedDataParallel"
         )
     target: torch.nn.Module = getattr(model, "_orig_mod", model)
-    if any(tensor.is_meta for tensor in (*target.parameters(), *target.buffers())):
+    tensors = (*target.parameters(), *target.buffers())
+    if any(map(is_lazy, tensors)):
+        raise UsageError(
+            f"replicate got a {type(target).__name__} with lazy parameters, which have no shape yet; call the model "
+            "with one batch first"
+        )
+    if any(tensor.is_meta for tensor in tensors):
         raise UsageError(
             f"replicate got a {type(target).__name__} on the meta device, which has no values; write "
             "model.to_empty(device=device) and initialize it first"
@@ -203,32 +211,3 @@ def is_elsewhere(found: set[torch.device], own: torch.device, *, by_nccl: bool) 
     if by_nccl and kinds - {own.type}:
         return True
     return own.type != "cpu" and own.type in kinds and own not in found
-
-
-def _check_alike(model: torch.nn.Module, group: Group) -> None:
-    """DDP pairs parameters by position: another order, or a frozen one, would train wrong in silence."""
-    named = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
-    mine = {
-        kind: [
-            f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            f"{' (frozen)' * (kind == 'parameters' and not tensor.requires_grad)}"
-            for name, tensor in tensors
-        ]
-        for kind, tensors in named.items()
-    }
-    ranks = [json.loads(said) for said in group.all_gather("samestep.replicate", json.dumps(mine).encode())]
-    for rank, theirs in enumerate(ranks):
-        for kind in mine:
-            if theirs[kind] != ranks[0][kind]:
-                found = _difference(kind, ranks[0][kind], rank, theirs[kind])
-                raise RanksDiffer(f"{found}; build the same model on every rank", ranks=[rank])
-
-
-def _difference(kind: str, ours: list[str], rank: int, theirs: list[str]) -> str:
-    if len(ours) != len(theirs):
-        shorter, longer = sorted(([fact.split()[0] for fact in facts] for facts in (ours, theirs)), key=len)
-        extra = next(name for name in longer if name not in shorter)
-        counts = f"{len(ours)} {kind} on rank 0 and {len(theirs)} on rank {rank}"
-        return f"replicate found {counts} (first difference: {extra})"
-    mine, other = next(pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1])
-    return f"replicate found {mine} on rank 0 and {other} on rank {rank}"

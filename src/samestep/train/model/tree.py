@@ -86,7 +86,7 @@ class Tree:
 
     def __init__(self, model: torch.nn.Module, group: Group, *, sums: bool) -> None:
         self._group, self._sums = group, sums
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._model = model
         # By name: a forward that writes `self.mean = …` puts another tensor there. What counts comes last.
         places = {
             buffer: (module, name)
@@ -107,6 +107,7 @@ class Tree:
         if not share.first:
             return
         self._blocks = Blocks()
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self.called, self._used = False, [False] * len(self._parameters)
         self._earlier = [parameter.grad for parameter in self._parameters]
         self._held = self._buffers()
