@@ -92,11 +92,11 @@ class Replica:
 
         A model that is frozen as a whole, as a GAN's discriminator in turns, has nothing to exchange.
         """
-        before = [
-            parameter for parameter, trains in zip(self._parameters, self._of_ddp, strict=True) if trains
-        ]
-        trained = self._trained()
-        if self.ddp is None or not trained or list(map(id, trained)) == list(map(id, before)):
+        if self.ddp is None or not self._trained():
+            return
+        found = list(self.model.parameters())
+        is_as_before = list(map(id, found)) == list(map(id, self._parameters))
+        if is_as_before and [parameter.requires_grad for parameter in found] == self._of_ddp:
             return
         check_alike(self.model, self._group)
         # until DDP's reducer is gone, it would exchange gradients of backwards that are not its own
