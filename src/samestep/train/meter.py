@@ -13,8 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from samestep.rundir import step_times_of
 from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
@@ -55,15 +53,6 @@ class Meter(Member, Subscriber):
         self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
         if os.environ.get("SAMESTEP_PROFILE"):
             group.the(Profile)
-        self._hooks: list[RemovableHandle] = []
-        if group.world.size == 1:
-            self._hooks = [
-                register_optimizer_step_pre_hook(lambda *_: group.enter("optimizer")),
-                register_optimizer_step_post_hook(lambda *_: group.enter("user")),
-            ]
-        self._backward: Callable[..., None] = torch.Tensor.backward
-        self._watched = self._watched_backward()
-        torch.Tensor.backward = self._watched  # type: ignore[method-assign]
 
     def count_on_from(self, steps: int) -> None:
         """Count the steps of a resumed run on from those it had done."""
@@ -99,22 +88,12 @@ class Meter(Member, Subscriber):
             if self._most and share.step + 1 >= self._most:
                 raise SystemExit(0)  # every rank has come to the end of this step
 
-    def _watched_backward(self) -> Callable[..., None]:
-        group, original = self.group, self._backward
-
-        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if self._clock.since > self._loss_at:
-                self._keep_loss(loss)
-            with group.within("backward"):
-                original(loss, *args, **kwargs)
-
-        return backward
-
-    def _keep_loss(self, loss: torch.Tensor) -> None:
-        """For the line that says how far the run is; elsewhere than on the CPU reading it would wait for the device."""
-        self._loss_at = self._clock.since + _LOSS_S
-        if self.times is not None and loss.numel() == 1 and loss.device.type == "cpu":
-            self.times.progress.loss = loss.item()
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        """Keep the loss for the line that says how far the run is; other devices than the CPU would be waited for."""
+        if self._clock.since > self._loss_at:
+            self._loss_at = self._clock.since + _LOSS_S
+            if self.times is not None and loss.numel() == 1 and loss.device.type == "cpu":
+                self.times.progress.loss = loss.item()
 
     def _note(self, began: float, ended: float, parts: Sequence[float], facts: _Facts) -> None:
         """The times of a step are known."""
@@ -132,10 +111,6 @@ class Meter(Member, Subscriber):
             self._say_at = ended + self._pause_s
 
     def close(self) -> None:
-        if torch.Tensor.backward is self._watched:
-            torch.Tensor.backward = self._backward  # type: ignore[method-assign]
-        for hook in self._hooks:
-            hook.remove()
         if self.group.world.rank == 0 and self.times is not None and self._asked != "0":
             self._say_breakdown(self.times)
 

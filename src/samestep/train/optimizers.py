@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
 from samestep.train import totals
@@ -26,30 +25,43 @@ _FIRST_STEPS = 3
 
 
 class Optimizers(Member):
-    """Looks at the first steps of every optimizer in a loop over a loader, at more than one rank."""
+    """Tells of every backward and optimizer step; at more than one rank it looks at the first ones of a loop."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._losses_to_look_at = _FIRST_STEPS if group.world.size > 1 else 0
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(lambda *_: group.enter("user")),
+        ]
         self._backward: Callable[..., None] = torch.Tensor.backward
-        self._looked_at_losses = 0
-        self._hooks: list[RemovableHandle] = []
-        if group.world.size > 1:
-            self._hooks = [
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(lambda *_: group.enter("user")),
-            ]
-            torch.Tensor.backward = self._watched_backward()  # type: ignore[method-assign]
+        self._watched = self._watched_backward()
+        torch.Tensor.backward = self._watched  # type: ignore[method-assign]
 
     def close(self) -> None:
-        self._release_backward()
+        if torch.Tensor.backward is self._watched:
+            torch.Tensor.backward = self._backward  # type: ignore[method-assign]
         for hook in self._hooks:
             hook.remove()
 
+    def _watched_backward(self) -> Callable[..., None]:
+        original = self._backward
+
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            self._spine.begin_backward(loss)
+            if self._losses_to_look_at and self._spine.at_hand is not None and loss.numel() == 1:
+                self._losses_to_look_at -= 1
+                self._look_at(loss)
+            with self.group.within("backward"):
+                original(loss, *args, **kwargs)
+
+        return backward
+
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.group.enter("optimizer")
-        if self._spine.at_hand is None:
+        if self._spine.at_hand is None or self.group.world.size == 1:
             return None
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps <= _FIRST_STEPS:
@@ -86,40 +98,20 @@ class Optimizers(Member):
 
         return of_all
 
-    def _watched_backward(self) -> Callable[..., None]:
-        original = self._backward
-
-        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self._look_at(loss)
-            original(loss, *args, **kwargs)
-
-        return backward
-
     def _look_at(self, loss: torch.Tensor) -> None:
         """Say once that a loss is a sum, which averaging over ranks makes smaller."""
-        if self._spine.at_hand is None or loss.numel() != 1:
-            return
-        self._looked_at_losses += 1
-        found = reduction_of(loss)
+        models, found = self._spine.models, reduction_of(loss)
         is_sum = found["reduction"] == "sum" and found["count"] is None
-        if (
-            is_sum
-            and not self._spine.models.adds_losses
-            and any(True for _ in self._spine.models.parameters())
-        ):
-            if self.group.world.rank == 0:
-                print(
-                    f"samestep: the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "
-                    f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "
-                    'replicate(model, loss="sum")',
-                    file=sys.stderr,
-                )
-            self._release_backward()
-        elif self._looked_at_losses >= _FIRST_STEPS:
-            self._release_backward()
-
-    def _release_backward(self) -> None:
-        torch.Tensor.backward = self._backward  # type: ignore[method-assign]
+        if not is_sum or models.adds_losses or not any(True for _ in models.parameters()):
+            return
+        self._losses_to_look_at = 0
+        if self.group.world.rank == 0:
+            print(
+                f"samestep: the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "
+                f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "
+                'replicate(model, loss="sum")',
+                file=sys.stderr,
+            )
 
 
 def _name_of(parameter: torch.Tensor) -> str:

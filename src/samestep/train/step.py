@@ -118,6 +118,9 @@ class Subscriber:
     def phase_begins(self, phase: str, call: str) -> None:
         """This rank does something else from here on: one of rundir's PHASES, and the call with its line."""
 
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        """The script calls backward() of this tensor."""
+
     def pass_begins(self, begun: Pass) -> None: ...
     def step_begins(self, share: Share) -> None: ...
     def microbatch_begins(self, share: Share) -> None: ...
@@ -223,6 +226,10 @@ class Spine(Member):
             subscriber.step_begins(share)
         if share.of.training:
             self.steps += 1
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        for subscriber in self._subscribers:
+            subscriber.backward_begins(loss)
 
     def begin_microbatch(self, share: Share) -> None:
         for subscriber in self._subscribers:

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import UsageError
+from samestep.train.step import Subscriber, spine
 
 
 def data(length=11):
@@ -156,3 +157,55 @@ def test_unequal_numbers_of_microbatches_are_refused_before_the_first_step(world
     uneven = samestep.steps(rows, 12 if world.size == 3 else 9, microbatch=2 if world.size == 3 else 3)
     with pytest.raises(UsageError, match=rf"a step of \d microbatches gives the {world.size} ranks unequal"):
         iter(uneven)
+
+
+class Heard(Subscriber):
+    def __init__(self):
+        self.calls = []
+        spine().subscribe(self)
+
+    def phase_begins(self, phase, call):
+        self.calls += [call] * call.startswith("BatchNorm")
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_layer_exchanges_once_in_forward_and_once_in_backward(world):
+    model = samestep.replicate(made(), sync_batchnorm=True)
+    heard = Heard()
+    for (x,) in samestep.loader(data(), 11):
+        out = model(x).square().mean()
+        assert len(heard.calls) == 2
+        out.backward()
+    # the first layer's input needs no gradient, and its weights alone need no other rank
+    assert len(heard.calls) == 3
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_rank_without_rows_takes_the_statistics_of_the_others(world):
+    model, plain = samestep.replicate(made(), sync_batchnorm=True), made()
+    for (x,) in samestep.loader(data(), 11):
+        model(x[:0] if world.rank == 0 else x)
+        others = samestep.gather(x[:0] if world.rank == 0 else x)
+    plain(others)
+    for mine, wanted in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.sizes(2, 4)
+def test_a_penalty_of_gradients_goes_through_the_statistics_of_all_ranks(world):
+    rows = data(8).tensors[0].flatten(1)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model = samestep.replicate(copy.deepcopy(plain), sync_batchnorm=True)
+
+    def penalty(judge, x):
+        x = x.clone().requires_grad_()
+        scores = judge(x)
+        (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return scores.mean() + slope.norm(dim=1).sub(1).square().mean()
+
+    penalty(plain, rows).backward()
+    for (x,) in samestep.loader(TensorDataset(rows), 8):
+        penalty(model, x).backward()
+    for (name, mine), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.grad, wanted.grad), name

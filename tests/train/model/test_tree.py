@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from samestep.train.model.tree import Blocks, layout
+from samestep.train.model import tree as tree_file
+from samestep.train.model.tree import Blocks, _buckets, layout
 
 
 def tree(values):
@@ -36,3 +37,10 @@ def test_what_a_rank_keeps_is_at_most_two_sums_for_each_power_of_two(count):
             assert len(blocks) <= 2 * max(1, math.ceil(math.log2(held + 1))), (rank, blocks)
         if size & (size - 1) == 0 and count % size == 0 and (count // size) & (count // size - 1) == 0:
             assert all(len(blocks) == 1 for blocks in layout(count, size))
+
+
+def test_a_bucket_holds_neighbours_of_one_type_as_far_as_there_is_room(monkeypatch):
+    monkeypatch.setattr(tree_file, "_BUCKET_BYTES", 100)
+    single = [torch.zeros(10), torch.zeros(15), torch.zeros(1)]
+    double = [torch.zeros(1, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)]
+    assert _buckets([*single, *double, *single]) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 7), (7, 8)]
