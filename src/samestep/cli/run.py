@@ -206,6 +206,8 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
         return [script, *args]
     if options["module"]:
         return [scripts_python(), "-m", script, *args]
+    if script.startswith("python") and not Path(script).exists():
+        raise UsageError(f"samestep run starts Python itself; leave the word {script} out")
     if not Path(script).exists():
         raise FileNotFoundError(2, f"there is no such file in {Path.cwd()}")
     return [scripts_python(), script, *args]

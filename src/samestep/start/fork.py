@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from samestep.start.worker import Guardian, Started, WorkerSpec, end_with, start
 
 _FILE = Path(__file__).with_name("warm.py")
 _CHILD_SUBREAPER = 36
+_FORKS = b"forks"  # what a warm process says once it is ready, where it may be forked
 _READY_S = 120.0
 _TEND_S = 0.5
 _ANSWER_S = 5.0
@@ -47,10 +49,10 @@ class Warm:
         spares = self._size if any(warm.is_ready() and not warm.forks for warm in self._all) else 1
         self._all += [self._new() for _ in range(spares - len(self._all))]
 
-    def wait(self) -> None:
-        """Until there is one to fork ranks from; for some time."""
+    def wait(self, signals: int) -> None:
+        """Until there is one to fork ranks from, for some time, or until a signal has come."""
         self.tend(time.monotonic())
-        self._all[0].is_ready(_READY_S)
+        select.select([self._all[0].orders.fileno(), signals], [], [], _READY_S)
 
     def start(self, spec: WorkerSpec) -> Started:
         """A rank from a warm process, or where none answers from Python."""
@@ -94,8 +96,7 @@ class _Warm:
     def __init__(
         self, python: str, folder: str, env: Mapping[str, str], errors: Path, guardian: Guardian
     ) -> None:
-        self._orders, theirs = socket.socketpair()
-        self._said = b""
+        self.orders, theirs = socket.socketpair()
         self._guardian = guardian
         with theirs, errors.open("ab") as file:
             self.process = Popen(
@@ -111,66 +112,54 @@ class _Warm:
         guardian.watch(self.process.pid)
         self.forks: bool | None = None  # not known before it is ready
 
-    def is_ready(self, wait_s: float = 0.0) -> bool:
-        if self.forks is None and (line := self._line(wait_s)):
-            self.forks = json.loads(line)["forks"]
+    def is_ready(self) -> bool:
+        if self.forks is None and (said := self._answer(0.0)):
+            self.forks = said == _FORKS
         return self.forks is not None
 
     def start(self, spec: WorkerSpec) -> Started | None:
         """A rank; None where this process does not answer."""
-        order = {
-            "command": list(spec.command),
-            "env": dict(spec.env),
-            "cores": spec.cores,
-            "named": list(spec.descriptors),
-            "launcher": os.getpid(),
-            "fork": self.forks,
-        }
+        kept = spec.descriptors
+        order: dict[str, object] = {"command": spec.command, "env": spec.env, "cores": spec.cores}
+        order |= {"named": list(kept), "launcher": os.getpid(), "fork": self.forks}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        stdin = nothing if spec.stdin is None else spec.stdin
-        try:
-            pid = self._ask(json.dumps(order).encode(), [stdin, out_end, err_end, *spec.descriptors.values()])
-        except (OSError, ValueError):
-            os.close(out)
-            os.close(err)
-            return None
-        finally:
-            for descriptor in (nothing, out_end, err_end):
-                os.close(descriptor)
+        with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile() as file:
+            file.write(json.dumps(order).encode())
+            file.seek(0)
+            stdin = nothing.fileno() if spec.stdin is None else spec.stdin
+            try:
+                pid = self._ask([file.fileno(), stdin, out_end, err_end, *kept.values()])
+            except (OSError, ValueError):
+                os.close(out)
+                os.close(err)
+                return None
+            finally:
+                os.close(out_end)
+                os.close(err_end)
         return _Rank(pid, out, err, None if self.forks else self.process.poll)
 
-    def _ask(self, order: bytes, descriptors: Sequence[int]) -> int:
+    def _ask(self, descriptors: Sequence[int]) -> int:
         """The number of the process that this order has made: this process's child, by the kernel's adoption."""
         _adopt(True)
         try:
-            socket.send_fds(self._orders, [len(order).to_bytes(8, "little")], descriptors)
-            self._orders.sendall(order)
-            return int(self._line(_ANSWER_S))
+            socket.send_fds(self.orders, [b"!"], descriptors)
+            return int(self._answer(_ANSWER_S))
         finally:
             _adopt(False)
 
-    def _line(self, wait_s: float) -> bytes:
-        until = time.monotonic() + wait_s
-        while b"\n" not in self._said:
-            if not select.select([self._orders], [], [], max(0.0, until - time.monotonic()))[0]:
-                return b""
-            try:
-                more = self._orders.recv(1 << 12)
-            except OSError:
-                more = b""
-            if not more:
-                return b""
-            self._said += more
-        line, _, self._said = self._said.partition(b"\n")
-        return line
+    def _answer(self, wait_s: float) -> bytes:
+        """What it says next, which it says at once; nothing where it has ended."""
+        with suppress(OSError):
+            if select.select([self.orders], [], [], wait_s)[0]:
+                return self.orders.recv(64)
+        return b""
 
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def close(self) -> None:
-        self._orders.close()
+        self.orders.close()
         with suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()

@@ -38,7 +38,7 @@ from samestep.start.output import Log, Terminal
 from samestep.start.python import scripts_python
 from samestep.start.restarts import Restarts
 from samestep.start.signals import PASSED_ON, signals_as_bytes
-from samestep.start.supervise import Outcome, WorkerGroup
+from samestep.start.supervise import GRACE_S, Outcome, WorkerGroup
 from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, WorkerSpec, fill_standard_descriptors
 from samestep.steptimes import read_step_times
@@ -46,6 +46,7 @@ from samestep.text import reason_of
 from samestep.tracebacks import exit_code
 
 _SAME_PLACE_S = 10
+_QUICK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class _Run:
             self._warm = Warm(script.command, env, script.size, errors, self._guardian)
             stack.callback(self._warm.close)
             if script.fork:
-                self._warm.wait()
+                self._warm.wait(self._signals)
 
     def code(self) -> int:
         """Start it as often as it takes; the exit code."""
@@ -129,7 +130,9 @@ class _Run:
             # in a Slurm step all launchers write to one place
             say = self._terminal.say if launchers.node == 0 else str
             watch = Watch(run, total, say, script.hang_timeout_s, launchers.share)
-            about = (script.patience_s, self._signals, elsewhere, watch, self._warm)
+            # a run that is restarted goes on from a commit: what its ranks still do is lost
+            grace_s = _QUICK_S if script.max_restarts else GRACE_S
+            about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s)
             group = WorkerGroup(specs, self._guardian, self._terminal, *about)
             outcome = group.watch()
         seconds = time.time() - self._began

@@ -21,8 +21,7 @@ _ECHO_S = 0.7
 _HANG_S = 5.0
 # What a rank that left the script takes to end, where the others did not come to the end with it.
 _LEAVE_S = 8.0
-_GRACE_S = 1.0
-_QUICK_S = 0.05
+GRACE_S = 1.0  # what the others have to end in after a failure
 _PATIENCE_S = 30.0
 # What a run that does not go on has in which to end when it is asked; Slurm kills it after 30 s.
 _STUCK_S = 25.0
@@ -55,6 +54,7 @@ class WorkerGroup:
         is_over_elsewhere: Callable[[], bool] | None = None,
         watch: Watch | None = None,
         warm: Warm | None = None,
+        grace_s: float = GRACE_S,
     ) -> None:
         """Raises OSError where a worker cannot be started; `signals` is where arriving ones are read as bytes."""
         self.began = time.monotonic()
@@ -62,8 +62,6 @@ class WorkerGroup:
         self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere
         self._watch, self._warm = watch, warm
         self._hang: Hang | None = None
-        # a run that is restarted goes on from a commit: what its ranks still do is lost
-        grace_s = _QUICK_S if warm else _GRACE_S
         self._grace_s = grace_s if patience_s is None else patience_s
         self._patience_s = _PATIENCE_S if patience_s is None else patience_s
         self._stuck_s = _STUCK_S if patience_s is None else patience_s

@@ -10,7 +10,6 @@ import sys
 if not sys.flags.safe_path:
     sys.path[0] = sys.argv[1]
 
-import array
 import builtins
 import ctypes
 import gc
@@ -40,7 +39,7 @@ _LOADED = (
 )
 _PARENT_DEATH_SIGNAL = 1
 _MOST_DESCRIPTORS = 16
-_ADOPTED_S = 5.0
+_ADOPTED_S = 1.0
 
 
 def main() -> None:
@@ -48,16 +47,16 @@ def main() -> None:
     orders = socket.socket(fileno=os.dup(0))
     libc = ctypes.CDLL(None)
     _load()
-    orders.sendall(json.dumps({"forks": _is_forkable()}).encode() + b"\n")
+    orders.sendall(b"forks" if _is_forkable() else b"spare")
     while (received := _received(orders)) is not None:
         order, descriptors = received
-        if order["fork"] and (pid := _forked()):
+        pid = _forked() if order["fork"] else os.getpid()
+        if pid:
+            orders.sendall(b"%d" % pid)
+        if pid and order["fork"]:
             for descriptor in descriptors:
                 os.close(descriptor)
-            orders.sendall(b"%d\n" % pid)
             continue
-        if not order["fork"]:
-            orders.sendall(b"%d\n" % os.getpid())
         orders.close()
         _become(order, descriptors, libc)
         _run(order["command"])
@@ -93,17 +92,11 @@ def _is_forkable() -> bool:
 
 def _received(orders: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """The next order and its descriptors; None where the launcher has gone."""
-    descriptors = array.array("i")
-    size, ancillary, *_ = orders.recvmsg(8, socket.CMSG_SPACE(_MOST_DESCRIPTORS * descriptors.itemsize))
-    for _, _, data in ancillary:
-        descriptors.frombytes(data)
-    text = bytearray()
-    while size and len(text) < int.from_bytes(size, "little"):
-        more = orders.recv(1 << 16)
-        if not more:
-            return None
-        text += more
-    return (json.loads(text), descriptors.tolist()) if size else None
+    sent, descriptors, *_ = socket.recv_fds(orders, 1, _MOST_DESCRIPTORS)
+    if not sent:
+        return None
+    with open(descriptors[0], "rb") as file:
+        return json.load(file), descriptors[1:]
 
 
 def _forked() -> int:
