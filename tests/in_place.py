@@ -132,6 +132,14 @@ class Run(Trail):
             return []
 
 
+def wchan_of(pid: int) -> str:
+    """What it waits for in the kernel."""
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return ""
+
+
 def words_of(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -159,7 +167,13 @@ def kill_as(kind: str, run: Run, draw: random.Random) -> float | None:
         time.sleep(draw.uniform(0, 0.2))
         if again := [pid for pid in run.ranks() if pid not in victims]:
             killed = run.kill([draw.choice(again)])
-    return run.step_after(killed) - killed
+    took = run.step_after(killed) - killed
+    if kind != "warm process":
+        return took
+    until = time.monotonic() + PATIENCE_S  # Python started these ranks: a time that says nothing of forks
+    while not any("unix" in wchan_of(pid) for pid in run.warm()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return None
 
 
 def recoveries(

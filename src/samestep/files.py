@@ -4,6 +4,7 @@ import os
 import secrets
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EFBIG, EINVAL, ENOSYS, EOPNOTSUPP
@@ -52,6 +53,19 @@ def is_own_directory(directory: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+
+
+def unnamed_file(data: bytes = b"", name: str = "samestep") -> BinaryIO:
+    """A file in memory that only a process with its descriptor can open, and elsewhere than on Linux in /tmp."""
+    if hasattr(os, "memfd_create"):
+        file: BinaryIO = os.fdopen(os.memfd_create(name), "r+b", buffering=0)
+    else:
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+    file.seek(0)
+    return file
 
 
 def sync_directory(directory: Path) -> None:

@@ -10,7 +10,6 @@ import cloudpickle
 
 from samestep.start.worker import end_with
 
-VALUE, ERROR = b"V", b"E"
 # The parent's sys.path comes first, for samestep itself may be found there only.
 BOOT = (
     "import os, pickle, sys; call = os.fdopen(os.dup(0), 'r+b'); sys.path[:] = pickle.load(call);"
@@ -19,33 +18,28 @@ BOOT = (
 
 
 def main(call: Any) -> None:
-    """Make the call that waits in this file, and replace it by its answer."""
+    """Make the call that waits in this file, and replace it by its answer: with exit code 1 an exception."""
     # here, for a notebook has threads, and so has no safe moment between fork and exec
     end_with(os.getppid())
-    call.seek(0)
-    cloudpickle.load(call)
     text = call.read()
+    call.seek(0)
+    call.truncate()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     try:
-        kind, answer = VALUE, _call(text)
+        answer, code = _call(text), 0
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # a cancelled task's is no Exception
-        _forget_own_frames(error)
+        while (trace := error.__traceback__) is not None and trace.tb_frame.f_code.co_filename == __file__:
+            error.__traceback__ = trace.tb_next
         # the hook prints it, and a rank whose failure it saw leaves without waiting for the others
         sys.excepthook(type(error), error, error.__traceback__)
-        kind, answer = ERROR, _dumped(error)
-    call.seek(0)
-    call.truncate()
-    # The letter comes last: an answer that was cut short is none.
-    call.write(b" " + answer)
-    call.flush()
-    call.seek(0)
-    call.write(kind)
+        answer, code = _dumped(error), 1
+    call.write(answer)
     call.close()
-    sys.exit(0 if kind == VALUE else 1)
+    sys.exit(code)
 
 
 def _call(text: bytes) -> bytes:
@@ -56,13 +50,6 @@ def _call(text: bytes) -> bytes:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
         raise TypeError(f"{type(value).__name__} cannot be returned from a worker: {error}") from error
-
-
-def _forget_own_frames(error: BaseException) -> None:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    error.__traceback__ = trace
 
 
 def _dumped(error: BaseException) -> bytes:

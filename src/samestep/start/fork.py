@@ -9,7 +9,6 @@ import os
 import select
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 
+from samestep.files import unnamed_file
 from samestep.start.worker import Guardian, Started, WorkerSpec, end_with, started
 
 _FILE = Path(__file__).with_name("warm.py")
@@ -123,9 +123,7 @@ class _Warm:
         order: dict[str, object] = {"command": spec.command, "env": spec.env, "cores": spec.cores}
         order |= {"named": list(kept), "launcher": os.getpid(), "fork": self.forks}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile() as file:
-            file.write(json.dumps(order).encode())
-            file.seek(0)
+        with open(os.devnull, "rb") as nothing, unnamed_file(json.dumps(order).encode()) as file:
             stdin = nothing.fileno() if spec.stdin is None else spec.stdin
             try:
                 pid = self._ask([file.fileno(), stdin, out_end, err_end, *kept.values()])

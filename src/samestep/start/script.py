@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from samestep.errors import UsageError
+from samestep.files import unnamed_file
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, share_cores
 from samestep.placement.place import Placement, exports
 from samestep.rendezvous.key import DESCRIPTOR, handed_on
@@ -100,7 +101,9 @@ class _Run:
         self._guardian = stack.enter_context(Guardian())
         self._shares, self._threads = share_cores(script.size, {**os.environ, **script.env})
         self._restarts = Restarts(script.max_restarts, script.restart_on)
-        self._slots = _slots(stack) if script.max_restarts else {}
+        # memory for the state of rank 0, which is there as long as this process is
+        slots = SLOTS if script.max_restarts else ()
+        self._slots = {name: stack.enter_context(unnamed_file(name=SLOTS[0])).fileno() for name in slots}
         self._warm: Warm | None = None
         if script.is_warmable:
             env = {**_defaults(self._threads), **os.environ, **script.env}
@@ -203,16 +206,6 @@ class _Run:
                 )
             )
         return specs, ranks.total
-
-
-def _slots(stack: ExitStack) -> dict[str, int]:
-    """Memory for the state of rank 0, which is there as long as this process is."""
-    if not hasattr(os, "memfd_create"):
-        return {}
-    slots = {name: os.memfd_create(SLOTS[0]) for name in SLOTS}
-    for descriptor in slots.values():
-        stack.callback(os.close, descriptor)
-    return slots
 
 
 def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ import codecs
 import os
 import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import PathFinder
@@ -14,10 +13,11 @@ from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
 import cloudpickle
 
 from samestep.errors import UsageError, WorkerFailed
+from samestep.files import unnamed_file
 from samestep.placement.devices import share_cores
 from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
-from samestep.start.call import BOOT, ERROR, VALUE
+from samestep.start.call import BOOT
 from samestep.start.memory import explain_kill, watch_kills
 from samestep.start.nodes import NodeRanks
 from samestep.start.output import OUT
@@ -54,7 +54,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
     with ExitStack() as stack:
         held, port = hold_port()
         stack.enter_context(held)
-        calls = [stack.enter_context(_file(text)) for _ in range(size)]
+        calls = [stack.enter_context(unnamed_file(text)) for _ in range(size)]
         shares, threads = share_cores(size)
         # No directory: nothing is kept, but the variable tells a worker that samestep started it.
         key = stack.enter_context(handed_on(secrets.token_bytes(32)))
@@ -96,52 +96,32 @@ class _Caller:
 
 
 def _raise(cause: Worker, call: BinaryIO, size: int, killed: str) -> NoReturn:
-    kind, data = _answer(call)
-    status = cause.status or 0
-    facts = {"rank": cause.rank, "code": status}
-    if kind != ERROR:
+    status, facts = cause.status or 0, {"rank": cause.rank, "code": cause.status or 0}
+    who = f"rank {cause.rank} of {size}"
+    if status != 1 or not (data := _answer(call)):
         how = killed if status == -9 else describe_end(status)
         said = "".join(f"\n{line}" for line in last_words(cause.err.tail.decode(errors="replace")))
-        raise WorkerFailed(f"rank {cause.rank} of {size} ended without an answer: {how}{said}", **facts)
+        raise WorkerFailed(f"{who} ended without an answer: {how}{said}", **facts)
     try:
         error, text = cloudpickle.loads(data)
     except Exception as unreadable:
-        raise WorkerFailed(
-            f"rank {cause.rank} of {size} failed, and its exception is not readable here", **facts
-        ) from unreadable
+        raise WorkerFailed(f"{who} failed, and its exception is not readable here", **facts) from unreadable
     if error is None:
-        raise WorkerFailed(f"rank {cause.rank} of {size} failed:\n{text}", **facts)
-    error.add_note(f"on rank {cause.rank} of {size}:\n{text}")
+        raise WorkerFailed(f"{who} failed:\n{text}", **facts)
+    error.add_note(f"on {who}:\n{text}")
     raise error
 
 
 def _value(rank: int, call: BinaryIO) -> Any:
-    kind, data = _answer(call)
-    if kind != VALUE:
-        raise WorkerFailed(
-            f"rank {rank} left with exit code 0 before it returned; return instead of sys.exit",
-            rank=rank,
-            code=0,
-        )
-    return cloudpickle.loads(data)
+    if data := _answer(call):
+        return cloudpickle.loads(data)
+    why = "left with exit code 0 before it returned; return instead of sys.exit"
+    raise WorkerFailed(f"rank {rank} {why}", rank=rank, code=0)
 
 
-def _answer(call: BinaryIO) -> tuple[bytes, bytes]:
+def _answer(call: BinaryIO) -> bytes:
     call.seek(0)
-    return call.read(1), call.read()
-
-
-def _file(text: bytes) -> BinaryIO:
-    """A file without a name that holds the call and then the answer, so that neither side ever waits."""
-    if hasattr(os, "memfd_create"):
-        file: BinaryIO = os.fdopen(os.memfd_create("samestep"), "r+b", buffering=0)
-    else:
-        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-    view = memoryview(text)
-    while view:
-        view = view[file.write(view) :]
-    file.seek(0)
-    return file
+    return call.read()
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -82,7 +82,7 @@ class Checkpoint:
         **parts: Part,
     ) -> None:
         """Collective. Make it on every rank, with the same parts."""
-        self.steps = self._asked_at = 0
+        self.steps = self._asked_at = self._remember_at = 0
         self._group = joined()
         self._world = self._group.world
         self._every = checked_every(every)
@@ -98,8 +98,7 @@ class Checkpoint:
         self._directory = CheckpointDirectory(directory, keep)
         self._requests = StopRequests()
         others = self._group.the(_Checkpoints).living
-        # the slots are one checkpoint's: the first
-        slots = None if others else slots_of(os.environ)
+        slots = None if others else slots_of(os.environ)  # they hold the state of one
         self._writer = Writer(self._directory, self._world.device, self._note_commit, slots)
         self._commit_seconds = 1.0
         self._told_of_limit = self._is_held = False
@@ -140,9 +139,8 @@ class Checkpoint:
             state = capture.received(size * self._world.local_size, root, self._group)
         self._go_on_from(state)
         if found is not None:
-            if not found.is_memory:
-                self._writer.committed = self._place()
             where = "memory" if found.is_memory else path
+            self._writer.committed = [0] if found.is_memory else self._place()
             print(f"samestep: going on after step {self.steps} from {where}", file=sys.stderr)
         return self.steps
 
@@ -151,16 +149,18 @@ class Checkpoint:
         self.steps += 1
         is_common = self._common.reached(self.steps, now=self._requests.heard is not None)
         due = isinstance(self._every, int) and self.steps % self._every == 0
-        if not is_common and not due:
+        remembers = self.steps == self._remember_at
+        if not (is_common or due or remembers):
             return
         with self._group.within("checkpoint", f"samestep.Checkpoint.step ({users_line()})"):
             began = time.monotonic()
-            stop, what = self._agree() if is_common else ("", "")
+            stop, timed = self._agree() if is_common else ("", False)
             if stop:
                 self._stop(stop)
-            elif due or what == "commit":
+            elif due or timed:
+                self._remember_at += remembers
                 self.commit()
-            elif what:
+            elif remembers:
                 self._remember(began)
 
     def commit(self, *, wait: bool = False) -> str:
@@ -177,6 +177,8 @@ class Checkpoint:
 
     def _remember(self, began: float) -> None:
         """Collective. Keep the state in the launcher's memory, from where a restart takes it."""
+        again_at = str(self._writer.remembers_next(self.steps)).encode()
+        self._remember_at = int(self._group.broadcast("samestep.Checkpoint.step", again_at))
         self._group.the(Replicas).settle()
         kept = self._gathered_streams()
         if self._world.rank == 0 and not self._writer.is_writing:
@@ -223,23 +225,23 @@ class Checkpoint:
             return ""
         return f"{self._writer.failure}; the steps since {self._writer.committed[0]} are in no checkpoint"
 
-    def _reasons(self, pace: float) -> tuple[str, str]:
-        """Why this rank should stop now, or "", and whether it is time to "commit" or "remember" (rank 0's say)."""
+    def _reasons(self, pace: float) -> tuple[str, bool]:
+        """Why this rank should stop now, or "", and whether it is time to commit; the rest is the other ranks' say."""
         since = time.monotonic() - self._writer.begun_at
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
         timed = since >= every or (bool(self._writer.failure) and since >= _RETRY_SECONDS)
         stop = self._requests.asked(2 * (self._commit_seconds + pace) + _LEAVE_SECONDS)
-        if self._world.rank or self._writer.is_writing:
-            return stop, ""
-        may_remember = self._is_held and self._writer.may_remember
-        return stop, "commit" if timed else "remember" if may_remember else ""
+        return stop, timed and self._world.rank == 0 and not self._writer.is_writing
 
-    def _agree(self) -> tuple[str, str]:
-        """Collective. What all ranks do next: stop, and why, or commit, or remember, or nothing."""
-        mine = json.dumps(self._reasons(self._common.pace)).encode()
+    def _agree(self) -> tuple[str, bool]:
+        """Collective. What all ranks do next: stop, and why, or commit, or nothing."""
+        remembers = self._is_held and self._writer.slots is not None
+        mine = json.dumps([*self._reasons(self._common.pace), remembers]).encode()
         said = [json.loads(one) for one in self._group.all_gather("samestep.Checkpoint.step", mine)]
         self._common.decided()
-        return next((stop for stop, _ in said if stop), ""), said[0][1]
+        if said[0][2] and not self._remember_at:
+            self._remember_at = self.steps + 1
+        return next((stop for stop, *_ in said if stop), ""), said[0][1]
 
     def _stop(self, why: str) -> None:
         # signals came to the newest alone

@@ -1,5 +1,6 @@
 """Writes commits in the background: a copy of the state is taken at once, the training goes on. Says who writes."""
 
+import math
 import sys
 import threading
 import time
@@ -16,7 +17,8 @@ from samestep.train.checkpoint import capture
 from samestep.train.group.device import HostMemory, synchronize
 
 _RESTARTS_OF_A_JOB = 1_000_000
-_SHARE = 0.01  # of the time, for keeping the state in memory
+# The state is kept in memory for this share of the time, and for the first times after so many steps.
+_SHARE, _SOON = 0.01, 5
 
 
 class Writer:
@@ -30,7 +32,9 @@ class Writer:
         slots: Slots | None = None,
     ) -> None:
         """`on_written` is told in seconds how long a commit took; `slots` keep states in memory."""
-        self.slots, self._rests_until, self._is_remembering = slots, 0.0, False
+        self.slots, self._is_remembering = slots, False
+        self._remembered = 0, 0.0  # after which step, and when
+        self._cost_s = 0.0  # of keeping the state in memory
         self.failure = ""
         self.committed: list[Any] = [0]
         self.begun_at = time.monotonic()
@@ -43,10 +47,12 @@ class Writer:
     def is_writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    @property
-    def may_remember(self) -> bool:
-        """Whether it has been so long since the state was kept in memory that it costs little to do it again."""
-        return self.slots is not None and time.monotonic() >= self._rests_until and not self.is_writing
+    def remembers_next(self, step: int) -> int:
+        """After which step to keep the state in memory again, at this share of the time; 0 where it is not kept."""
+        now, (before, then) = time.monotonic(), self._remembered
+        self._remembered = step, now
+        pace = (now - then) / (step - before) if then else self._cost_s
+        return step + max(_SOON, math.ceil(self._cost_s / _SHARE / (pace or 1.0))) if self.slots else 0
 
     def finish_remembering(self) -> None:
         """Wait for what is being written into memory, as a commit must not be left out for it."""
@@ -90,8 +96,7 @@ class Writer:
         except Exception as error:
             self.slots = None
             print(f"samestep: the state is not kept in memory ({error}); commits go on", file=sys.stderr)
-        ended = time.monotonic()
-        self._rests_until = ended + (ended - began) / _SHARE
+        self._cost_s = time.monotonic() - began
 
     def _write(self, packed: Any, place: list[Any]) -> None:
         begun = time.monotonic()
