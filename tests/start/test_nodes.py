@@ -102,7 +102,8 @@ def test_a_launcher_that_is_killed_is_named_by_the_others(launcher):
         assert re.search(r": node 1 \(.*\) was lost: its process has ended or its network is cut$", err, re.M)
 
 
-def test_all_nodes_start_again_together(launcher):
+@pytest.mark.parametrize("option", ["--fork", "--no-fork"])
+def test_all_nodes_start_again_together(launcher, option):
     launcher.write(
         """
         import os, sys
@@ -113,7 +114,7 @@ def test_all_nodes_start_again_together(launcher):
             raise ValueError("once")
         """
     )
-    nodes = started(launcher, (1, 1), "--max-restarts", "1", "train.py")
+    nodes = started(launcher, (1, 1), "--max-restarts", "1", option, "train.py")
     assert [one.finish()[0] for one in nodes] == [0, 0]
     assert {"1 0", "1 1"} <= set((launcher.home / "seen").read_text().splitlines())
 

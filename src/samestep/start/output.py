@@ -196,11 +196,6 @@ class Stream:
         if self._held and now - self._held_since > _HELD_S:
             self.release()
 
-    @property
-    def waits(self) -> bool:
-        """Whether `tick` has something to do soon."""
-        return bool(self._partial or self._held)
-
     def release(self) -> None:
         """Show what was held back."""
         held, self._held = self._held, b""

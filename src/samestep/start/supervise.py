@@ -25,9 +25,8 @@ GRACE_S = 1.0  # what the others have to end in after a failure
 _PATIENCE_S = 30.0
 # What a run that does not go on has in which to end when it is asked; Slurm kills it after 30 s.
 _STUCK_S = 25.0
-_POLL_S = 0.05
+_TICK_MS, _SOON_MS = 100, 10
 _SETTLED_S = 20.0
-_ELSEWHERE_S = 0.25
 # The interpreter says where it was when one of these ends it.
 _TOLD = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}
 
@@ -111,7 +110,7 @@ class WorkerGroup:
             poll.register(fd, select.POLLIN)
         for kind in self._terminal.waiting() if self._terminal else ():
             poll.register(kind, select.POLLOUT)
-        for fd, _ in poll.poll(self._timeout_ms(alive, streams)):
+        for fd, _ in poll.poll(_SOON_MS if min(self._stop_at, self._kill_at) < inf else _TICK_MS):
             if fd in ready:
                 ready[fd]()
             elif self._terminal:
@@ -160,14 +159,6 @@ class WorkerGroup:
             actions[signals] = lambda: self._hear(os.read(signals, 64))
         return actions
 
-    def _timeout_ms(self, alive: Sequence[Worker], streams: Sequence[Stream]) -> float | None:
-        until = min(self._stop_at, self._kill_at) - time.monotonic()
-        if self._is_over_elsewhere or self._watch:
-            until = min(until, _ELSEWHERE_S)
-        if any(stream.waits for stream in streams) or any(worker.pidfd is None for worker in alive):
-            until = min(until, _POLL_S)
-        return None if until == inf else max(0.0, until * 1000)
-
     def _settle(self, watched: Sequence[Worker], now: float) -> None:
         """Stop the workers when one has failed, and kill them when their time to end is over."""
         failed = [worker for worker in watched if worker.look() and worker.status]
@@ -175,7 +166,7 @@ class WorkerGroup:
             wait_s = 0.0
             if self._asked is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
-            elif _is_echo(worker.traceback()) and self._alive():
+            elif worker.is_echo and self._alive():
                 wait_s = _LEAVE_S if any(map(self._way_out, self._alive())) else _ECHO_S
             self._stop_at = min(self._stop_at, now + wait_s)
         if now >= self._stop_at:
@@ -236,7 +227,7 @@ class WorkerGroup:
 
     def _outcome(self) -> Outcome:
         own = [worker for worker in self.workers if worker.status and not worker.was_stopped]
-        if self._watch and not self._hang and own and all(_is_echo(worker.traceback()) for worker in own):
+        if self._watch and not self._hang and own and all(worker.is_echo for worker in own):
             self._hang = self._watch.hang  # the ranks that waited gave up before this process did
         if self._watch and self._hang:
             at = self._hang.cause.rank
@@ -248,11 +239,11 @@ class WorkerGroup:
             return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)
         cause = min(own, key=_blame)
         left = next((worker for worker in self.workers if self._way_out(worker)), None)
-        if left and not left.status and _is_echo(cause.traceback()):
+        if left and not left.status and cause.is_echo:
             code = " with exit code 0" if left.status == 0 else ""
             why = f"rank {left.rank} {self._way_out(left)}{code} while others waited for it"
             return Outcome(1, left, Traceback(None, (why,)), self._asked)
-        if _is_echo(cause.traceback()):
+        if cause.is_echo:
             # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
             cause = min([cause, *(worker for worker in self.workers if _hangs(worker, cause))], key=_blame)
         status = 1 if cause.was_stopped else cause.status or 0
@@ -265,13 +256,9 @@ class WorkerGroup:
         return Outcome(status, cause, traceback, self._asked)
 
 
-def _is_echo(traceback: Traceback | None) -> bool:
-    return traceback is not None and traceback.is_echo
-
-
 def _blame(worker: Worker) -> tuple[bool, float]:
     """The smallest is the cause: first of all who does not only tell of another, then who was first."""
-    return _is_echo(worker.traceback()), worker.failed_at
+    return worker.is_echo, worker.failed_at
 
 
 def _hangs(worker: Worker, after: Worker) -> bool:

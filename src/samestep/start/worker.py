@@ -117,6 +117,12 @@ class Worker:
             return of_record(failure)
         return read_traceback(self.err.tail.decode(errors="replace"))
 
+    @property
+    def is_echo(self) -> bool:
+        """Whether its exception only says that another rank has ended."""
+        traceback = self.traceback()
+        return traceback is not None and traceback.is_echo
+
     def send(self, number: int) -> None:
         """A signal for the worker alone, not for the processes it started."""
         if self.is_alive:

@@ -18,7 +18,8 @@ from samestep.train.group.device import HostMemory, synchronize
 
 _RESTARTS_OF_A_JOB = 1_000_000
 # The state is kept in memory for this share of the time, and for the first times after so many steps.
-_SHARE, _SOON = 0.01, 5
+_SHARE = 0.01
+_SOON = 5
 
 
 class Writer:
