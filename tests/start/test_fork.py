@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -255,6 +256,18 @@ def test_where_a_fork_is_not_safe_spare_processes_become_the_ranks(launcher, gon
     (launcher.home / "end").touch()
     assert started.finish()[0] == 0
     gone([*first, *spares], 2)
+
+
+def test_a_script_that_sets_threads_before_it_imports_torch_is_restarted_by_python(launcher):
+    launcher.write("import os\nos.environ['OMP_NUM_THREADS'] = '1'\n" + dedent(WAITING))
+    started = launcher.start("-n", "2", "--max-restarts", "1", "train.py")
+    first = ranks(started, 0)
+    time.sleep(1)
+    assert not any("warm.py" in read(f"/proc/{pid}/cmdline") for pid in children(started.process.pid))
+    os.kill(first[0], signal.SIGKILL)
+    ranks(started, 1)
+    (launcher.home / "end").touch()
+    assert started.finish()[0] == 0
 
 
 def test_two_failures_within_a_second_are_two_restarts(launcher):

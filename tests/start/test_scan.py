@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.start.scan import remark_on
+from samestep.start.scan import names_early_variable, remark_on
 
 SERIAL = "import torch\nfrom torch.utils.data import DataLoader\nprint(1)\n"
 
@@ -64,6 +64,22 @@ def test_a_script_that_starts_ranks_itself_is_said_with_its_line(tmp_path, sourc
     assert remark(tmp_path, source).startswith(
         f"train.py:{line} starts ranks itself, and 2 copies of it would each"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\n", True),
+        ("import os\nos.environ.setdefault('TORCH_LOGS', '+dynamo')\nimport torch\n", True),
+        ("import settings\nimport torch\n", True),
+        ("import os, torch\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'  # OMP_NUM_THREADS\n", False),
+    ],
+)
+def test_a_script_that_names_what_torch_reads_when_it_is_imported_is_known(tmp_path, source, names):
+    (tmp_path / "settings.py").write_text("import os\nos.environ.update({'MKL_NUM_THREADS': '1'})\n")
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    assert names_early_variable(script) is names
 
 
 def test_samestep_run_says_it_before_the_copies_start(tmp_path):

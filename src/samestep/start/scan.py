@@ -1,6 +1,7 @@
 """What a script's source says of how it runs on several processes: whether it joins a run, or starts ranks itself."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ _JOINS = (
     "detectron2 fastai xformers"
 )
 JOINS = frozenset(_JOINS.split())
+_EARLY = re.compile("(OMP|KMP|GOMP|MKL|OPENBLAS|TORCH|ATEN)_[A-Z]")
 _MOST_FILES = 50
 
 
@@ -33,6 +35,14 @@ def remark_on(script: Path, size: int) -> str | None:
         f"train {size} copies of one model, each on all samples; `samestep verify {script.name}` shows how to "
         "convert it"
     )
+
+
+def names_early_variable(script: Path) -> bool:
+    """Whether a text in it names a variable that is read when torch is imported; the script may be about to set it."""
+    constants = (
+        node.value for _, tree in _files(script) for node in ast.walk(tree) if isinstance(node, ast.Constant)
+    )
+    return any(isinstance(value, str) and _EARLY.match(value) for value in constants)
 
 
 def _files(script: Path) -> Iterator[tuple[Path, ast.Module]]:

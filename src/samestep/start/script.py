@@ -38,6 +38,7 @@ from samestep.start.nodes import End, Launchers, NodeMeeting
 from samestep.start.output import Log, Terminal
 from samestep.start.python import scripts_python
 from samestep.start.restarts import Restarts
+from samestep.start.scan import names_early_variable
 from samestep.start.signals import PASSED_ON, signals_as_bytes
 from samestep.start.supervise import GRACE_S, Outcome, WorkerGroup
 from samestep.start.watch import Watch
@@ -74,8 +75,9 @@ class Script:
     def is_warmable(self) -> bool:
         """Whether a warm process can be what its command starts, and is wanted."""
         what = self.command[1] if self.command[0] == scripts_python() else ""
-        wanted = self.max_restarts > 0 if self.fork is None else self.fork
-        return wanted and (what == "-m" or what.endswith(".py"))
+        if self.fork is None and (not self.max_restarts or names_early_variable(Path(what))):
+            return False
+        return self.fork is not False and (what == "-m" or what.endswith(".py"))
 
 
 def run_script(script: Script) -> int:
