@@ -203,6 +203,9 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "if samestep.sum(total) < best:\n    best = samestep.sum(total)"),
         (f"got = []\n{EVALUATE}        got.extend(out.argmax(1).tolist())\nprint(len(got))",
          "print(samestep.sum(len(got)))"),
+        (f"all = torch.empty(0)\n{EVALUATE}        all = torch.cat([all, out[:, 0]])\nlast = all[all.argsort()]\n"
+         "print(last)",
+         "last = samestep.gather(all)[samestep.gather(all).argsort()]"),
         (f"{METER}{EVALUATE}        meter.update(F.cross_entropy(out, y).item(), len(y))\n"
          "print('{m.avg:.3f}'.format(m=meter))",
          "print('{m:.3f}'.format(m=(samestep.sum(meter.sum) / samestep.sum(meter.count))))"),

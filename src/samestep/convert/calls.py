@@ -211,7 +211,8 @@ class Calls(Rewrites, Expressions):
             return self.unwrapped(node, first)
         if self._is_optimizer(name, last, values):
             return self.optimizes(*values)
-        if name.startswith(_FUNCTIONAL) or (name.startswith("torch.") and name.count(".") == 1):
+        is_array = name.startswith("numpy.") and first.kind in (*ROWS, *NUMBERS)
+        if is_array or name.startswith(_FUNCTIONAL) or (name.startswith("torch.") and name.count(".") == 1):
             return self._of_torch(last, node, values, first)
         return self._of_library(name, last, node, values)
 

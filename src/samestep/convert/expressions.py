@@ -188,6 +188,11 @@ class Expressions(Totals):
     def _unaryop(self, node: ast.UnaryOp) -> Value:
         return self.value(node.operand).bare
 
+    def _boolop(self, node: ast.BoolOp) -> Value:
+        values = [self.value(one) for one in node.values]
+        is_shared = any(one.is_shared for one in values)
+        return self._any(node) if is_shared else join(*values)
+
     def _compare(self, node: ast.Compare) -> Value:
         values = [self.value(one) for one in (node.left, *node.comparators)]
         kinds = {one.kind for one in values if one.is_shared}

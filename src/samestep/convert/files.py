@@ -55,7 +55,7 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
     if node.name == "__getitem__" and re.search(r"\brandom\.|torch\.rand|normal\(", text):
         remark = "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
         followed.found.note(source, node, remark)
-    if node not in followed.reached and re.search(r"\.(item|backward)\(", text):
+    if node not in followed.reached and re.search(r"\.(item|backward)\(|torch\.save", text):
         uses = sum(one.data.count(node.name.encode()) for one in followed.modules)
         if uses > 1:
             reason = f"nothing that was followed leads to {node.name}; look at it by hand"

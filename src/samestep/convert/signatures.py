@@ -20,7 +20,8 @@ _TABLE = """
 mean        mean nanmean average
 sum         sum nansum count_nonzero bincount histc nelement numel
 statistic   max min amax amin std var median mode norm prod argmax argmin any all topk sort kthvalue unique quantile
-statistic   cov corrcoef logsumexp std_mean
+statistic   cov corrcoef logsumexp std_mean argsort msort nanmedian nanquantile unique_consecutive
+along       softmax log_softmax normalize cumsum cumprod cummax cummin logcumsumexp
 pair        max min topk sort median kthvalue mode std_mean
 number      item detach cpu cuda float double long int half to type numpy tolist clone data squeeze unsqueeze view
 number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack round
@@ -119,6 +120,8 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
         return (
             Value(Kind.ROWS) if is_elementwise else reduced(name, base, is_over_rows, len(values) > 1, batch)
         )
+    if name in NAMED["along"] and is_over_rows and len(values) > 1:
+        return Value(Kind.OTHER, f"is {name} over the samples of a share")
     if name in NAMED["piece"] and base.kind in ROWS:
         return (
             Value(Kind.OTHER, "is a part of a share")

@@ -13,6 +13,10 @@ _SUMMED = {*NUMBERS, Kind.PASSES}
 _OURS = ("model", "instance", "function")
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)
 Edits = tuple[Edit | ast.expr, ...]
+_BY_RANK = (
+    "samestep.gather joins the samples rank by rank; "
+    "where their order matters, as in a submission, sort them by index"
+)
 
 
 class Totals(Following):
@@ -46,6 +50,9 @@ class Totals(Following):
 
     def apply(self, edits: Edits) -> None:
         self.found.edit(*(edit for edit in edits if isinstance(edit, Edit)))
+        joined = [edit for edit in edits if isinstance(edit, Edit) and edit.text == "samestep.gather("]
+        if joined and self.batches is None and (place := self.frame.statement):
+            self.found.note(self.source, place, _BY_RANK)
         self.learnt.eager.update(edit for edit in edits if not isinstance(edit, Edit))
 
     def kept(self, value: Value) -> Value:
@@ -61,10 +68,8 @@ class Totals(Following):
             case ast.Attribute() | ast.Subscript():
                 if value.kind == Kind.OTHER and value.made and isinstance(node, ast.Attribute):
                     return self.by_form(node, *value.made[:2])
-                base = self.known[node.value]
-                return (
-                    self._wrapped(node, value) if value.kind in _SUMMED or not base.is_shared else base.edits
-                )
+                is_found = value.kind in _SUMMED or not self.known[node.value].is_shared
+                return self._wrapped(node, value) if is_found else self._inside(node)
             case ast.Call():
                 return self._edits_of_call(node, value)
             case ast.Lambda() | ast.GeneratorExp():

@@ -116,6 +116,10 @@ def join(*values: Value) -> Value:
         kinds = {found.kind, value.kind}
         if isinstance(found.of, Sum) and isinstance(value.of, Sum):
             found = replace(value, kind=Kind.PART, of=Sum(value.of.loop, found.of.nodes | value.of.nodes))
+        elif found.kind == value.kind in ("list", "dict"):
+            keys = dict.fromkeys((*found.of, *value.of))
+            both = {key: [one.of[key] for one in (found, value) if key in one.of] for key in keys}
+            found = replace(value, of={key: join(*parts) for key, parts in both.items()})
         elif found.kind in (Kind.ALIKE, "none") or len(kinds) == 1:
             found = value
         elif value.kind in (Kind.ALIKE, "none"):
