@@ -293,7 +293,7 @@ def test_a_note_that_is_none_is_passed_over(tmp_path, kind):
 
 
 def test_a_note_that_never_comes_ends_in_advice_where_all_were_started_together(tmp_path: Path):
-    told = Member("r", 1, 2, KEY, nowhere="set MASTER_ADDR", untold_s=0.3)
+    told = Member("r", 1, 2, KEY, advice="set MASTER_ADDR", no_place_s=0.3)
     with pytest.raises(PlacementError, match=r"^set MASTER_ADDR$"):
         join(lambda: note.read(tmp_path / "note"), told)
 

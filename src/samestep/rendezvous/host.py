@@ -161,8 +161,8 @@ class Admission:
         """Raises RanksDiffer where this member cannot be of this run."""
         me, script = self._me, str(hello["script"])
         here = f"{me.noun} {me.number} ({self.hellos[me.number]['host']})"
-        comer = f"{me.noun} {number}" if number >= 0 else f"another {me.noun}"
-        who = f"{comer} ({hello['host']})"
+        member = f"{me.noun} {number}" if number >= 0 else f"another {me.noun}"
+        who = f"{member} ({hello['host']})"
         if me.script and script and script != me.script:
             raise RanksDiffer(
                 f"{here} runs {me.script!r:.200} and {who} runs {script!r:.200}; "
@@ -178,12 +178,12 @@ class Admission:
                 f"{who} came, which is one too many for {me.size}; start as many as are counted"
             )
         if number >= me.size:
-            raise RanksDiffer(f"{comer} came, but there are {me.size}; count from 0")
+            raise RanksDiffer(f"{member} came, but there are {me.size}; count from 0")
         known = self.hellos.get(number, hello)
         same = (known["host"], known["pid"]) == (hello["host"], hello["pid"])
         if not same or number not in (-1, me.number, *self._wanted):
             raise RanksDiffer(
-                f"{comer} came twice: process {known['pid']} on {known['host']} and process {hello['pid']} on "
+                f"{member} came twice: process {known['pid']} on {known['host']} and process {hello['pid']} on "
                 f"{hello['host']}; give every {me.noun} a number of its own"
             )
 

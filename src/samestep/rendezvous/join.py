@@ -44,9 +44,9 @@ def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
                 return _join_at(place, me, patience)
             except _NotHere as reason:
                 tried[place] = str(reason)
-        found = _summary(tried) or me.nowhere
-        if not was_told and patience.waited_s > me.untold_s:
-            raise PlacementError(me.nowhere)
+        found = _summary(tried) or me.advice
+        if not was_told and patience.waited_s > me.no_place_s:
+            raise PlacementError(me.advice)
         if patience.left_s < 0:
             raise RankMissing(
                 f"{me.title} found no {me.noun} 0 within {me.limit_s:g} s ({found}); "

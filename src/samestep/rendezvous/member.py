@@ -23,7 +23,7 @@ Place = tuple[str, int] | str  # an address and a port, or the path of a Unix so
 class Member:
     """Who joins which run, and the key that shows it; number -1 takes any that is free.
 
-    A member that learns of no address within untold_s gives up with the advice in nowhere. Where script is given,
+    A member that learns of no address within no_place_s gives up with the advice. Where script is given,
     it has to be the same for all members. Number 0 lets its objection, if any, look at the facts of all. Members of
     one machine connect through private sockets, which are beside that path.
     """
@@ -36,8 +36,8 @@ class Member:
     limit_s: float = 600.0
     silence_s: float = 60.0
     expected: Sequence[str] = ()
-    nowhere: str = "nothing says where it is"
-    untold_s: float = inf
+    advice: str = "nothing says where it is"
+    no_place_s: float = inf
     script: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     objection: Callable[[Sequence[Mapping[str, Any]]], SamestepError | None] = lambda ranks: None

@@ -64,12 +64,12 @@ def _by_note(here: Placement, me: Member) -> Tree:
         )
     folder = Path(os.environ.get("SAMESTEP_RUN_DIR") or "runs").absolute()
     path = folder / f".meet-{zlib.crc32(here.run.encode(errors='replace')):08x}"
-    nowhere = (
+    advice = (
         f"{here.launcher} does not say where rank 0 listens, and there is no note of it at {path}; "
         "set MASTER_ADDR to rank 0's host, or SAMESTEP_RUN_DIR to a directory that all nodes share"
     )
     # mpirun starts all ranks together: where no note comes soon, the directory is not shared.
-    return note.meet(path, replace(me, nowhere=nowhere, untold_s=min(me.limit_s, _NO_NOTE_S)))
+    return note.meet(path, replace(me, advice=advice, no_place_s=min(me.limit_s, _NO_NOTE_S)))
 
 
 def _is_given(here: Placement, fact: str) -> bool:

@@ -72,7 +72,7 @@ class Tree:
         self._changes = 0
         self._results: dict[int, tuple[bytes | None, bytes | None]] = {}
         self._own_changes = deque[bytes]()
-        self._heard = threading.Condition()
+        self._condition = threading.Condition()
         self._is_open = True
         for channel in self._channels.values():
             channel.connection.settimeout(_SEND_S)
@@ -99,7 +99,7 @@ class Tree:
         else:
             self._send([self._parent], body)
             part = self._await_parts(number, [self._parent], limit_s)[self._parent]
-        with self._heard:
+        with self._condition:
             self._parts.pop(number, None)
         return part
 
@@ -121,7 +121,7 @@ class Tree:
 
     def take_news(self) -> list[tuple[int, Any]]:
         """Local. What others have told since the last time, and who."""
-        with self._heard:
+        with self._condition:
             news, self._news = self._news, []
         return news
 
@@ -129,12 +129,12 @@ class Tree:
         self, operation: str, key: str, value: bytes = b"", expected: bytes = b""
     ) -> tuple[bytes | None, bytes | None]:
         """Local. Change the store of all processes, in one order for all; the value before and after, None for none."""
-        with self._heard:
+        with self._condition:
             self._changes += 1
             serial = self._changes
         self._say(_CHANGE, self.number, serial, operation, key, value.hex(), expected.hex())
-        with self._heard:
-            self._heard.wait_for(lambda: serial in self._results or self._gone())
+        with self._condition:
+            self._condition.wait_for(lambda: serial in self._results or self._gone())
             if serial not in self._results and (gone := self._gone()):
                 raise gone
             return self._results.pop(serial)
@@ -145,9 +145,9 @@ class Tree:
         def are_there() -> bool:
             return all(key in self.stored for key in keys)
 
-        with self._heard:
+        with self._condition:
             limit_s = min(limit_s, threading.TIMEOUT_MAX)
-            if not self._heard.wait_for(lambda: are_there() or self._gone(), limit_s):
+            if not self._condition.wait_for(lambda: are_there() or self._gone(), limit_s):
                 return False
             if not are_there() and (gone := self._gone()):
                 raise gone
@@ -175,8 +175,8 @@ class Tree:
         def are_there() -> bool:
             return all(source in self._parts.get(number, ()) for source in sources)
 
-        with self._heard:
-            self._heard.wait_for(
+        with self._condition:
+            self._condition.wait_for(
                 lambda: are_there() or number in self._late or self._gone(number),
                 min(limit_s, threading.TIMEOUT_MAX),
             )
@@ -267,14 +267,14 @@ class Tree:
             self._send(self._children, body)
         elif kind == _CHANGE and self._parent is not None:
             self._send([self._parent], body)
-        with self._heard:
+        with self._condition:
             if kind == _ROUND:
                 self._parts.setdefault(int.from_bytes(rest[:4], "big"), {})[source] = rest[4:]
             elif kind == _NEWS:
                 self._take(*json.loads(rest))
             elif is_for_all:
                 self._apply(*json.loads(rest))
-            self._heard.notify_all()
+            self._condition.notify_all()
 
     def _take(self, what: str, origin: int, *rest: Any) -> None:
         if what == "told" and origin != self.number:

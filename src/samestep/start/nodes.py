@@ -101,8 +101,8 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
         if number is None:
             raise UsageError("--rendezvous file:// does not say which node is the first; add --node-rank")
         file = Path(rest).absolute()
-        nowhere = f"there is no note of it at {file}, which all nodes have to see"
-        return NodeMeeting(replace(me, run=me.run or at, nowhere=nowhere), file=file)
+        advice = f"there is no note of it at {file}, which all nodes have to see"
+        return NodeMeeting(replace(me, run=me.run or at, advice=advice), file=file)
     name, _, port = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", str(_TORCHRUN_PORT))
     if kind not in ("", "tcp") or not name or not 0 < int(port) < 1 << 16:
         raise UsageError(f"--rendezvous {at} is no meeting point; write tcp://HOST:PORT or file:///PATH")

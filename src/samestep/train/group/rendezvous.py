@@ -49,8 +49,8 @@ def _try_network(tree: Tree, address: str, interface: str, limit_s: float) -> st
     with ExitStack() as stack:
         mine = None
         if tree.position.local_rank == 0:
-            door = stack.enter_context(listen([0], [address])[0])
-            mine = [address, door.getsockname()[1], socket.gethostname(), interface]
+            listener = stack.enter_context(listen([0], [address])[0])
+            mine = [address, listener.getsockname()[1], socket.gethostname(), interface]
         at = {rank: place for rank, place in enumerate(tree.gather(mine, limit_s)) if place}
         before = [rank for rank in at if mine and rank < tree.number][-_MOST_TRIED:]
         places = {(at[rank][0], at[rank][1]): rank for rank in before}
