@@ -55,7 +55,7 @@ class Admission:
 
     def __init__(self, me: Member, wanted: Sequence[int]) -> None:
         self.hellos: dict[int, dict[str, Any]] = {me.number: me.hello()}
-        self._me, self._wanted = me, wanted
+        self._me, self._wanted, self._absent = me, set(wanted), set(wanted)
         self._members: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers: dict[Channel, str] = {}  # and from which address, the oldest first
@@ -68,15 +68,17 @@ class Admission:
             for listener in listeners:
                 listener.settimeout(0)
                 self._selector.register(listener, selectors.EVENT_READ)
-            while self._absent():
+            while self._absent:
                 ready = [key for key, _ in self._selector.select(_STEP_S)]
                 # Whoever has the key says so at once, and is heard before a flood of others is let in.
                 for key in sorted(ready, key=lambda key: key.data is None):
                     self._hear(key.data) if key.data else self._open(key.fileobj)
                 self._drop_strangers()
-                if patience.left_s < 0 and (absent := self._absent()):
-                    raise RankMissing(f"{self._missing()} did not come within {limit_s:g} s", ranks=absent)
-                patience.say(f"waiting for {self._missing()}")
+                if patience.left_s < 0 and self._absent:
+                    raise RankMissing(
+                        f"{self._missing()} did not come within {limit_s:g} s", ranks=sorted(self._absent)
+                    )
+                patience.say(lambda: f"waiting for {self._missing()}")
         finally:
             for key in list(self._selector.get_map().values()):
                 if key.data not in self._members.values():
@@ -148,10 +150,11 @@ class Admission:
         number = int(hello["number"])
         self._check(number, hello)
         if number < 0:
-            number = self._absent()[0]
+            number = min(self._absent)
         if number in self._members:
             self._forget(self._members[number])
         self._members[number], self.hellos[number] = channel, hello
+        self._absent.discard(number)
         channel.send_json({"welcome": number, "host": self.hellos[me.number]["host"]})
         if me.number > 0:
             # A child goes on at once; what it says next is for the tree.
@@ -173,7 +176,7 @@ class Admission:
                 f"{here} counts {me.size} {me.noun}s and {who} counts {hello['size']}; "
                 "start all of them with the same number"
             )
-        if number < 0 and not self._absent():
+        if number < 0 and not self._absent:
             raise RanksDiffer(
                 f"{who} came, which is one too many for {me.size}; start as many as are counted"
             )
@@ -188,19 +191,18 @@ class Admission:
             )
 
     def _forget(self, channel: Channel) -> None:
-        self._strangers.pop(channel, None)
-        for number in [number for number, member in self._members.items() if member is channel]:
+        is_stranger = self._strangers.pop(channel, None) is not None
+        members = {} if is_stranger else self._members
+        for number in [number for number, member in members.items() if member is channel]:
             del self._members[number], self.hellos[number]
+            self._absent.add(number)
         # ValueError: it was closed within this turn, when the same member came again.
         with suppress(KeyError, ValueError):
             self._selector.unregister(channel.connection)
         channel.close()
 
     def _missing(self) -> str:
-        return name_ranks(self._absent(), self._me.expected, self._me.noun)
-
-    def _absent(self) -> list[int]:
-        return [number for number in self._wanted if number not in self._members]
+        return name_ranks(self._absent, self._me.expected, self._me.noun)
 
 
 def _refuse(channel: Channel, error: SamestepError) -> None:

@@ -54,7 +54,7 @@ def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
                 ranks=[0],
             )
         if is_first:
-            patience.say(f"{me.title} looks for {me.noun} 0 ({found})")
+            patience.say(lambda found=found: f"{me.title} looks for {me.noun} 0 ({found})")  # type: ignore[misc]
         time.sleep(pause)
         pause = min(0.5, pause * 1.5)
 

@@ -68,11 +68,11 @@ class Patience:
     def left_s(self) -> float:
         return self._limit_s - self.waited_s
 
-    def say(self, text: str) -> None:
+    def say(self, text: Callable[[], str]) -> None:
         """Say it after 5 s and every 5 s, later every 30 s."""
         if (waited := self.waited_s) > self._next_s:
             self._next_s = waited + (SAY_S if waited < 60 else _SAY_LATER_S)
-            say(f"{text}; {waited:.0f} s so far, {self._limit_s:g} at most")
+            say(f"{text()}; {waited:.0f} s so far, {self._limit_s:g} at most")
 
 
 def say(text: str) -> None:
