@@ -80,7 +80,7 @@ def test_a_conversion_is_compared_with_the_untouched_script(script: str, sizes: 
             "the untouched script gives them",
             marks=pytest.mark.long,
         ),
-        ("manual_seed(0)", "manual_seed(1)", "before step 1, 0.weight", "not those of the untouched script"),
+        ("manual_seed(0)", "manual_seed(1)", "before step 1, 0.weight", "not those in the untouched script"),
     ],
 )
 def test_a_conversion_that_takes_another_step_is_told_where(

@@ -17,13 +17,13 @@ from samestep.cli.output import print_json
 from samestep.cli.verify import _document, command
 from samestep.train.digest import digests
 from samestep.train.loss import reduction_of
-from samestep.verify.causes import explain_rounding, stated
+from samestep.verify.causes import stated
 from samestep.verify.printed import _unlike
 from samestep.verify.read import Digest, Run, Step
+from samestep.verify.record import wrap
 from samestep.verify.record.recorder import Recorder
-from samestep.verify.record.remove import Removed
-from samestep.verify.trajectory import Difference, first_fact, follow
-from samestep.verify.verify import Outcome, Report
+from samestep.verify.trajectory import Compared, Difference, first_fact, follow
+from samestep.verify.verify import Report
 
 pytestmark = pytest.mark.timeout(200)
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -140,8 +140,7 @@ def test_a_printed_number_is_compared_to_its_last_digit_and_durations_are_not(
 def _trained(distances: list[float], rate: float = 0.1) -> Run:
     steps = [
         Step(
-            0,
-            [{"loss": 1.0 + apart, "mine": 4, "all": 4, "samples": [0, 1, 2, 3], "epoch": 0, "forwards": []}],
+            [{"loss": 1.0 + apart, "mine": 4, "all": 4, "samples": [0, 1, 2, 3], "forwards": []}],
             [{"lr": rate if at else 0.1}],
             {"w": Digest(1.0, 1.0 + apart, hash(apart))},
             {"w": Digest(1.0, 1.0, 0)},
@@ -167,7 +166,7 @@ def test_a_jump_is_a_difference_and_what_grows_by_little_is_rounding(
     distances: list[float], where: str | None
 ) -> None:
     path = follow(_trained([0.0] * max(3, len(distances))), _trained(distances))
-    assert (str(path.beyond) if path.beyond else None) == where
+    assert (str(path.difference) if path.difference else None) == where
     assert (path.bits is None) == (not any(distances))
 
 
@@ -194,7 +193,7 @@ def test_ranks_that_took_other_numbers_of_steps_are_named(
 ) -> None:
     first = _on_ranks(*[_trained([0.0] * 8)] * len(counts))
     other = _on_ranks(*(_trained([0.0] * count) for count in counts))
-    for one in (follow(first, other).beyond, first_fact(first, other), follow(other, other).beyond):
+    for one in (follow(first, other).difference, first_fact(first, other), follow(other, other).difference):
         assert one is not None
         assert str(one) == said
         assert cause in str(stated(first, other, one))
@@ -203,7 +202,7 @@ def test_ranks_that_took_other_numbers_of_steps_are_named(
 def test_a_step_more_on_one_rank_is_named_before_the_weights_it_drives_apart() -> None:
     first = _on_ranks(*[_trained([0.0] * 2)] * 2)
     other = _on_ranks(_trained([0.0, 1e-9, 0.0]), _trained([0.0, 0.0]))
-    assert str(follow(first, other).beyond) == "rank 1 took 2 steps and rank 0 3"
+    assert str(follow(first, other).difference) == "rank 1 took 2 steps and rank 0 3"
 
 
 def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:
@@ -215,7 +214,7 @@ def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:
 def test_a_rate_that_one_rank_has_alone_is_compared_too() -> None:
     first = _on_ranks(_trained([0.0] * 3), _trained([0.0] * 3))
     other = _on_ranks(_trained([0.0] * 3), _trained([0.0] * 3, rate=0.2))
-    found = follow(first, other).beyond
+    found = follow(first, other).difference
     assert found is not None
     assert str(found) == "step 2, rank 1, lr"
     assert "lr is 0.1 on rank 0 and 0.2 on rank 1" in str(stated(first, other, found))
@@ -248,12 +247,14 @@ def _with_gradients(*norms: float) -> Run:
 
 
 def test_each_tensor_is_judged_by_its_own_noise() -> None:
-    assert follow(_with_gradients(1.0, 1e-9), _with_gradients(1.0, 5e-9)).beyond is None
+    assert follow(_with_gradients(1.0, 1e-9), _with_gradients(1.0, 5e-9)).difference is None
     first, other = _with_gradients(1e-3, 1e-5), _with_gradients(1e-3, 2e-5)
-    assert str(follow(first, other).beyond) == "step 1, gradient of w1"
-    assert follow(first, other, nudged=_with_gradients(1e-3, 3e-5)).beyond is None
+    assert str(follow(first, other).difference) == "step 1, gradient of w1"
+    assert follow(first, other, nudged=_with_gradients(1e-3, 3e-5)).difference is None
     other = _with_gradients(2e-3, 1e-5)
-    assert str(follow(first, other, nudged=_with_gradients(1e-3, 3e-5)).beyond) == "step 1, gradient of w0"
+    assert (
+        str(follow(first, other, nudged=_with_gradients(1e-3, 3e-5)).difference) == "step 1, gradient of w0"
+    )
 
 
 def test_as_many_times_the_gradients_as_ranks_is_never_noise() -> None:
@@ -264,23 +265,22 @@ def test_as_many_times_the_gradients_as_ranks_is_never_noise() -> None:
     for factor in (0.5, 2.0):
         other = replace(_with_gradients(factor), size=2)
         other.steps[0].grad.pop("w")
-        assert str(follow(first, other, nudged).beyond) == "step 1, gradient of w0"
+        assert str(follow(first, other, nudged).difference) == "step 1, gradient of w0"
     nudged.steps[0].grad["w0"] = Digest(9.0, 9.0, 1)
-    assert follow(first, other, nudged).beyond is None
+    assert follow(first, other, nudged).difference is None
 
 
 @pytest.mark.parametrize(("exact", "said"), [(True, "exact=True does not cover"), (False, "use steps and")])
 def test_what_exact_does_not_cover_is_said_where_it_is_used(exact: bool, said: str) -> None:
-    root = {"exact": exact}
-    cause = explain_rounding(replace(_trained([0.0]), facts=[{"roots": [root]}]))
-    found = Difference("loss", 0, None, "loss", 1e-7)
-    report = Report((Outcome(2, 1, 4, 1.0, "rounding", found, 1e-7, cause),), wants_bits=True)
+    run = replace(_trained([0.0]), facts=[{"exact": exact}])
+    found = Compared(run, bits=Difference("loss", 0, None, "loss", 1e-7), largest=1e-7)
+    report = Report({2: found}, wants_bits=True)
     assert str(report).startswith(f"same to rounding: 1.0e-07, not the same bits: step 1, loss; {said}")
 
 
 def test_json_has_null_for_a_loss_that_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report((Outcome(1, 3, 24, math.nan, "bits"), Outcome(2, 0, 0, None, "different")), False)
-    print_json(_document(report))
+    runs = {1: _trained([math.nan]), 2: _on_ranks(_trained([]), _trained([]))}
+    print_json(_document(Report({size: Compared(run) for size, run in runs.items()}, False)))
     assert [one["loss"] for one in json.loads(capsys.readouterr().out)["sizes"]] == [None, None]
 
 
@@ -300,8 +300,9 @@ def test_a_digest_tells_one_changed_bit_and_how_far_two_tensors_are_apart(dtype:
 def test_a_loader_of_samestep_is_not_recorded_as_one_of_the_scripts_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = Recorder(tmp_path, Removed())
-    monkeypatch.setattr(DataLoader, "__iter__", recorder._iterated(DataLoader.__iter__))
+    recorder = Recorder(tmp_path)
+    monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
+    wrap(DataLoader, "__iter__", recorder._iterate)
     assert len(list(samestep.loader([*range(8)], batch_size=4))) == 2
     assert recorder._foreign is None
     assert len(list(DataLoader([*range(8)], batch_size=4))) == 2

@@ -14,7 +14,8 @@ from samestep.measure.trial import end_on_signals
 from samestep.placement.devices import visible_devices
 
 if TYPE_CHECKING:
-    from samestep.verify.verify import Outcome, Report
+    from samestep.verify.trajectory import Compared
+    from samestep.verify.verify import Report
 
 _SIZES = (1, 2, 3)
 _ROW = "{:>9}  {:>5}  {:>7}  {:>9}  {:30}  {:>7}"
@@ -88,14 +89,14 @@ def command(
         elif diff:
             click.echo(f"\n{diff}")
         raise SystemExit(2) from None
-    if report.worst.failure:
-        click.echo(report.worst.failure, err=True)
+    if report.verdict == "failed":
+        click.echo(report.worst.run.failure, err=True)
     if as_json:
         print_json(_document(report), indent=2)
     else:
         click.echo(_ROW.format("processes", "steps", "samples", "last loss", "first difference", "size"))
-        for outcome in report.outcomes:
-            click.echo(_row(outcome))
+        for size, outcome in report.outcomes.items():
+            click.echo(_row(size, outcome))
         click.echo("\n" + "\n".join(report.lines))
     raise SystemExit(report.exit_code)
 
@@ -125,14 +126,14 @@ def _conversion(script: str, module: bool) -> str:
     return SEVEN_LINES if module else conversion(Path(script))
 
 
-def _row(outcome: "Outcome") -> str:
-    run = outcome.size or "untouched"
+def _row(size: int | None, outcome: "Compared") -> str:
+    name = size or "untouched"
     if outcome.verdict == "failed":
-        return f"{run:>9}  failed"
-    what = str(outcome.difference or "").partition(" instead of ")[0]
-    size = f"{outcome.distance:.1e}" if outcome.difference and math.isfinite(outcome.distance) else ""
-    loss = "" if outcome.loss is None else f"{outcome.loss:.5g}"
-    return _ROW.format(run, outcome.steps, outcome.samples, loss, what, size).rstrip()
+        return f"{name:>9}  failed"
+    run, found = outcome.run, outcome.difference or outcome.bits
+    loss = f"{run.losses[-1]:.5g}" if run.losses else ""
+    distance = f"{outcome.distance:.1e}" if found and math.isfinite(outcome.distance) else ""
+    return _ROW.format(name, run.length, run.samples, loss, str(found or ""), distance).rstrip()
 
 
 def _document(report: "Report") -> dict[str, Any]:
@@ -140,18 +141,32 @@ def _document(report: "Report") -> dict[str, Any]:
         "same": report.is_same,
         "verdict": report.verdict,
         "sentence": str(report),
-        "cause": report.worst.cause,
+        "cause": report.cause,
         "causes": [asdict(cause) for cause in report.causes],
         "printed": [asdict(found) for found in report.printed],
         "remarks": report.remarks,
-        "sizes": [_outcome(outcome) for outcome in report.outcomes],
+        "sizes": [_outcome(size, outcome) for size, outcome in report.outcomes.items()],
     }
 
 
-def _outcome(outcome: "Outcome") -> dict[str, Any]:
-    facts = asdict(outcome)
-    if found := outcome.difference:
-        step = None if found.step is None else found.step + 1
-        facts["difference"] = {**asdict(found), "step": step, "sentence": str(found)}
-        del facts["difference"]["distance"], facts["difference"]["own"]
-    return facts
+def _outcome(size: int | None, outcome: "Compared") -> dict[str, Any]:
+    run, found = outcome.run, outcome.difference or outcome.bits
+    step = None if found is None or found.step is None else found.step + 1
+    facts = found and {
+        "kind": found.kind,
+        "step": step,
+        "rank": found.rank,
+        "name": found.name,
+        "sentence": str(found),
+    }
+    return {
+        "size": size,
+        "steps": run.length,
+        "samples": run.samples,
+        "loss": run.losses[-1] if run.losses else None,
+        "verdict": outcome.verdict,
+        "difference": facts,
+        "distance": outcome.distance,
+        "note": outcome.note,
+        "failure": run.failure if run.code else None,
+    }

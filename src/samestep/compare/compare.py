@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from samestep.compare.gap import inexact, measure, numbers
-from samestep.compare.names import flatten, inner_level
+from samestep.compare.gap import Gap, has_nan, inexact, measure, numbers
+from samestep.compare.names import Flat, aligned
 from samestep.text import counted, size
 
 Verdict = Literal["same", "tolerance", "rounding", "different"]
@@ -24,8 +23,8 @@ _BATCHNORM = (
 )
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass(frozen=True, kw_only=True)
+class Difference(Gap):
     """A tensor or value whose bits differ between the states."""
 
     name: str
@@ -33,11 +32,6 @@ class Difference:
     a: str | None  # float32[3, 4], or the value where it is a single one; None where it is missing
     b: str | None
     size: int = 1
-    elements: int = 1
-    absolute: float = math.inf
-    relative: float = math.inf  # the largest absolute difference over the largest finite value of both
-    bits: int = 0
-    nans: int = 0  # elements that are NaN on one side only
     exact: bool = True  # no tolerance applies: a counter, a flag, a text
     rounding: bool = False
 
@@ -46,15 +40,13 @@ class Difference:
         return "" if self.name.startswith("[") else self.name.rpartition(".")[0]
 
     @property
-    def batchnorm(self) -> bool:
+    def is_statistic(self) -> bool:
         return self.name.rpartition(".")[2] in _STATISTICS and self.kind == "value"
 
-    @property
-    def sign_of_zero(self) -> bool:
-        """Equal values whose bits differ."""
-        return self.kind == "value" and self.absolute == 0
-
-    def within(self, tolerance: float) -> bool:
+    def within(self, tolerance: float | None) -> bool:
+        """Whether it is no larger than the tolerance, or than rounding where none was given."""
+        if tolerance is None:
+            return self.rounding
         return self.relative == 0 or (not self.exact and self.relative <= tolerance)
 
 
@@ -70,12 +62,9 @@ class Comparison:
     tolerance: float | None
     notes: tuple[str, ...]
 
-    @cached_property
-    def beyond(self) -> tuple[Difference, ...]:
-        """The differences larger than the tolerance, or than rounding where none was given."""
-        if self.tolerance is None:
-            return tuple(d for d in self.differences if not d.rounding)
-        return tuple(d for d in self.differences if not d.within(self.tolerance))
+    @property
+    def beyond(self) -> list[Difference]:
+        return [found for found in self.differences if not found.within(self.tolerance)]
 
     @property
     def verdict(self) -> Verdict:
@@ -95,12 +84,12 @@ class Comparison:
 
     @property
     def worst(self) -> Difference | None:
-        return max(self.differences, key=lambda d: d.relative, default=None)
+        return max(self.differences, key=lambda found: found.relative, default=None)
 
     @property
     def cause(self) -> str | None:
         """Why they differ, where only one cause is possible."""
-        return _BATCHNORM if self.beyond and all(d.batchnorm for d in self.beyond) else None
+        return _BATCHNORM if self.beyond and all(found.is_statistic for found in self.beyond) else None
 
     @property
     def contents(self) -> str:
@@ -111,54 +100,46 @@ class Comparison:
     def __str__(self) -> str:
         if self.worst is None:
             return f"same to the bit ({self.contents})"
-        largest = f"largest relative difference {amount(self.worst.relative)} in {self.worst.name}"
-        if self.verdict == "tolerance":
-            return f"same within {self.tolerance:g}: {largest}"
-        if self.verdict == "rounding" and self.worst.sign_of_zero:
+        if self.verdict == "different":
+            return f"different: {'; '.join(self._parts())}"
+        if self.worst.relative == 0 and self.tolerance is None:
             return f"same values, not the same bits: the sign of zero differs in {self.worst.name}"
-        if self.verdict == "rounding":
-            return f"same to rounding: {largest}"
-        return f"different: {'; '.join(self._parts())}"
+        within = "to rounding" if self.tolerance is None else f"within {self.tolerance:g}"
+        return (
+            f"same {within}: largest relative difference {amount(self.worst.relative)} in {self.worst.name}"
+        )
 
     def _parts(self) -> Iterator[str]:
-        if changed := [d for d in self.beyond if d.kind == "value"]:
-            worst = max(changed, key=lambda d: d.relative)
+        beyond = self.beyond
+        if changed := [found for found in beyond if found.kind == "value"]:
+            worst = max(changed, key=lambda found: found.relative)
             only = "only BatchNorm statistics, " if self.cause else ""
-            by = (
-                f"{worst.a} and {worst.b}"
-                if worst.size == 1
-                else f"relative {amount(worst.relative, worst.nans)}"
-            )
             total = f"{self.tensors + self.values} tensors{' and values' if self.values else ''}"
             most = "most in " if len(changed) > 1 else ""
+            relative = f"relative {amount(worst.relative, worst.nans)}"
+            by = f"{worst.a} and {worst.b}" if worst.size == 1 else relative
             yield f"{only}{len(changed)} of {total}, {most}{worst.name} ({by})"
         for kind in ("dtype", "shape"):
-            if odd := [d for d in self.beyond if d.kind == kind]:
-                yield f"{len(odd)} of another {kind} ({_some([d.name for d in odd])})"
+            if odd := [found.name for found in beyond if found.kind == kind]:
+                yield f"{len(odd)} of another {kind} ({_some(odd)})"
+        missing = [found for found in beyond if found.kind == "missing"]
         for side, name in enumerate(self.names):
-            if missing := [d for d in self.beyond if d.kind == "missing" and (d.a, d.b)[side] is not None]:
-                yield f"{len(missing)} only in {name} ({_some([d.name for d in missing])})"
+            if there := [found.name for found in missing if (found.a, found.b)[side] is not None]:
+                yield f"{len(there)} only in {name} ({_some(there)})"
 
 
 def compare(
     a: object, b: object, *, tolerance: float | None = None, names: tuple[str, str] = ("A", "B")
 ) -> Comparison:
     """Compares two states of tensors, numbers and text, nested or flat; sentences use their `names`."""
-    left, right, notes = _aligned(a, b, names)
-    differences, nans = [], []
-    for name in [*left, *(name for name in right if name not in left)]:
-        if name in left and name in right:
-            difference, both_nan = _difference(name, left[name], right[name])
-            nans += [name] if both_nan else []
-        else:
-            there = _text(left.get(name, right.get(name)))
-            difference = Difference(name, "missing", *((there, None) if name in left else (None, there)))
-        differences += [difference] if difference else []
-    if nans:
+    left, right, notes = aligned(a, b, names)
+    differences = [found for name in left | right if (found := _difference(name, left, right))]
+    unlike = {found.name for found in differences}
+    if nans := [name for name in left if name not in unlike and _has_nan(left[name])]:
         notes.append(f"NaN at the same place in both counts as equal: {_some(nans)}")
-    if zeros := [d.name for d in differences if d.sign_of_zero]:
+    if zeros := [found.name for found in differences if found.kind == "value" and found.absolute == 0]:
         notes.append(f"0.0 and -0.0 are equal values of different bits: {_some(zeros)}")
-    if tolerance is not None and (odd := [d.name for d in differences if d.kind == "dtype"]):
+    if tolerance is not None and (odd := [found.name for found in differences if found.kind == "dtype"]):
         notes.append(f"dtypes differ; only the values are compared with the tolerance: {_some(odd)}")
     tensors = [value for value in left.values() if isinstance(value, Tensor)]
     return Comparison(
@@ -172,68 +153,60 @@ def compare(
     )
 
 
-def _aligned(
-    a: object, b: object, names: tuple[str, str]
-) -> tuple[dict[str, object], dict[str, object], list[str]]:
-    """Both states by plain names, from the level where their names agree, and notes on what was left out."""
-    (left, stripped), (right, also) = flatten(a), flatten(b)
-    prefixes = " and ".join(f"`{prefix}`" for prefix in sorted(stripped | also, reverse=True))
-    notes = [f"names are compared without {prefixes}"] if prefixes else []
-    states = [left, right]
-    for side in (0, 1):
-        if level := inner_level(states[side], states[1 - side]):
-            inner = (name for name in states[side] if name.startswith(level))
-            states[side] = {name.removeprefix(level): states[side][name] for name in inner}
-            notes.append(f"of {names[side]} only `{level}` is compared; {names[1 - side]} has no such level")
-    return states[0], states[1], notes
-
-
 def amount(number: float, nans: int = 0) -> str:
     """A difference in at most seven characters."""
     return "NaN" if nans else f"{number:.1e}" if number and math.isfinite(number) else f"{number:g}"
 
 
-def _difference(name: str, left: object, right: object) -> tuple[Difference | None, bool]:
-    """How two values differ, if they do, and whether a NaN stands at the same place in both."""
+def _difference(name: str, left: Flat, right: Flat) -> Difference | None:
+    if name in left and name in right:
+        return _unlike(name, left[name], right[name])
+    a, b = (_text(state[name]) if name in state else None for state in (left, right))
+    return Difference(name=name, kind="missing", a=a, b=b)
+
+
+def _unlike(name: str, left: object, right: object) -> Difference | None:
     a, b = numbers(left), numbers(right)
     if a is None or b is None:
-        same, shared_nans = a is b and left == right, False
+        is_same = a is b and left == right
         if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and len(left) == len(right):
-            each = [_difference(name, *pair) for pair in zip(left, right, strict=True)]
-            same = not any(difference for difference, _ in each)
-            shared_nans = any(nan for _, nan in each)
-        return (None if same else Difference(name, "value", _text(left), _text(right))), shared_nans
+            is_same = not any(_unlike(name, *pair) for pair in zip(left, right, strict=True))
+        return None if is_same else Difference(name=name, kind="value", a=_text(left), b=_text(right))
     if a.shape != b.shape:
-        return Difference(name, "shape", str(list(a.shape)), str(list(b.shape)), a.numel(), 0), False
+        shapes = str(list(a.shape)), str(list(b.shape))
+        return Difference(name=name, kind="shape", a=shapes[0], b=shapes[1], size=a.numel(), elements=0)
     gap = measure(a, b)
     dtypes = (_dtype(left, a), _dtype(right, b))
-    alike = dtypes[0] == dtypes[1]
-    if alike and not gap.elements:
-        return None, gap.shared_nans
+    is_same_dtype = dtypes[0] == dtypes[1]
+    if is_same_dtype and not gap.elements:
+        return None
+    shown = (_text(left, a), _text(right, b)) if is_same_dtype else dtypes
     exact = not (inexact(a) or inexact(b))
-    found = Difference(
-        name,
-        "value" if alike else "dtype",
-        *((_text(left, a), _text(right, b)) if alike else dtypes),
+    return Difference(
+        name=name,
+        kind="value" if is_same_dtype else "dtype",
+        a=shown[0],
+        b=shown[1],
         size=a.numel(),
-        elements=gap.elements,
-        absolute=gap.absolute,
-        relative=gap.relative,
-        bits=gap.bits,
-        nans=gap.nans,
         exact=exact,
         # A few steps of training amplify the last bit: 6e-6 in float32, 2e-12 in float64, 3e-2 in bfloat16.
-        rounding=alike and not exact and gap.relative <= torch.finfo(a.dtype).eps ** 0.75,
+        rounding=is_same_dtype and not exact and gap.relative <= torch.finfo(a.dtype).eps ** 0.75,
+        **asdict(gap),
     )
-    return found, gap.shared_nans
+
+
+def _has_nan(value: object) -> bool:
+    if (tensor := numbers(value)) is not None:
+        return has_nan(tensor)
+    return isinstance(value, (list, tuple)) and any(map(_has_nan, value))
 
 
 def _text(value: object, numbers: Tensor | None = None) -> str:
     """A single value, or a tensor's dtype and shape."""
     if numbers is not None and numbers.numel() == 1:
         number = numbers.item()
-        short = isinstance(number, float) and numbers.dtype != torch.float64
-        return f"{number:.9g}" if short else repr(number)
+        is_short = isinstance(number, float) and numbers.dtype != torch.float64
+        return f"{number:.9g}" if is_short else repr(number)
     if isinstance(value, Tensor):
         return f"{_dtype(value, value)}{list(value.shape)}"
     text = repr(value)

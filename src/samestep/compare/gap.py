@@ -11,16 +11,17 @@ _CHUNK = 1 << 20
 _ONES = torch.tensor([byte.bit_count() for byte in range(256)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gap:
     """How far two tensors of one shape are apart; NaN equals NaN."""
 
-    elements: int = 0  # whose bits differ, or whose values differ where the dtypes differ
+    elements: int = 1  # whose bits differ, or whose values differ where the dtypes differ
     bits: int = 0
-    absolute: float = 0.0
-    relative: float = 0.0  # the largest absolute difference over the largest finite value of both tensors
+    absolute: float = math.inf
+    relative: float = (
+        math.inf
+    )  # the largest absolute difference over the largest finite value of both tensors
     nans: int = 0  # elements that are NaN on one side only
-    shared_nans: bool = False
 
 
 def numbers(value: object) -> Tensor | None:
@@ -54,33 +55,35 @@ def measure(a: Tensor, b: Tensor) -> Gap:
     """Compare two tensors of one shape; where their dtypes differ, by their values in float64."""
     a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
     elements = bits = nans = 0
-    absolute, shared_nans = 0.0, False
+    absolute = 0.0
     for x, y in zip(_pieces(a), _pieces(b), strict=True):
-        if x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y)):
-            shared_nans = shared_nans or (inexact(x) and bool(x.isnan().any()))
+        is_same_dtype = x.dtype == y.dtype
+        if is_same_dtype and torch.equal(_bytes(x), _bytes(y)):
             continue
         wide_x, wide_y = _wide(x), _wide(y)
         nan_x, nan_y = wide_x.isnan(), wide_y.isnan()
-        unlike = (wide_x != wide_y) if x.dtype != y.dtype else (_bytes(x) != _bytes(y)).any(1)
+        unlike = (_bytes(x) != _bytes(y)).any(1) if is_same_dtype else wide_x != wide_y
         unlike &= ~(nan_x & nan_y)
-        shared_nans = shared_nans or bool((nan_x & nan_y).any())
         if not unlike.any():
             continue
         elements += int(unlike.sum())
         nans += int((nan_x ^ nan_y).sum())
-        if x.dtype == y.dtype:
-            bits += int(_ONES[(_bytes(x) ^ _bytes(y))[unlike].long()].sum())
+        bits += int(_ONES[(_bytes(x) ^ _bytes(y))[unlike].long()].sum()) if is_same_dtype else 0
         apart = (wide_x - wide_y)[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if not (inexact(x) or inexact(y)):
             apart = apart.clamp(min=1)  # float64 rounds large integers; different ones are at least 1 apart
         absolute = max(absolute, float(apart.max()))
     relative = absolute / max(_largest(a), _largest(b)) if 0 < absolute < math.inf else absolute
-    return Gap(elements, bits, absolute, relative, nans, shared_nans)
+    return Gap(elements=elements, bits=bits, absolute=absolute, relative=relative, nans=nans)
 
 
 def inexact(tensor: Tensor) -> bool:
     """Whether its numbers round, so that a tolerance has a meaning."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def has_nan(tensor: Tensor) -> bool:
+    return inexact(tensor) and any(bool(_wide(piece).isnan().any()) for piece in _pieces(tensor.reshape(-1)))
 
 
 def _pieces(flat: Tensor) -> Iterator[Tensor]:

@@ -1,20 +1,36 @@
 """Gives every tensor and value of a state a dotted name without the prefixes of wrappers such as DDP."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
+Keys = tuple[object, ...]
+Flat = dict[str, object]
 
-def flatten(state: object) -> tuple[dict[str, object], set[str]]:
+
+def aligned(a: object, b: object, names: tuple[str, str]) -> tuple[Flat, Flat, list[str]]:
+    """Both states by plain names, from the level where their names agree, and notes on what was left out."""
+    (left, stripped), (right, also) = flatten(a), flatten(b)
+    prefixes = " and ".join(f"`{prefix}`" for prefix in sorted(stripped | also, reverse=True))
+    notes = [f"names are compared without {prefixes}"] if prefixes else []
+    states = [left, right]
+    for side in (0, 1):
+        if level := _inner_level(states[side], states[1 - side]):
+            inner = (name for name in states[side] if name.startswith(level))
+            states[side] = {name.removeprefix(level): states[side][name] for name in inner}
+            notes.append(f"of {names[side]} only `{level}` is compared; {names[1 - side]} has no such level")
+    return states[0], states[1], notes
+
+
+def flatten(state: object) -> tuple[Flat, set[str]]:
     """The values of a nested state by dotted name, and the prefixes that were left out of the names."""
-    leaves: list[tuple[tuple[object, ...], object]] = []
     dropped: set[str] = set()
-    _walk((), state, leaves, dropped)
+    leaves = list(_leaves((), state, dropped))
     names = [_dotted(keys) for keys, _ in leaves]
     often = Counter(names)
-    flat: dict[str, object] = {}
+    flat: Flat = {}
     for name, (keys, value) in zip(names, leaves, strict=True):
         # A key "a.b" and a key "b" in "a" have one dotted name, as have 1 and "1": such names get brackets.
         unique = name if often[name] == 1 else "".join(f"[{key!r}]" for key in keys)
@@ -24,30 +40,25 @@ def flatten(state: object) -> tuple[dict[str, object], set[str]]:
     return flat, dropped
 
 
-def _walk(
-    keys: tuple[object, ...],
-    value: object,
-    leaves: list[tuple[tuple[object, ...], object]],
-    dropped: set[str],
-) -> None:
+def _leaves(keys: Keys, value: object, dropped: set[str]) -> Iterator[tuple[Keys, object]]:
     if isinstance(value, Mapping):
         inner = _unwrapped(value, dropped)
     elif isinstance(value, (list, tuple)) and not all(isinstance(item, _PLAIN) for item in value):
-        inner = list(enumerate(value))
+        inner = dict(enumerate(value))
     else:
-        leaves.append((keys, value))
+        yield keys, value
         return
-    for key, item in inner:
-        _walk((*keys, key), item, leaves, dropped)
+    for key, item in inner.items():
+        yield from _leaves((*keys, key), item, dropped)
 
 
-def _dotted(keys: tuple[object, ...]) -> str:
+def _dotted(keys: Keys) -> str:
     # A name may be printed on a terminal.
     texts = [text if text.isprintable() else repr(text)[1:-1] for text in map(str, keys)]
     return ".".join(texts) or "value"
 
 
-def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> list[tuple[object, object]]:
+def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> Mapping[object, object]:
     plain: dict[object, object] = {}
     prefixes: set[str] = set()
     for key, value in state.items():
@@ -58,12 +69,12 @@ def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> list[tuple[
         plain[".".join(kept) if len(kept) < len(parts) else key] = value
         prefixes |= set(parts) - set(kept)
     if len(plain) < len(state):  # two values would have the same name without its prefix
-        return list(state.items())
+        return state
     dropped |= {f"{prefix}." for prefix in prefixes}
-    return list(plain.items())
+    return plain
 
 
-def inner_level(flat: Mapping[str, object], other: Mapping[str, object]) -> str | None:
+def _inner_level(flat: Flat, other: Flat) -> str | None:
     """The level, such as `model.`, under which `flat` keeps the names that `other` has at the top."""
     if flat.keys() & other.keys():
         return None

@@ -8,16 +8,17 @@ as many times another as there are ranks is beyond rounding in any case.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from samestep.text import counted
-from samestep.verify.read import EPSILON, Digest, Run, alike
+from samestep.verify.read import EPSILON, Digests, Run, alike
 
 _JUMP = 10.0
 _NOISE = 30.0
 _CHAOS = 1e-2
-_FACTS = {"steps", "uneven", "apart", "batch", "samples", "mode", "hyper"}
-SOFT = {"weights", "buffer", "loss", "grad"}
+SOFT = ("weights", "buffer", "loss", "grad")  # what rounding changes
+# Of one step, causes before effects.
+KINDS = ("failed", "uneven", "steps", "apart", "weights", "batch", "samples", "mode", "hyper", *SOFT[1:])
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Difference:
     """One thing that a run has different from the first run."""
 
     kind: str
-    step: int | None  # counted from 0
+    step: int | None  # counted from 0; weights and buffers are those before it
     rank: int | None  # None: all ranks
     name: str
-    distance: float  # of a gradient, over the norm of all gradients
-    own: float = 0.0  # over the tensor's own norm
+    distance: float = math.inf  # of a gradient, over the norm of all gradients
+    own: float = math.inf  # over the tensor's own norm
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}, "
@@ -50,28 +51,45 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Trajectory:
-    """How far two runs are apart; `largest` is the largest distance in the steps before `beyond`."""
+class Compared:
+    """How a run differs from the first run."""
 
-    bits: Difference | None
-    beyond: Difference | None
-    largest: float
-    also: list[Difference] = field(default_factory=list)  # what else is beyond rounding in that step
+    run: Run
+    difference: Difference | None = None  # the first beyond rounding
+    also: Sequence[Difference] = ()  # all beyond rounding in that step
+    bits: Difference | None = None  # the first
+    largest: float = 0.0  # the largest distance in the steps before
+    note: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.run.code:
+            return "failed"
+        return "different" if self.difference else "rounding" if self.bits else "bits"
+
+    @property
+    def distance(self) -> float:
+        return self.difference.distance if self.difference else self.largest
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Where in the training the difference is."""
+        if self.difference is None:
+            return math.inf, 0
+        kind = KINDS.index(self.difference.kind)
+        steps = {"failed": -1, "uneven": self.run.length}
+        return steps.get(self.difference.kind, self.difference.step or 0), kind
 
 
-def follow(first: Run, other: Run, nudged: Run | None = None) -> Trajectory:
-    """The first difference in bits and the first beyond rounding between a run and the first run.
-
-    `nudged` is the first run from other last bits.
-    """
+def follow(first: Run, other: Run, nudged: Run | None = None) -> Compared:
+    """How a run differs from the first run; `nudged` is the first run from other last bits."""
     bound = max(EPSILON.get(run.fact("precision"), EPSILON["float32"]) for run in (first, other)) ** 0.75
     bits: Difference | None = None
     largest = furthest = 0.0
     noise: dict[tuple[str, str], float] = {}
-    for step in range(max(first.length, other.longest)):
-        if nudged is not None:
-            for found in _differences(first, nudged, step):
-                noise[found.key] = max(found.own, noise.get(found.key, 0.0))
+    for step in range(max(first.length, other.longest) + 1):
+        for found in _differences(first, nudged, step) if nudged is not None else ():
+            noise[found.key] = max(found.own, noise.get(found.key, 0.0))
         differences = list(_differences(first, other, step))
         bits = bits or next(iter(differences), None)
         beyond = [
@@ -81,12 +99,19 @@ def follow(first: Run, other: Run, nudged: Run | None = None) -> Trajectory:
             and (found.own > _JUMP * furthest or found.own > _CHAOS)
         ] or list(_times_ranks(first, other, nudged, step))
         if beyond:
-            return Trajectory(bits, beyond[0], largest, beyond)
+            return Compared(other, beyond[0], beyond, bits, largest)
         largest = max([largest, *(found.distance for found in differences)])
         # What is noise in one tensor must not excuse another.
         calm = [one.own for one in differences if noise.get(one.key, 0.0) <= bound]
         furthest = max([furthest, *calm])
-    return Trajectory(bits, None, largest)
+    return Compared(other, None, (), bits, largest)
+
+
+def first_fact(first: Run, other: Run) -> Difference | None:
+    """The first difference that rounding cannot cause: samples, a learning rate, the number of steps."""
+    steps = range(max(first.length, other.longest) + 1)
+    found = (found for step in steps for found in _differences(first, other, step) if found.kind not in SOFT)
+    return next(found, None)
 
 
 def _is_beyond(found: Difference, bound: float, noise: float) -> bool:
@@ -94,25 +119,23 @@ def _is_beyond(found: Difference, bound: float, noise: float) -> bool:
     return (found.kind != "grad" or found.distance > bound / 10) and found.own > max(bound, _NOISE * noise)
 
 
-def first_fact(first: Run, other: Run) -> Difference | None:
-    """The first difference that rounding cannot cause: samples, a learning rate, the number of steps."""
-    for step in range(max(first.length, other.longest)):
-        for found in _differences(first, other, step):
-            if found.kind in _FACTS:
-                return found
-    return None
-
-
 def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
-    """The differences in one step, causes before effects."""
-    if other.length <= step < other.longest:
+    """The differences in one step, or after the last one, causes before effects."""
+    if step < min(first.length, other.length):
+        yield from _in_the_step(first, other, step)
+    elif other.length < other.longest:
         yield _uneven(other)
-        return
-    if step >= first.length or step >= other.length:
-        yield _fact("steps", step, None, "number of steps")
-        return
+    elif first.length != other.length:
+        yield Difference("steps", step, None, "number of steps")
+    else:
+        yield from _apart_ranks(other, step, [facts.get("param", {}) for facts in other.facts])
+        yield from _tensors("weights", step, first.fact("param") or {}, other.fact("param") or {}, 1e-3)
+        yield from _tensors("buffer", step, first.fact("buffer") or {}, other.fact("buffer") or {}, 1e-2)
+
+
+def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
     mine, theirs = first.steps[step], other.steps[step]
-    yield from _apart_ranks(other, step)
+    yield from _apart_ranks(other, step, [rank[step].param for rank in other.ranks])
     yield from _tensors("weights", step, mine.param, theirs.param, 1e-3)
     yield from _facts(first, other, step)
     yield from _tensors("buffer", step, mine.buffer, theirs.buffer, 1e-2)
@@ -122,81 +145,65 @@ def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
     yield from _tensors("grad", step, mine.grad, theirs.grad, 0.0, total(mine.grad))
 
 
-def _fact(kind: str, step: int | None, rank: int | None, name: str) -> Difference:
-    return Difference(kind, step, rank, name, math.inf, math.inf)
-
-
 def _times_ranks(first: Run, other: Run, nudged: Run | None, step: int) -> Iterator[Difference]:
     """Gradients that are as many times the first run's as there are ranks, or that part of them."""
     if step >= min(first.length, other.length) or first.size == other.size:
         return
     mine, theirs = total(first.steps[step].grad), total(other.steps[step].grad)
-    ranks = max(first.size, other.size) / min(first.size, other.size)
-    if not mine or not any(
-        math.isclose(theirs / mine, factor, rel_tol=0.02) for factor in (ranks, 1 / ranks)
-    ):
+    ranks = other.size / first.size
+    if not mine or not any(math.isclose(theirs / mine, part, rel_tol=0.02) for part in (ranks, 1 / ranks)):
         return
     if nudged is None or step >= nudged.length or 0.8 < total(nudged.steps[step].grad) / mine < 1.25:
         name = max(first.steps[step].grad.items(), key=lambda item: item[1].norm)[0]
-        yield Difference("grad", step, None, name, abs(theirs / mine - 1), math.inf)
+        yield Difference("grad", step, None, name, abs(theirs / mine - 1))
 
 
 def _uneven(run: Run) -> Difference:
     """Names the ranks that took the fewest and the most steps."""
     took = [len(steps) for steps in run.ranks]
     few, most = took.index(min(took)), took.index(max(took))
-    return _fact(
-        "uneven", None, None, f"rank {few} took {counted(took[few], 'step')} and rank {most} {took[most]}"
-    )
+    said = f"rank {few} took {counted(took[few], 'step')} and rank {most} {took[most]}"
+    return Difference("uneven", None, None, said)
 
 
-def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
-    for rank, steps in enumerate(run.ranks):
-        for name, digest in steps[step].param.items():
-            if digest.bits != run.steps[step].param.get(name, digest).bits:
+def _apart_ranks(run: Run, step: int, params: Sequence[Digests]) -> Iterator[Difference]:
+    for rank, param in enumerate(params):
+        for name, digest in param.items():
+            if digest.bits != params[0].get(name, digest).bits:
                 # A step that only some ranks take makes the weights differ too.
-                yield _fact("apart", step, rank, name) if run.longest == run.length else _uneven(run)
+                is_even = run.longest == run.length
+                yield Difference("apart", step, rank, name) if is_even else _uneven(run)
 
 
 def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
     """What must be equal, not merely close."""
     mine, theirs = first.steps[step], other.steps[step]
     if first.num_samples(step) != other.num_samples(step):
-        yield _fact("batch", step, None, "samples of the batch")
-    if not _same_samples(first, other, step):
-        yield _fact("samples", step, None, "samples")
+        yield Difference("batch", step, None, "samples of the batch")
+    if not (
+        alike(first.batch("given", step), other.batch("given", step))
+        if first.is_untouched
+        else first.batch("samples", step) == other.batch("samples", step)
+    ):
+        yield Difference("samples", step, None, "samples")
     for rank, steps in enumerate(other.ranks):
         if steps[step].training != mine.training and steps[step].parts:
-            yield _fact("mode", step, rank, "training mode")
+            yield Difference("mode", step, rank, "training mode")
     for rank, steps in enumerate(other.ranks[1:], 1):
         for name in _unlike(theirs.hyper, steps[step].hyper):
-            yield _fact("hyper", step, rank, name)
+            yield Difference("hyper", step, rank, name)
     for name in _unlike(mine.hyper, theirs.hyper):
-        yield _fact("hyper", step, None, name)
-
-
-def _same_samples(first: Run, other: Run, step: int) -> bool:
-    if first.is_untouched:
-        whole = first.each("given", step)[0]
-        return any(alike(whole, found) for found in other.each("given", step))
-    return first.each("samples", step)[0] in other.each("samples", step) or (
-        first.each("samples", step)[1] in other.each("samples", step)
-    )
+        yield Difference("hyper", step, None, name)
 
 
 def _tensors(
-    kind: str,
-    step: int,
-    first: Mapping[str, Digest],
-    other: Mapping[str, Digest],
-    floor: float,
-    scale: float | None = None,
+    kind: str, step: int, first: Digests, other: Digests, floor: float, scale: float | None = None
 ) -> Iterator[Difference]:
     """Each tensor's distance over its own norm, which counts as `floor` of the total at least, and over `scale`."""
     least = floor * total(first)
-    for name in [*first, *(name for name in other if name not in first)]:
+    for name in first | other:
         if name not in first or name not in other:
-            yield _fact(kind, step, None, name)
+            yield Difference(kind, step, None, name)
             continue
         a, b = first[name], other[name]
         if a.bits == b.bits and a.along == b.along:
@@ -207,7 +214,7 @@ def _tensors(
         yield Difference(kind, step, None, name, apart / scale if scale else own, own)
 
 
-def total(digests: Mapping[str, Digest]) -> float:
+def total(digests: Digests) -> float:
     """The norm of all tensors together."""
     return math.sqrt(math.fsum(digest.norm**2 for digest in digests.values() if math.isfinite(digest.norm)))
 

@@ -6,12 +6,13 @@ Not covered: optimizers that are not torch's.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -20,21 +21,29 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import samestep
+from samestep.state.directory import CheckpointDirectory
 from samestep.train import streams, totals
-from samestep.train.digest import digests
 from samestep.train.group.control import users_line
 from samestep.train.loss import reduction_of
 from samestep.train.model import replicate
 from samestep.train.model.batchnorm import Synced
 from samestep.train.model.replica import replica_of
-from samestep.verify.read import EPSILON, Digest, Step, record_path, state_path
-from samestep.verify.record import training
+from samestep.train.step import Pass, Share, Spine
+from samestep.verify.read import EPSILON, record_path
+from samestep.verify.record import wrap
+from samestep.verify.record.facts import (
+    current_share,
+    digests_of,
+    hyper_of,
+    is_inside,
+    is_ours,
+    is_parallel,
+    precision_of,
+    rows_of,
+)
 from samestep.verify.record.remove import Removed
 from samestep.verify.record.said import Said
 from samestep.verify.record.told import Told
-
-_MOST_ROWS = 4096
-_save = torch.save
 
 
 class Recorder:
@@ -43,36 +52,34 @@ class Recorder:
     def __init__(
         self,
         directory: Path,
-        removed: Removed,
-        most_steps: int | None = None,
-        timeout_s: float | None = None,
         *,
+        without: Sequence[str] = (),
+        steps: int | None = None,
+        timeout_s: float | None = None,
         nudge: bool = False,
         untouched: bool = False,
     ) -> None:
         """With `nudge` the last bits of all weights are changed before the first step and after each; a serial
         script is stopped at its first step, unless `untouched`."""
         self._directory = directory
-        self._removed = removed
-        self._most_steps = most_steps
+        self._removed = Removed(without)
+        self._told = Told(self._removed, timeout_s)
+        self._most_steps, self._untouched = steps, untouched
         self._nudge = torch.Generator().manual_seed(0) if nudge else None
-        self._untouched = untouched
-        self._rank = int(os.environ.get("RANK", "0"))
-        self._file = record_path(directory, self._rank).open("w", encoding="utf-8")
-        self._told = Told(removed.lines, timeout_s)
-        self._roots: list[torch.nn.Module] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._taken: list[int] = []
+        rank = int(os.environ.get("RANK", "0"))
+        self._file = record_path(directory, rank).open("w", encoding="utf-8")
+        self._roots: list[nn.Module] = []
+        self._taken: dict[torch.optim.Optimizer, int] = {}  # how many steps
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
-        self._drawn = b""
         self._given: list[float] = []
-        self._at_batch = self._at_backward = b""
-        self._depth = self._backwards = 0
+        self._at_batch = b""
+        self._depth = 0
         self._evaluated = self._in_backward = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._own: set[str] = set()
         self._foreign: dict[str, Any] | None = None
-        self._facts: dict[str, Any] = {"foreign": [], "precision": "float32"}
+        self._facts: dict[str, Any] = {"precision": "float32", "backwards": 0}
 
     def begin(self) -> None:
         """Record from here on."""
@@ -83,32 +90,30 @@ class Recorder:
         register_module_forward_hook(self._after_forward, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        torch.autograd.backward = self._backward(torch.autograd.backward)
-        DataLoader.__iter__ = self._iterated(DataLoader.__iter__)  # type: ignore[assignment,method-assign]
-        BaseProcess.start = self._started(BaseProcess.start)  # type: ignore[method-assign]
-        replicate.no_sync = samestep.no_sync = self._unsynced(replicate.no_sync)
-        training.watch_batches(self._before_batch, self._after_pass)
-        training.move_checkpoints(self._directory / "checkpoints")
+        wrap(torch.autograd, "backward", self._backward)
+        wrap(DataLoader, "__iter__", self._iterate)
+        wrap(BaseProcess, "start", self._start_process)
+        wrap(Spine, "hand_out", self._hand_out)
+        wrap(Spine, "leave_pass", self._leave_pass)
+        wrap(CheckpointDirectory, "__init__", self._open_checkpoints)
+        wrap(replicate, "no_sync", self._no_sync, samestep)
 
-    def finish(self, failed: bool = False) -> None:
-        """Write the facts and digests of the state at the end; rank 0 writes the state itself too."""
+    def finish(self) -> None:
+        """Write the facts, and what the parameters and buffers are at the end."""
+        replicas = [replica_of(root) for root in self._outermost()]
         self._facts |= {
-            "serial": not training.is_parallel(),
-            "optimizers": len(self._optimizers),
-            "backwards": self._backwards,
+            "serial": not is_parallel(),
+            "optimizers": len(self._taken),
             "told": self._told.lines,
+            "clock": self._told.clock,
             "whole_batches": "shares" in self._removed,
-            "roots": [_described(root) for root in self._outermost()],
-            "end": _digests_of(self._named(torch.nn.Module.named_parameters)),
+            "own": sorted(self._own, reverse=True),
+            "exact": bool(replicas) and all(one and one.tree is not None for one in replicas),
+            "param": digests_of(self._named(nn.Module.named_parameters)),
+            "buffer": digests_of(self._named(nn.Module.named_buffers)),
         }
         self._write({"facts": self._facts})
         self._file.close()
-        if self._rank == 0 and not failed:
-            models: dict[str, Any] = {}
-            for prefix, root in self._prefixed():
-                models |= {f"{prefix}{name}": value for name, value in _plain(root.state_dict()).items()}
-            optimizers = [_plain(optimizer.state_dict()) for optimizer in self._optimizers]
-            _save({"model": models, "optimizer": optimizers}, state_path(self._directory))
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if not self._file.closed:
@@ -116,42 +121,35 @@ class Recorder:
 
     def _where(self) -> dict[str, Any]:
         """Where in the training the script is."""
-        return {"step": sum(self._taken), "inside": training.is_inside() and not self._evaluated}
+        return {"step": sum(self._taken.values()), "inside": is_inside() and not self._evaluated}
 
-    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        if self._depth > 1 or self._in_backward or next(module.parameters(), None) is None:
+        if self._depth > 1 or self._in_backward or (first := next(module.parameters(), None)) is None:
             return
-        self._note_precision(module)
+        if precision := precision_of(first.device):
+            self._facts["precision"] = precision
         if module not in self._roots:
             self._roots.append(module)
             self._change_last_bits(module.parameters())
-        if not torch.is_grad_enabled():
-            if module.training and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
-                self._facts["careless"] = users_line()
-                if "statistics" in self._removed:
-                    self._kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-            return
-        self._forwards.append({"training": module.training, "rows": _rows(args)})
-        self._drawn = streams.digest()
+        parts = [part for part in module.modules() if part.training]
+        if torch.is_grad_enabled():
+            self._forwards.append({"training": module.training, "rows": rows_of(args)})
+            self._own |= {own for own in map(_own_of_each_rank, parts) if own}
+        elif any(isinstance(part, _BatchNorm) for part in parts):
+            self._facts["careless"] = users_line()
+            if "statistics" in self._removed:
+                self._kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
-    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        if self._drawn:
-            self._forwards[-1] |= {"drew": self._drawn != streams.digest(), "out": _rows(output)}
-            self._drawn = b""
+        if self._forwards and "out" not in self._forwards[-1]:
+            self._forwards[-1]["out"] = rows_of(output)
         for buffer, value in self._kept:
             buffer.copy_(value)
         self._kept = []
-
-    def _note_precision(self, module: torch.nn.Module) -> None:
-        kind = next(module.parameters()).device.type
-        if torch.is_autocast_enabled(kind):
-            self._facts["precision"] = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        elif kind == "cuda" and torch.backends.cuda.matmul.allow_tf32 | torch.backends.cudnn.allow_tf32:
-            self._facts["precision"] = "tf32"
 
     @torch.no_grad()
     def _change_last_bits(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -163,195 +161,141 @@ class Recorder:
                 signs = torch.randint(0, 2, tensor.shape, generator=self._nudge) * 2 - 1
                 tensor.mul_((1 + eps * signs).to(tensor))
 
-    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._in_backward:
-                original(tensors, *args, **kwargs)
-                return
-            losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            weight = self._record_loss(losses)
-            self._backwards += 1
-            self._in_backward = True
-            try:
-                original([loss * weight for loss in losses] if weight != 1 else tensors, *args, **kwargs)
-            finally:
-                self._in_backward = False
-                self._at_backward = streams.digest()
-
-        return backward
+    def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if self._in_backward:
+            original(tensors, *args, **kwargs)
+            return
+        losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        weight = self._record_loss(losses)
+        self._facts["backwards"] += 1
+        self._in_backward = True
+        try:
+            original([loss * weight for loss in losses] if weight != 1 else tensors, *args, **kwargs)
+        finally:
+            self._in_backward = False
 
     def _record_loss(self, losses: list[torch.Tensor]) -> float:
         """Note the losses that backward is called on; returns by what they are to be multiplied."""
-        shared = training.current_share()
-        found = reduction_of(losses[-1])
-        weight = 1.0
-        if "counts" in self._removed and (count := found.get("count")):
-            weight = count / totals.sum(float(count))
-        value = sum(float(loss.detach().double().sum()) for loss in losses) * weight
-        draws = {"loop_drew": bool(self._given) and streams.digest() != self._at_batch}
-        self._parts.append(
-            {"loss": value, **found, "forwards": self._forwards, "given": self._given, **draws, **shared}
-        )
+        share, reduction = current_share(), reduction_of(losses[-1])
+        count = reduction.get("count") if "counts" in self._removed else None
+        weight = count / totals.sum(float(count)) if count else 1.0
+        part = {
+            "loss": sum(float(loss.detach().double().sum()) for loss in losses) * weight,
+            "forwards": self._forwards,
+            "given": self._given,
+            "loop_drew": bool(self._given) and streams.digest() != self._at_batch,
+        }
+        self._parts.append(part | reduction | share)
         self._forwards = []
-        if not shared and self._foreign is not None and self._foreign not in self._facts["foreign"]:
-            self._facts["foreign"].append(self._foreign)
+        if not share and self._foreign is not None:
+            self._facts.setdefault("foreign", self._foreign)
         return weight
 
-    def _iterated(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            if training.is_ours(loader):
-                return original(loader)
-            if torch.is_grad_enabled():
-                sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler or loader.sampler)
-                is_plain = isinstance(sampler, RandomSampler | SequentialSampler)
-                self._foreign = {"sampler": "" if is_plain else type(sampler).__name__, "line": users_line()}
-            if "loaders" in self._removed:
-                return iter(self._removed.loader(loader))
-            return self._handed_out(original(loader)) if self._untouched else original(loader)
-
-        return iterate
+    def _iterate(self, original: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
+        if is_ours(loader):
+            return original(loader)
+        if torch.is_grad_enabled():
+            sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler or loader.sampler)
+            is_plain = isinstance(sampler, RandomSampler | SequentialSampler)
+            self._foreign = {"sampler": "" if is_plain else type(sampler).__name__, "line": users_line()}
+        if "loaders" in self._removed:
+            return iter(self._removed.loader(loader))
+        return self._handed_out(original(loader)) if self._untouched else original(loader)
 
     def _handed_out(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             if torch.is_grad_enabled():
-                self._before_batch(batch, is_training=True)
+                self._note_batch(batch)
             yield batch
-        self._before_batch(None, is_training=True)
+        self._note_batch(None)
 
-    def _before_batch(self, batch: Any, is_training: bool) -> None:
-        """Before the loop gets a batch."""
-        if is_training:
-            self._evaluated = False
-            self._given, self._at_batch = _rows(batch), streams.digest()
+    def _hand_out(
+        self, original: Callable[..., None], spine: Spine, share: Share, batch: Any = None, *more: Any
+    ) -> None:
+        original(spine, share, batch, *more)
+        if share.microbatch is None and share.of.training:
+            self._note_batch(batch)
 
-    def _after_pass(self, is_training: bool) -> None:
-        if is_training:
+    def _note_batch(self, batch: Any) -> None:
+        """Before the loop gets a batch to train on."""
+        self._evaluated = False
+        self._given, self._at_batch = rows_of(batch), streams.digest()
+
+    def _leave_pass(self, original: Callable[..., None], spine: Spine, passed: Pass) -> None:
+        original(spine, passed)
+        self._evaluated = not passed.training
+        if passed.training:
             self._given = []
-        self._evaluated = not is_training
 
-    def _started(self, original: Callable[..., None]) -> Callable[..., None]:
-        def start(process: BaseProcess) -> None:
-            if not self._depth and not type(process).__module__.startswith("torch.utils.data"):
-                self._facts.setdefault("children", users_line())
-            original(process)
+    def _open_checkpoints(
+        self,
+        original: Callable[..., None],
+        commits: CheckpointDirectory,
+        place: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Every recorded run starts at the beginning, and leaves the script's own checkpoints alone."""
+        original(commits, self._directory / "checkpoints" / Path(place).name, *args, **kwargs)
 
-        return start
+    def _start_process(self, original: Callable[..., None], process: BaseProcess) -> None:
+        if not self._depth and not type(process).__module__.startswith("torch.utils.data"):
+            self._facts.setdefault("children", users_line())
+        original(process)
 
-    def _unsynced(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def no_sync(model: torch.nn.Module, enabled: bool = True) -> Any:
-            self._facts["no_sync"] = users_line()
-            return original(model, enabled)
-
-        return no_sync
+    def _no_sync(self, original: Callable[..., Any], model: nn.Module, enabled: bool = True) -> Any:
+        self._facts["no_sync"] = users_line()
+        return original(model, enabled)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
-            self._taken.append(0)
-        if not (self._untouched or training.is_parallel()):
+        self._taken.setdefault(optimizer, 0)
+        if not (self._untouched or is_parallel()):
             raise SystemExit(0)
-        number = self._optimizers.index(optimizer)
-        self._removed.before_step(optimizer, sum(self._taken))
-        names = {id(tensor): name for name, tensor in self._named(torch.nn.Module.named_parameters)}
-        owned = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        number = [*self._taken].index(optimizer)
+        self._removed.before_step(optimizer, sum(self._taken.values()))
+        names = {id(tensor): name for name, tensor in self._named(nn.Module.named_parameters)}
         named = [
             (names.get(id(tensor), f"optimizer {number}, tensor {at}"), tensor)
-            for at, tensor in enumerate(owned)
+            for at, tensor in enumerate(_stepped(optimizer))
         ]
-        step = Step(
-            optimizer=number,
-            parts=self._parts,
-            hyper=[_hyper(group) for group in optimizer.param_groups],
-            grad=_digests_of((name, tensor.grad) for name, tensor in named if tensor.grad is not None),
-            param=_digests_of(named),
-            buffer=_digests_of(self._named(torch.nn.Module.named_buffers)),
-            drew_after=bool(self._parts) and streams.digest() != self._at_backward,
-        )
-        self._write(vars(step))
+        step = {
+            "parts": self._parts,
+            "hyper": [hyper_of(group) for group in optimizer.param_groups],
+            "grad": digests_of((name, tensor.grad) for name, tensor in named),
+            "param": digests_of(named),
+            "buffer": digests_of(self._named(nn.Module.named_buffers)),
+        }
+        self._write(step)
         self._parts = []
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        number = self._optimizers.index(optimizer)
-        self._taken[number] += 1
-        self._change_last_bits(tensor for group in optimizer.param_groups for tensor in group["params"])
-        if self._taken[number] == self._most_steps:
+        self._taken[optimizer] += 1
+        self._change_last_bits(_stepped(optimizer))
+        first = next(iter(self._taken))
+        if self._taken[first] == self._most_steps:
             raise SystemExit(0)
 
-    def _outermost(self) -> list[torch.nn.Module]:
+    def _outermost(self) -> list[nn.Module]:
         inner = {id(part) for root in self._roots for part in root.modules() if part is not root}
         return [root for root in self._roots if id(root) not in inner]
 
-    def _prefixed(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Each model, with a prefix that makes its names unique where there are several."""
+    def _named(self, kind: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The models' tensors, with a prefix that makes names unique where there are several models."""
         roots = self._outermost()
         kinds = [type(root).__name__ for root in roots]
         for at, root in enumerate(roots):
-            kind = kinds[at] + (str(kinds[: at + 1].count(kinds[at])) if kinds.count(kinds[at]) > 1 else "")
+            number = str(kinds[: at + 1].count(kinds[at])) if kinds.count(kinds[at]) > 1 else ""
+            prefix = f"{kinds[at]}{number}." if len(roots) > 1 else ""
             inner = root.module if isinstance(root, DistributedDataParallel) else root
-            yield (f"{kind}." if len(roots) > 1 else ""), inner
-
-    def _named(self, kind: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, root in self._prefixed():
-            yield from ((f"{prefix}{name}", tensor) for name, tensor in kind(root))
+            yield from ((f"{prefix}{name}", tensor) for name, tensor in kind(inner))
 
 
-def _described(root: torch.nn.Module) -> dict[str, Any]:
-    """What may make this model's step depend on the number of processes."""
-    replica = replica_of(root)
-    synced = Synced | torch.nn.SyncBatchNorm
-    parts = [*root.named_modules()]
-    return {
-        "kind": type(root).__name__,
-        "exact": replica is not None and replica.tree is not None,
-        "batchnorm": [
-            name for name, part in parts if isinstance(part, _BatchNorm) and not isinstance(part, synced)
-        ],
-        "dropout": [name for name, part in parts if isinstance(part, _DropoutNd) and part.p],
-    }
+def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def _digests_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Digest]:
-    pairs = list(named)
-    sums = digests(tensor if tensor.layout is torch.strided else tensor.to_dense() for _, tensor in pairs)
-    return {name: Digest(*numbers) for (name, _), numbers in zip(pairs, sums, strict=True)}
-
-
-def _hyper(group: Mapping[str, Any]) -> dict[str, float | list[float]]:
-    """The numbers an optimizer works with."""
-    found: dict[str, float | list[float]] = {}
-    for name, value in group.items():
-        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            found[name] = float(value)
-        elif isinstance(value, tuple | list) and name != "params":
-            found[name] = [float(number) for number in value if isinstance(number, int | float)]
-    return found
-
-
-def _rows(value: Any) -> list[float]:
-    """A number for each row of the first dense tensor in a nested value, close where the rows are close."""
-    tensor = _first_tensor(value)
-    if tensor is None or not tensor.dim() or not tensor.numel():
-        return []
-    rows = tensor.detach()[:_MOST_ROWS].cpu()
-    rows = torch.view_as_real(rows) if rows.is_complex() else rows
-    flat = rows.reshape(len(rows), -1).double()
-    along = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64).sin()
-    return [float(f"{number:.9g}") for number in (flat @ along).tolist()]
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value if value.layout is torch.strided and not value.is_nested else None
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((tensor for tensor in map(_first_tensor, inner) if tensor is not None), None)
-
-
-def _plain(state: Any) -> Any:
-    """As much of a state as can be read without running code."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().cpu() if state.layout is torch.strided else state.detach().to_dense().cpu()
-    if isinstance(state, Mapping):
-        return {key: _plain(value) for key, value in state.items() if not callable(value)}
-    if isinstance(state, list | tuple):
-        return [_plain(value) for value in state]
-    return state if isinstance(state, bool | int | float | str | None) else repr(state)
+def _own_of_each_rank(part: nn.Module) -> str | None:
+    """What this module draws or computes from a rank's share alone by default."""
+    if isinstance(part, _BatchNorm) and not isinstance(part, Synced | nn.SyncBatchNorm):
+        return "BatchNorm statistics"
+    return "dropout masks" if isinstance(part, _DropoutNd) and part.p else None

@@ -3,6 +3,8 @@
 | removed | what is changed |
 |---|---|
 | `seeds` | torch's, Python's and NumPy's streams begin at a seed |
+| `clock` | the time goes on by a hundredth of a second each time the script reads it |
+| `hashes` | Python's hashes of strings, and so the order of sets, are the same in each process |
 | `world=LINE` | at this line of the script the rank is 0 and the number of ranks is 1; `*` is every line |
 | `settings=RECORD` | the optimizers' numbers are those of that record |
 | `sum` | the gradients of ranks are added |
@@ -12,11 +14,13 @@
 | `no_sync` | every backward exchanges gradients |
 | `loaders` | DataLoaders of the script's own share their batches |
 | `statistics` | an evaluation in training mode leaves buffers as they were |
+
+`draws` and `hashes` are variables of the run's environment.
 """
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +37,7 @@ from samestep.train.data import share, steps
 from samestep.train.group import world
 from samestep.train.model import replica, replicate, weighing
 from samestep.train.step import Spine
+from samestep.verify.record import wrap
 
 _SEED = 20
 
@@ -41,9 +46,8 @@ class Removed:
     """Which causes are removed."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        parts = [name.partition("=") for name in names]
         self._values: dict[str, list[str]] = {}
-        for name, _, value in parts:
+        for name, _, value in (name.partition("=") for name in names):
             self._values.setdefault(name, []).append(value)
         self._settings: list[list[dict[str, Any]]] = []
         self._loaders: dict[int, Any] = {}
@@ -65,18 +69,16 @@ class Removed:
         if "shares" in self:
             _share_nothing()
         if "no_sync" in self:
-            original = replicate.no_sync
-            replicate.no_sync = samestep.no_sync = lambda model, enabled=True: original(model, enabled=False)
-        if path := self._values.get("settings"):
-            lines = map(json.loads, Path(path[0]).read_text(encoding="utf-8").splitlines())
+            wrap(replicate, "no_sync", lambda original, model, enabled=True: original(model, False), samestep)
+        for path in self._values.get("settings", ()):
+            lines = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
             self._settings = [line["hyper"] for line in lines if "hyper" in line]
 
     def before_step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Before the step of this number, over all optimizers."""
-        for group, settings in zip(
-            optimizer.param_groups, self._settings[step] if step < len(self._settings) else (), strict=False
-        ):
-            for name, value in settings.items():
+        settings = self._settings[step] if step < len(self._settings) else ()
+        for group, numbers in zip(optimizer.param_groups, settings, strict=False):
+            for name, value in numbers.items():
                 if isinstance(group[name], torch.Tensor):
                     group[name].fill_(value)
                 elif not isinstance(group[name], bool):
@@ -108,26 +110,20 @@ def _seed() -> None:
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     np.random.seed(_SEED)
-    made = np.random.default_rng
-    np.random.default_rng = lambda seed=None: made(_SEED if seed is None else seed)
+    wrap(np.random, "default_rng", lambda made, seed=None: made(_SEED if seed is None else seed))
 
 
 def _share_nothing() -> None:
     """Each rank is given all samples of every batch, and is its own total: as many copies of the serial script."""
-
-    def all_of_it(count: int, size: int, rank: int) -> tuple[int, int]:
-        return 0, count
-
-    def alone() -> Any:
-        return SimpleNamespace(world=SimpleNamespace(size=1))
-
-    patches: list[tuple[Any, str, Any]] = [
-        *((module, "cut", all_of_it) for module in (share, steps, step)),
+    alone = SimpleNamespace(world=SimpleNamespace(size=1))
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+        *((module, "cut", lambda count, size, rank: (0, count)) for module in (share, steps, step)),
         *((module, "share_weight", lambda *_, **__: 1.0) for module in (replica, weighing)),
-        (totals, "joined", alone),
+        (totals, "joined", lambda: alone),
         (replicate._Streams, "draw_apart", lambda _: None),
         (replicate, "convert", lambda _: None),  # BatchNorm has the whole batch already
         (Spine, "weight_to_come", lambda _: 1.0),
     ]
-    for module, name, value in patches:
-        setattr(module, name, value)
+    for owner, name, answer in answers:
+        assert hasattr(owner, name), name
+        setattr(owner, name, answer)

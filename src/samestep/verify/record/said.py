@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,6 +12,7 @@ import torch
 
 import samestep
 from samestep.train.group.control import users_line
+from samestep.verify.record import wrap
 
 _MOST_LINES = 10_000
 _MOST_LETTERS = 500
@@ -28,9 +30,9 @@ class Said:
     def begin(self) -> None:
         self._listen(sys.stdout)
         self._listen(sys.stderr)
-        torch.save = self._saves(torch.save, 1)
-        samestep.save = self._saves(samestep.save, 0)
-        json.dump = self._dumps(json.dump)
+        wrap(torch, "save", partial(self._save, 1))
+        wrap(samestep, "save", partial(self._save, 0))
+        wrap(json, "dump", self._dump)
 
     def _note(self, text: str, line: str) -> None:
         self._count += 1
@@ -38,39 +40,31 @@ class Said:
             self._write({"said": text[:_MOST_LETTERS], "at": line, **self._where()})
 
     def _listen(self, stream: TextIO) -> None:
-        original = stream.write
-        begun = ""
-        line = ""
+        begun = line = ""
 
-        def write(text: str) -> int:
+        def write(original: Callable[[str], int], text: str) -> int:
             nonlocal begun, line
             line = line if begun else users_line()
-            *whole, begun = (begun + text).split("\n")
-            for said in whole:
+            *lines, begun = (begun + text).split("\n")
+            for said in lines:
                 if said.strip() and "\r" not in said and not said.startswith("samestep:"):
                     self._note(said, line)
-            line = line if begun and not whole else users_line()
+            line = users_line() if lines else line
             return original(text)
 
-        stream.write = write  # type: ignore[method-assign]
+        wrap(stream, "write", write)
 
-    def _saves(self, original: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def save(*args: Any, **kwargs: Any) -> Any:
-            path = args[place] if len(args) > place else kwargs.get("f", kwargs.get("path"))
-            if isinstance(path, str | os.PathLike) and not self._is_saving:
-                self._note(f"saves {Path(path).name} after step {self._where()['step']}", users_line())
-            before, self._is_saving = self._is_saving, True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._is_saving = before
+    def _save(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        path = args[place] if len(args) > place else kwargs.get("f", kwargs.get("path"))
+        if isinstance(path, str | os.PathLike) and not self._is_saving:
+            self._note(f"saves {Path(path).name} after step {self._where()['step']}", users_line())
+        before, self._is_saving = self._is_saving, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_saving = before
 
-        return save
-
-    def _dumps(self, original: Callable[..., None]) -> Callable[..., None]:
-        def dump(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            original(value, file, *args, **kwargs)
-            if (line := users_line()) and isinstance(name := getattr(file, "name", None), str):
-                self._note(f"writes {Path(name).name}: {value}", line)
-
-        return dump
+    def _dump(self, original: Callable[..., None], value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        original(value, file, *args, **kwargs)
+        if (line := users_line()) and isinstance(name := getattr(file, "name", None), str):
+            self._note(f"writes {Path(name).name}: {value}", line)

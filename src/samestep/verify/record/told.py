@@ -1,12 +1,15 @@
-"""Notes where a script asks for its rank or the number of ranks, and tells it 0 and 1 at the lines to be removed."""
+"""Notes where a script asks for its rank, the number of ranks or the time, and answers as asked of `remove`."""
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
+from itertools import count, product
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,28 +17,31 @@ import torch.distributed as dist
 
 import samestep
 from samestep.train.group import world
+from samestep.verify.record import wrap
+from samestep.verify.record.remove import Removed
 
 _ALONE = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "node": 0, "nodes": 1}
 _VARIABLES = {
     **dict.fromkeys(("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"), "1"),
 }
-_LIBRARIES = (str(Path(world.__file__).parents[2]), str(Path(torch.__file__).parent), "<frozen", os.__file__)
-_ASKS_FOR_THE_SCRIPT = str(Path(torch.__file__).parent / "utils" / "data" / "distributed.py")
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
+_TICKS = {"": 0.01, "_ns": 10_000_000}
+_TORCH = str(Path(torch.__file__).parent)
+# Code of these asks on behalf of its caller, and code of those for itself.
+_ON_BEHALF = ("<", os.__file__, str(Path(__file__).parent), f"{_TORCH}/utils/data/distributed.py")
+_FOR_ITSELF = (str(Path(world.__file__).parents[2]), _TORCH, logging.__file__)
 
 
 class Told:
-    """The lines that ask, each with what it asks for; `alone` are those that get the answer of a single process."""
+    """The lines that ask, each with what it asks for."""
 
-    def __init__(self, alone: Sequence[str], timeout_s: float | None) -> None:
-        """`*` stands for every line; ranks that wait longer than the timeout for each other have lost each other."""
-        self._timeout_s = timeout_s
+    def __init__(self, removed: Removed, timeout_s: float | None) -> None:
+        """Ranks that wait longer than the timeout for each other have lost each other."""
+        self._removed, self._timeout_s = removed, timeout_s
         self.lines: dict[str, list[str]] = {}
-        self._alone = set(alone)
-
-    @property
-    def is_everywhere(self) -> bool:
-        return "*" in self._alone
+        self.clock: list[str] = []
+        self._ticks = count(1)
 
     def begin(self) -> None:
         """Note from here on."""
@@ -44,73 +50,55 @@ class Told:
         class Watched(world.World):
             def __getattribute__(self, name: str) -> Any:
                 value = super().__getattribute__(name)
-                return told.answer(f"world.{name}", value, _ALONE[name]) if name in _ALONE else value
+                return told._answer(f"world.{name}", value, _ALONE[name]) if name in _ALONE else value
 
-        init = world.init
-
-        def watched_init(**options: Any) -> world.World:
+        def init(original: Callable[..., world.World], **options: Any) -> world.World:
             if self._timeout_s is not None:
                 options["timeout"] = timedelta(seconds=self._timeout_s)
-            joined = init(**options)
+            joined = original(**options)
             return Watched(*(getattr(joined, field.name) for field in fields(joined)))
 
         class Environment(os._Environ):  # type: ignore[type-arg]
             def __getitem__(self, key: str) -> Any:
                 value = super().__getitem__(key)
-                return told.answer(key, value, _VARIABLES[key]) if _is_asked(key) else value
+                return told._answer(key, value, _VARIABLES[key]) if key in _VARIABLES else value
 
-        world.init = samestep.init = watched_init
+        wrap(world, "init", init, samestep)
         os.environ.__class__ = Environment
-        dist.get_rank = self._watched(dist.get_rank, 0)
-        dist.get_world_size = self._watched(dist.get_world_size, 1)
-        if self._alone:
-            _save_on_rank_0()
+        wrap(dist, "get_rank", lambda ask, *group: self._answer("get_rank()", ask(*group), 0))
+        wrap(dist, "get_world_size", lambda ask, *group: self._answer("get_world_size()", ask(*group), 1))
+        for name, (suffix, tick) in product(_CLOCKS, _TICKS.items()):
+            wrap(time, f"{name}{suffix}", partial(self._time, tick))
+        if self._removed.lines:
+            wrap(torch, "save", _save_on_rank_0)
 
-    def answer(self, what: str, value: Any, alone: Any) -> Any:
-        line = _line(sys._getframe(2))
+    def _answer(self, what: str, value: Any, alone: Any) -> Any:
+        if (line := _asking()) is None:
+            return value
         asked = self.lines.setdefault(line, [])
         if what not in asked:
             asked.append(what)
-        return alone if self.is_everywhere or line in self._alone else value
+        return alone if {"*", line} & {*self._removed.lines} else value
 
-    def _watched(self, original: Callable[..., int], alone: int) -> Callable[..., int]:
-        def ask(*args: Any, **kwargs: Any) -> int:
-            value = original(*args, **kwargs)
-            caller = sys._getframe(1).f_code.co_filename
-            if caller.startswith(_LIBRARIES) and caller != _ASKS_FOR_THE_SCRIPT:
-                return value
-            return int(self.answer(f"{original.__name__}()", value, alone))
-
-        return ask
+    def _time(self, tick: float, ask: Callable[[], float]) -> float:
+        if (line := _asking()) is None:
+            return ask()
+        if line not in self.clock:
+            self.clock.append(line)
+        return next(self._ticks) * tick if "clock" in self._removed else ask()
 
 
-def _is_asked(key: Any) -> bool:
-    """Whether the script itself, and no library, reads this variable."""
-    if key not in _VARIABLES:
-        return False
-    frame = sys._getframe(2)
-    while frame.f_back and frame.f_code.co_filename.startswith(("<frozen", os.__file__)):
+def _asking() -> str | None:
+    """The line of the script that asks; None where a library asks for itself."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_ON_BEHALF):
         frame = frame.f_back
-    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+    file = frame.f_code.co_filename
+    return None if file.startswith(_FOR_ITSELF) else f"{Path(file).name}:{frame.f_lineno}"
 
 
-def _line(frame: FrameType) -> str:
-    """The nearest line of the script, also where a library asks for it."""
-    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _save_on_rank_0() -> None:
+def _save_on_rank_0(original: Callable[..., None], state: Any, path: Any, *args: Any, **kwargs: Any) -> None:
     """Where every rank takes itself for rank 0, one of them writes the files."""
-    original = torch.save
-
-    def save(state: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        if (
-            not dist.is_initialized()
-            or dist.distributed_c10d.get_rank() == 0
-            or not isinstance(path, str | Path)
-        ):
-            original(state, path, *args, **kwargs)
-
-    torch.save = save  # type: ignore[assignment]
+    is_alone = not dist.is_initialized() or dist.distributed_c10d.get_rank() == 0
+    if is_alone or not isinstance(path, str | os.PathLike):
+        original(state, path, *args, **kwargs)

@@ -1,0 +1,122 @@
+"""Runs a script with causes removed, each combination once, and compares the runs with the first."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from samestep.measure.trial import Result, Trial
+from samestep.text import counted
+from samestep.verify.causes import failure_of
+from samestep.verify.read import Run, read_record
+from samestep.verify.trajectory import SOFT, Compared, Difference, follow
+
+_LEAST_TIMEOUT_S = 20.0
+_TIMES_THE_FIRST = 5.0
+# The record tells replicas that come apart, and goes on to the line that does it; the comparison would end the run.
+_ENVIRONMENT = {"SAMESTEP_CHECK_EVERY": "0"}
+_VARIABLES = {"draws": {"SAMESTEP_SAME": "1"}, "hashes": {"PYTHONHASHSEED": "0"}}
+_AT_SIZE_1_TOO = ("seeds", "clock", "hashes", "loaders", "statistics")
+_WORDS = {
+    "draws": "with --same",
+    "seeds": "with seeds set",
+    "clock": "with a clock that counts",
+    "hashes": "with hashes fixed",
+    "world": "with its rank hidden at {}",
+    "settings": "with the first run's settings",
+    "sum": 'with loss="sum"',
+    "counts": "with each loss weighed by its count",
+    "scale": "with gradients divided by {}",
+    "shares": "with the whole batch on every rank",
+    "no_sync": "without no_sync",
+    "loaders": "with samestep.loader for each DataLoader",
+    "statistics": "without evaluation in training mode",
+}
+_KINDS = {"again": ", once more", "nudged": ", from changed last bits"}
+
+Removed = tuple[str, ...]
+
+
+@dataclass
+class Experiments:
+    """Runs of a script, or of the untouched one, which has no size."""
+
+    script: Sequence[str]
+    untouched: Sequence[str]
+    first: int | None  # the size of the run that the others are compared with
+    steps: int | None
+    directory: Path
+    start: Callable[[Trial], Result]
+    progress: Callable[[str], None]
+    _runs: dict[tuple[int | None, Removed, str], Run] = field(default_factory=dict)
+    _compared: dict[tuple[int | None, Removed], Compared] = field(default_factory=dict)
+
+    def run(self, size: int | None, removed: Removed, kind: str = "") -> Run:
+        """A run of this size; at one process without what only several ranks have. It can be "again" or "nudged"."""
+        names = {name for name in removed if (size or 1) > 1 or name in _AT_SIZE_1_TOO}
+        if "world=*" in names:
+            names = {name for name in names if not name.startswith("world=")} | {"world=*"}
+        key = (size, tuple(sorted(names)), kind)
+        if key not in self._runs:
+            self.progress(_in_words(*key))
+            self._runs[key] = self._recorded(*key)
+        return self._runs[key]
+
+    def reference(self, removed: Removed, kind: str = "") -> Run:
+        return self.run(self.first, removed, kind)
+
+    def is_stable(self, removed: Removed) -> bool:
+        """Whether a second run like the first has its numbers."""
+        again = self.reference(removed, "again")
+        return not again.code and follow(self.reference(removed), again).difference is None
+
+    def compared(self, size: int | None, removed: Removed) -> Compared:
+        """The run at this size against the first."""
+        key = (size, tuple(sorted(removed)))
+        if key not in self._compared:
+            self._compared[key] = self._compare(size, removed)
+        return self._compared[key]
+
+    def _compare(self, size: int | None, removed: Removed) -> Compared:
+        first, run = self.reference(removed), self.run(size, removed)
+        if run.code or first.code:
+            return Compared(run, Difference("failed", None, None, failure_of(run)[1]))
+        if run is first:
+            return Compared(run)
+        found = follow(first, run)
+        if found.difference is not None and found.difference.kind in SOFT and self.is_stable(removed):
+            found = follow(first, run, self.reference(removed, "nudged"))
+        return found
+
+    def _recorded(self, size: int | None, removed: Removed, kind: str) -> Run:
+        record = self.directory / str(len(self._runs)) / "record"
+        record.mkdir(parents=True)
+        first = next(iter(self._runs.values()), None)
+        # Ranks that lost each other wait for this long; the first run tells how long all of it takes.
+        timeout_s = max(_LEAST_TIMEOUT_S, _TIMES_THE_FIRST * first.seconds) if first else None
+        options = {
+            "without": [name for name in removed if name not in _VARIABLES],
+            "steps": self.steps,
+            "timeout_s": timeout_s,
+            "nudge": kind == "nudged",
+            "untouched": size is None,
+        }
+        env = dict(_ENVIRONMENT)
+        for name in removed:
+            env |= _VARIABLES.get(name, {}) if size or name != "draws" else {}
+        trial = Trial(
+            self.script if size else self.untouched,
+            size or 1,
+            record.parent,
+            env,
+            through=["samestep.verify.record", str(record), json.dumps(options)],
+        )
+        return read_record(record, trial.size, self.start(trial))
+
+
+def _in_words(size: int | None, removed: Removed, kind: str) -> str:
+    """A run as a line of progress."""
+    what = "the untouched script" if size is None else counted(size, "process")
+    parts = [name.partition("=") for name in removed]
+    without = [_WORDS[name].format(value.replace("*", "every line")) for name, _, value in parts]
+    return ", ".join([what + _KINDS.get(kind, ""), *without])

@@ -1,0 +1,91 @@
+"""What a recorder reads of tensors, optimizers, and samestep's own training."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from samestep.train.digest import digests
+from samestep.train.group import world
+from samestep.train.step import Spine
+from samestep.verify.read import Digest
+
+_MOST_ROWS = 4096
+
+
+def is_parallel() -> bool:
+    """Whether the script has joined a group."""
+    return world._group is not None or dist.is_initialized()
+
+
+def is_ours(loader: DataLoader[Any]) -> bool:
+    """Whether samestep.loader made this loader, and so chooses its samples."""
+    return type(loader.batch_sampler).__module__.startswith("samestep.")
+
+
+def is_inside() -> bool:
+    """Whether a loop over batches to train on is not over."""
+    current = world._group.the(Spine).trained if world._group is not None else None
+    return current is not None and current.of.training
+
+
+def current_share() -> dict[str, Any]:
+    """What of the current batch is this rank's; nothing outside of samestep's loaders."""
+    spine = world._group.the(Spine) if world._group is not None else None
+    current = None if spine is None else spine.trained
+    if spine is None or current is None or not current.all or current.of.of is None:
+        return {}
+    sampler = current.of.of.sampler
+    return {
+        "mine": current.mine,
+        "all": current.all,
+        "samples": current.samples.tolist(),
+        "sampler": None if sampler is None else type(sampler).__name__,
+        "adds": spine.models.adds_losses and not current.lent,
+    }
+
+
+def precision_of(device: torch.device) -> str | None:
+    """The precision of products on this device, where it is not that of their factors."""
+    if torch.is_autocast_enabled(device.type):
+        return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+    is_tf32 = torch.backends.cuda.matmul.allow_tf32 | torch.backends.cudnn.allow_tf32
+    return "tf32" if device.type == "cuda" and is_tf32 else None
+
+
+def digests_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, Digest]:
+    pairs = [(name, tensor) for name, tensor in named if tensor is not None]
+    sums = digests(tensor if tensor.layout is torch.strided else tensor.to_dense() for _, tensor in pairs)
+    return {name: Digest(*numbers) for (name, _), numbers in zip(pairs, sums, strict=True)}
+
+
+def hyper_of(group: Mapping[str, Any]) -> dict[str, float | list[float]]:
+    """The numbers an optimizer works with."""
+    found: dict[str, float | list[float]] = {}
+    for name, value in group.items():
+        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            found[name] = float(value)
+        elif isinstance(value, tuple | list) and name != "params":
+            found[name] = [float(number) for number in value if isinstance(number, int | float)]
+    return found
+
+
+def rows_of(value: Any) -> list[float]:
+    """A number for each row of the first dense tensor in a nested value, close where the rows are close."""
+    tensor = _first_tensor(value)
+    if tensor is None or not tensor.dim() or not tensor.numel():
+        return []
+    rows = tensor.detach()[:_MOST_ROWS].cpu()
+    rows = torch.view_as_real(rows) if rows.is_complex() else rows
+    flat = rows.reshape(len(rows), -1).double()
+    along = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64).sin()
+    return [float(f"{number:.9g}") for number in (flat @ along).tolist()]
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value if value.layout is torch.strided and not value.is_nested else None
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return next((tensor for tensor in map(_first_tensor, inner) if tensor is not None), None)
