@@ -1,8 +1,8 @@
 """Notes where a script asks for its rank, the number of ranks or the time, and answers as asked of `remove`."""
 
-import logging
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -28,9 +28,10 @@ _VARIABLES = {
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
 _TICKS = {"": 0.01, "_ns": 10_000_000}
 _TORCH = str(Path(torch.__file__).parent)
-# Code of these asks on behalf of its caller, and code of those for itself.
+# Code of these asks on behalf of its caller, and code of those for itself, as other parts of Python's library do.
 _ON_BEHALF = ("<", os.__file__, str(Path(__file__).parent), f"{_TORCH}/utils/data/distributed.py")
-_FOR_ITSELF = (str(Path(world.__file__).parents[2]), _TORCH, logging.__file__)
+_FOR_ITSELF = (str(Path(world.__file__).parents[2]), _TORCH)
+_PYTHONS = sysconfig.get_path("stdlib")
 
 
 class Told:
@@ -94,7 +95,9 @@ def _asking() -> str | None:
     while frame.f_back and frame.f_code.co_filename.startswith(_ON_BEHALF):
         frame = frame.f_back
     file = frame.f_code.co_filename
-    return None if file.startswith(_FOR_ITSELF) else f"{Path(file).name}:{frame.f_lineno}"
+    is_pythons = file.startswith(_PYTHONS) and "-packages" not in file
+    is_for_itself = is_pythons or file.startswith(_FOR_ITSELF)
+    return None if is_for_itself else f"{Path(file).name}:{frame.f_lineno}"
 
 
 def _save_on_rank_0(original: Callable[..., None], state: Any, path: Any, *args: Any, **kwargs: Any) -> None:
