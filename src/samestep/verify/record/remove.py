@@ -110,7 +110,13 @@ def _seed() -> None:
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     np.random.seed(_SEED)
-    wrap(np.random, "default_rng", lambda made, seed=None: made(_SEED if seed is None else seed))
+    wrap(torch, "seed", lambda seed: torch.manual_seed(_SEED).initial_seed())
+    for module, name in ((random, "seed"), (np.random, "seed"), (np.random, "default_rng")):
+        wrap(module, name, _with_a_seed)
+
+
+def _with_a_seed(call: Callable[..., Any], *seed: Any, **options: Any) -> Any:
+    return call(*seed, **options) if options or any(one is not None for one in seed) else call(_SEED)
 
 
 def _share_nothing() -> None:
