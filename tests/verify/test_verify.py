@@ -310,3 +310,21 @@ def test_a_loader_of_samestep_is_not_recorded_as_one_of_the_scripts_own(
     assert recorder._foreign is not None
     assert recorder._foreign["sampler"] == ""
     recorder.finish()
+
+
+@pytest.mark.long
+def test_labels_in_the_order_of_a_set_are_named_as_what_each_process_has_of_its_own() -> None:
+    Path("labels.py").write_text(
+        "import torch, samestep\nfrom torch import nn\ntorch.manual_seed(0)\nsamestep.init()\n"
+        "classes = [*{f'class {number}' for number in range(7)}]\n"
+        "data = [(torch.randn(6), classes.index(f'class {at % 7}')) for at in range(24)]\n"
+        "model = samestep.replicate(nn.Linear(6, 7))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for x, y in samestep.loader(data, 8):\n"
+        "    optimizer.zero_grad()\n"
+        "    nn.functional.cross_entropy(model(x), y).backward()\n"
+        "    optimizer.step()\n"
+    )
+    result = _verify("-n", "1,2", "labels.py")
+    assert result.exit_code == 1, result.output
+    assert "the order of a set of strings is another in each process" in _last(result)

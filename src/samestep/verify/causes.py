@@ -69,7 +69,7 @@ _OF_THE_SHARE = {
     f"term by itself, or {_STEPS}",
     "numbers": "the loss is no mean over samples: it is computed from all samples of a rank's share together (pairs, "
     "statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean",
-    "buffer": "forward changes it from each rank's share; take samestep.mean(...) there of what it is made of",
+    "buffer": "take samestep.mean(...) there of what it is made of",
 }
 # Where an experiment of its own shows it.
 _UNSTABLE = {
@@ -235,7 +235,7 @@ def _shown(first: Run, other: Run, found: Difference) -> tuple[str, str]:
         "no steps": name,
         "apart": f"{name} of rank {found.rank} is not that of rank 0",
         "weights": f"the first weights are not those {first.at}",
-        "buffer": f"the buffer {name} is not that {first.at}",
+        "buffer": f"forward changes the buffer {name} from each rank's share",
     }
     if kind == "uneven" and not other.length:
         kind = "no steps"

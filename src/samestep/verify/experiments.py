@@ -67,8 +67,8 @@ class Experiments:
 
     def is_stable(self, removed: Removed) -> bool:
         """Whether a second run like the first has its numbers."""
-        again = self.reference(removed, "again")
-        return not again.code and follow(self.reference(removed), again).difference is None
+        first, again = self.reference(removed), self.reference(removed, "again")
+        return not again.code and follow(first, again).difference is None
 
     def compared(self, size: int | None, removed: Removed) -> Compared:
         """The run at this size against the first."""

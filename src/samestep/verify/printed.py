@@ -16,7 +16,11 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
 _CLOSE = 1e-5
 _LARGEST_TIMES = 20.0
-_INSTEAD = "use samestep.sum or samestep.mean, which include every rank's share"
+_SHARE = "use samestep.sum or samestep.mean, which include every rank's share"
+_TOTAL = (
+    "a total that counts some samples more often than others; sum what each rank's share of samestep.loader gives, and "
+    "divide by samestep.sum(count)"
+)
 _Kinds = dict[str, list[Line]]
 
 
@@ -28,6 +32,7 @@ class Printed:
     shown: str
     instead: str
     is_remark: bool
+    is_total: bool  # the same on all ranks, and not that of the serial script
 
     def __str__(self) -> str:
         if self.shown.startswith("saves "):
@@ -35,8 +40,11 @@ class Printed:
                 f"{self.line} `{self.shown}` instead of `{self.instead}`; the choice depends on one rank's share; "
                 "decide by samestep.sum(correct) or samestep.mean(loss)"
             )
+        said = f"{self.line} prints `{self.shown}` instead of `{self.instead}`"
+        if self.is_total:
+            return f"{said}; {_TOTAL}"
         why = "progress of one rank's share" if self.is_remark else "a value of one rank's share alone"
-        return f"{self.line} prints `{self.shown}` instead of `{self.instead}`; {why}; {_INSTEAD}"
+        return f"{said}; {why}; {_SHARE}"
 
 
 def compare_printed(experiments: Experiments, removed: Removed, size: int) -> list[Printed]:
@@ -62,12 +70,10 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
         ignored = noise.get(kind, set())
         shown = [_has(run, kind, at, line, near, ignored) for run in (alone, *shared)]
         is_right_with_shares = _unlike(line, now, near, ignored) and not shown[0] and any(shown)
-        if kind not in found and (
-            _differs_between_ranks(kind, first, other, alone, near, ignored)
-            or (is_same and is_right_with_shares)
-        ):
+        is_own = _differs_between_ranks(kind, first, other, alone, near, ignored)
+        if kind not in found and (is_own or (is_same and is_right_with_shares)):
             is_remark = now.inside and not now.text.startswith(("saves ", "writes "))
-            found[kind] = Printed(now.at, now.text.strip(), line.text.strip(), is_remark)
+            found[kind] = Printed(now.at, now.text.strip(), line.text.strip(), is_remark, not is_own)
     return list(found.values())
 
 

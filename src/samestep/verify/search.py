@@ -73,22 +73,22 @@ class Search:
         first = self._experiments.reference(self.removed)
         listed = self._suspects(found, size)
         for suspect in listed:
-            if suspect.removed == "shares" and self._is_amplified(found):
-                break
+            if suspect.removed == "shares" and (note := self._is_amplified(found)):
+                # It goes on with what rounding cannot change.
+                fact = first_fact(first, found.run)
+                return replace(found, difference=fact, note=None if fact else note)
             after = self.without(size, suspect.removed)
             if _is_progress(found, after):
                 return self._confirmed([suspect], after)
         chosen = [cause for cause in listed if not str(cause.removed).startswith(_OF_EVERY_CAUSE)]
         # The general experiment last: what remains is as specific as can be.
         chosen.sort(key=lambda cause: cause.removed != "shares")
-        if together := _needed(
-            chosen, lambda some: _is_progress(found, self.without(size, *(one.removed for one in some)))
-        ):
+
+        def is_enough(some: Sequence[Cause]) -> bool:
+            return _is_progress(found, self.without(size, *(one.removed for one in some)))
+
+        if together := _needed(chosen, is_enough):
             return self._confirmed(together, self.without(size, *(one.removed for one in together)))
-        if note := self._is_amplified(found):
-            # It goes on with what rounding cannot change.
-            fact = first_fact(first, found.run)
-            return replace(found, difference=fact, note=None if fact else note)
         self._state(stated(first, found.run, found.difference))
         return None
 
@@ -135,13 +135,11 @@ class Search:
             return None
         first = self._experiments.reference(self.removed)
         nudged = follow(first, self._experiments.reference(self.removed, "nudged")).difference
-        if nudged is None or nudged.kind not in SOFT or not nudged.step:
-            return None
-        if nudged.step > 3 * difference.step + 5:
+        if nudged is None or nudged.kind not in SOFT or not 0 < (nudged.step or 0) <= 3 * difference.step + 5:
             return None
         return (
             f"from step {difference.step + 1} on the training itself amplifies rounding, as it does from step "
-            f"{nudged.step + 1} on where {first.processes} start{'s' * (first.size == 1)} from changed last bits"
+            f"{(nudged.step or 0) + 1} on where {first.processes} start{'s' * (first.size == 1)} from changed last bits"
         )
 
     def harmless(self, size: int) -> list[Cause]:
@@ -159,7 +157,7 @@ def draws_of(run: Run) -> str:
     return " and ".join(run.fact("own") or ["random draws"])
 
 
-def _needed(causes: list[Cause], is_enough: Callable[[list[Cause]], bool]) -> list[Cause]:
+def _needed(causes: list[Cause], is_enough: Callable[[Sequence[Cause]], bool]) -> list[Cause]:
     """Those of several causes that have to be removed together; none where all of them are not enough."""
     if len(causes) < 2 or not is_enough(causes):
         return []

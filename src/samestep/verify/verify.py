@@ -111,11 +111,10 @@ class Report:
                 return "same to the bit"
             case "with_same":
                 return f"same to rounding with --same; without it, {self.draws} are each rank's own"
+            case "failed" if worst is self.outcomes.get(None):
+                return "the untouched script failed"
             case "failed":
-                what = (
-                    "untouched script failed" if worst.run.is_untouched else f"script failed {worst.run.at}"
-                )
-                return f"the {what}{cause}"
+                return f"the script failed at {worst.run.processes}{cause}"
             case "different":
                 return f"different: {worst.difference}{cause}"
         rounding = f"same to rounding: {max(outcome.distance for outcome in self.outcomes.values()):.1e}"
@@ -174,11 +173,9 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
     elif not any(one.difference for one in left.values()) and any(not left[size].note for size in differing):
         draws = draws_of(found[last].run)
     for size, one in found.items():
-        note = left[size].note
         # What differs by rounding alone, which the training amplifies, is no difference.
-        found[size] = replace(
-            one, note=note, difference=None if note and not search.causes else one.difference
-        )
+        is_noise = left[size].note and not search.causes
+        found[size] = replace(one, note=left[size].note, difference=None if is_noise else one.difference)
     printed = compare_printed(experiments, search.removed, last)
     line = found[sizes[0]].run.fact("careless")
     is_named = any(cause.removed == "statistics" for cause in search.causes)

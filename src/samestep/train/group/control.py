@@ -5,8 +5,8 @@ mistaken for an exchange of gradients, and each carries the call and the line th
 through the tree once.
 """
 
-import contextlib
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,8 @@ from samestep.rendezvous.tree import Late, Tree
 from samestep.text import name_ranks
 from samestep.train.group.census import Item, by_rank, merged, of_kind, packed, unpacked
 
-_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), contextlib.__file__)
+_PYTHONS = sysconfig.get_path("stdlib")
+_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), _PYTHONS)
 _LONGEST_PLACE = 160
 Join = Callable[[Sequence[Item]], list[Item]]
 
