@@ -174,7 +174,7 @@ def failure_of(run: Run) -> tuple[str, str]:
 def says_its_cause(run: Run) -> bool:
     """Whether the error that ended a run is about the script's lines, and not about ranks that came apart."""
     kind, said = failure_of(run)
-    return kind not in _OF_RANKS and ("replicate" in said or "samestep" in said)
+    return bool(kind) and kind not in _OF_RANKS and ("replicate" in said or "samestep" in said)
 
 
 def _of_world(first: Run, other: Run, found: Difference) -> str:

@@ -53,8 +53,7 @@ class Search:
     def _without_draws(self, found: Compared, size: int) -> Compared:
         """From here on all ranks draw the serial script's numbers, so that a mistake stands alone."""
         assert found.difference is not None
-        after = self.without(size, "draws")
-        if "failed" in (found.difference.kind, after.difference and after.difference.kind):
+        if found.is_failed or (after := self.without(size, "draws")).is_failed:
             return found
         self.removed = (*self.removed, "draws")
         if found.difference.kind == "apart" and after.place > found.place:
@@ -65,7 +64,7 @@ class Search:
         """The state of the search after one more cause, or several that only differ together; None where there is
         none to be found."""
         assert found.difference is not None
-        if found.difference.kind == "failed" and says_its_cause(found.run):
+        if found.is_failed and says_its_cause(found.run):
             self._state(failure_of(found.run)[1])
             return None
         if not self._experiments.is_stable(self.removed):
@@ -173,7 +172,7 @@ def _is_progress(before: Compared, after: Compared) -> bool:
     assert before.difference is not None
     if after.difference is None:
         return True
-    if after.difference.kind == "failed":
+    if after.is_failed:
         return False
     if after.place != before.place:
         return after.place > before.place

@@ -68,6 +68,10 @@ class Compared:
         return "different" if self.difference else "rounding" if self.bits else "bits"
 
     @property
+    def is_failed(self) -> bool:
+        return self.difference is not None and self.difference.kind == "failed"
+
+    @property
     def distance(self) -> float:
         return self.difference.distance if self.difference else self.largest
 
