@@ -146,7 +146,7 @@ class Search:
         rest = tuple(name for name in self.removed if name != "draws")
         if rest == self.removed or self._experiments.compared(size, rest).difference is None:
             return []
-        draws = draws_of(self._experiments.run(size, self.removed))
+        draws = draws_of(self._experiments.run(size, rest))
         said = f"{draws} are each rank's own; --same makes them those of the whole batch"
         return [Cause(said, "draws", is_harmless=True)]
 
