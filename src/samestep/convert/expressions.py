@@ -150,6 +150,8 @@ class Expressions(Totals):
             return known
         at = node.slice.value if isinstance(node.slice, ast.Constant) else None
         if base.kind in ("list", "dict"):
+            if isinstance(base.of.get(None, Value()).of, Sum):
+                return Value(Kind.OTHER, "is of single batches")
             if isinstance(node.slice, ast.Slice) and node.slice.lower is not None:
                 return join(*(part for key, part in base.of.items() if key != 0))
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, at)

@@ -74,6 +74,10 @@ class Follower(Calls):
 
     def _expr(self, node: ast.Expr) -> None:
         self.value(node.value)
+        receiver = getattr(getattr(node.value, "func", None), "value", None)
+        if receiver in self.known and self.known[receiver].kind == Kind.OTHER and not self.in_forward:
+            # what the object does with a share's value is not known
+            self.total(receiver)
         if isinstance(node.value, ast.Yield | ast.YieldFrom) and node.value.value is not None:
             self.frame.yielded.append(self.known[node.value.value])
 
