@@ -238,7 +238,7 @@ def test_a_summed_loss_is_said_to_replicate():
          "in an evaluation"),
         (f"got = []\n{EVALUATE}        got.append(F.cross_entropy(out, y).item())\nprint(got[-1])", "single batches"),
         (f"frame = make()\n{EVALUATE}        frame.at[n, 'loss'] = out.mean()\nframe.save()", "holds values"),
-        ("mix = torch.randperm(4)\nfor x, y in train:\n    out = model(x[torch.randperm(len(x))])\n"
+        ("mix = torch.randperm(4)\nfor x, y in train:\n    out = model(x[torch.randperm(len(x)), :])\n"
          "    F.cross_entropy(out, y).backward()", "compares samples"),
         ("from functools import partial\nmake = partial(DataLoader, batch_size=8)", "functools.partial"),
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'", "CUDA_VISIBLE_DEVICES"),

@@ -170,12 +170,11 @@ class Expressions(Totals):
         is_all = isinstance(first, ast.Slice) and first.lower is first.upper is None
         if isinstance(first, ast.Constant):
             is_all = first.value in (None, Ellipsis) or isinstance(first.value, str)
-        if not is_all and self.value(first).kind == Kind.ROW:
-            return Value(Kind.ROW)
+        along = Value() if is_all else self.value(first)
+        if along.kind in (Kind.ROW, Kind.OTHER):
+            return along.bare if along.kind == Kind.ROW else other(along.of, along)
         if is_all or self.in_forward:
             return Value(base.kind)
-        if index.kind == Kind.OTHER:
-            return other(index.of, index)
         if index.is_shared:
             # the first index goes along the rows: a mask chooses some; beside an index for each row it chooses within
             return Value(Kind.SOME if first is node.slice else Kind.ROWS)
@@ -301,6 +300,8 @@ class Expressions(Totals):
                 holder.names[held] = Value("dict", {**known, target.slice.value: value}, since=old.since)
         for known in [known for known in scope.names if known.startswith((f"{name}.", f"{name}["))]:
             del scope.names[known]
+        if value.kind == Kind.ROWS and self.batches and name != "_":
+            self.batches.rows = self.batches.rows or name
         given = (made, self.source, self.since) if made is not None else value.made
         scope.names[name] = replace(value, since=self.since, made=given)
 

@@ -2,12 +2,11 @@
 
 import ast
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
 from samestep.convert.calls import MOST_STATEMENTS, WITHOUT_GRADIENTS, Calls
-from samestep.convert.project import Class, Frame, Function, Learnt, Scope
+from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
 from samestep.convert.source import Source
 from samestep.convert.values import NUMBERS, Kind, Loop, Sum, Value, join
 
@@ -23,10 +22,13 @@ def follow(script: Source, find: Find) -> "Follower":
     """Follow a script until following it again teaches nothing."""
     learnt = Learnt()
     for _ in range(_MOST_TIMES):
-        before = copy(learnt)
+        before = copied(learnt)
         follower = Follower(script, find, learnt)
         if learnt == before:
-            break
+            return follower
+    follower.found.gap(
+        script, script.tree, "what the script shows in its loops could not be followed to an end"
+    )
     return follower
 
 
@@ -234,17 +236,8 @@ class Follower(Calls):
         over = self.value(node.iter)
         if over.models and ".grad" in ast.unparse(node):
             self.optimizes(over)
-        each = self.each(over)
-        self._repeated(node, replace(each, rows=self._rows_of(node.target, each.element)))
+        self._repeated(node, replace(self.each(over)))
         self.statements(node.orelse)
-
-    def _rows_of(self, target: ast.expr, value: Value) -> str | None:
-        """The first name in a loop's target that has a sample in each row."""
-        if isinstance(target, ast.Name):
-            return target.id if value.kind in (Kind.ROWS, Kind.BATCH) and target.id != "_" else None
-        parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
-        found = (self._rows_of(part, self.part_of(value, at, len(parts))) for at, part in enumerate(parts))
-        return next(filter(None, found), None)
 
     def _while(self, node: ast.While) -> None:
         if self.value(node.test).is_shared:
@@ -255,7 +248,7 @@ class Follower(Calls):
         """Follow a loop's body twice: what its end says of a value holds at its beginning. Only the last counts."""
         place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
-        found, eager = copy(self.found), set(self.learnt.eager)
+        found, eager = copied(self.found), set(self.learnt.eager)
         self._turn(node, loop)
         self.learnt.trains[place] = loop.trains = loop.found_training
         if self.followed < MOST_STATEMENTS:

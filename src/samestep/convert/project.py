@@ -2,8 +2,9 @@
 
 import ast
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.convert.source import Edit, Source
 from samestep.convert.values import Loop, Named, Value, Values
@@ -99,9 +100,6 @@ class Learnt:
     )  # what is totalled in the loop, as its sum is shown there
     trains: dict[Any, int] = field(default_factory=dict)
 
-    def __copy__(self) -> "Learnt":
-        return Learnt(set(self.eager), dict(self.trains))
-
 
 @dataclass
 class Findings:
@@ -113,9 +111,6 @@ class Findings:
     losses: dict[str, tuple[Source, ast.AST]] = field(default_factory=dict)
     sites: dict[Site, None] = field(default_factory=dict)
 
-    def __copy__(self) -> "Findings":
-        return Findings(*(dict(part) for part in vars(self).values()))
-
     def edit(self, *edits: Edit | None) -> None:
         self.edits.update({edit: None for edit in edits if edit is not None})
 
@@ -124,6 +119,14 @@ class Findings:
 
     def note(self, source: Source, node: ast.AST, text: str) -> None:
         self.notes[f"{source.path.name}:{node.lineno}: {text}"] = None  # type: ignore[attr-defined]
+
+
+Record = TypeVar("Record", Learnt, Findings)
+
+
+def copied(record: Record) -> Record:
+    """A record of the same things, to which others can be added."""
+    return type(record)(*(copy(part) for part in vars(record).values()))
 
 
 class Following:
