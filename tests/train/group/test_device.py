@@ -184,8 +184,8 @@ samestep.init()
 from samestep.train.data.source import source_of
 made = source_of(Rows(), {}, torch.device("cpu"), 3)
 print(made._loader.num_workers, made._loader.multiprocessing_context)
-plan = iter([torch.tensor([0, 1]), torch.tensor([2, 3])])
-print([batch[1].tolist() for batch in made.batches(plan, 0, 0)])
+plan = iter([(torch.tensor([0, 1]), None), (torch.tensor([2, 3]), None)])
+print([batch[1].tolist() for batch, _ in made.batches(plan, 0, 0)])
 """
     done = started(AS_3_14 + source)
     assert done.returncode == 0, done.stderr
