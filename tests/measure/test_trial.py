@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from samestep.errors import WorkerFailed
 from samestep.measure.trial import Trial, end_on_signals
 
 WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
@@ -94,6 +95,7 @@ def test_an_exception_ends_the_script(tmp_path):
 def test_a_script_ends_with_the_process_that_tries_it(tmp_path, number):
     source = f"""
 from pathlib import Path
+from samestep.errors import WorkerFailed
 from samestep.measure.trial import Trial, end_on_signals
 with end_on_signals():
     Trial([{script(tmp_path, WAITS)!r}], 1, Path({str(tmp_path)!r}) / "trial").run(lambda line: print(line, flush=True))
@@ -112,3 +114,18 @@ def test_signals_do_after_a_trial_what_they_did_before():
     with pytest.raises(SystemExit), end_on_signals():
         signal.raise_signal(signal.SIGTERM)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_another_launcher_starts_the_ranks_on_the_same_cores(tmp_path):
+    source = """
+import os, sys
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], len(os.sched_getaffinity(0)), os.environ["TOLD"], flush=True)
+sys.exit(sys.argv[1])
+"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [script(tmp_path, source), "seven"]
+    result = Trial(words, 2, tmp_path / "trial", {"TOLD": "me"}, cores=1, launcher=torchrun).run()
+    assert {"0 2 1 me", "1 2 1 me"} <= set(result.text.splitlines())
+    assert result.run.size == 2
+    with pytest.raises(WorkerFailed, match="seven"):
+        result.checked()

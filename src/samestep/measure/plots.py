@@ -33,6 +33,7 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
         axes = figure.add_subplot()
         draw(axes, rows)
         axes.set_xticks(range(len(rows)), [str(row.variant) for row in rows])
+        axes.margins(0.15)
         axes.set_ylim(0)
         axes.set_xlabel("processes")
         figure.savefig(directory / f"{name}.png", dpi=150)

@@ -19,30 +19,30 @@ _NOISE = 0.3  # a larger difference between equal runs is said
 # Of each part of a step: what it means that it takes the most, and what helps.
 _LIMITS = {
     "data": (
-        "The loader limits it: processes wait for data",
+        "The loader limits {them}: the loop waits for data",
         "give the loader more workers (num_workers=), faster storage or less to do for each sample",
     ),
     "compute": (
-        "The model limits it: each process has fewer samples, and computing them does not take so much less time",
+        "The model limits {them}: each process has fewer samples, and computing them does not take so much less time",
         "give each process more samples (a larger batch), or use fewer processes",
     ),
     "exchange": (
-        "The exchange of gradients limits it: processes wait for it",
-        "a larger batch_size, so that there is more to compute for each exchange; between machines a faster link or "
-        "other buckets (scale --predict says which)",
+        "The exchange limits {them}: they wait for gradients, or in calls such as samestep.sum",
+        "a larger batch_size, so that there is more to compute for each exchange; fewer such calls in the loop; "
+        "between machines a faster link or other buckets (scale --predict says which)",
     ),
     "slowest rank": (
-        "A slow rank limits it: the others wait for {who}",
+        "A slow rank limits {them}: the others wait for {who}",
         "look at what is different there: cores, other programs, samples that take longer",
     ),
     "optimizer": (
-        "The optimizer limits it",
+        "The optimizer limits {them}",
         "every process takes the whole optimizer step: fused=True, or a simpler optimizer",
     ),
-    "checkpoint": ("Checkpoints limit it", "commit less often (every=)"),
-    "evaluation": ("Evaluation inside the loop limits it", "evaluate less often"),
+    "checkpoint": ("Checkpoints limit {them}", "commit less often (every=)"),
+    "evaluation": ("Evaluation inside the loop limits {them}", "evaluate less often"),
     "rest": (
-        "The script's own code in the loop limits it",
+        "The script's own code in the loop limits {them}",
         "look at what the loop does after backward() besides the optimizer's step: logging, .item(), metrics",
     ),
 }
@@ -156,6 +156,7 @@ class Limit:
     name: str
     seconds: float
     of_s: float
+    them: str
     who: str = "one rank, in turns"
     because: str = ""
 
@@ -165,7 +166,7 @@ class Limit:
         without = (
             f"Without that a step would take {_ms(self.of_s - self.seconds)} instead of {_ms(self.of_s)}"
         )
-        return f"{what.format(who=self.who)} ({took}){self.because}. {without}. What helps: {helps}."
+        return f"{what.format(them=self.them, who=self.who)} ({took}){self.because}. {without}. What helps: {helps}."
 
 
 def limit_of(row: Row, first: Row) -> Limit | None:
@@ -179,7 +180,7 @@ def limit_of(row: Row, first: Row) -> Limit | None:
     if found[name] < _LEAST * row.step_s.value:
         return None
     named = _slow_rank(row, slow) if name == "slowest rank" and slow is not None else ()
-    return Limit(name, found[name], row.step_s.value, *named)
+    return Limit(name, found[name], row.step_s.value, row.variant.in_words, *named)
 
 
 def _slow_rank(row: Row, rank: int) -> tuple[str, str]:
@@ -193,16 +194,20 @@ def _slow_rank(row: Row, rank: int) -> tuple[str, str]:
 
 def verdict(rows: Sequence[Row]) -> str:
     """In words: what the extra processes bring, up to where they are worth it, what limits, and what would help."""
-    first, last = rows[0], rows[-1]
+    first, judged = rows[0], rows[-1]
     if any(row.variant.settings for row in rows):
-        said = [_best(rows)]
+        best, *others = sorted(rows, key=lambda row: -row.throughput.value)
+        judged, said = best, [_best(best, others)]
     else:
-        said = [_gain(last, first), *_knee(rows)] if len(rows) > 1 else []
+        said = [_gain(judged, first), *_knee(rows)] if len(rows) > 1 else []
     noise = max((row.step_s.high - row.step_s.low) / row.step_s.value for row in rows)
     if noise > _NOISE:
         said.append(f"Equal runs differ by up to {percent(noise)}: measure again when the machine is idle.")
-    compute = percent(last.parts["compute"] / last.step_s.value)
-    limit = limit_of(last, first) or f"Only the model's own compute limits it ({compute} of each step)."
+    compute = f"{percent(judged.parts['compute'] / judged.step_s.value)} of each step"
+    limit = (
+        limit_of(judged, first)
+        or f"Only the model's own compute limits {judged.variant.in_words} ({compute})."
+    )
     return " ".join([*said, str(limit)])
 
 
@@ -233,15 +238,12 @@ def _knee(rows: Sequence[Row]) -> Iterable[str]:
         )
         return
     exchange, step = rows[-1].parts["exchange"], first.step_s.value
-    alone = (
-        f": the exchange of gradients alone takes {_ms(exchange)}, a step of {first.processes} {_ms(step)}"
-    )
+    alone = f": the exchange alone takes {_ms(exchange)}, a step of {first.processes} {_ms(step)}"
     yield f"More than {first.processes} is not worth it, {rule}{alone if exchange > step else ''}."
 
 
-def _best(rows: Sequence[Row]) -> str:
-    """Which setting is fastest, and whether that is more than the noise."""
-    best, *others = sorted(rows, key=lambda row: -row.throughput.value)
+def _best(best: Row, others: Sequence[Row]) -> str:
+    """Whether the fastest setting is that by more than the noise."""
     second = next((row for row in others if row.variant.size == best.variant.size), None)
     if second is None:
         return f"{best.variant} is fastest."
