@@ -1,5 +1,7 @@
 """Runs the tests of training under other Pythons and torches than the pinned ones, each in a venv of its own.
 
+The tests are those of the last commit, which is cloned.
+
 `python versions.py` tries all pairs and writes the page docs/versions.md; `python versions.py 3.11/2.14.1` tries one
 and prints its row. A venv takes about 6 GB while its tests run, since PyPI's torch is a CUDA build.
 """
@@ -46,13 +48,14 @@ def _tried(python: str, torch: str) -> str:
     if found is None:
         return "not tried: there is no such Python here"
     with tempfile.TemporaryDirectory(prefix="samestep-versions-") as folder:
-        venv = Path(folder, "venv")
+        venv, tree = Path(folder, "venv"), Path(folder, "tree")
+        subprocess.run(["git", "clone", "--quiet", ROOT, tree], check=True)
         subprocess.run([found, "-m", "venv", venv], check=True)
-        if said := _install(venv / "bin" / "python", torch, Path(folder)):
+        if said := _install(venv / "bin" / "python", torch, tree):
             return f"not tried: {said}"
         command = [venv / "bin" / "python", "-m", "pytest", "-n", "2", "-m", "not alone", *TESTS]
         env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith(("FAILED", "ERROR")):
             print(f"  {line}", flush=True)
@@ -60,16 +63,14 @@ def _tried(python: str, torch: str) -> str:
     return ", ".join(counted) or f"failed before its end: {(done.stdout + done.stderr).strip()[-200:]}"
 
 
-def _install(python: Path, torch: str, folder: Path) -> str | None:
+def _install(python: Path, torch: str, tree: Path) -> str | None:
     """Install this torch and the other pinned packages; returns what hinders it."""
-    pinned = [
-        line for line in (ROOT / "constraints.txt").read_text().splitlines() if not _TORCHS_OWN.match(line)
-    ]
-    constraints = folder / "constraints.txt"
+    constraints = tree / "constraints.txt"
+    pinned = [line for line in constraints.read_text().splitlines() if not _TORCHS_OWN.match(line)]
     constraints.write_text("\n".join(pinned))
     command = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", f"torch=={torch}", "setuptools"]
     done = subprocess.run(
-        [*command, "-e", f"{ROOT}[dev]"],
+        [*command, "-e", f"{tree}[dev]"],
         env=os.environ | {"PIP_CONSTRAINT": str(constraints), "PIP_ROOT_USER_ACTION": "ignore"},
         capture_output=True,
         text=True,
