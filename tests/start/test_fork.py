@@ -77,13 +77,9 @@ def test_what_ends_a_forked_script_ends_it_as_python_would(launcher):
         said = []
         for option in ("--fork", "--no-fork"):
             code, out, err = launcher.run("-n", "1", option, "train.py", end)
-            said.append(
-                [
-                    line
-                    for line in (out + err).splitlines()
-                    if "failed on rank" not in line and "Logs" not in line
-                ]
-            )
+            # a traceback may have been shown before, where the process took long to end
+            report = (out + err).rpartition("failed on rank")[2].splitlines()[1:]
+            said.append([line for line in report if "Logs" not in line])
             assert (end, code) == (end, expected)
             is_killed = "os.kill" in end
             for name in ("unflushed", "atexit"):
@@ -177,13 +173,13 @@ def ranks(started, generation):
     return [int(pid) for pid, of in lines if int(of) == generation]
 
 
-@pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("victims", [[1], [0, 1]])
 def test_killed_ranks_are_forked_anew_by_the_warm_process(launcher, gone, victims):
     launcher.write(WAITING)
     started = launcher.start("-n", "2", "--max-restarts", "1", "train.py")
     first = ranks(started, 0)
     warm = warm_of(started.process.pid)
-    for generation in range(3):
+    for generation in range(2):
         killed = time.monotonic()
         for victim in victims:
             os.kill(ranks(started, generation)[victim], signal.SIGKILL)
@@ -196,7 +192,7 @@ def test_killed_ranks_are_forked_anew_by_the_warm_process(launcher, gone, victim
     (launcher.home / "end").touch()
     code, _, err = started.finish()
     assert code == 0
-    assert err.count("restart 1 of 1") == 3  # each had got one step further
+    assert err.count("restart 1 of 1") == 2  # each had got one step further
     gone([*first, *again, warm], 2)
 
 

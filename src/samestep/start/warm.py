@@ -50,15 +50,11 @@ def main() -> None:
     orders.sendall(b"forks" if _is_forkable() else b"spare")
     while (received := _received(orders)) is not None:
         order, descriptors = received
-        pid = _forked() if order["fork"] else os.getpid()
-        if pid:
-            orders.sendall(b"%d" % pid)
-        if pid and order["fork"]:
+        if order["fork"] and _has_forked():
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
-        orders.close()
-        _become(order, descriptors, libc)
+        _become(order, descriptors, orders, libc)
         _run(order["command"])
         return
 
@@ -99,25 +95,17 @@ def _received(orders: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         return json.load(file), descriptors[1:]
 
 
-def _forked() -> int:
-    """In this process the number of a new one, which is the launcher's child; 0 in that one."""
-    pipe, end = os.pipe()
-    between = os.fork()
-    if not between and not (pid := os.fork()):
-        os.close(pipe)
-        os.close(end)
-        return 0
-    if not between:
-        os.write(end, b"%d" % pid)
+def _has_forked() -> bool:
+    """Fork a process that becomes the launcher's child; false in that one."""
+    if between := os.fork():
+        os.waitpid(between, 0)
+        return True
+    if os.fork():
         os._exit(0)
-    os.close(end)
-    os.waitpid(between, 0)
-    pid = int(os.read(pipe, 32))
-    os.close(pipe)
-    return pid
+    return False
 
 
-def _become(order: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) -> None:
+def _become(order: dict[str, Any], descriptors: list[int], orders: socket.socket, libc: ctypes.CDLL) -> None:
     """Take on what a new process gets from its launcher."""
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -130,6 +118,8 @@ def _become(order: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) ->
     reader.register(descriptors[1], 0)  # hung up where the launcher has given this rank up
     if os.getppid() != order["launcher"] or reader.poll(0):
         os._exit(1)
+    orders.sendall(b"%d" % os.getpid())
+    orders.close()
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
         os.close(descriptor)
