@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from textwrap import dedent
@@ -278,9 +277,18 @@ def test_two_failures_within_a_second_are_two_restarts(launcher):
 
 def test_a_run_that_cannot_have_a_warm_process_is_started_by_python(launcher):
     launcher.write("raise ImportError('no torch here')", "torch.py")
-    launcher.write("print('ran')")
+    launcher.write(
+        """
+        import os, time
+        from samestep.rundir import Pulse, pulse_of
+        Pulse(pulse_of(os.environ, int(os.environ["RANK"]))).beat(1)
+        time.sleep(3)
+        print("ran")
+        """
+    )
     code, out, _ = launcher.run("-n", "2", "--fork", "train.py")
     assert (code, out) == (0, "ran\n")
+    said = next((launcher.home / "runs").iterdir()) / "logs" / "warm.log"
+    assert said.read_text().count("ImportError: no torch here") == 1  # it is not tried again
     code, out, _ = launcher.run("-n", "1", "--fork", "--no-python", "echo", "a program")
     assert (code, out) == (0, "a program\n")
-    assert sys.executable

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
+from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 
@@ -44,8 +45,12 @@ class Warm:
         if now < self._tend_at:
             return
         self._tend_at = now + _TEND_S
-        for warm in [warm for warm in self._all if not warm.is_alive]:
-            self._remove(warm)
+        for warm in list(self._all):
+            if (status := warm.process.poll()) is not None:
+                self._remove(warm)
+                if status > 0:  # it cannot import torch, and never will
+                    self._tend_at = inf
+                    return
         spares = self._size if any(warm.is_ready() and not warm.forks for warm in self._all) else 1
         self._all += [self._new() for _ in range(spares - len(self._all))]
 
@@ -151,10 +156,6 @@ class _Warm:
             if select.select([self.orders], [], [], wait_s)[0]:
                 return self.orders.recv(64)
         return b""
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
 
     def close(self) -> None:
         self.orders.close()
