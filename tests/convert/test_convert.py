@@ -206,6 +206,8 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
         (f"all = torch.empty(0)\n{EVALUATE}        all = torch.cat([all, out[:, 0]])\nlast = all[all.argsort()]\n"
          "print(last)",
          "last = samestep.gather(all)[samestep.gather(all).argsort()]"),
+        (f"{EVALUATE}        total += out.sum().item()\nprint(round(abs(total), 2))",
+         "print(round(abs(samestep.sum(total)), 2))"),
         (f"{METER}{EVALUATE}        meter.update(F.cross_entropy(out, y).item(), len(y))\n"
          "print('{m.avg:.3f}'.format(m=meter))",
          "print('{m:.3f}'.format(m=(samestep.sum(meter.sum) / samestep.sum(meter.count))))"),
@@ -236,6 +238,7 @@ def test_a_summed_loss_is_said_to_replicate():
          "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
         (f"{TABLE}with torch.no_grad():\n    for x, y in test:\n        table.add('n', F.cross_entropy(model(x), y))",
          "in an evaluation"),
+        (f"{EVALUATE}        loss = F.cross_entropy(out, y)\nprint(loss)", "is made of a share"),
         (f"got = []\n{EVALUATE}        got.append(F.cross_entropy(out, y).item())\nprint(got[-1])", "single batches"),
         (f"frame = make()\n{EVALUATE}        frame.at[n, 'loss'] = out.mean()\nframe.save()", "holds values"),
         ("mix = torch.randperm(4)\nfor x, y in train:\n    out = model(x[torch.randperm(len(x)), :])\n"

@@ -257,7 +257,7 @@ class Calls(Rewrites, Expressions):
             )
         if name == "partial" and first.of in LOADERS:
             self.gap(node, "functools.partial of DataLoader; call DataLoader itself")
-        if name not in NAMED["kept"] or not values:
+        if name not in NAMED["kept"] or not values or (name == "abs" and first.kind in NUMBERS):
             return self.opaque(node, values)
         self.shown_once(name, node)
         return Value("each", self.each(first)) if first.kind == "loader" else first

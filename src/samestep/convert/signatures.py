@@ -24,14 +24,14 @@ statistic   cov corrcoef logsumexp std_mean argsort msort nanmedian nanquantile 
 along       softmax log_softmax normalize cumsum cumprod cummax cummin logcumsumexp
 pair        max min topk sort median kthvalue mode std_mean
 number      item detach cpu cuda float double long int half to type numpy tolist clone data squeeze unsqueeze view
-number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack round
+number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack
 between     cdist pdist cov corrcoef unique randperm flip roll
 numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
 made        ones zeros full rand randn empty randint normal
 model       to cuda cpu train eval apply float double half requires_grad_
-kept        iter list tuple reversed islice tqdm trange float int abs round cycle partial next
+kept        iter list tuple reversed islice tqdm trange float int abs cycle partial next
 list        append extend add update insert scale items values get pop setdefault copy
 bar         set_postfix set_postfix_str set_description
 piece       split chunk unbind
@@ -146,6 +146,7 @@ def _by_rows(name: str, shared: Values, in_forward: int) -> Value:
         return Value(Kind.ROW)
     if kinds <= NUMBERS and name in NAMED["number"] and len(opened) == 1:
         return shared[0]
-    if kinds <= {*ROWS, Kind.ROW, Kind.COUNT, Kind.PER}:
+    is_number = kinds <= {Kind.COUNT, Kind.PER} and name not in NAMED["made"]
+    if kinds <= {*ROWS, Kind.ROW, Kind.COUNT, Kind.PER} and not (is_number and not in_forward):
         return rows_of(kinds)
     return other(f"is {name} of values of this process's share", *opened)

@@ -116,9 +116,9 @@ class Totals(Following):
             before, after = "max(samestep.gather([", "]))"
         elif kind == Kind.MEAN and not is_over:
             before = "samestep.mean("
-        elif kind not in NUMBERS or (is_over and not share):
+        elif kind not in NUMBERS or (is_over and not (share and loop and loop.trains)):
             return None
-        elif is_over and loop is not None and (kind == Kind.MEAN or loop.trains):
+        elif is_over:
             after = f" * {share})" if kind == Kind.MEAN else f" * bool({share}))"
         shown = isinstance(value.of, Sum) and value.of.loop.trains and value.of.loop in self.loops
         return (*self.source.wrapped(node, before, after), *(value.of.nodes if shown else ()))
