@@ -186,6 +186,8 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "total += loss.item() * train.share\nprint(samestep.sum(total))"),
         (f"{LOOP}    total += loss.item()\n    print(total)", "total += samestep.mean(loss.item())\n    print(total)"),
         (f"{LOOP}    total += len(x)\nprint(total)", "if train.share: total += len(x)\nprint(samestep.sum(total))"),
+        (f"{LOOP}    total += len(x); best += 1\nprint(total, best)",
+         "    total += samestep.sum(len(x)); best += 1\nprint(total, best)"),
         (f"{LOOP}    if loss < best:\n        best = loss.item()",
          "if samestep.mean(loss) < best:\n        best = samestep.mean(loss.item())"),
         (f"{LOOP}print(loss.item())", "print(samestep.sum(loss.item() * train.share))"),

@@ -132,6 +132,8 @@ class Totals(Following):
         is_simple = is_sum or isinstance(statement, ast.AugAssign | ast.Expr)
         if loop.text is None or not is_simple or source.indent(statement) is None:
             return False
+        if source.data[source.end(statement) :].lstrip(b" ").startswith(b";"):
+            return False
         start = source.start(statement)
         self.found.edit(Edit(source, start, start, f"if {loop.text}.share: "))
         return True
