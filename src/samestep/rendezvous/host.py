@@ -78,7 +78,8 @@ class Admission:
                     raise RankMissing(
                         f"{self._missing()} did not come within {limit_s:g} s", ranks=sorted(self._absent)
                     )
-                patience.say(lambda: f"waiting for {self._missing()}")
+                if patience.is_worth_a_line:
+                    patience.say(f"waiting for {self._missing()}")
         finally:
             for key in list(self._selector.get_map().values()):
                 if key.data not in self._members.values():

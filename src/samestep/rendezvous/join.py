@@ -53,8 +53,8 @@ def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
                 f"is {me.noun} 0 started, and can {socket.gethostname()} reach it?",
                 ranks=[0],
             )
-        if is_first:
-            patience.say(lambda found=found: f"{me.title} looks for {me.noun} 0 ({found})")  # type: ignore[misc]
+        if is_first and patience.is_worth_a_line:
+            patience.say(f"{me.title} looks for {me.noun} 0 ({found})")
         time.sleep(pause)
         pause = min(0.5, pause * 1.5)
 

@@ -68,11 +68,15 @@ class Patience:
     def left_s(self) -> float:
         return self._limit_s - self.waited_s
 
-    def say(self, text: Callable[[], str]) -> None:
-        """Say it after 5 s and every 5 s, later every 30 s."""
-        if (waited := self.waited_s) > self._next_s:
-            self._next_s = waited + (SAY_S if waited < 60 else _SAY_LATER_S)
-            say(f"{text()}; {waited:.0f} s so far, {self._limit_s:g} at most")
+    @property
+    def is_worth_a_line(self) -> bool:
+        """After 5 s and every 5 s, later every 30 s."""
+        return self.waited_s > self._next_s
+
+    def say(self, text: str) -> None:
+        waited = self.waited_s
+        self._next_s = waited + (SAY_S if waited < 60 else _SAY_LATER_S)
+        say(f"{text}; {waited:.0f} s so far, {self._limit_s:g} at most")
 
 
 def say(text: str) -> None:

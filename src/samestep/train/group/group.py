@@ -181,8 +181,8 @@ class Group:
                 saved = False
                 print(f"samestep: {error}", file=sys.stderr)
         self._members.clear()
-        gc.collect()
         if self._tree is not None:
+            gc.collect()
             with suppress(SamestepError):
                 self.all_gather("the end of the script", patience=_LEAVE)
             self._tree.leave(self._place)

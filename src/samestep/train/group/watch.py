@@ -22,7 +22,7 @@ from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
 from samestep.tracebacks import of_record
 
-_LOOK_S = 0.5
+_LOOK_S = 1.0
 _WORTH_TELLING_S = 2.0
 _FRESH_S = 3.0
 _LEAVE_S = 2.0
