@@ -11,6 +11,8 @@ from textwrap import dedent
 
 import pytest
 
+from samestep.rendezvous.listen import private_path
+
 BEGIN = """
     import json, os, sys, time
     from samestep.errors import SamestepError
@@ -56,6 +58,22 @@ def said(started: list["subprocess.Popen[str]"]) -> list[str]:
 def test_all_hear_what_each_brings(ranks, size):
     found = said(ranks("print(tree.gather(f'word {rank}', 20), tree.gather(None, 20))\ntree.leave()", size))
     assert found == [f"{[f'word {rank}' for rank in range(size)]} {[None] * size}"] * size
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_that_another_user_made_keeps_no_run_from_starting(ranks, tmp_path):
+    """Its name may have been seen in an earlier run of the same name and port."""
+    folders = [private_path(b"\xab" * 32, str(tmp_path), "1", turn).parent for turn in "013"]
+    for folder in folders:
+        folder.mkdir()
+        os.chown(folder, 65534, 65534)
+    try:
+        found = said(ranks("print(tree.gather(rank, 20))\ntree.leave()", 3))
+    finally:
+        for folder in folders:
+            folder.rmdir()
+    assert found == ["[0, 1, 2]"] * 3
 
 
 def test_changes_of_the_store_are_the_same_everywhere_and_a_count_loses_none(ranks):

@@ -3,17 +3,19 @@
 Number 0 then tells each its parent in a tree, to which it connects, and the connection to number 0 ends.
 """
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer, UsageError
 from samestep.rendezvous.channel import Channel
 from samestep.rendezvous.host import Admission
-from samestep.rendezvous.listen import listen, private_socket
+from samestep.rendezvous.listen import listen, private_path, private_socket
 from samestep.rendezvous.member import Member, Patience, Place, place_from, place_of
 from samestep.rendezvous.position import Position
 from samestep.rendezvous.tree import Tree
@@ -64,9 +66,9 @@ def _join_at(place: Place, me: Member, patience: Patience) -> Tree:
     with ExitStack() as listening, ExitStack() as unless_joined:
         channel = _connect(place, me)
         unless_joined.callback(channel.close)
-        path = me.private.with_name(f"{me.noun}-{me.number}")
-        listeners = [listening.enter_context(private_socket(path))]
-        if channel.connection.family != socket.AF_UNIX:
+        beside = Path(place).with_name(f"rank-{me.number}") if isinstance(place, str) else None
+        listeners = [listening.enter_context(private_socket(beside or private_path(os.urandom(32))))]
+        if not beside:
             (opened,) = listen([0], [channel.connection.getsockname()[0]])
             listeners.append(listening.enter_context(opened))
         number, parent_host = _introduce(channel, me, listeners)

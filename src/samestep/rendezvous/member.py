@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from samestep.errors import SamestepError
 from samestep.rendezvous import addresses
-from samestep.rendezvous.listen import private_path
 
 SAY_S, _SAY_LATER_S = 5.0, 30.0
 
@@ -24,8 +22,7 @@ class Member:
     """Who joins which run, and the key that shows it; number -1 takes any that is free.
 
     A member that learns of no address within no_place_s gives up with the advice. Where script is given,
-    it has to be the same for all members. Number 0 lets its objection, if any, look at the facts of all. Members of
-    one machine connect through private sockets, which are beside that path.
+    it has to be the same for all members. Number 0 lets its objection, if any, look at the facts of all.
     """
 
     run: str
@@ -41,7 +38,6 @@ class Member:
     script: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     objection: Callable[[Sequence[Mapping[str, Any]]], SamestepError | None] = lambda ranks: None
-    private: Path = field(default_factory=lambda: private_path(os.urandom(32)))
 
     @property
     def title(self) -> str:

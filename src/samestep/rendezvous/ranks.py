@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import PlacementError
+from samestep.files import is_own_directory
 from samestep.placement.launchers import hosts_of_ranks, port_choices
 from samestep.placement.place import ASSUMED, Placement
 from samestep.rendezvous import addresses, note
@@ -18,6 +19,7 @@ from samestep.rendezvous.member import Member
 from samestep.rendezvous.tree import Tree
 
 _NO_NOTE_S = 120.0
+_PATHS = "01234567"
 
 
 def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False, **about: Any) -> Tree:
@@ -26,9 +28,9 @@ def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False
     Where torch already listens at MASTER_PORT, rank 0 takes another port that all derive from it.
     """
     key, run = key_of_run(os.environ, here.launcher), here.run or ""
-    path = private_path(key, run, str(here.master_port))
+    paths = [private_path(key, run, str(here.master_port), turn) for turn in _PATHS]
     expected = hosts_of_ranks(os.environ, here.size)
-    me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, private=path, **about)
+    me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, **about)
     is_local = is_one_machine(here)
     if not (is_local or (here.master_addr and here.master_port)):
         return _by_note(here, me)
@@ -36,14 +38,16 @@ def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False
     ports = [port] if _is_given(here, "master_port") and not is_port_used else port_choices(port)
     suffix = "" if _is_given(here, "master_addr") else os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "")
     if here.rank == 0:
-        with private_socket(path) as private:
+        # Another user may have seen a name in an earlier run, and taken it.
+        free = (path for path in paths if not os.path.lexists(path.parent) or is_own_directory(path.parent))
+        with private_socket(next(free, paths[0])) as private:
             listeners = [private]
             if not is_local:
                 at, why = addresses_for(f"{here.master_addr}{suffix}"), here.origin.get("master_port", "")
                 listeners += listen(ports, at, why)
             return host(listeners, me)
     if is_local or (here.node == 0 and "=" in here.origin.get("node", "")):
-        return join(lambda: [str(path)], me)
+        return join(lambda: map(str, paths), me)
     names = addresses.resolve(here.master_addr or LOOP, suffix)
     return join(lambda: [(name, port) for port in ports for name in names], me)
 
