@@ -1,0 +1,93 @@
+"""Values as bytes: numbers come back exactly, whatever their kind, and are added without rounding on the way."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from samestep.train import sums
+
+NUMBERS = [
+    0,
+    1,
+    -3,
+    2**80,
+    True,
+    0.5,
+    -0.1,
+    5e-324,
+    1.7976931348623157e308,
+    1e16,
+    np.float32(0.1),
+    np.int64(7),
+]
+
+
+def total(*terms):
+    added = sums.pack([[sums.number(terms[0])], []], [])
+    for term in terms[1:]:
+        added = sums.add(added, sums.pack([[sums.number(term)], []], []))
+    ((found,), _), _ = sums.unpack(added)
+    return sums.value_of(found)
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=repr)
+def test_a_number_is_its_own_sum(value):
+    assert total(value) == value
+    assert total(value, None) == value
+    assert isinstance(total(value), int) == isinstance(value, int | np.integer)
+
+
+def test_a_sum_is_the_float_nearest_to_the_exact_one():
+    terms = [0.1, 1e16, -1e16, 0.2, 5e-324, 3]
+    assert total(*terms) == float(sum(map(Fraction, terms)))
+    assert isinstance(total(1.0, 1), float)
+    assert total(2**70, 1) == 2**70 + 1
+
+
+def test_a_sum_that_no_float_holds_is_infinite_by_its_sign():
+    assert total(1.7e308, 1.7e308) == math.inf
+    assert total(-1.7e308, -1.7e308) == -math.inf
+    assert total(1.0, math.inf) == math.inf
+    assert math.isnan(total(math.inf, -math.inf))
+    assert math.isnan(total(math.nan, 1))
+
+
+def test_arrays_are_added_by_their_kind_and_one_without_bytes_is_no_term():
+    def packed(*arrays):
+        return sums.pack([[], ["f8", "i8"]], arrays)
+
+    one = np.array([0.5, 2.0]).tobytes(), np.array([2**60, 1]).tobytes()
+    _, (floats, integers) = sums.unpack(sums.add(packed(*one), packed(*one)))
+    assert np.frombuffer(floats).tolist() == [1.0, 4.0]
+    assert np.frombuffer(integers, "i8").tolist() == [2**61, 2]
+    for left, right in ((one, (b"", b"")), ((b"", b""), one)):
+        assert tuple(sums.unpack(sums.add(packed(*left), packed(*right)))[1]) == one
+    assert sums.unpack(sums.add(packed(b"", b""), packed(b"", b"")))[1] == [b"", b""]
+
+
+def test_a_message_keeps_what_looks_like_its_own_marks():
+    arrays = [b"\n[1]\n", b"", b"x" * 70_000]
+    assert sums.unpack(sums.pack({"a\n": [1]}, arrays)) == ({"a\n": [1]}, arrays)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, -2.5, math.inf, "text", b"raw\n", 1 + 2j, [], (), [1, (2, "x")], {1, 2}, {"a": {(1, 2): b""}},
+        [["list", 1], ["bytes", "00"]],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_in_a_list_comes_back_as_it_was(value):
+    found = sums.read(sums.written(value))
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_what_has_no_form_is_named_by_its_type():
+    assert sums.written([np.float64(0.5), np.bool_(True)]) == ["list", 0.5, True]
+    with pytest.raises(
+        TypeError, match=r"^a function; use numbers, text and lists, tuples or dicts of them$"
+    ):
+        sums.written([lambda: None])
