@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from contextlib import redirect_stderr
+from io import StringIO
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import samestep
-from samestep.train.step import Pass, Share, spine
+from samestep import RanksDiffer
+from samestep.train.step import Pass, Share, Subscriber, spine
 
 ROWS = torch.rand(64, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SMALL = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -107,3 +110,121 @@ def test_a_share_knows_its_samples_while_its_pass_goes_on():
     assert (share.weight(1), share.weight(3)) == (0.5, 1.5)
     del order
     assert share.samples.tolist() == []
+
+
+def test_a_share_knows_its_rows_of_the_batch():
+    assert Share(Pass(nn.Identity(), 0, training=True), 8, 10, 2, 6).rows == (2, 2, 6)
+
+
+class Heard(Subscriber):
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.events = []
+        spine().subscribe(self)
+        spine().subscribe(self)
+
+    def backward_begins(self, loss):
+        self.events.append("backward")
+
+    def pass_begins(self, begun):
+        self.events.append("pass begins")
+
+    def step_begins(self, share):
+        self.events.append(f"step {share.step - self.first} begins")
+
+    def microbatch_begins(self, share):
+        self.events.append(f"microbatch begins{' first' * share.first}{' last' * share.last}")
+
+    def microbatch_ends(self, share):
+        self.events.append("microbatch ends")
+
+    def step_ends(self, share):
+        self.events.append("step ends")
+
+    def pass_ends(self, ended):
+        self.events.append("pass ends")
+
+
+def test_a_subscriber_is_told_once_of_every_pass_step_microbatch_and_backward(world):
+    model, heard = samestep.replicate(network()), Heard()
+    heard.first = spine().steps
+    for (rows,) in samestep.loader(TensorDataset(ROWS), 32):
+        model(rows).sum().backward()
+    step = ["backward", "step ends"]
+    assert heard.events == ["pass begins", "step 0 begins", *step, "step 1 begins", *step, "pass ends"]
+    heard.events.clear()
+    for step in samestep.steps(TensorDataset(ROWS[:12]), 12, microbatch=2):
+        for (rows,) in step:
+            model(rows).sum().backward()
+    count = 6 // world.size
+    marks = [f"microbatch begins{' first' * (at == 0)}{' last' * (at == count - 1)}" for at in range(count)]
+    inside = [event for mark in marks for event in (mark, "backward", "microbatch ends")]
+    assert heard.events == ["pass begins", "step 2 begins", *inside, "step ends", "pass ends"]
+
+
+def test_whether_a_pass_trains_is_told_by_autograd_and_by_the_models(world):
+    assert spine().is_training(False) == (world.size == 1)
+    model = samestep.replicate(network())
+    assert spine().is_training(False)
+    with torch.no_grad():
+        assert not spine().is_training(True)
+    model.eval()
+    assert spine().is_training(False) == (world.size == 1)
+    assert spine().is_training(True)
+
+
+def test_totals_count_the_batch_in_a_loop_and_the_pass_after_it(world):
+    at = spine()
+    for (rows,) in samestep.loader(TensorDataset(SMALL), 4):
+        assert (at.counted, at.is_lent) == (len(rows), False)
+    assert at.counted == samestep.gather([at.counted])[world.rank] != 0
+    assert samestep.sum(at.counted) == 7
+    assert at.at_hand is None
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_rank_that_takes_a_sample_of_another_has_no_weight(world):
+    model, at = samestep.replicate(network()), spine()
+    for (rows,) in samestep.loader(TensorDataset(SMALL[:1]), 4):
+        assert at.is_lent == (world.rank > 0)
+        assert at.weight_to_come() == (world.size if world.rank == 0 else 0)
+        at.inside_model += 1
+        assert at.weight_to_come() == 1.0
+        at.inside_model -= 1
+        torch.testing.assert_close(gradient(model, model(rows).square().mean()), serial(SMALL[:1]))
+    assert at.weight_to_come() == 1.0
+
+
+@pytest.mark.sizes(2, 3)
+def test_ranks_at_different_samples_are_named_at_their_next_message(world):
+    samestep.replicate(network())
+    taken = iter(samestep.loader(TensorDataset(ROWS), 8))
+    for _ in range(1 + (world.rank == world.size - 1)):
+        next(taken)
+    odd = rf"at epoch 0, sample 8 of its training and rank {world.size - 1} at epoch 0, sample 16; every rank"
+    with pytest.raises(RanksDiffer, match=odd) as caught:
+        samestep.sum(1)
+    assert caught.value.ranks == (world.size - 1,)
+    if world.rank < world.size - 1:
+        next(taken)
+    assert samestep.sum(1) == world.size
+
+
+@pytest.mark.sizes(2, 3)
+def test_two_loaders_that_split_differently_are_said_once_where_an_input_is_computed(world):
+    model = samestep.replicate(network())
+    spine()._unlike_said = False
+    with redirect_stderr(StringIO()) as said:
+        for rows, other in ((64, 64), (64, 7)):
+            for _ in range(2):
+                pair = (
+                    samestep.loader(TensorDataset(ROWS), rows),
+                    samestep.loader(TensorDataset(SMALL), other),
+                )
+                for (one,), _ in zip(*pair, strict=False):
+                    with torch.no_grad():
+                        model(one + 0)
+                    if rows != other:
+                        model(one + 0).sum().backward()
+    assert said.getvalue().count("two loaders are iterated together") == (world.rank == 0)
