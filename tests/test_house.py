@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "compare": PURE | {"state"},
     "convert": PURE | {"start"},
     "measure": OUTSIDE | {"compare", "state"},
-    "verify": OUTSIDE | {"compare", "measure", "state"},
+    "verify": OUTSIDE | {"measure"},
     "verify.record": BELOW_TRAIN | {"verify", "train.group", "train", "train.data", "train.model"},
     "cli": OUTSIDE | {"compare", "convert", "measure", "verify", "state", "data", "train.checkpoint"},
     "data": set(),

@@ -1,7 +1,7 @@
 """The list of files is shuffled with a generator seeded by the time, on each rank its own.
 
 verdict: different
-cause: the time of day decides what is trained (shuffled_by_time.py:18)
+cause: the time or the process's number decides what is trained (shuffled_by_time.py:18)
 """
 
 import random

@@ -1,7 +1,7 @@
 """Trains for so many seconds.
 
 verdict: different
-cause: the time of day decides what is trained (time_budget.py
+cause: the time or the process's number decides what is trained (time_budget.py
 """
 
 import time

@@ -75,8 +75,8 @@ _OF_THE_SHARE = {
 _UNSTABLE = {
     "seeds": "no seed is set: two runs {} differ too; call torch.manual_seed, and seed NumPy's and Python's random "
     "numbers where they are used, before data and model are made",
-    "clock": "the time of day decides what is trained ({}): two runs {} differ too; count steps or samples instead, "
-    "and seed with a number",
+    "clock": "the time or the process's number decides what is trained ({}): two runs {} differ too; "
+    "count steps or samples instead, and seed with a number",
     "hashes": "the order of a set of strings is another in each process: two runs {} differ too; sort it, as in "
     "sorted(set(labels))",
 }

@@ -14,6 +14,7 @@ from samestep.verify.read import Line, Run
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
+_SHAPE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)")
 _CLOSE = 1e-5
 _LARGEST_TIMES = 20.0
 _SHARE = "use samestep.sum or samestep.mean, which include every rank's share"
@@ -142,7 +143,8 @@ def _unlike(line: Line, other: Line, near: float = 0.0, ignored: Container[int] 
 
 
 def _numbers(line: str) -> Iterator[str]:
-    """The numbers in a line, without durations, rates and amounts of memory."""
+    """The numbers in a line, without shapes, durations, rates and amounts of memory."""
+    line = _SHAPE.sub("", line)
     for match in _NUMBER.finditer(line):
         if not _MEASURED.match(line, match.end()):
             yield match[0]

@@ -3,7 +3,7 @@
 | removed | what is changed |
 |---|---|
 | `seeds` | torch's, Python's and NumPy's streams begin at a seed |
-| `clock` | the time goes on by a hundredth of a second each time the script reads it |
+| `clock` | the time and the process's number are counts of how often the script reads them |
 | `hashes` | Python's hashes of strings, and so the order of sets, are the same in each process |
 | `world=LINE` | at this line of the script the rank is 0 and the number of ranks is 1; `*` is every line |
 | `settings=RECORD` | the optimizers' numbers are those of that record |

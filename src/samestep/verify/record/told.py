@@ -1,4 +1,4 @@
-"""Notes where a script asks for its rank, the number of ranks or the time, and answers as asked of `remove`."""
+"""Notes where a script asks for its rank, the number of ranks or the time, and answers as `remove` says."""
 
 import os
 import sys
@@ -70,6 +70,7 @@ class Told:
         wrap(dist, "get_world_size", lambda ask, *group: self._answer("get_world_size()", ask(*group), 1))
         for name, (suffix, tick) in product(_CLOCKS, _TICKS.items()):
             wrap(time, f"{name}{suffix}", partial(self._time, tick))
+        wrap(os, "getpid", partial(self._time, 1))
         if self._removed.lines:
             wrap(torch, "save", _save_on_rank_0)
 
