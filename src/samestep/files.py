@@ -1,5 +1,6 @@
 """A file is written atomically: the old content stays until the new content is on the disk."""
 
+import mmap
 import os
 import secrets
 import stat
@@ -114,6 +115,18 @@ def open_regular(path: Path, depth: int = 1) -> int:
         raise OSError(EINVAL, "not a regular file", str(path))
     finally:
         os.close(fd)
+
+
+def in_memory(path: Path, begin: bytes, size: int) -> mmap.mmap:
+    """A file of this size that begins so, as memory that other processes may read while it is written."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        # Written, not just sized: a hole in a full file system would be a SIGBUS at the first use.
+        os.pwrite(descriptor, begin.ljust(size, b"\0"), 0)
+        os.ftruncate(descriptor, size)
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
 
 
 def read_regular(path: Path, limit: int, depth: int = 1) -> bytes:

@@ -1,7 +1,6 @@
 """What lies where in a run's directory: what was started, the logs, the pulses, the failures and the result."""
 
 import json
-import mmap
 import os
 import signal
 import struct
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from samestep.errors import UsageError
 from samestep.files import (
+    in_memory,
     is_own_directory,
     make_private_directory,
     open_regular,
@@ -71,14 +71,7 @@ class Pulse:
     def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
         self._counter, self._step, self._epoch, self._waits = 0, -1, 0, 0
         opened = _MAGIC + _OPENED.pack(device.encode(), os.getpid(), patience_s)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            # Written, not just sized: a hole in a full file system would be a SIGBUS at the first beat.
-            os.pwrite(descriptor, opened.ljust(_PULSE_BYTES, b"\0"), 0)
-            os.ftruncate(descriptor, _PULSE_BYTES)
-            self._memory = mmap.mmap(descriptor, _PULSE_BYTES)
-        finally:
-            os.close(descriptor)
+        self._memory = in_memory(path, opened, _PULSE_BYTES)
         self.enter("start")
 
     def beat(self, step: int, epoch: int = 0) -> None:

@@ -1,7 +1,6 @@
 """The file in which a rank keeps the times of its training steps: sums over the run, and the latest steps."""
 
 import mmap
-import os
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from math import isnan
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.files import read_regular
+from samestep.files import in_memory, read_regular
 from samestep.text import duration, percent
 
 # What people are shown, and the parts of a step that are measured for it. `exchange` is the part of the gradients'
@@ -112,7 +111,7 @@ class StepTimes:
         self._memory: mmap.mmap | bytearray = bytearray(_BYTES)
         if path is not None:
             with suppress(OSError):  # a full disk ends neither the run nor its meter
-                self._memory = _mapped(path)
+                self._memory = in_memory(path, _MAGIC, _BYTES)
 
     def add(
         self, step: int, began: float, ended: float, mine: int, batch: int, parts: Sequence[float]
@@ -158,17 +157,6 @@ def read_step_times(path: Path) -> Reading | None:
     except OSError:
         return None
     return _read(data) if len(data) == _BYTES and data.startswith(_MAGIC) else None
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        # Written, not just sized: a hole in a full file system would be a SIGBUS at the first step.
-        os.pwrite(descriptor, _MAGIC.ljust(_BYTES, b"\0"), 0)
-        os.ftruncate(descriptor, _BYTES)
-        return mmap.mmap(descriptor, _BYTES)
-    finally:
-        os.close(descriptor)
 
 
 def _read(data: bytes) -> Reading:
