@@ -120,10 +120,13 @@ class Report:
         """The verdict, and which size of bucket would be best at the largest size predicted."""
         if not self.predicted:
             return [self.verdict]
-        last, gain = self.predicted[-1], "no gain over DDP's own"
+        last = self.predicted[-1]
+        best = f"At {last.size} processes no other size of buckets is better than DDP's own."
         if last.best_gain > 1.02:
-            gain = f"{last.best_gain:.2f} times as fast as with DDP's own (replicate(bucket_cap_mb={last.best_mb:g}))"
-        best = f"At {last.size} processes buckets of {last.best_mb:g} MB are best: {gain}."
+            best = (
+                f"At {last.size} processes buckets of {last.best_mb:g} MB (replicate(bucket_cap_mb={last.best_mb:g})) "
+                f"are {last.best_gain:.2f} times as fast as DDP's own."
+            )
         return [self.verdict, f"Predicted for a link of {last.link}. {best}"]
 
 
