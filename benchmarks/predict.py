@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--rates", default="100,200")
     parser.add_argument("--sizes", default="2,3,4")
     parser.add_argument("--pause", default="0.001", help="seconds of a layer's forward for each sample")
+    parser.add_argument("--times", type=int, default=3, help="runs of each, of which the median counts")
     asked = parser.parse_args()
     rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -100,15 +101,18 @@ def main() -> None:
                 for node in NODES:
                     network.limit(node, f"{row['mbit']}mbit")
                 words = [EMULATED, row["shape"], asked.pause]
-                run = on_nodes(network, row["size"], words, row["bucket_mb"], home / "runs")
-                times = {rank: read_step_times(step_times_path(run, rank)) for rank in range(row["size"])}
-                said = breakdown({rank: one for rank, one in times.items() if one})
-                row["measured_s"] = round(median(step.seconds for step in times[0].steps), 4)
+                took = []
+                for _ in range(asked.times):
+                    run = on_nodes(network, row["size"], words, row["bucket_mb"], home / "runs")
+                    times = {rank: read_step_times(step_times_path(run, rank)) for rank in range(row["size"])}
+                    said = breakdown({rank: one for rank, one in times.items() if one})
+                    took.append(median(step.seconds for step in times[0].steps))
+                row["measured_s"], row["runs_s"] = round(median(took), 4), [round(one, 4) for one in took]
                 row["error"] = round(row["predicted_s"] / row["measured_s"] - 1, 4)
                 print(row, said, flush=True)
         finally:
             network.close()
-    keep(1, rows)
+    keep(asked.times, rows)
     errors = sorted(abs(row["error"]) for row in rows)
     print(f"{len(errors)} predictions: median error {median(errors):.1%}, worst {errors[-1]:.1%}")
 
