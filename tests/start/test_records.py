@@ -31,3 +31,21 @@ def test_the_record_of_an_earlier_attempt_is_not_believed(launcher):
     assert code == 3
     assert "ValueError: no shard 7): restart 1 of 1" in err
     assert "no shard 7" not in err[err.index("failed on rank 1 of 2") :]
+
+
+def test_a_rank_that_ends_early_is_told_with_the_line_where_another_waited(launcher):
+    launcher.write("""
+        import samestep
+        if samestep.init().rank == 1:
+            samestep.save("best.pt", {})
+    """)
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code == 1
+    assert "failed on rank 0 of 2" in err
+    assert err.splitlines()[-6:-2] == [
+        "  train.py:4 in <module>",
+        '    samestep.save("best.pt", {})',
+        "rank 0 came to the end of the script with exit code 0 while others waited for it",
+        "samestep.errors.RanksDiffer: ranks are at different calls: rank 0 at the end of the script, rank 1 at "
+        "samestep.save (train.py:4); every rank has to make the same calls in the same order",
+    ]

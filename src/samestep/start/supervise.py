@@ -242,7 +242,9 @@ class WorkerGroup:
         if left and not left.status and cause.is_echo:
             code = " with exit code 0" if left.status == 0 else ""
             why = f"rank {left.rank} {self._way_out(left)}{code} while others waited for it"
-            return Outcome(1, left, Traceback(None, (why,)), self._asked)
+            told = cause.traceback() or Traceback(None, ())  # where another waited, and for what
+            said = [line for line in told.exception if "different calls" in line]
+            return Outcome(1, left, Traceback(told.frame, (why, *said)), self._asked)
         if cause.is_echo:
             # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
             cause = min([cause, *(worker for worker in self.workers if _hangs(worker, cause))], key=_blame)
