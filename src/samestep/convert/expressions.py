@@ -341,18 +341,11 @@ class Expressions(Totals):
     def part_of(self, value: Value, at: object, count: int | None = None) -> Value:
         """The element of a value with this key, where a tuple of names takes so many."""
         if value.kind in ("list", "dict"):
-            keys = value.of
-            if isinstance(at, int) and at < 0 and None not in keys:
-                at += len(keys)
-            is_known = at in keys and (count in (None, len(keys)) or None in keys)
-            found: Value = (
-                keys[at]
-                if is_known
-                else keys[None]
-                if None in keys and at is not None
-                else join(*value.parts)
-            )
-            return found
+            keys: dict[object, Value] = value.of
+            at = at + len(keys) if isinstance(at, int) and at < 0 and None not in keys else at
+            if at in keys and (count in (None, len(keys)) or None in keys):
+                return keys[at]
+            return keys[None] if None in keys and at is not None else join(*value.parts)
         if value.kind == "each":
             return other("is taken apart by zip", value) if value.is_shared else Value()
         return Value(Kind.ROWS) if value.kind == Kind.BATCH else value
