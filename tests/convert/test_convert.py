@@ -225,6 +225,15 @@ def test_numbers_of_a_share_become_those_of_the_whole_batch(lines, becomes):
     assert not _of(f"{BEGIN}{lines}\n").gaps
 
 
+def test_an_evaluation_at_a_training_step_is_noted():
+    inside = EVALUATE.replace("\n", "\n    ")
+    step = STEP.replace("x", "a").replace("y)", "b)")
+    lines = f"for a, b in train:\n{step}    {inside}        n += len(y)\n    print(n)\n"
+    found = _of(BEGIN + lines)
+    assert [note for note in found.notes if "evaluate between the epochs" in note]
+    assert not _of(f"{BEGIN}{EVALUATE}        n += len(y)\nprint(n)\n").notes
+
+
 def test_a_summed_loss_is_said_to_replicate():
     lines = "for x, y in train:\n    F.cross_entropy(model(x), y, reduction='sum').backward()\n"
     assert 'samestep.replicate(nn.Linear(4, 3), loss="sum")' in _after(f"{BEGIN}{lines}")

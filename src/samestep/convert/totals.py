@@ -17,6 +17,10 @@ _BY_RANK = (
     "samestep.gather joins the samples rank by rank; "
     "where their order matters, as in a submission, sort them by index"
 )
+_AT_A_STEP = (
+    "this evaluation is totalled at a training step; where the step's batch has fewer samples than there are ranks, "
+    "a rank's part is missed: evaluate between the epochs, or train with drop_last=True"
+)
 
 
 class Totals(Following):
@@ -120,8 +124,11 @@ class Totals(Following):
             return None
         elif is_over:
             after = f" * {share})" if kind == Kind.MEAN else f" * bool({share}))"
-        shown = isinstance(value.of, Sum) and value.of.loop.trains and value.of.loop in self.loops
-        return (*self.source.wrapped(node, before, after), *(value.of.nodes if shown else ()))
+        added = value.of.loop if isinstance(value.of, Sum) else None
+        if added is not None and not added.trains and added not in self.loops and self.batches is not None:
+            self.found.note(self.source, node, _AT_A_STEP)
+        shown = value.of.nodes if added is not None and added.trains and added in self.loops else ()
+        return (*self.source.wrapped(node, before, after), *shown)
 
     def guard(self, loop: Loop) -> bool:
         """Count a batch only on ranks that have a share of it: in training others are lent a small last batch."""
