@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samestep.files import write_atomically
-from samestep.rundir import failure_path, pulse_path, read_pulse, read_record
+from samestep.rundir import failure_path, own_run, pulse_path, read_pulse, read_record
 from samestep.text import duration
 
 _MOST_FRAMES = 20
@@ -101,11 +101,11 @@ def typed(path: Path) -> str:
 
 def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> None:
     """Record that this process ends with `code` for this exception; never raises, never hides the exception."""
-    if not (run := env.get("SAMESTEP_RUN")):
+    if (run := own_run(env, "failures")) is None:
         return
     with suppress(Exception):
         rank = int(env.get("RANK", "0"))
-        pulse = read_pulse(pulse_path(Path(run), rank))
+        pulse = read_pulse(pulse_path(run, rank))
         record = failure_of(error, code)._asdict() | {
             "type": type(error).__qualname__,
             "rank": rank,
@@ -114,7 +114,7 @@ def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> No
             "pid": os.getpid(),
             "time": time.time(),
         }
-        write_atomically(failure_path(Path(run), rank), json.dumps(record, indent=1).encode(), 0o600)
+        write_atomically(failure_path(run, rank), json.dumps(record, indent=1).encode(), 0o600)
 
 
 def failure_of(error: BaseException, code: int) -> Failure:

@@ -157,8 +157,8 @@ def time_up_path(run: Path) -> Path:
 
 def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
     """Where this worker's pulse lies, or None outside a run's directory."""
-    run = env.get("SAMESTEP_RUN")
-    return pulse_path(Path(run), rank) if run and is_own_directory(Path(run, "pulse")) else None
+    run = own_run(env, "pulse")
+    return pulse_path(run, rank) if run else None
 
 
 def step_times_path(run: Path, rank: int) -> Path:
@@ -170,6 +170,12 @@ def step_times_of(env: Mapping[str, str], rank: int) -> Path | None:
     """Where this worker's times lie, or None outside a run's directory."""
     pulse = pulse_of(env, rank)
     return step_times_path(pulse.parents[1], rank) if pulse else None
+
+
+def own_run(env: Mapping[str, str], folder: str) -> Path | None:
+    """This worker's run's directory, where it and this folder in it are nobody else's."""
+    run = Path(env.get("SAMESTEP_RUN") or os.devnull)
+    return run if is_own_directory(run) and is_own_directory(run / folder) else None
 
 
 def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, object]:

@@ -14,6 +14,7 @@ from importlib import import_module
 import pytest
 from click.testing import CliRunner
 
+from samestep.failure import write_failure
 from samestep.rundir import Pulse, begin_run, pulse_of
 
 RECORD = {"argv": ["train.py", "3"], "size": 1, "host": "elsewhere", "pid": 1, "started": 1.7e9, "cwd": "/"}
@@ -245,7 +246,8 @@ def test_a_job_goes_on_in_no_directory_that_somebody_else_prepared(attempt, home
         os.chown(run / part, 65534, 65534)
     with pytest.raises(PermissionError, match="it is another user's or a link"):
         begin_run(run, RECORD)
-    if part == "pulse":
+    write_failure({"SAMESTEP_RUN": str(run)}, ValueError("mine"), 1)
+    if part in ("", "pulse"):
         assert pulse_of({"SAMESTEP_RUN": str(run)}, 0) is None
     assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
 

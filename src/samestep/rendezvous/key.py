@@ -9,15 +9,13 @@ import hmac
 import os
 import re
 import secrets
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from samestep.errors import PlacementError
-from samestep.files import make_private_directory, open_regular
+from samestep.files import make_private_directory, open_regular, unnamed_file
 from samestep.text import reason_of
 
 DESCRIPTOR = "SAMESTEP_KEY_FD"
@@ -64,16 +62,8 @@ def key_of_user(env: Mapping[str, str]) -> bytes:
 @contextmanager
 def handed_on(key: bytes) -> Iterator[int]:
     """A descriptor of a file without a name that holds the key: a worker inherits it, and nobody else opens it."""
-    if sys.platform == "linux":
-        descriptor = os.memfd_create("samestep-key")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    try:
-        os.write(descriptor, _MARK + key)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with unnamed_file(_MARK + key, "samestep-key") as file:
+        yield file.fileno()
 
 
 def _inherited(number: str) -> bytes:
