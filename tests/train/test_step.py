@@ -113,7 +113,25 @@ def test_a_share_knows_its_samples_while_its_pass_goes_on():
 
 
 def test_a_share_knows_its_rows_of_the_batch():
-    assert Share(Pass(nn.Identity(), 0, training=True), 8, 10, 2, 6).rows == (2, 2, 6)
+    share = Share(Pass(nn.Identity(), 0, training=True), 8, 10, 2, 6)
+    assert share.rows == (2, 2, 6)
+    assert (share.first, share.last, share.step) == (True, True, -1)
+
+
+def test_of_many_passes_that_were_left_the_last_eight_are_kept(world):
+    loaders = [samestep.loader(TensorDataset(torch.zeros(8, 1)), 8) for _ in range(12)]
+    for loader in loaders:
+        next(iter(loader))
+    assert [old.of for old in spine()._passes] == loaders[-8:]
+
+
+def test_a_position_is_the_pass_the_epoch_and_the_samples_handed_out(world):
+    samestep.replicate(network())
+    loader = samestep.loader(TensorDataset(ROWS), 32)
+    assert len(list(loader)) == 2
+    begun, _, samples = spine()._position
+    next(iter(loader))
+    assert (samples, spine()._position) == (64, (begun + 1, 1, 32))
 
 
 class Heard(Subscriber):
