@@ -12,7 +12,7 @@ import click
 from samestep.cli.output import verb
 from samestep.errors import CheckpointError
 from samestep.files import open_directory
-from samestep.state import file as carry
+from samestep.state import file as state_file
 from samestep.state.directory import Found, examine
 from samestep.text import printable, size
 
@@ -50,7 +50,7 @@ def _row(dir_fd: int, found: Found, verify: bool) -> dict[str, Any]:
     try:
         row["bytes"] = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_size
         if verify and outline and not why:
-            carry.verify(entry.name, dir_fd=dir_fd)
+            state_file.verify(entry.name, dir_fd=dir_fd)
     except (CheckpointError, OSError) as error:
         why = str(error)
     if outline is None or why:
