@@ -118,14 +118,19 @@ def test_signals_do_after_a_trial_what_they_did_before():
 
 def test_another_launcher_starts_the_ranks_on_the_same_cores(tmp_path):
     source = """
-import os, sys
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], len(os.sched_getaffinity(0)), os.environ["TOLD"], flush=True)
+import os, sys, time
+from pathlib import Path
+said = [os.environ["RANK"], os.environ["WORLD_SIZE"], str(len(os.sched_getaffinity(0))), os.environ["TOLD"]]
+os.write(1, (" ".join(said) + "\\n").encode())
+Path(__file__).with_name(f"printed-{os.environ['RANK']}").touch()
+while len(list(Path(__file__).parent.glob("printed-*"))) < 2:  # torchrun ends the other at the first exit
+    time.sleep(0.01)
 sys.exit(sys.argv[1])
 """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [script(tmp_path, source), "seven"]
     result = Trial(words, 2, tmp_path / "trial", {"TOLD": "me"}, cores=1, launcher=torchrun).run()
-    assert {"0 2 1 me", "1 2 1 me"} <= set(result.text.splitlines())
+    assert {"0 2 1 me", "1 2 1 me"} <= set(result.text.splitlines()), result.text
     assert result.run.size == 2
     with pytest.raises(WorkerFailed, match="seven"):
         result.checked()
