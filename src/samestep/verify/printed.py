@@ -71,8 +71,12 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
         ignored = noise.get(kind, set())
         shown = [_has(run, kind, at, line, near, ignored) for run in (alone, *shared)]
         is_right_with_shares = _unlike(line, now, near, ignored) and not shown[0] and any(shown)
-        is_own = _differs_between_ranks(kind, first, other, alone, near, ignored)
-        if kind not in found and (is_own or (is_same and is_right_with_shares)):
+        is_own = _differs_between_ranks(kind, first, alone, near, ignored)
+        if (
+            kind not in found
+            and not _names_its_rank(kind, other)
+            and (is_own or (is_same and is_right_with_shares))
+        ):
             is_remark = now.inside and not now.text.startswith(("saves ", "writes "))
             found[kind] = Printed(now.at, now.text.strip(), line.text.strip(), is_remark, not is_own)
     return list(found.values())
@@ -93,14 +97,17 @@ def _pairs(first: Run, other: Run) -> Iterator[tuple[str, int, Line, Line]]:
                 break
 
 
-def _differs_between_ranks(
-    kind: str, first: Run, other: Run, alone: Run, near: float, ignored: set[int]
-) -> bool:
-    """Whether the ranks, with equal weights, print different numbers where none of them says that it is one's own."""
-    normal = [_by_kind(lines).get(kind, []) for lines in other.printed]
-    for ranks in zip(*normal, strict=False):
-        if all(str(rank) in _NUMBER.findall(line.text) for rank, line in enumerate(ranks)):
-            return False  # it names the rank
+def _names_its_rank(kind: str, run: Run) -> bool:
+    """Whether all lines of a kind have the number of their rank at one place."""
+    ranks = [[_NUMBER.findall(line.text) for line in _by_kind(lines).get(kind, [])] for lines in run.printed]
+    return all(ranks) and any(
+        all(numbers[at] == str(rank) for rank, lines in enumerate(ranks) for numbers in lines)
+        for at in range(len(ranks[0][0]))
+    )
+
+
+def _differs_between_ranks(kind: str, first: Run, alone: Run, near: float, ignored: set[int]) -> bool:
+    """Whether the ranks, with equal weights, print different numbers."""
     lines = [_by_kind(printed).get(kind, []) for printed in alone.printed]
     expected = _by_kind(first.printed[0]).get(kind, [])
     for line, mine, *others in zip(expected, *lines, strict=False):
