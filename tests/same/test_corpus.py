@@ -8,17 +8,21 @@ from same import corpus
 LONG = bool(os.environ.get("LONG"))
 SIZES = (2, 3, 5)
 # what each guards: recomputed draws, a batch merged behind the sequence, dimensions of equal size beside a BatchNorm,
-# noise in the loop, packed sequences, a collate_fn that pads, ranks with one graph, sampled actions, an evaluation
+# sizes given as numbers, noise in the loop, packed sequences, a collate_fn that pads, ranks with one graph, sampled
+# actions, an evaluation, batches that are not the latest
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),
     "conv1d": (2, 3),
+    "class_token": (2,),
     "mixup": (3,),
     "lstm_packed": (2, 3),
     "padded_text": (3,),
     "graphs_end_to_end": (5,),
     "reinforce": (3,),
     "vae": (2,),
+    "unlike_loaders": (3,),
+    "collected": (2,),
 }
 CASES = dict.fromkeys(sorted(corpus.SCRIPTS), SIZES) if LONG else SAMPLE
 # bfloat16 keeps 8 bits, and rounds sums of other parts otherwise

@@ -59,6 +59,13 @@ def test_a_validation_pass_left_between_a_batch_and_its_forward_does_not_weigh_i
         torch.testing.assert_close(gradient(model, model(rows * 1.0).square().mean()), serial(ROWS))
 
 
+def test_batches_collected_in_a_list_count_by_their_own_shares(world):
+    model = samestep.replicate(network())
+    for (rows,) in list(samestep.loader(TensorDataset(SMALL), 5)):
+        expected = serial(samestep.gather(rows))
+        torch.testing.assert_close(gradient(model, model(rows).square().mean()), expected)
+
+
 def test_two_training_loaders_are_weighed_each_by_its_own_share(world):
     model = samestep.replicate(network(), find_unused_parameters=False)
     one, other = samestep.loader(TensorDataset(ROWS), 64), samestep.loader(TensorDataset(SMALL), 7)

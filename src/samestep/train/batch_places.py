@@ -117,7 +117,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self._makes_sense(made, other):
                 other, sure = self._computed(func, args, kwargs, as_guessed=False)
             if other is None and func._opname in _VIEWS:
-                other, sure = self._viewed(made, self._found(args[0])), self._found(args[0]).sure
+                other, sure = self._viewed(made, self._found(args[0]))
             elif other is None and (func._opname in _SIZED or not _has_tensor(args)):
                 other, sure = self._sized(made, args)
         self._note(made, other, sure)
@@ -200,27 +200,34 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return made, has_batch or all(one.sure for one in found)
 
-    def _viewed(self, made: torch.Tensor, of: _Other) -> torch.Tensor | None:
-        """The other of a view, whose sizes were given as numbers."""
-        given, other = of.tensor, of.other
+    def _viewed(self, made: torch.Tensor, of: _Other) -> tuple[torch.Tensor | None, bool]:
+        """The other of a view, whose sizes were given as numbers, and whether it is sure."""
+        given, other, sure = of
         if other is None or given.shape == made.shape:
-            return other
+            return other, sure
         sizes = list(made.shape)
-        is_expanded = given.numel() != made.numel()
+        is_expanded, in_front = given.numel() != made.numel(), made.dim() - given.dim()
         try:
             if found := self._batch_in(given, other):
                 dim, kind = found
-                if is_expanded:  # dimensions are added in front
-                    dim += made.dim() - given.dim()
+                if is_expanded:
+                    dim += in_front
                 else:
                     dim, before = _moved(tuple(given.shape), tuple(made.shape), dim, kind)
                     kind = self._merged_behind(before, kind)
                 sizes[dim] = sizes[dim] // kind.mine * kind.size
-            return other.expand(sizes) if is_expanded else other.view(sizes)
+            elif is_expanded:
+                before_it = [1] * in_front + list(given.shape)
+                grown = [
+                    dim for dim, size in enumerate(sizes) if size == self._samples.mine != before_it[dim]
+                ]
+                if len(grown) == 1:  # as a token is put before every sample
+                    sizes[grown[0]], sure = _SAMPLES, False
+            return (other.expand(sizes) if is_expanded else other.view(sizes)), sure
         except LookupError:
-            return None
+            return None, True
         except RuntimeError:
-            return _meta(made, sizes)
+            return _meta(made, sizes), sure
 
     def _merged_behind(self, before: int, kind: _Kind) -> _Kind:
         """The same of a batch that is merged behind a dimension of this size; of samples only."""

@@ -52,10 +52,11 @@ class Draws(Member):
         self._spine = group.the(Spine)
         self._pid = os.getpid()
         self._library: torch.library.Library | None = None
-        self._paused = self._is_unwatched = self._is_in_model = False
+        self._paused = self._is_unwatched = False
         self._of_all: set[tuple[Any, ...]] = set()
         self._said: set[str] = set()
-        self._places: dict[Any, Place] = {}
+        self._in_model: Any = None
+        self._places: dict[Any, Place | None] = {}
         self._memory: Memory = {}
         self._traced: set[Any] = set()
         self.tracing: BatchPlaces | None = None
@@ -261,22 +262,39 @@ class Draws(Member):
         return (place and part_at(place, shape, share)) or self._guessed(name, shape, share)
 
     def _place(self, name: str, tensor: torch.Tensor) -> Place | None:
-        """Where the batch is, as found in the first call of the model that drew at this line."""
+        """Where the batch is, as found in a call of the model that drew at this line."""
         line = name, tensor.dim(), line_of_draw()
-        if self.tracing is not None and (found := self.tracing.place(tensor)) is not None:
-            self._places[line] = found
+        if self.tracing is not None:
+            self._places[line] = self.tracing.place(tensor) or self._places.get(line)
+        elif line not in self._places:
+            self._traced.discard(self._in_model)  # the next call of this kind is watched again
         return self._places.get(line)
 
     def _guessed(self, name: str, shape: torch.Size, share: Share) -> Part | None:
         """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
-        rows, fixed = share.rows, has_fixed_size()
+        fits = (one for one in self._spine.open_shares if one.mine in shape[:2])
+        rows, fixed = next(fits, share).rows, has_fixed_size()
         kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
         if len(kinds) == 1 and not fixed:
             return Part(0, kinds.pop())
-        known = name, tuple(shape), line_of_draw()
+        for (_, dims, _), place in self._places.items() if self._in_model else ():
+            if (
+                dims == len(shape)
+                and place
+                and place.dim is not None
+                and (part := part_at(place, shape, share))
+            ):
+                return part
+        line = line_of_draw()
+        is_new = self._in_model and (name, len(shape), line) not in self._places
+        if is_new and shape[:2] == (rows.mine, rows.mine):
+            self._say_other(
+                name, "its first two dimensions have the size of this rank's share, in its first call"
+            )
+        known = name, tuple(shape), line
         if rows.mine in shape[:2] and known not in self._of_all:
             return None if fixed else Part(list(shape).index(rows.mine), rows)
-        if self._is_in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
+        if self._in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
             return Part(0, rows, shape[0] // rows.mine)
         self._of_all.add(known)
         return None
@@ -287,8 +305,9 @@ class Draws(Member):
         share = self._spine.at_hand
         given = [tensor for _, tensor in named_tensors((args, kwargs))]
         kind = id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in given)
-        before = self._is_in_model
-        self._is_in_model = share is not None and any(share.mine in one.shape[:2] for one in given)
+        before = self._in_model
+        has_share = share is not None and any(share.mine in one.shape[:2] for one in given)
+        self._in_model = kind if has_share else None
         try:
             if kind in self._traced or share is None or not 0 < share.mine < share.all or self.tracing:
                 yield
@@ -301,4 +320,4 @@ class Draws(Member):
             finally:
                 self.tracing = None
         finally:
-            self._is_in_model = before
+            self._in_model = before

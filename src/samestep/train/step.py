@@ -7,7 +7,8 @@ subscribe. Data does not know of models, and models do not know of data.
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class Pass:
         self.seed = 0
         self.batches = 0
         self.counted = 0
-        self.is_left = False
+        self.is_left = self.is_again = False
         self.latest: Share | None = None
         # the batch's tensors by their place in it, which is also the place of what is ragged
         self.batch: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -162,6 +163,9 @@ class Spine(Member):
         self.is_reading = False
         self._subscribers: list[Subscriber] = []
         self._passes: list[Pass] = []
+        # of which batch each tensor is that was handed out and is still there, by its id
+        self._shares: dict[int, tuple[weakref.ref[torch.Tensor], Share]] = {}
+        self._worked_on: Share | None = None
         self._left: Pass | None = None
         self._unlike_said = False
         self._passes_begun = 0
@@ -216,6 +220,10 @@ class Spine(Member):
             self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
         if self.group.world.size > 1:
             held.batch = {name: weakref.ref(tensor) for name, tensor in named_tensors(batch)}
+            for _, tensor in named_tensors(batch) if share.microbatch is None else ():
+                key = id(tensor)
+                gone = weakref.ref(tensor, lambda _, key=key: self._shares.pop(key, None))  # type: ignore[misc]
+                self._shares[key] = gone, share
 
     def leave_microbatches(self, share: Share) -> None:
         """All microbatches of this rank are done; `share` is its part of the step."""
@@ -258,13 +266,28 @@ class Spine(Member):
     @property
     def at_hand(self) -> Share | None:
         """What totals count: the batch or microbatch handed out last by a pass that is still iterated."""
-        return next(
-            (held.latest for held in reversed(self._passes) if held.latest and not held.is_left), None
-        )
+        return next(iter(self.open_shares), None)
+
+    @property
+    def open_shares(self) -> list[Share]:
+        """The batch that a model is called with, and those that passes still iterated have handed out, latest first."""
+        shares = [held.latest for held in reversed(self._passes) if held.latest and not held.is_left]
+        return shares if self._worked_on is None else [self._worked_on, *shares]
+
+    @contextmanager
+    def working_on(self, share: Share | None) -> Iterator[None]:
+        """Meanwhile a model is called with this share."""
+        before, self._worked_on = self._worked_on, share
+        try:
+            yield
+        finally:
+            self._worked_on = before
 
     @property
     def trained(self) -> Share | None:
         """What gradients count for: the latest batch of a training pass that is iterated, else of any pass."""
+        if self._worked_on is not None:
+            return self._worked_on
         for held in reversed(self._passes):
             if held.training and held.latest is not None and not held.is_left:
                 return held.latest
@@ -276,18 +299,33 @@ class Spine(Member):
         What was computed from a batch counts as from the batch trained on, or where all iterators are gone, as from
         the latest batch with as many rows.
         """
+        if (share := self.batch_of(args, kwargs)) is not None:
+            return share
         if not self._passes or (len(self._passes) == 1 and not self._passes[0].is_left):
             return self.trained
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        for held in reversed(self._passes):
-            if any(found() is tensor for found in held.batch.values() for tensor in tensors):
-                return held.latest
         if (share := self.trained) is not None:
             self._remark_unlike_shares()
             return share
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
         shares = (held.latest for held in reversed(self._passes) if held.latest is not None)
         return next((share for share in shares if share.mine in rows), None)
+
+    def batch_of(self, args: Any, kwargs: Mapping[str, Any]) -> Share | None:
+        """The share of the batch of which a tensor is in a model's input, None where all of it was computed."""
+        for value in (*args, *kwargs.values()):
+            found, share = self._shares.get(id(value), (None, None))
+            if found is not None and found() is value and share is not None:
+                self._take_again(share)
+                return share
+        return None
+
+    def _take_again(self, share: Share) -> None:
+        """Batches that were collected in a list are gone through again, which is a pass too."""
+        held = share.of
+        if held.latest is not share and (held.is_left or held.is_again):
+            held.latest, held.is_left, held.is_again = share, False, True
+            self._passes = [*(old for old in self._passes if old is not held), held]
 
     def _remark_unlike_shares(self) -> None:
         """Say once that unfinished training passes give this rank unlike parts of their batches."""

@@ -72,6 +72,25 @@ def test_the_rest_of_an_epoch_and_those_after_it_are_the_undisturbed_ones(world,
         assert resumed(kind(), state) == rest
 
 
+@pytest.mark.sizes(1)
+def test_a_sampler_that_draws_when_it_is_asked_goes_on_in_the_scripts_stream(world):
+    class Asked(Sampler):
+        def __iter__(self):
+            return (random.randrange(12) for _ in range(12))
+
+    random.seed(0)
+    loader, taken = samestep.loader(DATA, 4, sampler=Asked()), []
+    for _ in loader.epochs(3):
+        for (x,) in loader:
+            taken.append(x.tolist())
+            if len(taken) == 1:
+                state, stream = loader.state_dict(), random.getstate()
+    random.setstate(stream)
+    other = samestep.loader(DATA, 4, sampler=Asked())
+    other.load_state_dict(state)
+    assert [x.tolist() for _ in other.epochs(3) for (x,) in other] == taken[1:]
+
+
 def test_what_a_sampler_draws_is_not_missing_in_the_scripts_own_streams(world):
     class Drawing(Sampler):
         def __iter__(self):

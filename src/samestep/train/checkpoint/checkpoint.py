@@ -40,6 +40,7 @@ from samestep.train.checkpoint.parts import (
 from samestep.train.checkpoint.stopping import CommonStep, StopRequests
 from samestep.train.checkpoint.writer import Writer, holder
 from samestep.train.data.loader import Loader
+from samestep.train.draws import Draws
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
@@ -100,8 +101,7 @@ class Checkpoint:
         others = self._group.the(_Checkpoints).living
         slots = None if others else slots_of(os.environ)  # they hold the state of one
         self._writer = Writer(self._directory, self._world.device, self._note_commit, slots)
-        self._commit_seconds = 1.0
-        self._told_of_limit = self._is_held = False
+        self._commit_seconds, self._told_of_limit, self._is_held = 1.0, False, False
         self._common = CommonStep(self._group, len(others), lambda pace: any(self._reasons(pace)))
         others.append(self)
 
@@ -318,10 +318,10 @@ class Checkpoint:
         self.steps = self._asked_at = int(own["step"])
         self._group.the(Meter).count_on_from(self.steps)
         self._common.decided(is_first=True)
-        kept, rank = own["streams"], self._world.rank
-        if self._group.the(Replicas).exact:
-            streams.restore(kept[0])
-        elif rank < len(kept):
+        # ranks that draw alike all go on in rank 0's streams
+        alike = self._group.the(Replicas).exact or self._group.the(Draws).active
+        kept, rank = own["streams"], 0 if alike else self._world.rank
+        if rank < len(kept):
             streams.restore(kept[rank])
         else:
             streams.draw_as("rank", rank, streams.seed_of(kept[0].hex()))

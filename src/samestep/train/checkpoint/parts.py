@@ -165,7 +165,8 @@ def _length(state: Mapping[str, Any]) -> int:
 def _is_order(order: Any) -> bool:
     match order:
         case {"digest": str(), "count": int(), "drawn_in": dict() as drawn_in}:
-            return not drawn_in or streams.are_complete(drawn_in.get("streams"))
+            right = not drawn_in or streams.are_complete(drawn_in.get("streams"))
+            return right and _is_count(order.get("asked", 0))
         case {"seed": int(seed)}:
             return 0 <= seed < 1 << 63
     return order in ({}, {"drawn": True})

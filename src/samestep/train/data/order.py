@@ -85,12 +85,15 @@ class Sampled(Order):
         elif expected:
             # a sampler that goes on from its last pass is now where it was
             while self._passes < epoch:
-                self._take_all(self._passes, drawn_in)
-        if lazily and self._seed is None and not expected:
+                self._take(self._passes, drawn_in, self.length)
+        lazily = lazily and self._seed is None
+        if lazily and not expected:
             drawn_in = {"streams": streams.capture(), "generator": _state_of(self._own_generator())}
             taken = self._begin(epoch, drawn_in)
         else:
-            taken = self._take_all(epoch, drawn_in)
+            # what was not asked for before the resume is drawn from the streams as they are now
+            asked = expected.get("asked", self.length) if lazily else self.length
+            taken = self._take(epoch, drawn_in, asked)
         if expected and _digest(taken[: expected["count"]]) != expected["digest"]:
             raise UsageError(
                 f"the sampler gives epoch {epoch} another order than before the run was resumed; make the order a "
@@ -104,13 +107,14 @@ class Sampled(Order):
         if self._taken is None:
             return {}
         consumed = self._taken[:position]
-        return {"order": {"digest": _digest(consumed), "count": len(consumed), **self._begun_in}}
+        counts = {"count": len(consumed), "asked": self._taken.asked}
+        return {"order": {"digest": _digest(consumed), **counts, **self._begun_in}}
 
-    def _take_all(self, epoch: int, drawn_in: dict[str, Any] | None) -> "Taken":
-        """One pass of the sampler; without a seed it draws from rank 0's stream, as that is or was."""
+    def _take(self, epoch: int, drawn_in: dict[str, Any] | None, count: int) -> "Taken":
+        """A pass of the sampler, up to this sample; without a seed it draws from rank 0's stream, as that is or was."""
         with self._drawing(epoch, drawn_in) as drawn_in:
             taken = self._begin(epoch, drawn_in)
-            taken.take(self.length)
+            taken.take(count)
         return taken
 
     def _begin(self, epoch: int, drawn_in: dict[str, Any]) -> "Taken":
@@ -167,6 +171,11 @@ class Taken:
         if self._is_to_compare:
             self._compare()
         return torch.tensor(self._indices[part], dtype=torch.int64, device="cpu")
+
+    @property
+    def asked(self) -> int:
+        """How many samples the sampler was asked for."""
+        return len(self._indices)
 
     def take(self, stop: int) -> None:
         """Ask the sampler for its samples up to this one, and at the end for all."""

@@ -111,13 +111,14 @@ class Replica:
         self._weighs_microbatches = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._draws.active:
-            with self._draws.model_called(self.model, args, kwargs):
-                return self._called(args, kwargs)
-        return self._called(args, kwargs)
-
-    def _called(self, args: Any, kwargs: Any) -> Any:
         share = self._spine.share_of(args, kwargs)
+        if self._draws.active:
+            batch = self._spine.batch_of(args, kwargs)
+            with self._spine.working_on(batch), self._draws.model_called(self.model, args, kwargs):
+                return self._called(share, args, kwargs)
+        return self._called(share, args, kwargs)
+
+    def _called(self, share: Share | None, args: Any, kwargs: Any) -> Any:
         if not self.model.training:
             self.settle()
         elif torch.is_grad_enabled() or share is not None:
