@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 
 from samestep.cli.verify import command
 
+pytestmark = pytest.mark.timeout(200)
 MISTAKES = Path(__file__).parent / "mistakes"
 
 
