@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.errors import UsageError
+from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.predict import Link, Model, buckets, exchange_end, link_from_sweep, link_of
 from samestep.measure.scale import Measured, Variant
 from samestep.measure.verdict import rows_of
@@ -67,6 +67,11 @@ def test_a_link_is_found_again_in_the_times_of_its_all_reduces():
         pytest.approx(25e6, rel=1e-3),
         pytest.approx(1e-4, rel=1e-3),
     )
+
+
+def test_a_link_that_was_measured_beside_other_programs_is_refused():
+    with pytest.raises(WorkerFailed, match="give it with --link"):
+        link_from_sweep([(4096, 0.005), (1 << 19, 0.002), (1 << 21, 0.004), (1 << 23, 0.0055)], 2)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (1,), (2,)])
