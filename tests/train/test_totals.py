@@ -5,6 +5,7 @@ from collections import OrderedDict, defaultdict
 from copy import deepcopy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -253,6 +254,33 @@ def test_gather_joins_rows_and_lists_in_the_order_of_ranks(world):
     assert samestep.gather(torch.ones(70_000, 2)).shape == (70_000 * world.size, 2)
     for dtype in [*FLOATS, *INTEGERS, torch.bool, torch.complex64]:
         assert samestep.gather(torch.ones(2, dtype=dtype)).dtype == dtype
+
+
+def test_gather_joins_lists_of_arrays(world):
+    mine = [np.full((2, world.rank), 0.5, np.float32), np.array(["of", "rank"])]
+    found = samestep.gather(mine)
+    assert len(found) == 2 * world.size
+    for rank in range(world.size):
+        numbers, words = found[2 * rank : 2 * rank + 2]
+        assert (numbers.shape, numbers.dtype) == ((2, rank), np.float32)
+        assert (numbers == 0.5).all()
+        assert words.tolist() == ["of", "rank"]
+    found[0][:] = 1  # as one's own
+
+
+@pytest.mark.sizes(2, 3)
+def test_an_evaluation_in_a_step_of_fewer_samples_than_ranks_counts_every_sample(world):
+    model = samestep.replicate(torch.nn.Linear(1, 1))
+    train = samestep.loader(TensorDataset(torch.ones(5, 1)), 4)
+    test = samestep.loader(TensorDataset(torch.ones(7, 1)), 7)
+    lengths, counts = [], []
+    for (x,) in train:
+        model(x).sum().backward()
+        lengths.append(samestep.sum(len(x)))
+        with torch.no_grad():
+            counts.append(samestep.sum(sum(len(y) for (y,) in test)))
+    assert lengths == [4, 1]
+    assert counts == [7, 7]
 
 
 def test_gather_keeps_what_is_in_a_list_as_it_is(world):

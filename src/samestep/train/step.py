@@ -167,6 +167,7 @@ class Spine(Member):
         self._shares: dict[int, tuple[weakref.ref[torch.Tensor], Share]] = {}
         self._worked_on: Share | None = None
         self._left: Pass | None = None
+        self._left_at = 0
         self._unlike_said = False
         self._passes_begun = 0
         self._position = (0, 0, 0)
@@ -261,7 +262,7 @@ class Spine(Member):
     def leave_pass(self, left: Pass) -> None:
         """The pass is finished, or its iterator is gone; gradients do not depend on when that is."""
         left.is_left = True
-        self._left = left
+        self._left, self._left_at = left, self.batches
 
     @property
     def at_hand(self) -> Share | None:
@@ -347,8 +348,14 @@ class Spine(Member):
 
     @property
     def is_lent(self) -> bool:
-        """Whether the batch at hand is another rank's, on which this rank only takes the step along."""
-        return (share := self.at_hand) is not None and share.lent
+        """Whether what this rank counted is of another rank's batch, on which it only takes the step along.
+
+        After an evaluation in the middle of a training step it is taken for what the evaluation counted.
+        """
+        if (share := self.at_hand) is None or not share.lent:
+            return False
+        has_evaluated = self._left is not None and not self._left.training and self._left_at == self.batches
+        return not (share.of.training and has_evaluated)
 
     @property
     def counted(self) -> int | None:

@@ -75,9 +75,11 @@ def written(value: Any) -> Any:
         return ["bytes", value.hex()]
     if kind is complex:
         return ["complex", value.real, value.imag]
+    if kind is np.ndarray and value.dtype.kind in "biufcSU":
+        return ["ndarray", value.dtype.str, written(value.shape), value.tobytes().hex()]
     if kind in (list, tuple, set, dict):
         return [kind.__name__, *map(written, value.items() if kind is dict else value)]
-    raise TypeError(f"a {kind.__name__}; use numbers, text and lists, tuples or dicts of them")
+    raise TypeError(f"a {kind.__name__}; use numbers, text, arrays and lists, tuples or dicts of them")
 
 
 def read(node: Any) -> Any:
@@ -87,4 +89,6 @@ def read(node: Any) -> Any:
     kind, parts = node[0], [read(part) for part in node[1:]]
     if kind in ("bytes", "complex"):
         return bytes.fromhex(*parts) if kind == "bytes" else complex(*parts)
+    if kind == "ndarray":
+        return np.ndarray(parts[1], parts[0], bytearray.fromhex(parts[2]))
     return {"list": list, "tuple": tuple, "set": set, "dict": dict}[kind](parts)
