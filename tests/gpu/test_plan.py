@@ -24,11 +24,17 @@ def test_every_script_is_in_a_plan_and_its_checks_have_names_of_their_own():
     assert scripts <= used
 
 
+_ALWAYS = ("equal bits in float32", "device choice", "beside plain torch")
+
+
 @pytest.mark.skipif(plan.ON_GPU, reason="a GPU is here: make gpu")
 @pytest.mark.parametrize(
     "check",
-    [one for one in SHORT.values() if one not in TESTS and "sanitizer" not in one.name],
-    ids=lambda one: one.name,
+    [
+        pytest.param(one, id=one.name, marks=[pytest.mark.long] * (one.name not in _ALWAYS))
+        for one in SHORT.values()
+        if one not in TESTS and "sanitizer" not in one.name
+    ],
 )
 def test_a_check_passes_on_the_cores(check):
     assert plan.run(check)["failure"] == ""

@@ -265,6 +265,7 @@ def test_a_script_that_sets_threads_before_it_imports_torch_is_restarted_by_pyth
     assert started.finish()[0] == 0
 
 
+@pytest.mark.long
 def test_two_failures_within_a_second_are_two_restarts(launcher):
     launcher.write(WAITING)
     started = launcher.start("-n", "2", "--max-restarts", "3", "--fork", "train.py")

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.alone
     [
         Case("stop"),
         Case("gil", "first step", exact=True, size=2),
-        Case("loader"),
-        Case("extra", rank=0),
-        Case("exit"),
+        pytest.param(Case("loader"), marks=pytest.mark.long),
+        pytest.param(Case("extra", rank=0), marks=pytest.mark.long),
+        pytest.param(Case("exit"), marks=pytest.mark.long),
         Case("os-exit", "evaluation"),
     ],
     ids=str,

@@ -61,7 +61,10 @@ def wait_until(is_so, seconds=30.0):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("case", ["a rank", "all ranks", "all ranks, and the memory is damaged"])
+@pytest.mark.parametrize(
+    "case",
+    ["a rank", pytest.param("all ranks", marks=pytest.mark.long), "all ranks, and the memory is damaged"],
+)
 def test_killed_ranks_go_on_from_memory_with_the_same_bits(launcher, case):
     launcher.write(TRAIN)
     code, undisturbed, _ = launcher.run("-n", "1", "--run-dir", "first", "train.py", "20")

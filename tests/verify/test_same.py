@@ -31,6 +31,7 @@ def _edited(mistake: str, *words: tuple[str, str]) -> str:
     return "edited.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "own"), [("dropout", "dropout masks"), ("batchnorm", "BatchNorm statistics")]
 )
@@ -43,6 +44,7 @@ def test_what_same_makes_equal_is_no_mistake(script: str, own: str) -> None:
     assert report["sizes"][1]["verdict"] == "different"
 
 
+@pytest.mark.long
 def test_a_mistake_is_named_although_dropout_makes_the_runs_differ_too() -> None:
     script = _edited(
         "dropout", ("F.cross_entropy(model(x), y)", 'F.cross_entropy(model(x), y, reduction="sum")')
@@ -61,7 +63,9 @@ _SERIAL = (
 )
 
 
-@pytest.mark.parametrize(("script", "sizes"), [("dropout", "1,2,3"), ("batchnorm", "2")])
+@pytest.mark.parametrize(
+    ("script", "sizes"), [("dropout", "1,2,3"), pytest.param("batchnorm", "2", marks=pytest.mark.long)]
+)
 def test_a_conversion_is_compared_with_the_untouched_script(script: str, sizes: str) -> None:
     serial = Path(_edited(script, *_SERIAL)).rename("serial.py")
     result = _verify("--against", str(serial), "-n", sizes, str(MISTAKES / f"{script}.py"))
@@ -81,7 +85,13 @@ def test_a_conversion_is_compared_with_the_untouched_script(script: str, sizes: 
             "the untouched script gives them",
             marks=pytest.mark.long,
         ),
-        ("manual_seed(0)", "manual_seed(1)", "before step 1, 0.weight", "not those in the untouched script"),
+        pytest.param(
+            "manual_seed(0)",
+            "manual_seed(1)",
+            "before step 1, 0.weight",
+            "not those in the untouched script",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_conversion_that_takes_another_step_is_told_where(

@@ -53,6 +53,7 @@ def test_a_mistake_is_found_and_its_cause_named_with_its_line() -> None:
     assert "running 2 processes, with --same, with its rank hidden at lr_by_ranks.py:18" in result.stderr
 
 
+@pytest.mark.long
 def test_what_is_printed_of_one_rank_has_an_exit_code_and_a_line_of_its_own() -> None:
     result = _verify("-n", "1,2", "--json", str(SCRIPTS / "share_accuracy.py"))
     report = json.loads(result.stdout)
@@ -80,6 +81,7 @@ def test_a_sound_script_is_the_same_to_rounding_and_no_cause_is_named() -> None:
     ]
 
 
+@pytest.mark.long
 def test_exact_steps_with_batchnorm_and_dropout_are_the_same_to_the_bit_and_checkpoints_are_left_alone() -> (
     None
 ):

@@ -29,8 +29,9 @@ def command(explain: bool, as_json: bool) -> None:
             f"node {p.node} of {p.nodes}, started by {p.launcher}{meeting}"
         )
     if explain and not as_json:
-        wide = max(len(str(getattr(p, name))) for name in p.origin)
-        for name, said in p.origin.items():
-            click.echo(f"  {name:11}  {getattr(p, name):<{wide}}  {said}")
+        said = {name: value for name, value in asdict(p).items() if name in p.origin}
+        wide = max(len(str(value)) for value in said.values())
+        for name, value in said.items():
+            click.echo(f"  {name:11}  {value!s:<{wide}}  {p.origin[name]}")
     for note in p.notes:
         click.echo(f"note: {note}", err=True)

@@ -80,6 +80,7 @@ def test_in_default_mode_the_same_size_draws_the_same_and_up_to_two_ranks_end_wi
     assert differing_bits(ours, theirs) == 0
 
 
+@pytest.mark.long
 def test_with_loader_workers_the_samples_own_noise_is_the_same_after_a_resume(nest, undisturbed, tmp_path):
     trail = Trail(tmp_path)
     go(nest, trail, 2, "--stop-at", 5, "--workers", 1)

@@ -278,6 +278,7 @@ def test_the_launcher_starts_a_stopped_run_again_until_it_is_done(undisturbed, t
     assert differing_bits(trail.state(), undisturbed.state()) == 0
 
 
+@pytest.mark.long
 def test_under_torchrun_the_commit_is_made_and_the_exit_code_is_torchruns(nest, undisturbed, tmp_path):
     trail = Trail(tmp_path)
     run = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", SURVIVOR, trail.directory)
