@@ -58,7 +58,7 @@ def _events_of(directory: Path, rank: int) -> Iterator[Event]:
         for (name, begin), (_, after) in pairwise([*own, ("end", end)]):
             if after > begin:
                 yield {"ph": "X", "pid": rank, "tid": row, "name": name, "ts": begin, "dur": after - begin}
-    numbers = [0] * len(steps)
+    numbers, until = [0] * len(steps), list[float]()
     for event in sorted(seen["traceEvents"], key=lambda event: event.get("ts", 0)):
         if event.get("ph") != "X" or not isinstance(event.get("pid"), int):
             continue
@@ -67,10 +67,12 @@ def _events_of(directory: Path, rank: int) -> Iterator[Event]:
             step = sum(begin <= event["ts"] for _, begin in steps) - 1
             if step < 0:
                 continue
-            # buckets overlap, and events of one row must not
-            row, name = _BUCKETS + numbers[step], f"bucket {numbers[step]}"
-            rows[row], numbers[step] = name, numbers[step] + 1
-            event |= {"tid": row, "name": f"{name}{_size_of(event)}"}
+            # exchanges overlap, and events of one row must not
+            lane = next((at for at, end in enumerate(until) if end <= event["ts"]), len(until))
+            until[lane : lane + 1] = [event["ts"] + event["dur"]]
+            rows[_BUCKETS + lane] = f"exchange {lane}"
+            event |= {"tid": _BUCKETS + lane, "name": f"bucket {numbers[step]}{_size_of(event)}"}
+            numbers[step] += 1
         yield event
     named = {"ph": "M", "pid": rank}
     yield {**named, "name": "process_name", "args": {"name": f"rank {rank}"}}
