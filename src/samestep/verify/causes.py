@@ -168,7 +168,8 @@ def stated(first: Run, other: Run, found: Difference) -> str | None:
 def failure_of(run: Run) -> tuple[str, str]:
     """The kind and the words of the exception that ended a run."""
     found = _EXCEPTION.findall(run.failure)
-    return found[-1] if found else ("", (run.failure.strip().splitlines() or ["no message"])[-1])
+    lines = [line for line in run.failure.splitlines() if line.strip() and "Logs: " not in line]
+    return found[-1] if found else ("", (lines or ["no message"])[-1])
 
 
 def says_its_cause(run: Run) -> bool:
