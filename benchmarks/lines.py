@@ -1,8 +1,8 @@
 """Five serial scripts made parallel by samestep, Accelerate and Fabric: lines changed, and what two processes print.
 
 The serial scripts are of tests/convert/scripts. samestep's versions are what `samestep convert` writes, those of the
-peers (in scripts/lines) are written as their own pages say: the batch of a step stays, totals are reduced over the
-ranks, rank 0 prints and saves.
+peers are patches in scripts/lines, written as their own pages say: the batch of a step stays, totals are reduced over
+the ranks, rank 0 prints and saves.
 """
 
 import os
@@ -19,7 +19,7 @@ from report import BIN, Rows, keep
 from samestep.convert.convert import convert
 
 TESTS = Path(__file__).parents[1] / "tests" / "convert"
-PEERS = Path(__file__).parent / "scripts" / "lines"
+PATCHES = Path(__file__).parent / "scripts" / "lines"
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 from corpus import Ran, difference  # noqa: E402
 
@@ -43,34 +43,32 @@ def run(command: list[str], script: Path) -> Ran:
     return Ran(done.stdout, files, "" if files else done.stderr)
 
 
+def written(name: str, system: str, folder: Path) -> Path:
+    """The script as it is for this system, in a directory of its own."""
+    script = folder / system / f"{name}.py"
+    script.parent.mkdir(parents=True)
+    shutil.copy(TESTS / "scripts" / script.name, script)
+    if system == "samestep":
+        ((_, after),) = convert(script).files.values()
+        script.write_bytes(after)
+    elif system != "serial":
+        subprocess.run(["git", "apply", PATCHES / f"{name}.{system}.patch"], cwd=script.parent, check=True)
+    return script
+
+
 def main() -> None:
     rows: Rows = []
     print("script            system        lines  two processes beside the serial script")
     with tempfile.TemporaryDirectory() as folder:
-        for peers in sorted((PEERS / "fabric").glob("*.py")):
-            name = peers.stem
-            serial = Path(folder, name, "serial", peers.name)
-            for system, command in {"serial": [sys.executable], **SYSTEMS}.items():
-                script = Path(folder, name, system, peers.name)
-                script.parent.mkdir(parents=True)
-                given = (
-                    TESTS / "scripts" / peers.name
-                    if system in ("serial", "samestep")
-                    else PEERS / system / peers.name
-                )
-                shutil.copy(given, script)
-                if system == "samestep":
-                    ((_, after),) = convert(script).files.values()
-                    script.write_bytes(after)
-                ran = run(command, script)
-                if system == "serial":
-                    expected = ran
-                    continue
-                found = difference(ran, expected) or "the same"
-                rows.append(
-                    {"script": name, "system": system, "lines": changed(serial, script), "difference": found}
-                )
-                print(f"{name:17} {system:11} {rows[-1]['lines']:>8}  {found}", flush=True)
+        for name in sorted({path.name.partition(".")[0] for path in PATCHES.glob("*.patch")}):
+            serial = written(name, "serial", Path(folder, name))
+            expected = run([sys.executable], serial)
+            for system, command in SYSTEMS.items():
+                script = written(name, system, Path(folder, name))
+                found = difference(run(command, script), expected) or "the same"
+                count = changed(serial, script)
+                rows.append({"script": name, "system": system, "lines": count, "difference": found})
+                print(f"{name:17} {system:11} {count:>8}  {found}", flush=True)
     keep(1, rows)
 
 
