@@ -56,11 +56,14 @@ class Run:
         if self.result:
             code = self.result["exit_code"]
             return _ENDS.get(code, f"failed ({code})")
+        is_here = self.record["host"] == os.uname().nodename
+        if is_here and _lives(self.record["pid"], self.started):
+            return "running"
         job = state_of_job(self.record["slurm_job"])
         if job not in (None, "running"):
             return _JOB_ENDS.get(job, job)
-        if self.record["host"] == os.uname().nodename:
-            return "running" if _lives(self.record["pid"], self.started) else "ended without a result"
+        if is_here:
+            return "ended without a result"
         silent = time.time() - max([self.started, self.written, *(one.unix for one in self.pulses.values())])
         return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
 
