@@ -74,8 +74,8 @@ def test_json_has_every_fact_under_a_schema_version():
 def test_notes_go_to_stderr_and_data_to_stdout(options):
     said = ask(*options, SLURM_JOB_ID="7", SLURM_NTASKS="4")
     assert said.stderr == (
-        "note: this is in no step of Slurm job 7, so it runs alone; "
-        "`srun --ntasks=4 python ...` starts one for each task\n"
+        "note: this process runs alone in Slurm job 7; `srun python ...` starts one for each task, "
+        "and `samestep run ...` one for each device\n"
     )
     assert "note:" not in said.stdout
 
@@ -132,8 +132,8 @@ def test_mpirun_places_every_process_and_gives_them_one_port(mpirun, launcher, s
     assert {(p["size"], p["local_size"], p["node"], p["nodes"]) for p in placed} == {(size, size, 0, 1)}
     assert {(p["launcher"], p["master_addr"]) for p in placed} == {(launcher, "127.0.0.1")}
     assert len({p["master_port"] for p in placed}) == 1
-    # Open MPI binds up to two processes to a core each; that is said where more cores lie idle
-    assert all("has bound this process to 1 of" in note for p in placed for note in p["notes"])
+    # Open MPI binds up to two processes to a core each; that is noted where more cores are idle
+    assert all("lets this process use 1 of" in note for p in placed for note in p["notes"])
 
 
 @pytest.mark.mpi

@@ -20,45 +20,6 @@ def test_cores_are_those_this_process_may_use():
     assert subprocess.check_output([sys.executable, "-c", told], text=True) == "[0]\n"
 
 
-# One write each: the processes of torchrun share a pipe.
-_TOLD = """
-import os
-from samestep.placement.place import this_process
-here = this_process()
-os.write(1, f"{' '.join(('rank', str(here.rank), *here.notes))}\\n".encode())
-"""
-_STEP = {
-    "SLURM_JOB_ID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
-@pytest.mark.skipif(len(cores()) < 2, reason="one core cannot be shared")
-@pytest.mark.parametrize(
-    "launcher", ["samestep run --all-ranks -n", "torch.distributed.run --standalone --nproc-per-node"]
-)
-def test_what_a_launcher_shares_out_is_what_its_task_was_given(tmp_path, launcher):
-    (tmp_path / "told.py").write_text(_TOLD)
-    words = [sys.executable, "-m", *launcher.split(), "2", "told.py"]
-
-    def ranks(*command, **variables):
-        env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        said = subprocess.check_output(command, text=True, cwd=tmp_path, env=env | _STEP | variables)
-        return sorted(line.rpartition("rank ")[2] for line in said.splitlines())
-
-    assert ranks(*words, SLURM_CPUS_PER_TASK=str(len(cores()))) == ["0", "1"]
-    bound = "import os, sys; os.sched_setaffinity(0, [0]); os.execv(sys.argv[1], sys.argv[1:])"
-    for rank, line in enumerate(ranks(sys.executable, "-c", bound, *words, SLURM_CPUS_PER_TASK="16")):
-        assert line.startswith(f"{rank} SLURM_CPUS_PER_TASK is 16 but this task may use 1,")
-    for rank, line in enumerate(ranks(sys.executable, "-c", bound, *words)):
-        assert line.startswith(f"{rank} slurm has bound this process to 1 of {os.cpu_count()} cores; ")
-
-
 @pytest.mark.root
 @pytest.mark.skipif(len(cores()) < 2, reason="one core cannot be cut")
 def test_cores_are_cut_to_the_control_groups_quota():

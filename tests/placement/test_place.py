@@ -15,7 +15,7 @@ def recorded(text):
 
 
 # What each way in really sets: recorded from Slurm 22.05, torchrun 2.13, Open MPI 4.1.4 and MPICH 4.0.2;
-# MVAPICH, PALS, and srun with pmix and cray_shasta as their sources and users show them.
+# PALS, and srun with pmix and cray_shasta as their sources and users show them.
 SRUN = recorded("""
     SLURM_JOBID=1 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=h[1-2] SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=1
     SLURM_NNODES=2 SLURM_NODEID=0 SLURM_NODELIST=h[1-2] SLURM_NPROCS=3 SLURM_NTASKS=3 SLURM_PROCID=1
@@ -103,9 +103,6 @@ PALS_PMIX = recorded("""
     PALS_RANKID=3 PALS_NODEID=1 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PALS_APID=8f2e PMIX_RANK=3
     PMIX_NAMESPACE=8f2e WORLD_SIZE=4
 """)
-MVAPICH = recorded("""
-    MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2
-""")
 MEETING = {"MASTER_ADDR": "node7", "MASTER_PORT": "12345"}
 RECORDED = {name: env for name, env in globals().items() if name.isupper() and isinstance(env, dict)}
 
@@ -141,7 +138,6 @@ def who(p):
         (HYDRA_IN_SBATCH, "2/4 0/2 1/2 mpich None"),
         (PALS, "3/4 1/2 1/2 pals None"),
         (PALS_PMIX, "3/4 1/2 1/2 pals None"),
-        (MVAPICH, "1/2 1/2 0/1 mpich 127.0.0.1"),
         ({"PMIX_RANK": "1", "WORLD_SIZE": "2", "PMIX_NAMESPACE": "p@1"}, "1/2 1/2 0/1 pmix 127.0.0.1"),
     ],
 )
@@ -229,14 +225,11 @@ def test_a_contradiction_is_named_in_one_sentence(env, message):
 @pytest.mark.parametrize(
     ("env", "note"),
     [
-        (SBATCH, "this is in no step of Slurm job 2, so it runs alone; "
-         "`srun --ntasks=4 --cpus-per-task=1 python ...` starts one for each task"),
-        (SALLOC, "this is in no step of Slurm job 3, so it runs alone; "
-         "`srun --ntasks=3 python ...` starts one for each task"),
-        (SALLOC_SHELL_ON_THE_NODE, "this is in no step of Slurm job 5, so it runs alone; "
-         "`srun --ntasks=3 python ...` starts one for each task"),
-        (SRUN_PTY, "this is an interactive step of Slurm job 4, so it runs alone; "
-         "`samestep run ...` starts one for each of its 4 devices"),
+        *(
+            (env, f"this process runs alone in Slurm job {job}; `srun python ...` starts one for each task, "
+             "and `samestep run ...` one for each device")
+            for job, env in ((2, SBATCH), (3, SALLOC), (5, SALLOC_SHELL_ON_THE_NODE), (4, SRUN_PTY))
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2"} | MEETING,
          "nothing says which process of its node this is, so all are taken to be on one node; "
          "set LOCAL_RANK and LOCAL_WORLD_SIZE where there are several"),
@@ -249,16 +242,6 @@ def test_what_may_surprise_is_said_in_one_note(env, note):
 @pytest.mark.parametrize("env", [{}, SRUN, TORCHRUN, SRUN_TORCHRUN, OPEN_MPI, SRUN | MEETING])
 def test_what_is_as_it_should_be_is_not_commented(env):
     assert place(env).notes == ()
-
-
-def test_cores_lost_between_sbatch_and_srun_are_noted():
-    env = SRUN | {"SLURM_CPUS_PER_TASK": "10"}
-    assert place(env, cores=10).notes == ()
-    (note,) = place(env, cores=1).notes
-    assert note == (
-        "SLURM_CPUS_PER_TASK is 10 but this task may use 1, and srun does not ask sbatch; "
-        "write `srun --cpus-per-task=10`"
-    )
 
 
 def test_a_rank_without_local_id_is_counted_by_blocks():
@@ -366,7 +349,7 @@ ENVIRONMENTS = st.builds(
 @example(OPEN_MPI | {"PMIX_NAMESPACE": "\udce9"})
 def test_any_environment_is_a_placement_or_one_sentence(env):
     try:
-        p = place(env, cores=1)
+        p = place(env, usable=1, cores=64)
     except PlacementError as refused:
         sentence = str(refused)
     else:

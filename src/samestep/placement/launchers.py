@@ -6,8 +6,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from samestep.errors import PlacementError
-from samestep.placement.nodelist import device_count, expand_nodes, tasks_per_node
-from samestep.text import printable
+from samestep.placement.nodelist import expand_nodes, tasks_per_node
+from samestep.text import counted, printable
 
 Env = Mapping[str, str]
 FIELDS = ("rank", "size", "local_rank", "local_size", "node", "nodes")
@@ -50,32 +50,26 @@ class _Launcher(NamedTuple):
     run: str = ""
 
 
+# The nearest to the process first: mpirun starts its daemons as a Slurm step, whose variables its processes inherit,
+# and srun sets those that follow when it serves MPI (--mpi=pmi2, pmix, cray_shasta), where its own say more.
+_LAUNCHERS = tuple(
+    _Launcher(*row)
+    for row in (
+        ("openmpi", "OMPI_COMM_WORLD_RANK",
+         "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+         "PMIX_NAMESPACE|OMPI_MCA_ess_base_jobid"),
+        ("mpich", "MPI_LOCALRANKID", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),
+        ("slurm", "SLURM_STEP_ID",
+         "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS|SLURM_NPROCS SLURM_LOCALID - SLURM_NODEID "
+         "SLURM_STEP_NUM_NODES|SLURM_NNODES"),
+        ("pals", "PALS_RANKID",
+         "PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE|PMI_LOCAL_SIZE PALS_NODEID", "PALS_APID"),
+        ("mpich", "PMI_RANK", "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE"),
+        ("pmix", "PMIX_RANK", "PMIX_RANK", "PMIX_NAMESPACE"),
+    )
+)  # fmt: skip
+_RUN_NAMES = {known.name: known.run for known in reversed(_LAUNCHERS) if known.name != "slurm"}
 _TORCH = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
-_SLURM = (
-    "SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS|SLURM_NPROCS SLURM_LOCALID - SLURM_NODEID "
-    "SLURM_STEP_NUM_NODES|SLURM_NNODES"
-)
-_MPI = "{0}_COMM_WORLD_RANK {0}_COMM_WORLD_SIZE {0}_COMM_WORLD_LOCAL_RANK {0}_COMM_WORLD_LOCAL_SIZE"
-# mpirun starts its daemons as a Slurm step, whose variables its processes inherit: these are closer than a step.
-_CLOSER_THAN_A_STEP = (
-    _Launcher(
-        "openmpi", "OMPI_COMM_WORLD_RANK", _MPI.format("OMPI"), "PMIX_NAMESPACE|OMPI_MCA_ess_base_jobid"
-    ),
-    _Launcher("mpich", "MV2_COMM_WORLD_RANK", _MPI.format("MV2")),
-    _Launcher("mpich", "MPI_LOCALRANKID", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),
-)
-# srun sets these as well when it serves MPI (--mpi=pmi2, pmix, cray_shasta), where its own say more.
-_OUTSIDE_A_STEP = (
-    _Launcher(
-        "pals",
-        "PALS_RANKID",
-        "PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE|PMI_LOCAL_SIZE PALS_NODEID",
-        "PALS_APID",
-    ),
-    _Launcher("mpich", "PMI_RANK", "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE"),
-    _Launcher("pmix", "PMIX_RANK", "PMIX_RANK", "PMIX_NAMESPACE"),
-)
-_RUN_NAMES = {known.name: known.run for known in (*_OUTSIDE_A_STEP, *_CLOSER_THAN_A_STEP)}
 
 # Slurm counts the steps for its own use (interactive, batch, extern) down from 2**32.
 _FIRST_PSEUDO_STEP = (1 << 32) - 16
@@ -92,31 +86,23 @@ def recognise(env: Env) -> LauncherFacts:
     if rank and size and text(env, "SAMESTEP_RUN"):
         return LauncherFacts("samestep", torch)
     if rank and size and text(env, "TORCHELASTIC_RUN_ID"):
-        notes = _by_itself(env, torch, "start one torchrun on each node with --nnodes")
-        return LauncherFacts("torchrun", torch, notes)
-    outer = _outer(env)
-    if outer.launcher == "alone" and (there := rank or size):
-        if not (rank and size):
-            missing = "WORLD_SIZE" if rank else "RANK"
+        return _torchrun(env, torch, "start one torchrun on each node with --nnodes")
+    launcher, outer = _nearest(env)
+    if launcher == "alone" and (rank or size):
+        if missing := "" if rank and size else "WORLD_SIZE" if rank else "RANK":
             raise PlacementError(
-                f"{there} but {missing} is not set; start this with `samestep run` or set both",
+                f"{rank or size} but {missing} is not set; start this with `samestep run` or set both",
                 variable=missing,
             )
         return LauncherFacts("torchrun", torch)
-    if outer.launcher == "alone":
-        if count(env, "SLURM_PROCID") and not text(env, "SLURM_STEP_ID"):
-            raise PlacementError(
-                f"SLURM_PROCID is {count(env, 'SLURM_PROCID')} but SLURM_STEP_ID is not set; "
-                "let all variables of the step through to this process",
-                variable="SLURM_STEP_ID",
-            )
-        return outer
-    if rank and size and _is_another_world(rank, size, outer.facts):
-        return LauncherFacts("torchrun", torch, _by_itself(env, torch, "unset RANK and WORLD_SIZE"))
-    for mine, theirs in ((rank, outer.facts.get("rank")), (size, outer.facts.get("size"))):
+    if launcher == "alone":
+        return LauncherFacts("alone", {}, _alone(env))
+    if rank and size and _is_another_world(rank, size, outer):
+        return _torchrun(env, torch, "unset RANK and WORLD_SIZE")
+    for mine, theirs in ((rank, outer.get("rank")), (size, outer.get("size"))):
         if mine and theirs and mine.number != theirs.number:
             raise mine.wrong(f" but {theirs}; unset {mine.variable} or make them agree")
-    return outer._replace(facts=outer.facts | torch) if rank or size else outer
+    return LauncherFacts(launcher, outer | torch if rank or size else outer)
 
 
 def without_leftovers(env: Env) -> Env:
@@ -134,16 +120,17 @@ def without_leftovers(env: Env) -> Env:
 
 def meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
     """Address and port that every rank derives alike, as far as the launcher's variables allow."""
+    nodes = found.facts["nodes"].number
     if found.launcher == "slurm":
         # A host file may begin with any node, and the list is sorted: it does not say which.
-        is_sorted = text(env, "SLURM_DISTRIBUTION") == "arbitrary" and found.facts["nodes"].number > 1
+        is_sorted = text(env, "SLURM_DISTRIBUTION") == "arbitrary" and nodes > 1
         return None if is_sorted else _first_node(env), _step_port(env)
     if found.launcher not in _RUN_NAMES:
         return None, None
     name, value = _first(env, _RUN_NAMES[found.launcher])
     told, origin = (value, f"{name}={printable(value)}") if value else (run, run)
-    port = told and Fact(_FIRST_PORT + crc32(told.encode(errors="replace")) % _NUM_PORTS, str(origin))
-    return ("127.0.0.1", "one node") if found.facts["nodes"].number == 1 else None, port or None
+    port = Fact(_port(crc32(told.encode(errors="replace"))), str(origin)) if told else None
+    return ("127.0.0.1", "one node") if nodes == 1 else None, port
 
 
 def run_name(env: Env, launcher: str, run: str | None) -> str | None:
@@ -160,22 +147,20 @@ def run_name(env: Env, launcher: str, run: str | None) -> str | None:
 
 def port_choices(first: int) -> list[int]:
     """A derived port and where to look when it is taken, for both sides in the same order."""
-    return [_FIRST_PORT + (first - _FIRST_PORT + 2_371 * turn) % _NUM_PORTS for turn in range(8)]
+    return [_port(first - _FIRST_PORT + 2_371 * turn) for turn in range(8)]
 
 
 def hosts_of_ranks(env: Env, size: int) -> list[str]:
     """Where each rank of a Slurm step is to run; nothing where that is not to be known."""
     nodes, tasks = text(env, "SLURM_STEP_NODELIST"), text(env, "SLURM_STEP_TASKS_PER_NODE")
-    layout = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0].partition(",")[0]
+    layout = re.split("[:,]", env.get("SLURM_DISTRIBUTION", "block"))[0]
     if not nodes or not tasks or layout not in ("block", "cyclic"):
         return []
     names, counts = expand_nodes(nodes), tasks_per_node(tasks)
     if len(names) != len(counts) or sum(counts) != size:
         return []
-    if layout == "block":
-        return [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
-    rounds = range(max(counts))
-    return [name for turn in rounds for name, count in zip(names, counts, strict=True) if turn < count]
+    turns = [(turn, name) for name, count in zip(names, counts, strict=True) for turn in range(count)]
+    return [name for _, name in (turns if layout == "block" else sorted(turns, key=lambda item: item[0]))]
 
 
 def in_step(env: Env) -> bool:
@@ -215,24 +200,19 @@ def _read(env: Env, fields: str) -> Facts:
     return {field: known for field, known in found.items() if known is not None}
 
 
-def _outer(env: Env) -> LauncherFacts:
-    for known in _CLOSER_THAN_A_STEP:
-        if text(env, known.sign):
-            return LauncherFacts(known.name, _read(env, known.fields))
-    step = fact(env, "SLURM_STEP_ID")
-    if step and step.number < _FIRST_PSEUDO_STEP and text(env, "SLURM_PROCID"):
-        facts = _step(env)
-        if text(env, "SLURM_PTY_PORT") and "size" in facts and facts["size"].number == 1:
-            return LauncherFacts(
-                "alone", {}, (_advice(env, "this is an interactive step of", "srun --overlap"),)
-            )
-        return LauncherFacts("slurm", facts)
-    # What is set beside a step of Slurm's own was set by it, for the shell it started.
-    for known in () if step else _OUTSIDE_A_STEP:
-        if text(env, known.sign):
-            return LauncherFacts(known.name, _read(env, known.fields))
-    is_in_job = text(env, "SLURM_JOB_ID") is not None
-    return LauncherFacts("alone", {}, (_advice(env, "this is in no step of", "srun"),) if is_in_job else ())
+def _nearest(env: Env) -> tuple[str, Facts]:
+    known = next((known for known in _LAUNCHERS if text(env, known.sign)), None)
+    if known is None:
+        return "alone", {}
+    if known.name != "slurm":
+        return known.name, _read(env, known.fields)
+    step = fact(env, known.sign)
+    # In a step of Slurm's own runs a shell, and so it does in one of a single task with a terminal.
+    if step is None or step.number >= _FIRST_PSEUDO_STEP or not text(env, "SLURM_PROCID"):
+        return "alone", {}
+    facts = _step(env, _read(env, known.fields))
+    is_shell = text(env, "SLURM_PTY_PORT") and "size" in facts and facts["size"].number == 1
+    return ("alone", {}) if is_shell else ("slurm", facts)
 
 
 def _is_another_world(rank: Fact, size: Fact, outer: Facts) -> bool:
@@ -242,17 +222,34 @@ def _is_another_world(rank: Fact, size: Fact, outer: Facts) -> bool:
     return rank.number == 0 or rank.number != outer["rank"].number
 
 
-def _by_itself(env: Env, torch: Facts, write: str) -> tuple[str, ...]:
-    """What is said where a task that is not the first of its step has begun a run of one node."""
+def _torchrun(env: Env, torch: Facts, write: str) -> LauncherFacts:
+    """With a note where a task that is not the first of its step has begun a run of one node."""
     nodes, task = torch.get("nodes", torch["size"]), count(env, "SLURM_PROCID")
     if not in_step(env) or task == 0 or torch["rank"].number != 0 or nodes.number != 1:
-        return ()
+        return LauncherFacts("torchrun", torch)
     tasks = count(env, "SLURM_STEP_NUM_TASKS")
-    return (f"task {task} of {tasks} in this Slurm step runs by itself, for {nodes}; {write} for one run",)
+    note = f"task {task} of {tasks} in this Slurm step runs by itself, for {nodes}; {write} for one run"
+    return LauncherFacts("torchrun", torch, (note,))
 
 
-def _step(env: Env) -> Facts:
-    facts = _read(env, _SLURM)
+def _alone(env: Env) -> tuple[str, ...]:
+    """What is said where one process runs in a job that may have been given more."""
+    if (task := count(env, "SLURM_PROCID")) and not text(env, "SLURM_STEP_ID"):
+        raise PlacementError(
+            f"SLURM_PROCID is {task} but SLURM_STEP_ID is not set; "
+            "let all variables of the step through to this process",
+            variable="SLURM_STEP_ID",
+        )
+    if not (job := text(env, "SLURM_JOB_ID")):
+        return ()
+    return (
+        f"this process runs alone in Slurm job {printable(job)}; `srun python ...` starts one for each task, "
+        "and `samestep run ...` one for each device",
+    )
+
+
+def _step(env: Env, facts: Facts) -> Facts:
+    """The facts of a step, completed from how many tasks each of its nodes has."""
     name, value = _first(env, "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE")
     if not value or "rank" not in facts or "size" not in facts:
         return facts
@@ -282,27 +279,13 @@ def _step_port(env: Env) -> Fact | None:
     if job is None or step is None:
         return None
     # 64 and the number of ports have no common divisor: 296 jobs in a row differ, each in 64 steps.
-    return Fact(_FIRST_PORT + (64 * job.number + step.number) % _NUM_PORTS, f"{job.origin} {step.origin}")
+    return Fact(_port(64 * job.number + step.number), f"{job.origin} {step.origin}")
+
+
+def _port(number: int) -> int:
+    return _FIRST_PORT + number % _NUM_PORTS
 
 
 def _again(env: Env, name: str) -> str:
     times = count(env, name)
-    return f" after {times} restart{'s' if times > 1 else ''}" if times else ""
-
-
-def _advice(env: Env, where: str, srun: str) -> str:
-    """The line that starts a process for each task of the allocation, or for each device where it counts nodes."""
-    nodes = count(env, "SLURM_JOB_NUM_NODES") or count(env, "SLURM_NNODES") or 1
-    tasks = max(count(env, "SLURM_NTASKS"), nodes * count(env, "SLURM_NTASKS_PER_NODE"))
-    cpus = count(env, "SLURM_CPUS_PER_TASK")
-    alone = f"{where} Slurm job {printable(env.get('SLURM_JOB_ID', ''))}, so it runs alone"
-    if (parts := count(env, "SLURM_HET_SIZE")) > 1:
-        return f"{alone}; `{srun} --het-group=0-{parts - 1} python ...` starts one for each task of its {parts} parts"
-    if tasks > nodes:
-        options = f"--ntasks={tasks}" + (f" --cpus-per-task={cpus}" if cpus else "")
-        return f"{alone}; `{srun} {options} python ...` starts one for each task"
-    # srun would refuse more tasks than the allocation has, and a login machine does not see --gres.
-    per_node = device_count(env.get("SLURM_GPUS_PER_NODE", "")) or count(env, "SLURM_GPUS_ON_NODE")
-    devices = device_count(env.get("SLURM_GPUS", "")) or nodes * per_node
-    each = f"each of its {devices} devices" if devices > 1 else "each device"
-    return f"{alone}; `samestep run ...` starts one for {each}"
+    return f" after {counted(times, 'restart')}" if times else ""

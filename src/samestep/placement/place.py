@@ -9,9 +9,8 @@ from pathlib import Path
 from samestep.errors import PlacementError
 from samestep.files import read_text
 from samestep.placement import launchers
-from samestep.placement.cores import cores as cores_of
 from samestep.placement.launchers import FIELDS, Fact, Facts, LauncherFacts
-from samestep.text import printable
+from samestep.text import counted, printable
 
 ASSUMED = "one node, assumed"
 _BY_BLOCKS = "blocks of local_size ranks"
@@ -39,12 +38,11 @@ class Placement:
 
 
 def place(
-    env: Mapping[str, str], *, run: str | None = None, cores: int | None = None, bound_of: int | None = None
+    env: Mapping[str, str], *, run: str | None = None, usable: int | None = None, cores: int = 1
 ) -> Placement:
-    """What an environment says; `run` is what only this run's processes share, for launchers that name no run.
+    """What an environment says of a process that may use `usable` of its machine's `cores`.
 
-    `cores` are what this process, or the Slurm task that it is below, may use; where that is bound to one,
-    `bound_of` is how many its machine has.
+    `run` is what only the processes of this run share, for launchers that name no run.
     """
     env = launchers.without_leftovers(env)
     found = launchers.recognise(env)
@@ -59,7 +57,7 @@ def place(
         master_addr=address[0] if address else None,
         master_port=port.number if port else None,
         origin={name: fact[1] for name, fact in known.items() if fact},
-        notes=found.notes + _core_note(env, found, cores, bound_of),
+        notes=found.notes + _core_note(env, found, usable, cores),
         run=launchers.run_name(env, found.launcher, run),
     )
 
@@ -70,39 +68,34 @@ def this_process() -> Placement:
     if launchers.in_step(env) and _is_batch_script():
         # sbatch hands on the variables of the step that it was called in.
         env = {**env, "SLURM_STEP_ID": launchers.BATCH_STEP}
-    # What a launcher below a task shares out says nothing of what srun gave it.
-    is_below = launchers.recognise(env).launcher in _BELOW_TASKS and launchers.in_step(env)
-    pid = _slurm_task() if is_below else 0
-    is_bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(pid)) == 1
-    return place(
-        env, run=_mpi_daemon(), cores=len(cores_of(pid)), bound_of=os.cpu_count() if is_bound else None
-    )
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return place(env, run=_mpi_daemon(), usable=usable, cores=os.cpu_count() or 1)
 
 
 def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """torch's variables as torchrun sets them; what `env` already says of roles and restarts stays."""
-    rank, size = str(p.rank), str(p.size)
     here = {
-        "RANK": rank,
-        "LOCAL_RANK": str(p.local_rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": str(p.local_size),
-        "GROUP_RANK": str(p.node),
-        "GROUP_WORLD_SIZE": str(p.nodes),
+        "RANK": p.rank,
+        "LOCAL_RANK": p.local_rank,
+        "WORLD_SIZE": p.size,
+        "LOCAL_WORLD_SIZE": p.local_size,
+        "GROUP_RANK": p.node,
+        "GROUP_WORLD_SIZE": p.nodes,
+        "MASTER_ADDR": p.master_addr,
+        "MASTER_PORT": p.master_port,
     }
-    meeting = {"MASTER_ADDR": p.master_addr, "MASTER_PORT": p.master_port}
-    here |= {name: str(value) for name, value in meeting.items() if value is not None}
     described = {
-        "ROLE_RANK": rank,
+        "ROLE_RANK": p.rank,
         "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": size,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "ROLE_WORLD_SIZE": p.size,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RUN_ID": p.run if p.launcher == "slurm" and p.run else "none",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
     }
     env = launchers.without_leftovers(env or {})
-    return here | {name: env.get(name, value) for name, value in described.items()}
+    known = here | {name: env.get(name, value) for name, value in described.items()}
+    return {name: str(value) for name, value in known.items() if value is not None}
 
 
 def device_index(p: Placement, visible: int) -> int | None:
@@ -208,34 +201,19 @@ def _meeting(
 
 
 def _core_note(
-    env: Mapping[str, str], found: LauncherFacts, usable: int | None, bound_of: int | None
+    env: Mapping[str, str], found: LauncherFacts, usable: int | None, cores: int
 ) -> tuple[str, ...]:
-    """Defaults of srun and mpirun that make loading and the host's part of every step slow, and show nowhere."""
-    binder, here = found.launcher, found.facts["local_size"].number
-    asked = launchers.count(env, "SLURM_CPUS_PER_TASK")
-    if binder == "slurm" or (binder in _BELOW_TASKS and launchers.in_step(env)):
-        if usable is not None and usable < asked:
-            return (
-                f"SLURM_CPUS_PER_TASK is {asked} but this task may use {usable}, and srun does not ask sbatch; "
-                f"write `srun --cpus-per-task={asked}`",
-            )
-        # Of torchrun and `samestep run` a node has one, whose processes share the cores of its task.
-        binder, here = "slurm", here if binder == "slurm" else 1
-    if bound_of is None or binder in ("alone", *_BELOW_TASKS) or bound_of < 2 * here:
+    """srun and mpirun may bind a process to one core, which slows every step and shows nowhere."""
+    if usable is None or found.launcher in ("alone", *_BELOW_TASKS):
         return ()
-    how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(binder)
-    write = f"write `{how}={bound_of // here}`" if how else f"bind each to {bound_of // here}"
-    return (f"{binder} has bound this process to 1 of {bound_of} cores; {write}",)
-
-
-def _slurm_task() -> int:
-    """The outermost of the processes around this one that srun's variables were given to."""
-    task = os.getpid()
-    for pid, _ in _ancestors():
-        if not re.search(r"(^|\0)SLURM_PROCID=", read_text(Path(f"/proc/{pid}/environ"))):
-            break
-        task = pid
-    return task
+    # srun, since Slurm 22.05, does not read it from sbatch.
+    asked = launchers.count(env, "SLURM_CPUS_PER_TASK") if found.launcher == "slurm" else 0
+    asked = asked or (cores // found.facts["local_size"].number if usable == 1 else 0)
+    if usable >= asked:
+        return ()
+    how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(found.launcher)
+    write = f"write `{how}={asked}`" if how else f"bind each to {asked}"
+    return (f"{found.launcher} lets this process use {usable} of {counted(cores, 'core')}; {write}",)
 
 
 def _is_batch_script() -> bool:
