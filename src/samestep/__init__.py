@@ -50,6 +50,8 @@ _ELSEWHERE = {
     "size": "write samestep.init().size",
     "world_size": "write samestep.init().size",
     "device": "write samestep.init().device",
+    "is_main_process": "write samestep.init().rank == 0",
+    "print": "write print(...): `samestep run` shows rank 0's output alone",
     "barrier": "samestep's calls wait where it is needed; torch.distributed.barrier() waits elsewhere",
     "all_reduce": "write samestep.sum(value) or samestep.mean(value)",
     "all_gather": "write samestep.gather(value)",

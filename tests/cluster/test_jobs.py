@@ -58,12 +58,13 @@ def _reports(folder: Path) -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
+@pytest.mark.parametrize("chosen", [("--partition", "main"), ()], ids=["named", "default"])
 def test_more_nodes_than_the_partition_has_are_refused_before_the_queue(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, chosen: tuple[str, ...]
 ) -> None:
     (tmp_path / "train.py").touch()
     samestep = str(Path(sys.executable).with_name("samestep"))
-    words = ("submit", "--profile", "cpu-node", "--partition", "main", "--nodes", "5", "train.py")
+    words = ("submit", "--profile", "cpu-node", *chosen, "--nodes", "5", "train.py")
     command = cluster.command(samestep, *words, cwd=tmp_path)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2

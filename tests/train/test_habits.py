@@ -84,6 +84,8 @@ def test_a_dataloader_is_taken_over_with_its_order(world, data, options):
             lambda: samestep.loader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 6, False)),
             "loader got a batch_sampler, and makes the batches itself; write loader(dataset, batch_size=..., sampler=",
         ),
+        (lambda: samestep.loader(DATA, 6, shufle=True), "loader knows no option shufle; did you mean shuffle?"),
+        (lambda: samestep.steps(DataLoader(DATA, 6), 6, microbatch=2), "write steps(dl.dataset, batch_size="),
         (lambda: samestep.loader(DATA), "loader got no batch_size, the samples of one optimizer step"),
         (
             lambda: samestep.replicate(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())),
@@ -127,6 +129,26 @@ def test_errors_of_torch_and_python_get_the_line_to_write(world):
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         model(torch.ones(1, 1))
     assert "replicate(model, sync_batchnorm=True)" in remedies(caught.value)
+
+
+@pytest.mark.sizes(1, 2)
+@pytest.mark.parametrize(
+    ("habit", "remedy"),
+    [
+        (lambda: samestep.loader(DATA, 6).sampler.set_epoch(1), "leave set_epoch out"),
+        (lambda: samestep.Checkpoint("ck", model=nn.Linear(1, 1)).save(), "commit()"),
+        (lambda: samestep.Checkpoint("ck", model=nn.Linear(1, 1)).load(), "resume()"),
+        (lambda: samestep.load("x.pt", map_location="cpu"), "leave it out"),
+        (lambda: samestep.init().is_main_process, "world.rank == 0"),
+        (lambda: samestep.init().world_size, "world.size"),
+    ],
+    ids=["sampler", "save", "load", "map_location", "main process", "world_size"],
+)
+def test_a_name_of_another_library_gets_the_line_to_write(world, tmp_path, monkeypatch, habit, remedy):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        habit()
+    assert remedy in remedies(caught.value)
 
 
 def test_names_of_other_libraries_name_ours():

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import verb
+from samestep.cli.output import print_table, verb
 from samestep.errors import CheckpointError
 from samestep.files import open_directory
 from samestep.state import file as state_file
@@ -60,12 +60,13 @@ def _row(dir_fd: int, found: Found, verify: bool) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
-    click.echo(f"{'step':>10}  {'committed':<19}  {'size':>9}  state  from")
+    table: list[tuple[object, ...]] = [("step", "committed", "size", "state", "from")]
     for row in rows:
         meta = row.get("meta", {})
         made = " ".join(f"{key}={value}" for key, value in meta.items() if key not in _IN_COLUMNS)
-        columns = f"{row['step']:>10}  {_when(meta):<19}  {size(row.get('bytes', 0)):>9}  {row['state']:<5}"
-        click.echo(f"{columns}  {printable(row.get('why', made))}".rstrip())
+        told = printable(row.get("why", made))
+        table.append((row["step"], _when(meta), size(row.get("bytes", 0)), row["state"], told))
+    print_table(table)
 
 
 def _when(meta: dict[str, Any]) -> str:

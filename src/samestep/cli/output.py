@@ -4,8 +4,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Any
 
 import click
@@ -16,6 +18,10 @@ from samestep.text import reason_of
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # also what turns the direction of text round, and the separators at which a reader may break a line
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+_NUMBER = re.compile("[0-9.:]*( [kMG]B)?|-")
+_LAST_COLUMN = 10  # characters that the last column of a table has at least
 
 
 class _Verb(click.Command):
@@ -75,6 +81,26 @@ def progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
         bar = bars.add_task("", total=total, more="")
         yield lambda done, text, more: bars.update(bar, completed=done, description=text, more=more)
         bars.update(bar, completed=total)
+
+
+def print_table(rows: Sequence[Sequence[object]]) -> None:
+    """Rows in columns, the heading first; on a terminal too narrow for them, each row as lines of its own."""
+    columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
+    wide = [max(map(len, column)) for column in columns]
+    # what is in the last column may be long, and goes on in the terminal's next line
+    room = get_terminal_size((sys.maxsize, 0)).columns
+    if sum(wide[:-1]) + 2 * len(wide) + _LAST_COLUMN > room:
+        for row in zip(*(column[1:] for column in columns), strict=True):
+            click.echo(row[0])
+            for heading, cell in zip(rows[0][1:], row[1:], strict=True):
+                click.echo(fill(f"{heading} {cell}", room, initial_indent="  ", subsequent_indent="    "))
+        return
+    right = [all(map(_NUMBER.fullmatch, column[1:])) for column in columns]
+    for row in zip(*columns, strict=True):
+        cells = zip(row, wide, right, strict=True)
+        click.echo(
+            "  ".join(f"{cell:{'>' if number else '<'}{width}}" for cell, width, number in cells).rstrip()
+        )
 
 
 def harmless(text: object) -> str:

@@ -6,11 +6,10 @@ from dataclasses import asdict
 
 import click
 
-from samestep.cli.output import print_json, verb
+from samestep.cli.output import print_json, print_table, verb
 from samestep.errors import UsageError
 from samestep.start.profiles import MEANS, load_profile, profile_paths
 from samestep.start.slurm import Job
-from samestep.text import counted
 
 
 @verb("samestep profiles")
@@ -46,9 +45,7 @@ def command(as_json: bool, name: str | None) -> None:
                 click.echo(f"{key.replace('_', '-')} = {written}  # {MEANS[key]}")
         click.echo(paths[name])
     else:
-        wide = max(map(len, found))
-        for one, profile in found.items():
-            job = Job(profile, "script.py")
-            cores = f", {job.cores} cores each" if job.cores else ""
-            click.echo(f"{one:{wide}}  {profile.about}: {counted(job.tasks, 'process')} a node{cores}")
+        jobs = {one: Job(profile, "script.py") for one, profile in found.items()}
+        rows = [(one, job.tasks, job.cores or "-", job.profile.about) for one, job in jobs.items()]
+        print_table([("profile", "processes/node", "cores/process", "for"), *rows])
     raise SystemExit(code)

@@ -1,13 +1,16 @@
 """`samestep runs`: lists what was run, the newest first, from files alone."""
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import click
 
-from samestep.cli.output import print_json, verb
+from samestep.cli.output import print_json, print_table, verb
 from samestep.measure.runs import list_runs, root_of
 from samestep.text import printable
+
+_HEADING = ("run", "state", "ranks", "step", "steps/s", "started", "took", "command")
 
 
 @verb("samestep runs")
@@ -28,19 +31,13 @@ def command(directory: str | None, as_json: bool) -> None:
     if not rows:
         click.echo(f"no runs in {root}")
         return
-    names = [printable(row["run"].rpartition("/")[2]) for row in rows]
-    wide, states = max(map(len, names)), max(len(row["state"]) for row in rows)
-    click.echo(
-        f"{'run':{wide}}  {'state':{states}}  ranks    step  steps/s  {'started':<16}      took  command"
-    )
-    for name, row in zip(names, rows, strict=True):
-        click.echo(f"{name:{wide}}  {row['state']:{states}}  {_columns(row)}  {row['command']}")
+    print_table([_HEADING, *map(_cells, rows)])
 
 
-def _columns(row: dict[str, Any]) -> str:
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    name = printable(row["run"].rpartition("/")[2])
     step = "-" if row["step"] is None else row["step"]
     speed = f"{row['steps_per_second']:.3g}" if row["steps_per_second"] else "-"
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["started"]))
-    hours, rest = divmod(int(row["seconds"]), 3600)
-    took = f"{hours}:{rest // 60:02}:{rest % 60:02}"
-    return f"{row['ranks']:>5}  {step:>6}  {speed:>7}  {started:<16}  {took:>8}"
+    started = time.strftime("%m-%d %H:%M", time.localtime(row["started"]))
+    took = timedelta(seconds=int(row["seconds"]))
+    return name, row["state"], row["ranks"], step, speed, started, took, row["command"]

@@ -130,15 +130,17 @@ def write_script(job: Job, said: Sequence[str]) -> Path:
 
 def check_nodes(profile: Profile) -> None:
     """Refuse more nodes than the partition has, which would wait in the queue for ever."""
-    if not profile.partition:
-        return
-    command = ["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D"]
+    chosen = [f"--partition={profile.partition}"] if profile.partition else []
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-        have = sum(map(int, done.stdout.split())) if done.returncode == 0 else 0
-        if 0 < have < profile.nodes:
+        done = subprocess.run(["sinfo", "-h", "-o%P %D", *chosen], capture_output=True, text=True, timeout=10)
+        rows = [line.split() for line in done.stdout.splitlines()]
+        # a star marks the partition of jobs that name none
+        nodes = [(name, int(number)) for name, number in rows if chosen or name.endswith("*")]
+        have = sum(number for _, number in nodes)
+        if nodes and have < profile.nodes:
+            name = nodes[0][0].rstrip("*")
             raise UsageError(
-                f"nodes {profile.nodes} is more than the {have} of partition {profile.partition}; use at most {have}"
+                f"nodes {profile.nodes} is more than the {have} of partition {name}; use at most {have}"
             )
 
 

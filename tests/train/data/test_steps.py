@@ -46,6 +46,21 @@ def in_steps(microbatch, epochs=2, zero=True, **options):
 
 
 @pytest.mark.sizes(1, 2, 3)
+def test_the_shares_of_the_microbatches_make_the_mean_of_a_step(world):
+    train = samestep.steps(dataset(), 8, microbatch=3, shuffle=True, seed=0)
+    model = samestep.replicate(network())
+    x, y = dataset().tensors
+    for step, rows in zip(train, order(SAMPLES, 0, 0, True).split(8), strict=True):
+        mean = 0.0
+        for inputs, labels in step:
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            mean += loss.item() * train.share
+        with torch.no_grad():
+            assert samestep.sum(mean) == pytest.approx(F.cross_entropy(model(x[rows]), y[rows]).item())
+
+
+@pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("microbatch", [1, 2])
 def test_a_step_has_the_gradient_of_its_whole_batch(world, microbatch, exact):

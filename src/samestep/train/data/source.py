@@ -6,6 +6,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
@@ -107,10 +108,11 @@ def source_of(
 ) -> FromMemory | FromWorkers:
     if refused := options.keys() & _OURS:
         raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
-    if unknown := options.keys() - inspect.signature(DataLoader.__init__).parameters.keys():
-        raise UsageError(
-            f"loader knows no option {', '.join(sorted(unknown))}; it takes those of torch's DataLoader"
-        )
+    known = inspect.signature(DataLoader.__init__).parameters.keys()
+    if unknown := sorted(options.keys() - known):
+        near = get_close_matches(unknown[0], known, 1)
+        remedy = f"did you mean {near[0]}?" if near else "it takes those of torch's DataLoader"
+        raise UsageError(f"loader knows no option {', '.join(unknown)}; {remedy}")
     # elsewhere there is nothing to pin for, and torch may fail at it
     pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and overlaps(device)
     if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:

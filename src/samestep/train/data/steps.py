@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Unpack
 
 import torch
+from torch.utils.data import DataLoader
 
 from samestep.errors import UsageError
 from samestep.train.data.batches import Batch, Planned
@@ -41,6 +42,8 @@ def steps(
             optimizer.step()
             optimizer.zero_grad()
     """
+    if isinstance(dataset, DataLoader):
+        raise UsageError("steps got a DataLoader; write steps(dl.dataset, batch_size=..., microbatch=...)")
     made: Steps[Item] = Steps(
         dataset, batch_size, microbatch, shuffle, drop_last, seed, dict(options), joined()
     )
@@ -48,7 +51,7 @@ def steps(
 
 
 class Steps(Loader["Step[Item]"], Generic[Item]):
-    """Batches in microbatches; where it is, is said in samples, as for a loader."""
+    """Batches in microbatches; `share` is the part of the step that the last microbatch is."""
 
     def __init__(self, dataset: Any, batch_size: int, microbatch: int, *others: Any) -> None:
         super().__init__(dataset, batch_size, *others)
@@ -99,7 +102,7 @@ class Step(Generic[Item]):
     def __init__(self, of: Steps[Item], this: Pass, piece: Piece) -> None:
         world = of._world
         self.piece = piece
-        self._spine, self._pass = of._spine, this
+        self._of, self._spine, self._pass = of, of._spine, this
         self.count = -(-piece.all // of.microbatch)
         self._indices = range(*cut(self.count, world.size, world.rank))
         self._lent = this.training and not self._indices
@@ -122,6 +125,7 @@ class Step(Generic[Item]):
             self._left -= 1
             batch, _ = next(self.batches)
             microbatch = self.share(at, index)
+            self._of.share = microbatch.mine / microbatch.all
             self._spine.hand_out(microbatch, batch)
             self._spine.begin_microbatch(microbatch)
             yield batch
