@@ -101,6 +101,8 @@ def run(case, home, *options, patience_s=60, limit_s=LIMIT_S):
 def fault(case, code, lines, line):
     """What is wrong with what was said of a hang; nothing where it was right."""
     report = "\n".join(text for _, text in lines)
+    if line is None and case.kind != "skip":
+        return f"the rank never got stuck\n{report}"
     where = f"stuck.py:{line}"
     if f"failed on rank {case.rank} of {case.size}" not in report:
         return f"another rank is the run's cause, or none\n{report}"
@@ -117,10 +119,12 @@ def fault(case, code, lines, line):
         return f"it was said after {after:.1f} s"
     if f" for rank {case.rank}, which " not in said:
         return f"another rank was named: {said}"
+    if case.kind in ("skip", "uneven"):  # the rank is stuck nowhere: it goes on, or has come to its next call
+        return None
     # a loop is two lines below the one that told where it is
     wheres = [f"stuck.py:{line + below})" for below in range(3 if case.kind == "loop" else 1)]
     says_where = any(words in said for words in ([SAYS[case.kind]] if case.kind in SAYS else wheres))
-    return None if says_where or case.kind in ("skip", "uneven") else f"another line was named: {said}"
+    return None if says_where else f"another line was named: {said}"
 
 
 def untrue(case, slow_s, code, lines):

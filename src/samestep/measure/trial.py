@@ -21,6 +21,7 @@ from samestep.measure.runs import Run, read_run
 from samestep.placement.devices import share_cores
 from samestep.rundir import begin_run, log_path, start_record
 from samestep.start.python import scripts_python
+from samestep.start.scan import names_early_variable
 from samestep.start.script import Script, run_script
 
 _STOP_S = 2.0  # what workers have to end in once they are told to
@@ -121,6 +122,7 @@ class Trial:
             "size": self.size,
             "run_dir": str(self.directory),
             "env": dict(self.env),
+            "fork": self.size > 1 and not names_early_variable(Path(self.script[0])),
         }
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 
 from samestep.files import unnamed_file
-from samestep.start.worker import Guardian, Started, WorkerSpec, end_with, started
+from samestep.start.python import scripts_python
+from samestep.start.worker import Guardian, Started, WorkerSpec, started
 
 _FILE = Path(__file__).with_name("warm.py")
 _CHILD_SUBREAPER = 36
@@ -33,11 +34,10 @@ class Warm:
     """The warm processes of a launcher: one that forks, or spare ones, each of which becomes a rank."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], size: int, errors: Path, guardian: Guardian
+        self, path: Sequence[str], env: Mapping[str, str], size: int, errors: Path, guardian: Guardian
     ) -> None:
-        """For this command; what they write goes to the file `errors`."""
-        folder = os.getcwd() if command[1] == "-m" else os.path.dirname(os.path.realpath(command[1]))
-        self._new = partial(_Warm, command[0], folder, env, errors, guardian)
+        """For scripts that search modules in `path` first; what they write goes to the file `errors`."""
+        self._new = partial(_Warm, path, env, errors, guardian)
         self._size, self._all, self._tend_at = size, list[_Warm](), 0.0
 
     def tend(self, now: float) -> None:
@@ -54,10 +54,10 @@ class Warm:
         spares = self._size if any(warm.is_ready() and not warm.forks for warm in self._all) else 1
         self._all += [self._new() for _ in range(spares - len(self._all))]
 
-    def wait(self, signals: int) -> None:
+    def wait(self, *signals: int) -> None:
         """Until there is one to fork ranks from, for some time, or until a signal has come."""
         self.tend(time.monotonic())
-        select.select([self._all[0].orders.fileno(), signals], [], [], _READY_S)
+        select.select([self._all[0].orders.fileno(), *signals], [], [], _READY_S)
 
     def start(self, spec: WorkerSpec) -> Started:
         """A rank from a warm process, or where none answers from Python."""
@@ -98,21 +98,18 @@ class _Rank:
 class _Warm:
     """One such process."""
 
-    def __init__(
-        self, python: str, folder: str, env: Mapping[str, str], errors: Path, guardian: Guardian
-    ) -> None:
+    def __init__(self, path: Sequence[str], env: Mapping[str, str], errors: Path, guardian: Guardian) -> None:
         self.orders, theirs = socket.socketpair()
         self._guardian = guardian
         with theirs, errors.open("ab") as file:
             self.process = Popen(
-                [python, str(_FILE), folder],
+                [scripts_python(), str(_FILE), *path],
                 bufsize=0,
                 env=env,
                 stdin=theirs.fileno(),
                 stdout=DEVNULL,
                 stderr=file,
                 start_new_session=True,
-                preexec_fn=partial(end_with, os.getpid()),
             )
         guardian.watch(self.process.pid)
         self.forks: bool | None = None  # not known before it is ready

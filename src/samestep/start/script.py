@@ -108,9 +108,11 @@ class _Run:
         self._slots = {name: stack.enter_context(unnamed_file(name=SLOTS[0])).fileno() for name in slots}
         self._warm: Warm | None = None
         if script.is_warmable:
-            env = {**_defaults(self._threads), **os.environ, **script.env}
+            env = {**defaults(self._threads), **os.environ, **script.env}
             errors = log_path(self._directory, 0).with_name("warm.log")
-            self._warm = Warm(script.command, env, script.size, errors, self._guardian)
+            what = script.command[1]
+            folder = os.getcwd() if what == "-m" else os.path.dirname(os.path.realpath(what))
+            self._warm = Warm([folder], env, script.size, errors, self._guardian)
             stack.callback(self._warm.close)
             if script.fork:
                 self._warm.wait(self._signals)
@@ -212,13 +214,14 @@ class _Run:
 
 def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:
     """A worker's environment: the placement, what it is told, the user's variables, and defaults, in this order."""
-    env = {**_defaults(threads), **os.environ, **told, **exports(place, told)}
+    env = {**defaults(threads), **os.environ, **told, **exports(place, told)}
     # Set by a torchrun around this; it would have rank 0 dial a store instead of opening one.
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return env
 
 
-def _defaults(threads: int) -> dict[str, str]:
+def defaults(threads: int) -> dict[str, str]:
+    """Variables that a worker has where the user has set none."""
     python = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return {**python, "OMP_NUM_THREADS": str(threads), CUBLAS: FIXED_CUBLAS[0]}
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
 
@@ -18,10 +19,11 @@ from samestep.placement.devices import share_cores
 from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.start.call import BOOT
+from samestep.start.fork import Warm
 from samestep.start.memory import explain_kill, watch_kills
 from samestep.start.nodes import NodeRanks
 from samestep.start.output import OUT
-from samestep.start.script import worker_env
+from samestep.start.script import defaults, worker_env
 from samestep.start.supervise import WorkerGroup
 from samestep.start.worker import Guardian, Worker, WorkerSpec, fill_standard_descriptors
 from samestep.tracebacks import describe_end, last_words
@@ -60,6 +62,8 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         key = stack.enter_context(handed_on(secrets.token_bytes(32)))
         told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
         ranks = NodeRanks(0, size, 0, 1, "127.0.0.1", port)
+        guardian = stack.enter_context(Guardian())
+        warm = _warm(size, threads, guardian, stack)
         specs = [
             WorkerSpec(
                 rank,
@@ -73,11 +77,22 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
             )
             for rank, call in enumerate(calls)
         ]
-        group = WorkerGroup(specs, stack.enter_context(Guardian()))
+        group = WorkerGroup(specs, guardian, warm=warm)
         outcome = group.watch()
         if outcome.cause is not None:
             _raise(outcome.cause, calls[outcome.cause.rank], size, explain_kill(outcome.cause.pid, kills))
         return [_value(rank, call) for rank, call in enumerate(calls)]
+
+
+def _warm(size: int, threads: int, guardian: Guardian, stack: ExitStack) -> Warm | None:
+    """A process to fork the ranks from, where the function may need torch: then it is imported once for all of them."""
+    if size == 1 or "torch" not in sys.modules:
+        return None
+    path = [os.path.abspath(place) for place in sys.path]
+    warm = Warm(path, {**defaults(threads), **os.environ}, size, Path(os.devnull), guardian)
+    stack.callback(warm.close)
+    warm.wait()
+    return warm
 
 
 class _Caller:

@@ -6,9 +6,9 @@ would be, with torch imported before its first line.
 
 import sys
 
-# The script's directory comes first, as it does when the script itself imports torch.
+# What the script's own Python would search comes first, as it does when the script itself imports torch.
 if not sys.flags.safe_path:
-    sys.path[0] = sys.argv[1]
+    sys.path[:1] = sys.argv[1:]
 
 import builtins
 import ctypes
@@ -46,6 +46,8 @@ def main() -> None:
     """Wait for orders until one makes this process a rank, or the launcher has gone."""
     orders = socket.socket(fileno=os.dup(0))
     libc = ctypes.CDLL(None)
+    if sys.platform == "linux":
+        libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     _load()
     orders.sendall(b"forks" if _is_forkable() else b"spare")
     while (received := _received(orders)) is not None:
@@ -144,6 +146,8 @@ def _run(command: list[str]) -> None:
     try:
         if sys.argv[0] == "-m":
             runpy._run_module_as_main(sys.argv.pop(1))  # type: ignore[attr-defined]
+        elif sys.argv[0] == "-c":
+            exec(compile(sys.argv.pop(1), "<string>", "exec", dont_inherit=True), vars(module))
         else:
             path = os.path.abspath(sys.argv[0])
             vars(module).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
