@@ -95,7 +95,8 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["-n", "gpu", "show.py"], 2, "-n gpu asks for a process on each device, but none is visible"),
         (["--devices", "0", "show.py"], 2, "names devices, but none is visible here"),
         (["--nnodes", "2", "show.py"], 2, "--nodes 2 does not say where the nodes meet; add --rendezvous"),
-        (["--nodes=1:4", "show.py"], 2, "--nodes 1:4 is no fixed number of nodes"),
+        (["--nodes=4:1", "show.py"], 2, "--nodes 4:1 is no number of nodes"),
+        (["--nodes=1:4", "show.py"], 2, "--nodes 1:4 does not say where the nodes meet"),
         (
             ["--nodes=2", "--node-rank=2", "show.py"],
             2,

@@ -41,9 +41,9 @@ def free_port():
         return free.getsockname()[1]
 
 
-def started(launcher, sizes, *options):
+def started(launcher, sizes, *options, nodes=None):
     at = f"tcp://127.0.0.1:{free_port()}"
-    several = ["--nodes", str(len(sizes)), "--rendezvous", at]
+    several = ["--nodes", nodes or str(len(sizes)), "--rendezvous", at]
     return [
         launcher.start("-n", str(size), *several, "--node-rank", str(node), *options)
         for node, size in enumerate(sizes)
@@ -100,6 +100,69 @@ def test_a_launcher_that_is_killed_is_named_by_the_others(launcher):
         code, _, err = nodes[node].finish()
         assert code == 1
         assert re.search(r": node 1 \(.*\) was lost: its process has ended or its network is cut$", err, re.M)
+
+
+# Every rank of the first start waits; a later start tells how many ranks it has, and ends.
+LATER = """
+import os, time
+again, size, rank = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "RANK"))
+with open(f"up{again}-{size}", "a") as file:
+    file.write(f"{rank}\\n")
+while again == "0":
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_nodes_that_are_left_go_on_without_a_lost_one(launcher, lost):
+    launcher.write(LATER)
+    nodes = started(launcher, (1, 1, 1), "--no-fork", "--max-restarts", "1", "train.py", nodes="2:3")
+    nodes[0].wait_for_lines("up0-3", 3)
+    nodes[lost].process.kill()
+    nodes[lost].finish()
+    for code, _, err in (node.finish() for node in nodes if node is not nodes[lost]):
+        assert (code, "was lost" in err, "samestep: going on with 2 nodes" in err) == (0, True, True)
+    assert sorted((launcher.home / "up1-2").read_text().split()) == ["0", "1"]
+
+
+def test_fewer_nodes_than_are_enough_do_not_go_on(launcher):
+    launcher.write(LATER)
+    nodes = started(launcher, (1, 1, 1), "--no-fork", "--max-restarts", "1", "train.py", nodes="2:3")
+    nodes[0].wait_for_lines("up0-3", 3)
+    for node in nodes[1:]:
+        node.process.kill()
+    for node in nodes[1:]:
+        node.finish()
+    code, _, err = nodes[0].finish()
+    assert (code, "was lost" in err) == (1, True)
+    assert not (launcher.home / "up1-1").exists()
+
+
+def test_a_node_that_comes_in_the_place_of_a_lost_one_is_waited_for(launcher):
+    launcher.write(LATER)
+    several = ("--nodes", "2", "--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--max-restarts", "1")
+    words = [("-n", "1", *several, "--no-fork", "--node-rank", str(node), "train.py") for node in range(2)]
+    nodes = [launcher.start(*of_node) for of_node in words]
+    nodes[0].wait_for_lines("up0-2", 2)
+    nodes[1].process.kill()
+    nodes[1].finish()
+    again = launcher.start(*words[1])
+    code, _, err = nodes[0].finish()
+    assert (code, "samestep: going on with 2 nodes" in err, again.finish()[0]) == (0, True, 0)
+    assert sorted((launcher.home / "up1-2").read_text().split()) == ["0", "1"]
+
+
+def test_the_wait_for_another_node_ends_at_an_interrupt(launcher):
+    launcher.write(LATER)
+    nodes = started(launcher, (1, 1), "--no-fork", "--max-restarts", "1", "train.py")
+    nodes[0].wait_for_lines("up0-2", 2)
+    nodes[1].process.kill()
+    nodes[1].finish()
+    while "restart 1 of 1" not in nodes[0].process.stderr.readline():
+        continue
+    time.sleep(0.5)
+    nodes[0].process.send_signal(signal.SIGINT)
+    assert nodes[0].finish()[0] == 130
 
 
 @pytest.mark.parametrize("option", ["--fork", "--no-fork"])

@@ -107,7 +107,12 @@ def _torchruns_options(command: Any) -> Any:
 @click.option(
     "--signals-to-handle", metavar="NAMES", help="More signals to pass on to the workers, such as SIGQUIT."
 )
-@click.option("--nodes", "--nnodes", metavar="N", help="Machines that run this command together  [1]")
+@click.option(
+    "--nodes",
+    "--nnodes",
+    metavar="N",
+    help="Machines that run this command together, or 1:2 where 1 of 2 is enough to go on  [1]",
+)
 @click.option("--node-rank", type=click.IntRange(0), metavar="K", help="Number of this machine, from 0.")
 @click.option(
     "--rendezvous",
@@ -219,7 +224,9 @@ def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
         if options["node_rank"] or options["nodes"] not in (None, "1", "1:1"):
             raise UsageError("--standalone is 1 node; leave it out, or --nodes and --node-rank")
         return None
-    if options["nodes"]:
+    # of a Slurm step only how many nodes are enough is to be said
+    is_of_step = ":" in (options["nodes"] or "") and "SLURM_STEP_ID" in os.environ
+    if options["nodes"] and not (is_of_step and not options["rendezvous"]):
         return by_hand(options, _title(options, script))
     # Variables of a rank that this process inherited do not describe the processes to be started.
     here = place({name: value for name, value in os.environ.items() if name not in _OF_A_RANK})
@@ -228,7 +235,9 @@ def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
         if step:
             click.echo(f"samestep: {explanation(os.environ)}", err=True)
             os.execv(step[0], step)
-    where = by_step(here, options["wait"])
+    where = by_step(here, options["wait"], options["nodes"])
+    if where is None and options["nodes"]:
+        return by_hand(options, _title(options, script))
     if where is None:
         check_alone(options)
     return where

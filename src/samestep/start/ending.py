@@ -43,15 +43,13 @@ def ending(
     return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
 
 
-def restarting(outcome: Outcome, run: Path, count: int, most: int) -> str:
-    """The line between an attempt and the next."""
-    how, cause = f"exit code {outcome.status}", outcome.cause
-    if cause is not None:
-        traceback = outcome.traceback
-        what = traceback.exception[0] if traceback else describe_end(outcome.status)
-        step = step_of(run, cause.rank)
-        how = f"rank {cause.rank} failed{'' if step is None else f' in step {step}'} ({what})"
-    return f"{how}: restart {count} of {most}"
+def restarting(outcome: Outcome, run: Path) -> str:
+    """What the line between an attempt and the next says of the first one."""
+    if (cause := outcome.cause) is None:
+        return f"exit code {outcome.status}"
+    what = outcome.traceback.exception[0] if outcome.traceback else describe_end(outcome.status)
+    step = step_of(run, cause.rank)
+    return f"rank {cause.rank} failed{'' if step is None else f' in step {step}'} ({what})"
 
 
 def step_of(run: Path, rank: int) -> int | None:

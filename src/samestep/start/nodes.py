@@ -1,7 +1,7 @@
 """Several machines' launchers as one: who brings how many processes, where their ranks meet, and who failed.
 
 Covered: another number of processes on each node, restarts of all together, a node that fails, ends or falls
-silent. Not covered: going on without a node that is lost.
+silent, and going on without a lost node or with another in its place. Not covered: more nodes than at the start.
 """
 
 import os
@@ -31,6 +31,7 @@ from samestep.rundir import CHECKPOINTED, read_record
 _SILENCE_S = 10.0
 _TORCHRUN_PORT = 29_400
 _END_S = 60.0
+_AGAIN_S = 20.0  # what the nodes that are left have to find each other in
 _ECHO_S = 2.0
 _LONE_S = 30.0
 # Of the ranks of other nodes that wait, or are waited for.
@@ -46,6 +47,7 @@ class NodeMeeting(NamedTuple):
     name: str = ""
     ports: Sequence[int] = ()
     file: Path | None = None
+    least: int = 0  # nodes that go on where others are lost; 0: all of them
 
 
 class NodeRanks(NamedTuple):
@@ -76,13 +78,18 @@ class End(NamedTuple):
     step: int = -1  # the furthest that a rank of the node came to
 
 
+class Past(NamedTuple):
+    """What a run has been through: its starts after the first, those since it got further, and its furthest step."""
+
+    generation: int = 0
+    used: int = 0
+    furthest: int = -1
+
+
 def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
     """What the command line says of several nodes; None where it is about one."""
-    text = str(options["nodes"] or "1")
+    least, count = numbers_of_nodes(str(options["nodes"] or "1"))
     number = options["node_rank"]
-    if not re.fullmatch("[1-9][0-9]{0,4}(:[0-9]+)?", text) or len(set(text.split(":"))) > 1:
-        raise UsageError(f"--nodes {text} is no fixed number of nodes; write one, such as --nodes 2")
-    count = int(text.split(":")[0])
     if number is not None and not number < count:
         raise UsageError(f"--node-rank {number} does not fit --nodes {count}; count from 0 to {count - 1}")
     if count == 1:
@@ -91,8 +98,8 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
     at = options["rendezvous"] or (f"tcp://{address}:{port}" if address else None)
     if at is None:
         raise UsageError(
-            f"--nodes {count} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node 0, or "
-            "file:///PATH in a directory that all share"
+            f"--nodes {options['nodes']} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node "
+            "0, or file:///PATH in a directory that all share"
         )
     me = _member(-1 if number is None else number, count, options["rdzv_id"] or "", options["wait"])
     me = replace(me, script=script)
@@ -102,11 +109,23 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
             raise UsageError("--rendezvous file:// does not say which node is the first; add --node-rank")
         file = Path(rest).absolute()
         advice = f"there is no note of it at {file}, which all nodes have to see"
-        return NodeMeeting(replace(me, run=me.run or at, advice=advice), file=file)
+        return NodeMeeting(replace(me, run=me.run or at, advice=advice), file=file, least=least)
     name, _, port = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", str(_TORCHRUN_PORT))
     if kind not in ("", "tcp") or not name or not 0 < int(port) < 1 << 16:
         raise UsageError(f"--rendezvous {at} is no meeting point; write tcp://HOST:PORT or file:///PATH")
-    return NodeMeeting(me, name.strip("[]"), [int(port)])
+    return NodeMeeting(me, name.strip("[]"), [int(port)], least=least)
+
+
+def numbers_of_nodes(text: str) -> tuple[int, int]:
+    """With how many nodes a run may go on, and how many it begins with: of `2`, or of `1:2`."""
+    found = re.fullmatch("([1-9][0-9]{0,4})(?::([0-9]{1,5}))?", text)
+    least, count = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if least > count:
+        raise UsageError(
+            f"--nodes {text} is no number of nodes; write one, such as --nodes 2, or --nodes 1:2 for 2 of which 1 is "
+            "enough to go on"
+        )
+    return least, count
 
 
 def check_alone(options: Mapping[str, Any]) -> None:
@@ -121,7 +140,7 @@ def check_alone(options: Mapping[str, Any]) -> None:
         )
 
 
-def by_step(here: Placement, limit_s: float) -> NodeMeeting | None:
+def by_step(here: Placement, limit_s: float, nodes: str | None = None) -> NodeMeeting | None:
     """One launcher on each node of a Slurm step; None where this is not one of several."""
     if here.size == 1 or here.launcher == "alone":
         return None
@@ -130,8 +149,13 @@ def by_step(here: Placement, limit_s: float) -> NodeMeeting | None:
             f"{here.launcher} started {here.size} of `samestep run` on {here.nodes} nodes; start one on each node "
             "(srun --ntasks-per-node=1), or the script itself, or add --standalone"
         )
-    ports = port_choices(here.master_port)
-    return NodeMeeting(_member(here.node, here.nodes, here.run or "", limit_s), here.master_addr, ports)
+    least, count = numbers_of_nodes(nodes or str(here.nodes))
+    if count != here.nodes:
+        raise UsageError(
+            f"--nodes {nodes} does not fit the {here.nodes} nodes of the Slurm step; leave it out"
+        )
+    me = _member(here.node, here.nodes, here.run or "", limit_s)
+    return NodeMeeting(me, here.master_addr, port_choices(here.master_port), least=least)
 
 
 class Launchers:
@@ -139,10 +163,14 @@ class Launchers:
 
     def __init__(self, where: NodeMeeting | None) -> None:
         """Waits until all have come; RankMissing says who has not."""
-        self._peers = _peers(where) if where else None
-        self.node, self.nodes = (self._peers.number, self._peers.size) if self._peers else (0, 1)
-        self._lost: str | None = None
+        self._where, self._hosts = where, [""]
         self._began = 0.0
+        self._meet(_peers(where) if where else None)
+
+    def _meet(self, peers: Tree | None) -> None:
+        self._peers = peers
+        self.node, self.nodes = (peers.number, peers.size) if peers else (0, 1)
+        self.lost: RankMissing | None = None
         self._stop_at = inf
         self._elsewhere: dict[int, tuple[float, list[RankState]]] = {}
 
@@ -157,28 +185,58 @@ class Launchers:
             time.sleep(0.1)
         return None
 
-    def begin(self, size: int, address: str, port: int) -> NodeRanks:
-        """What is this node's in the next attempt, which has a new key; the address is for a run of this node alone."""
+    def meet_again(self) -> None:
+        """After a node was lost: without it where fewer may go on, otherwise with one in its place; or RankMissing."""
+        assert self._where is not None
+        assert self._peers is not None
+        assert self.lost is not None
+        me, _, ports, file, least = self._where
+        self._peers.leave()
+        if least in (0, me.size):
+            self._meet(_peers(self._where._replace(me=replace(me, number=self.node))))
+            return
+        left, lost = list(range(self.nodes)), self.lost
+        while True:
+            left = [node for place, node in enumerate(left) if place not in lost.ranks]
+            if len(left) < least or self.node not in left:
+                raise RankMissing(f"{self.lost}, and {len(left)} of at least {least} nodes are left")
+            # those who have lost the same nodes are a run of their own
+            run = f"{me.run}, {left} of {self._hosts}"
+            who = replace(me, run=run, number=left.index(self.node), size=len(left), limit_s=_AGAIN_S)
+            try:
+                at = NodeMeeting(who, self._hosts[left[0]], ports, file, least)
+                self._meet(_peers(at) if len(left) > 1 else None)
+                return
+            except RankMissing as error:
+                lost = error
+
+    def begin(self, size: int, address: str, port: int, past: Past) -> tuple[NodeRanks, list[Past]]:
+        """What is this node's in the next attempt, which has a new key, and what the nodes have been through.
+
+        The address is for a run of this node alone.
+        """
         if self._peers:
             self._peers.take_news()
             address = self._peers.position.address or address
         self._stop_at = inf
         self._elsewhere.clear()
-        mine = [size, address, port, secrets.token_hex(32)]
-        sizes, hosts, ports, words = zip(*self._gather(mine), strict=True)
+        mine = [size, address, port, secrets.token_hex(32), past]
+        sizes, hosts, ports, words, pasts = zip(*self._gather(mine), strict=True)
+        self._hosts = list(hosts)
         # The word of node 0 is no secret: it was sent over the network.
         self.key = (
             derive(key_of_user(os.environ), "run", words[0]) if self._peers else secrets.token_bytes(32)
         )
         self._began = time.monotonic()
-        return NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, hosts[0], ports[0])
+        ranks = NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, hosts[0], ports[0])
+        return ranks, [Past(*told) for told in pasts]
 
     def should_stop(self) -> bool:
         """Whether another node's end is a reason to stop this one's workers; to be asked often."""
-        if self._lost is not None or self._peers is None:
-            return self._lost is not None
+        if self.lost is not None or self._peers is None:
+            return self.lost is not None
         if self._peers.lost:
-            self._lost = str(self._peers.lost)
+            self.lost = self._peers.lost
             return True
         now = time.monotonic()
         for node, news in self._peers.take_news():
@@ -197,7 +255,7 @@ class Launchers:
         fresh = [told for at, told in self._elsewhere.values() if now - at < _FRESH_S]
         elsewhere = [state for told in fresh for state in told]
         waits = any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in [*states, *elsewhere])
-        if self._peers and self._lost is None and waits:
+        if self._peers and self.lost is None and waits:
             self._peers.tell([_RANKS, states])
         return elsewhere
 
@@ -205,17 +263,17 @@ class Launchers:
         """Tell the others how it ended here, and hear on which node (-1: a lost one) the cause was, and its end."""
         mine = mine._replace(at=max(0.0, mine.at - self._began))
         try:
-            if self._lost is None:
+            if self.lost is None:
                 if mine.code and self._peers:
                     self._peers.tell(mine)
                 ends = [End(*end) for end in self._gather(mine)]
                 node = min(range(self.nodes), key=lambda node: _blame(ends[node]))
                 return node, ends[node]
         except RankMissing as error:
-            self._lost = str(error)
+            self.lost = error
         if (mine.code or mine.asked) and not mine.is_echo:
             return self.node, mine
-        return -1, End(1, self._lost, None, mine.asked, False, mine.at)
+        return -1, End(1, str(self.lost), None, mine.asked, False, mine.at, mine.step)
 
     def close(self) -> None:
         if self._peers:
@@ -236,7 +294,7 @@ def _member(number: int, count: int, run: str, limit_s: float) -> Member:
 
 
 def _peers(where: NodeMeeting) -> Tree:
-    me, name, ports, file = where
+    me, name, ports, file, _ = where
     if file:
         return note.meet(file, me)
     suffix = os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "") if len(ports) > 1 else ""

@@ -8,9 +8,10 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 
-from samestep.errors import UsageError
+from samestep.errors import RankMissing, UsageError
 from samestep.files import unnamed_file
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, share_cores
 from samestep.placement.place import Placement, exports
@@ -39,12 +40,12 @@ from samestep.start.output import Log, Terminal
 from samestep.start.python import scripts_python
 from samestep.start.restarts import Restarts
 from samestep.start.scan import names_early_variable
-from samestep.start.signals import PASSED_ON, signals_as_bytes
+from samestep.start.signals import PASSED_ON, Asked, ending_signals, signals_as_bytes
 from samestep.start.supervise import GRACE_S, Outcome, WorkerGroup
 from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, WorkerSpec, fill_standard_descriptors
 from samestep.steptimes import read_step_times
-from samestep.text import reason_of
+from samestep.text import counted, reason_of
 from samestep.tracebacks import exit_code
 
 _SAME_PLACE_S = 10
@@ -121,12 +122,27 @@ class _Run:
         """Start it as often as it takes; the exit code."""
         while True:
             node, end, group, outcome = self._attempt()
-            text = self._restarts.are_over(node, end)
+            text = self._restarts.are_over(end)
             if text is not None:
                 return self._finish(node, end, text, group)
-            self._terminal.say(
-                restarting(outcome, self._directory, self._restarts.used, self._script.max_restarts)
-            )
+            what = restarting(outcome, self._directory) if node >= 0 else end.text
+            self._terminal.say(f"{what}: restart {self._restarts.past.used} of {self._script.max_restarts}")
+            if self._launchers.lost:
+                try:
+                    self._go_on_without()
+                except Asked as asked:
+                    code = 128 + asked.number
+                    return self._finish(node, end._replace(code=code, asked=None), end.text or "", group)
+                except RankMissing as error:
+                    return self._finish(node, end, str(error), group)
+
+    def _go_on_without(self) -> None:
+        """Find the other nodes again after one was lost; a signal ends the wait for them."""
+        self._terminal.flush()
+        with ending_signals():
+            self._launchers.meet_again()
+            self._directory = _directory(self._script, self._launchers, self._began, self._directory)
+        self._terminal.say(f"samestep: going on with {counted(self._launchers.nodes, 'node')}")
 
     def _attempt(self) -> tuple[int, End, WorkerGroup, Outcome]:
         """Start all ranks and wait for their end; on which node the cause was, and how that ended."""
@@ -153,7 +169,7 @@ class _Run:
         record = {
             "exit_code": code,
             "seconds": round(time.time() - self._began, 3),
-            "restarts": self._restarts.generation,
+            "restarts": self._restarts.past.generation,
             "failure": text or None,
             "statuses": [worker.status for worker in group.workers],
         }
@@ -176,12 +192,13 @@ class _Run:
         if port is None:
             held, port = hold_port()
             stack.enter_context(held)
-        ranks = self._launchers.begin(script.size, script.address, port)
+        ranks, pasts = self._launchers.begin(script.size, script.address, port, self._restarts.past)
+        self._restarts.agree(pasts)
         key = {DESCRIPTOR: stack.enter_context(handed_on(self._launchers.key))}
         told = {
             "TORCHELASTIC_RUN_ID": self._launchers.run_name,
             **script.env,
-            "TORCHELASTIC_RESTART_COUNT": str(self._restarts.generation),
+            "TORCHELASTIC_RESTART_COUNT": str(self._restarts.past.generation),
             "TORCHELASTIC_MAX_RESTARTS": str(script.max_restarts),
             "SAMESTEP_RUN": str(run),
         }
@@ -189,12 +206,16 @@ class _Run:
         def lost(reason: str) -> None:
             self._terminal.say(f"logs in {run} cannot be written any more ({reason}); the run goes on")
 
+        for local_rank in range(script.size):
+            _forget(run, ranks.first + local_rank)
+        # of a start with more ranks, on a node that was lost since
+        for rank in count(ranks.total) if ranks.node == 0 else ():
+            if not _forget(run, rank):
+                break
         specs = []
         for local_rank, cores in enumerate(self._shares):
             place = ranks.place(local_rank, script.size)
             rank = place.rank
-            for path in (pulse_path(run, rank), failure_path(run, rank), stack_path(run, rank)):
-                path.unlink(missing_ok=True)
             specs.append(
                 WorkerSpec(
                     rank,
@@ -212,6 +233,18 @@ class _Run:
         return specs, ranks.total
 
 
+def _forget(run: Path, rank: int) -> bool:
+    """Remove what a rank of an older start told; whether there was any of it."""
+    told = [
+        path
+        for path in (pulse_path(run, rank), failure_path(run, rank), stack_path(run, rank))
+        if path.exists()
+    ]
+    for path in told:
+        path.unlink(missing_ok=True)
+    return bool(told)
+
+
 def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:
     """A worker's environment: the placement, what it is told, the user's variables, and defaults, in this order."""
     env = {**defaults(threads), **os.environ, **told, **exports(place, told)}
@@ -226,7 +259,7 @@ def defaults(threads: int) -> dict[str, str]:
     return {**python, "OMP_NUM_THREADS": str(threads), CUBLAS: FIXED_CUBLAS[0]}
 
 
-def _directory(script: Script, launchers: Launchers, began: float) -> Path:
+def _directory(script: Script, launchers: Launchers, began: float, known: Path | None = None) -> Path:
     """Node 0 makes the run's directory; another node makes its own only where it does not see node 0's."""
     try:
         started = start_record(script.command, script.size, began)
@@ -236,8 +269,8 @@ def _directory(script: Script, launchers: Launchers, began: float) -> Path:
         ) from error
     if launchers.nodes > 1:
         started["nodes"] = launchers.nodes
-    own = None if launchers.node else create_run(script.run_dir, os.environ, started)
-    return launchers.agree_on_run(own) or create_run(script.run_dir, os.environ, started)
+    own = None if launchers.node else known or create_run(script.run_dir, os.environ, started)
+    return launchers.agree_on_run(own) or known or create_run(script.run_dir, os.environ, started)
 
 
 def _progress(run: Path) -> str:
