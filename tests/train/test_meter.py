@@ -149,10 +149,10 @@ def test_backward_is_torchs_own_again_when_the_group_is_closed(run):
     source = """
     for (x,) in train:
         model(x).sum().backward()
-    assert torch.Tensor.backward.__module__ == "samestep.train.optimizers"
+    assert torch.autograd._engine_run_backward.__module__ == "samestep.train.backward"
     from samestep.train.group.world import close
     close()
-    assert torch.Tensor.backward.__module__ == "torch._tensor"
+    assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
     """
     assert run(source, 2)[0] == [0, 0]
 

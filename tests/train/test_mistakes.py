@@ -13,10 +13,9 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import RanksDiffer, UsageError
+from samestep.train.backward import Backward
 from samestep.train.data.loader import _Begun
 from samestep.train.group.world import joined
-from samestep.train.model.replicas import Replicas
-from samestep.train.optimizers import Optimizers
 from samestep.train.step import Spine
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -36,8 +35,8 @@ def batches(size):
 
 def look_again():
     group = joined()
-    group.the(Optimizers).close()
-    del group._members[Optimizers]
+    group._said.clear()
+    group.the(Backward)._losses_to_look_at = 3
 
 
 @pytest.mark.sizes(2, 3)
@@ -131,7 +130,7 @@ def test_losses_are_looked_at_in_the_first_steps_only(world):
     model = samestep.replicate(network())
     for x, y in samestep.loader(DATA, 6):
         F.mse_loss(model(x), y).backward()
-    assert joined().the(Optimizers)._losses_to_look_at == 0
+    assert joined().the(Backward)._losses_to_look_at == 0
 
 
 @pytest.mark.sizes(2, 3)
@@ -207,7 +206,7 @@ class Remembering(nn.Module):
 
 def test_a_buffer_that_each_rank_changes_from_its_own_share_is_named_once(world):
     model = samestep.replicate(Remembering())
-    joined().the(Replicas)._buffer_said = False
+    joined()._said.clear()
     with redirect_stderr(StringIO()) as said:
         for _ in range(2):
             for x, y in samestep.loader(DATA, 6):

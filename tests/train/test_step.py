@@ -213,12 +213,9 @@ def test_a_rank_that_takes_a_sample_of_another_has_no_weight(world):
     model, at = samestep.replicate(network()), spine()
     for (rows,) in samestep.loader(TensorDataset(SMALL[:1]), 4):
         assert at.is_lent == (world.rank > 0)
-        assert at.weight_to_come() == (world.size if world.rank == 0 else 0)
-        at.inside_model += 1
-        assert at.weight_to_come() == 1.0
-        at.inside_model -= 1
+        assert at.weight_here() == (world.size if world.rank == 0 else 0)
         torch.testing.assert_close(gradient(model, model(rows).square().mean()), serial(SMALL[:1]))
-    assert at.weight_to_come() == 1.0
+    assert at.weight_here() == 1.0
 
 
 @pytest.mark.sizes(2, 3)
@@ -240,7 +237,7 @@ def test_ranks_at_different_samples_are_named_at_their_next_message(world, monke
 @pytest.mark.sizes(2, 3)
 def test_two_loaders_that_split_differently_are_said_once_where_an_input_is_computed(world):
     model = samestep.replicate(network())
-    spine()._unlike_said = False
+    spine().group._said.clear()
     with redirect_stderr(StringIO()) as said:
         for rows, other in ((64, 64), (64, 7)):
             for _ in range(2):

@@ -10,7 +10,6 @@ permutation of the share's length, fused attention with dropout, compiled graphs
 
 import itertools
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +53,6 @@ class Draws(Member):
         self._library: torch.library.Library | None = None
         self._paused = self._is_unwatched = False
         self._of_all: set[tuple[Any, ...]] = set()
-        self._said: set[str] = set()
         self._in_model: Any = None
         self._places: dict[Any, Place | None] = {}
         self._memory: Memory = {}
@@ -104,18 +102,12 @@ class Draws(Member):
         names = streams.different(kept[0], next(other for other in kept if other != kept[0]))
         streams.restore(kept[0])
         odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if self.group.world.rank == 0:
-            self._say(
-                "parted",
-                f"the random stream of {' and '.join(names)} on {name_ranks(odd)} is not that of rank 0 any more, "
-                f"found at {call}: seed all ranks alike, and draw on all or on none; the numbers since the last "
-                "such call are not the serial script's, and all go on in rank 0's stream",
-            )
-
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            print(f"samestep: {text}", file=sys.stderr)
+        self.group.say(
+            f"the random stream of {' and '.join(names)} on {name_ranks(odd)} is not that of rank 0 any more, found at "
+            f"{call}: seed all ranks alike, and draw on all or on none; the numbers since the last such call are not "
+            "the serial script's, and all go on in rank 0's stream",
+            what="parted streams",
+        )
 
     def _override(self, key: str) -> None:
         for name in _FILLS:
@@ -235,11 +227,8 @@ class Draws(Member):
         return name == "_cudnn_rnn" and not float(kwargs.get("dropout", args[11] if len(args) > 11 else 0.0))
 
     def _say_other(self, name: str, why: str) -> None:
-        if self.group.world.rank == 0:
-            self._say(
-                name,
-                f"{name} ({users_line()}) does not draw the serial script's numbers under same=True: {why}",
-            )
+        text = f"{name} ({users_line()}) does not draw the serial script's numbers under same=True: {why}"
+        self.group.say(text, what=f"{name} under same=True")
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

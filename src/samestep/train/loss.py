@@ -13,7 +13,7 @@ def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
     node: Any = loss.grad_fn
     divisor: float | None = None
     while node is not None:
-        name = _name(node)
+        name = name_of(node)
         reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
         if reduction in (1, 2):
             count = divisor if reduction == 2 else _count(node)
@@ -25,7 +25,7 @@ def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
     return {"reduction": None}
 
 
-def _name(node: Any) -> str:
+def name_of(node: Any) -> str:
     return str(node.name()).partition("Backward")[0]
 
 
@@ -44,6 +44,6 @@ def _is_picked(node: Any) -> bool:
     for _ in range(4):
         if not node.next_functions or (node := node.next_functions[0][0]) is None:
             return False
-        if _name(node) in _PICKING:
+        if name_of(node) in _PICKING:
             return True
     return False

@@ -1,11 +1,10 @@
 """What an optimizer steps belongs to a replica, and a closure's loss is everyone's; said or made right before a step.
 
 Covered: parameters that no replica holds and whose gradients differ between ranks, optimizers that branch on the
-loss of a closure (LBFGS), losses that are sums. Not covered: updates written by hand.
+loss of a closure (LBFGS). Not covered: updates written by hand.
 """
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,49 +14,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from samestep.errors import UsageError
 from samestep.train import totals
+from samestep.train.backward import Backward
 from samestep.train.digest import bit_sums
-from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.loss import reduction_of
 from samestep.train.step import Spine
 
 _FIRST_STEPS = 3
 
 
 class Optimizers(Member):
-    """Tells of every backward and optimizer step; at more than one rank it looks at the first ones of a loop."""
+    """Tells of every optimizer step; at more than one rank it looks at the first ones of a loop."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._losses_to_look_at = _FIRST_STEPS if group.world.size > 1 else 0
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(lambda *_: group.enter("user")),
         ]
-        self._backward: Callable[..., None] = torch.Tensor.backward
-        self._watched = self._watched_backward()
-        torch.Tensor.backward = self._watched  # type: ignore[method-assign]
+        group.the(Backward)
 
     def close(self) -> None:
-        if torch.Tensor.backward is self._watched:
-            torch.Tensor.backward = self._backward  # type: ignore[method-assign]
         for hook in self._hooks:
             hook.remove()
-
-    def _watched_backward(self) -> Callable[..., None]:
-        original = self._backward
-
-        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self._spine.begin_backward(loss)
-            if self._losses_to_look_at and self._spine.at_hand is not None and loss.numel() == 1:
-                self._losses_to_look_at -= 1
-                self._look_at(loss)
-            with self.group.within("backward"):
-                original(loss, *args, **kwargs)
-
-        return backward
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.group.enter("optimizer")
@@ -97,21 +77,6 @@ class Optimizers(Member):
             return totals.sum(value) if sums else totals.mean(value)
 
         return of_all
-
-    def _look_at(self, loss: torch.Tensor) -> None:
-        """Say once that a loss is a sum, which averaging over ranks makes smaller."""
-        models, found = self._spine.models, reduction_of(loss)
-        is_sum = found["reduction"] == "sum" and found["count"] is None
-        if not is_sum or models.adds_losses or not any(True for _ in models.parameters()):
-            return
-        self._losses_to_look_at = 0
-        if self.group.world.rank == 0:
-            print(
-                f"samestep: the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "
-                f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "
-                'replicate(model, loss="sum")',
-                file=sys.stderr,
-            )
 
 
 def _name_of(parameter: torch.Tensor) -> str:

@@ -5,7 +5,6 @@ subscribe. Data does not know of models, and models do not know of data.
 """
 
 import struct
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -146,6 +145,11 @@ class Models(Subscriber):
         """Whether the gradients of ranks are added."""
         return False
 
+    @property
+    def weigh_losses(self) -> bool:
+        """Whether a loss counts by its share where backward begins; a tree weighs gradients itself."""
+        return False
+
     def exchanges(self) -> Iterable[tuple[float, float]]:
         """Seconds that the latest measured exchanges of gradients took, and in how many of them backward went on."""
         return ()
@@ -161,6 +165,10 @@ class Spine(Member):
         self.models = Models()
         self.inside_model = 0
         self.is_reading = False
+        # what the loss is multiplied by in the backward that goes on, and what of it is left in gradients of leaves
+        self.root = self.leaves = 1.0
+        # what the calls of models count for that no backward has followed yet
+        self.called: set[float] = set()
         self._subscribers: list[Subscriber] = []
         self._passes: list[Pass] = []
         # of which batch each tensor is that was handed out and is still there, by its id
@@ -168,7 +176,6 @@ class Spine(Member):
         self._worked_on: Share | None = None
         self._left: Pass | None = None
         self._left_at = 0
-        self._unlike_said = False
         self._passes_begun = 0
         self._position = (0, 0, 0)
         group.watch(lambda: _POSITION.pack(*self._position), self._at_different_positions)
@@ -263,6 +270,7 @@ class Spine(Member):
         """The pass is finished, or its iterator is gone; gradients do not depend on when that is."""
         left.is_left = True
         self._left, self._left_at = left, self.batches
+        self.called.clear()
 
     @property
     def at_hand(self) -> Share | None:
@@ -332,18 +340,10 @@ class Spine(Member):
         """Say once that unfinished training passes give this rank unlike parts of their batches."""
         shares = [held.latest for held in self._passes if held.training and not held.is_left]
         parts = {share.mine / share.all for share in shares if share is not None and share.all}
-        if (
-            len(parts) > 1
-            and torch.is_grad_enabled()
-            and self.group.world.rank == 0
-            and not self._unlike_said
-        ):
-            self._unlike_said = True
-            print(
-                "samestep: two loaders are iterated together and split their batches differently; the model's input is "
-                "computed from a batch, so its gradients use the share of the latest training batch: let one dataset "
-                "return both",
-                file=sys.stderr,
+        if len(parts) > 1 and torch.is_grad_enabled():
+            self.group.say(
+                "two loaders are iterated together and split their batches differently; the model's input is computed "
+                "from a batch, so its gradients use the share of the latest training batch: let one dataset return both"
             )
 
     @property
@@ -364,10 +364,21 @@ class Spine(Member):
             return share.mine
         return self._left.counted if self._left is not None else None
 
-    def weight_to_come(self) -> float:
-        """The factor that a gradient of this rank's loss still lacks; inside a model that weighs it lacks none."""
+    def weight_of_loss(self) -> float:
+        """What a loss counts for where backward begins; 1.0 where it is made of calls that count for unlike parts."""
+        is_clear = self.models.weigh_losses and len(self.called) == 1
+        return next(iter(self.called)) if is_clear else 1.0
+
+    def weight_here(self) -> float:
+        """What this rank's mean over the batch at hand counts for in a plain average over ranks."""
         share = self.trained
-        return 1.0 if self.inside_model or share is None else share.weight(self.group.world.size)
+        if share is None or self.models.adds_losses:
+            return float(share is None or not share.lent)
+        return share.weight(self.group.world.size)
+
+    def lacks(self, weight: float) -> float:
+        """The factor that a gradient in this backward lacks of a weight that it has to have."""
+        return weight / self.root if weight and weight != self.root else float(bool(weight))
 
 
 def _in_words(mark: bytes) -> str:

@@ -131,19 +131,20 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
 class _MadeByAll(torch.autograd.Function):
     """What all ranks made together: the loss of each depends on it, so a rank's gradient comes from all of them.
 
-    Each loss counts by its rank's share, and what arrives here is weighed by this rank's once more on its way on.
+    Each loss has to count by its rank's share on its way to the others, and again as it did on its way on.
     """
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, call: str, back: _Back) -> torch.Tensor:
-        ctx.call, ctx.back, ctx.weight = call, back, spine().weight_to_come()
+        ctx.call, ctx.back, ctx.weight = call, back, None if spine().inside_model else spine().weight_here()
         return whole.view_as(whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = ctx.back(_weighted(f"{ctx.call}'s gradient", gradient * ctx.weight, 1.0, divide=False))
-        return (own / ctx.weight if ctx.weight else torch.zeros_like(own), None, None, None)
+        lacks = 1.0 if ctx.weight is None else spine().lacks(ctx.weight)
+        own = ctx.back(_weighted(f"{ctx.call}'s gradient", gradient * lacks, 1.0, divide=False))
+        return (own / lacks if lacks else torch.zeros_like(own), None, None, None)
 
 
 def _differentiable(call: str, leaf: Any, whole: Any, back: _Back) -> Any:

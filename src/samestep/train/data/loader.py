@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -128,7 +127,7 @@ class Loader(Generic[Item]):
         self._position = 0
         self._passes = 0
         self.share = 1.0 / world.size
-        self._begun = self._remarked = False
+        self._begun = False
         self.ledger = b""
         self._group, self._spine = group, group.the(Spine)
         self._draws = group.the(Draws)
@@ -315,24 +314,20 @@ class Loader(Generic[Item]):
         with suppress(TypeError):  # a list has no weak references
             of, seed = begun.at.get(self.dataset, (lambda: self, None))
             begun.at[self.dataset] = weakref.ref(self), self._seed
-            if of() is not self and seed == self._seed and not begun.said and not self._world.rank:
-                begun.said = True
-                print(
-                    f"samestep: a second loader over the same data begins at epoch 0 with seed={seed}, in the order "
-                    "that the first one had; in a loop over epochs make the loader once, before the loop",
-                    file=sys.stderr,
+            if of() is not self and seed == self._seed:
+                self._group.say(
+                    f"a second loader over the same data begins at epoch 0 with seed={seed}, in the order that the "
+                    "first one had; in a loop over epochs make the loader once, before the loop",
+                    what="a second loader",
                 )
 
     def _remark_lending(self, count: int) -> None:
         """It may be an evaluation, in which neither the model nor autograd says so."""
-        if self._world.rank == 0 and not self._remarked:
-            self._remarked = True
-            print(
-                f"samestep: the last batch has {count} samples for {self._world.size} ranks, and the ranks without a "
-                "sample get all of it with weight 0, as in training; if this is an evaluation, use torch.no_grad() or "
-                "model.eval(), and each sample counts once",
-                file=sys.stderr,
-            )
+        self._group.say(
+            f"the last batch has {count} samples for {self._world.size} ranks, and the ranks without a sample get all "
+            "of it with weight 0, as in training; if this is an evaluation, use torch.no_grad() or model.eval(), and "
+            "each sample counts once"
+        )
 
     def _note(self, order: torch.Tensor | Taken, given: Share) -> None:
         """The samples of this batch are consumed, on all ranks."""
@@ -362,7 +357,6 @@ class _Begun(Member):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.said = False
         self.at: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], int | None]] = (
             weakref.WeakKeyDictionary()
         )

@@ -67,6 +67,7 @@ class Group:
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
         self.failed: int | None = None
+        self._said: set[str] = set()
         self._left = ""
         self._sys_exit: Callable[..., Any] = sys.exit
         sys.exit = self._note_exit
@@ -155,6 +156,12 @@ class Group:
     def hear_phases(self, hear: Callable[[str, str], None]) -> None:
         """Call it with every phase and call that this rank enters."""
         self._phases_heard.append(hear)
+
+    def say(self, text: str, what: str = "") -> None:
+        """A line on stderr, by rank 0; of each `what`, or text, the first one."""
+        if self.world.rank == 0 and (what or text) not in self._said:
+            print(f"samestep: {text}", file=sys.stderr)
+        self._said.add(what or text)
 
     def set_variable(self, name: str, value: str) -> None:
         """Set a variable of the environment until the group is closed."""

@@ -6,25 +6,11 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import UsageError
+from samestep.train.backward import SumOverRanks
 from samestep.train.group.device import has_synced_kernels
 from samestep.train.step import Share, spine
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Every rank's loss depends on the sum, so its gradient is the sum over ranks too."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
-        total = part.clone()
-        with spine().group.waiting("BatchNorm"):
-            dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _SumOverRanks.apply(gradient)  # type: ignore[no-untyped-call]
 
 
 class Synced:
@@ -99,9 +85,8 @@ def _of_all_ranks(rows: torch.Tensor, *, counts: bool) -> tuple[torch.Tensor, to
     variance, mean = torch.var_mean(rows, over, correction=0) if each else (rows.sum(over), rows.sum(over))
     own = torch.cat([mean, variance, rows.new_ones(1)]) * (each * counts)
     rank, size = dist.get_rank(), dist.get_world_size()
-    every: torch.Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
-        torch.nn.functional.pad(own[None], (0, 0, rank, size - 1 - rank))
-    )
+    alone = torch.nn.functional.pad(own[None], (0, 0, rank, size - 1 - rank))
+    every: torch.Tensor = SumOverRanks.apply(alone, "BatchNorm")  # type: ignore[no-untyped-call]
     numbers = every[:, -1:].detach()
     count = numbers.sum()
     means = every[:, :channels] / numbers.clamp(min=1)

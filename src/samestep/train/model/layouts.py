@@ -1,7 +1,6 @@
 """Where recurrent layers have the batch in their random draws, which are made out of sight of the trace."""
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -9,11 +8,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from samestep.train.draw_parts import Part
 from samestep.train.draws import Draws
-from samestep.train.group.world import World, joined
+from samestep.train.group.world import joined
 from samestep.train.step import Rows, spine
 
 
-def note_layouts(model: torch.nn.Module, target: torch.nn.Module, world: World) -> None:
+def note_layouts(model: torch.nn.Module, target: torch.nn.Module) -> None:
     """Local. Have recurrent layers say where the batch is while they are called."""
     for module in target.modules():
         if isinstance(module, torch.nn.RNNBase):
@@ -21,11 +20,10 @@ def note_layouts(model: torch.nn.Module, target: torch.nn.Module, world: World) 
             module.register_forward_pre_hook(_enter_recurrent)
             module.register_forward_hook(_leave_recurrent, always_call=True)
     compiled = model is not target or getattr(target, "_compiled_call_impl", None) is not None
-    if compiled and world.rank == 0:
-        print(
-            "samestep: a compiled model may draw by itself and then does not draw the serial script's numbers under "
-            "same=True; compile without fusing random operations (torch._inductor.config.fallback_random = True)",
-            file=sys.stderr,
+    if compiled:
+        joined().say(
+            "a compiled model may draw by itself and then does not draw the serial script's numbers under same=True; "
+            "compile without fusing random operations (torch._inductor.config.fallback_random = True)"
         )
 
 

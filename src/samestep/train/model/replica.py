@@ -6,6 +6,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,6 @@ from samestep.train.model.weighing import (
     only_in,
     refuse_opaque,
     share_weight,
-    weigh_gradient,
     weighed_call,
 )
 from samestep.train.step import Share, Spine
@@ -55,7 +55,7 @@ class Replica:
         self.dirty = False
         self.ddp: DistributedDataParallel | None = None
         self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
-        self._looked_at = self._weighs_microbatches = False
+        self._looked_at = False
         self._hooks: list[RemovableHandle] = []
         # DDP's exchange: "due" in the next backward, "under way" in this one, "missed" by one that has begun
         self._exchange = ""
@@ -108,7 +108,6 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._weighs_microbatches = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         share = self._spine.share_of(args, kwargs)
@@ -134,10 +133,7 @@ class Replica:
         if self.ddp and [parameter.requires_grad for parameter in self._parameters] != self._of_ddp:
             self.follow_parameters()
         with self._group.within("forward"):
-            if share is not None and share.microbatch is not None:
-                return self._in_microbatch(share, args, kwargs)
-            weight = share_weight(share, self._group.world.size, sums=self.sums)
-            output = weighed_call(self.exchanged, weight, self._spine, args, kwargs)
+            output = self._weighed(share, args, kwargs)
         if not self._looked_at:
             self._looked_at = True
             refuse_opaque(output)
@@ -154,19 +150,17 @@ class Replica:
             )
         return True
 
-    def _in_microbatch(self, share: Share, args: Any, kwargs: Any) -> Any:
-        """Gradients are weighed where they reach the parameters: any loss is a mean over the microbatch."""
-        weighs = self.sums or share.weight(self._group.world.size) != 1.0
-        if weighs and self.tree is None and not self._weighs_microbatches:
-            self._weighs_microbatches = True
-            weigh = partial(weigh_gradient, sums=self.sums)
-            self._hooks += [parameter.register_hook(weigh) for parameter in self._trained()]  # type: ignore[no-untyped-call]
-        if self.ddp is None or share.last:
-            output = self.exchanged(*args, **kwargs)
-        else:
-            with self.ddp.no_sync():
-                output = self.exchanged(*args, **kwargs)
-        return only_in(share, self._spine, output)
+    def _weighed(self, share: Share | None, args: Any, kwargs: Any) -> Any:
+        """The output, of which the whole batch's gradients will come; in the last microbatch of a step they do."""
+        if self.tree is not None:
+            assert share is not None
+            return only_in(share, self._spine, self.own_forward(*args, **kwargs))
+        weight = share_weight(share, self._group.world.size, sums=self.sums)
+        self._spine.called.add(1.0 if self.sums else weight)
+        waits = share is not None and share.microbatch is not None and not share.last
+        with self.ddp.no_sync() if self.ddp and waits else nullcontext():
+            output = weighed_call(self.exchanged, weight, self._spine, args, kwargs)
+        return output if share is None or share.microbatch is None else only_in(share, self._spine, output)
 
     def exchanged(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, whose gradients are exchanged; DDP's errors in words of this interface."""

@@ -1,7 +1,6 @@
 """All replicas of a group: what they do together at passes, and which of their buffers have to be made equal."""
 
 import json
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
+from samestep.train.backward import Backward
 from samestep.train.digest import bit_sums
 from samestep.train.group.group import Group, Member
 from samestep.train.model.exchange import times_of
@@ -29,8 +29,9 @@ class Replicas(Member, Models):
         self.alone: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._living: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._made = 0
-        self._any_moves_buffers = self._buffer_said = False
+        self._any_moves_buffers = False
         spine = group.the(Spine)
+        group.the(Backward)
         spine.subscribe(self)
         spine.models = self
 
@@ -67,6 +68,10 @@ class Replicas(Member, Models):
     @property
     def adds_losses(self) -> bool:
         return any(replica.sums for replica in self._living)
+
+    @property
+    def weigh_losses(self) -> bool:
+        return not self.exact and any(True for _ in self._living)
 
     def pass_begins(self, begun: Pass) -> None:
         if not begun.training:
@@ -130,13 +135,11 @@ class Replicas(Member, Models):
 
     def _say_own_buffer(self, name: str) -> None:
         """Name a buffer, other than BatchNorm's, that training changes from each rank's share alone."""
-        if not self._buffer_said and self.group.world.rank == 0:
-            self._buffer_said = True
-            print(
-                f"samestep: forward changes the buffer {name} from each rank's share alone, and rank 0's is kept; "
-                "take samestep.mean(...) of what it is made of, or use replicate(exact=True) with steps",
-                file=sys.stderr,
-            )
+        self.group.say(
+            f"forward changes the buffer {name} from each rank's share alone, and rank 0's is kept; take "
+            "samestep.mean(...) of what it is made of, or use replicate(exact=True) with steps",
+            what="a buffer",
+        )
 
     def compared(
         self, call: str, fact: Callable[[Replica], str | None]

@@ -8,7 +8,6 @@ over ranks, not over samples, which is right for a penalty.
 import inspect
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from samestep.errors import UsageError
 from samestep.train.draws import Draws
 from samestep.train.group.group import Member
-from samestep.train.group.world import World, joined
+from samestep.train.group.world import joined
 from samestep.train.model.alike import check_alike
 from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
@@ -92,11 +91,11 @@ def replicate(
         return model
     if same:
         group.the(Draws).begin()
-        note_layouts(model, target, world)
+        note_layouts(model, target)
     elif not group.the(Draws).active:
         group.the(_Streams).draw_apart()
     if any(parameter.requires_grad for parameter in target.parameters()):
-        _remark_own_statistics(target, world)
+        _remark_own_statistics(target)
         replicas.add(target, ddp, sums=sums)
     else:
         broadcast((*target.parameters(), *target.buffers()))
@@ -183,16 +182,15 @@ class _Streams(Member):
             torch.manual_seed(self.apart)
 
 
-def _remark_own_statistics(model: torch.nn.Module, world: World) -> None:
+def _remark_own_statistics(model: torch.nn.Module) -> None:
     plain = (
         isinstance(module, BATCH_NORMS) and not isinstance(module, torch.nn.SyncBatchNorm | Synced)
         for module in model.modules()
     )
-    if world.rank == 0 and any(plain):
-        print(
-            "samestep: BatchNorm takes its statistics from each rank's share alone; "
-            "replicate(model, sync_batchnorm=True) takes them from the whole batch",
-            file=sys.stderr,
+    if any(plain):
+        joined().say(
+            "BatchNorm takes its statistics from each rank's share alone; replicate(model, sync_batchnorm=True) takes "
+            "them from the whole batch"
         )
 
 

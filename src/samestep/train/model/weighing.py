@@ -10,25 +10,40 @@ from samestep.errors import UsageError
 from samestep.train.nested import map_tensors
 from samestep.train.step import Share, Spine, spine
 
+_IN = "in"
+_OUT = "out"
+_LEAF = "out, to a leaf"
 
-class _Scaled(torch.autograd.Function):
-    """Tensors times one factor, whose gradients are multiplied by another.
 
-    A gradient in a graph of its own, such as a gradient penalty's, has the factor already: where it is differentiated
-    the two change places, and it is not weighed again.
+class _Weighed(torch.autograd.Function):
+    """Gradients that enter a model count as its batch does, and those that leave it as they did before.
+
+    What enters lacks the part of the batch's weight that the loss does not have; in most scripts it lacks nothing.
+    Where a gradient with a graph of its own, such as a gradient penalty's, is derived, in and out change places.
     """
 
     @staticmethod
-    def forward(ctx: Any, forth: float, back: float, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.factors = back, forth
+    def forward(
+        ctx: Any, weight: float, way: str, factor: float, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.weight, ctx.way, ctx.factor = weight, way, factor
         ctx.set_materialize_grads(False)
-        return tuple(times(tensor, forth) for tensor in tensors)
+        return tuple(times(tensor, factor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        at, way = spine(), ctx.way
+        lacks = at.lacks(ctx.weight)
+        if way == _IN:
+            factor = ctx.factor * lacks
+        else:
+            factor = ctx.factor * (at.leaves / at.root if way == _LEAF and at.root else 1.0) / (lacks or 1.0)
+        if factor == 1.0 and not torch.is_grad_enabled():
+            return (None, None, None, *gradients)
         found = [gradient for gradient in gradients if gradient is not None]
-        scaled = iter(_Scaled.apply(*ctx.factors, *found))  # type: ignore[no-untyped-call]
-        return (None, None, *(None if gradient is None else next(scaled) for gradient in gradients))
+        other_way = _OUT if way == _IN else _IN
+        scaled = iter(_Weighed.apply(ctx.weight, other_way, factor, *found))  # type: ignore[no-untyped-call]
+        return (None, None, None, *(None if gradient is None else next(scaled) for gradient in gradients))
 
 
 def times(gradient: torch.Tensor, weight: float) -> torch.Tensor:
@@ -45,29 +60,31 @@ def weighed_call(
     """
     if weight == 1.0:
         return forward(*args, **kwargs)
-    if weight:
-        args, kwargs = _weighed((args, kwargs), 1 / weight)
+    args, kwargs = _weighed((args, kwargs), weight, is_output=False)
     at.inside_model += 1
     try:
         output = forward(*args, **kwargs)
     finally:
         at.inside_model -= 1
-    return _weighed(output, weight)
+    return _weighed(output, weight, is_output=True)
 
 
-def _weighed(value: Any, weight: float) -> Any:
-    found: dict[int, torch.Tensor] = {}
+def _weighed(value: Any, weight: float, *, is_output: bool) -> Any:
+    found: dict[str, dict[int, torch.Tensor]] = {_IN: {}, _OUT: {}, _LEAF: {}}
 
     def note(tensor: Any) -> Any:
+        is_input = tensor.is_leaf and not isinstance(tensor, torch.nn.Parameter)
         if tensor.requires_grad:
-            found[id(tensor)] = tensor
+            found[_IN if is_output else _LEAF if is_input else _OUT][id(tensor)] = tensor
         return tensor
 
     map_tensors(note, value)
-    if not found:
-        return value
-    changed = dict(zip(found, _Scaled.apply(1.0, weight, *found.values()), strict=True))  # type: ignore[no-untyped-call]
-    return map_tensors(lambda tensor: changed.get(id(tensor), tensor), value)
+    changed: dict[int, torch.Tensor] = {}
+    for way, tensors in found.items():
+        if tensors:
+            weighed = _Weighed.apply(weight, way, 1.0, *tensors.values())  # type: ignore[no-untyped-call]
+            changed |= zip(tensors, weighed, strict=True)
+    return map_tensors(lambda tensor: changed.get(id(tensor), tensor), value) if changed else value
 
 
 def share_weight(share: Share | None, size: int, *, sums: bool) -> float:
@@ -75,15 +92,6 @@ def share_weight(share: Share | None, size: int, *, sums: bool) -> float:
     if sums:
         return 0.0 if share is not None and share.lent else float(size)
     return 1.0 if share is None else share.weight(size)
-
-
-def weigh_gradient(gradient: torch.Tensor | None, *, sums: bool) -> torch.Tensor | None:
-    """As a parameter's hook: what a microbatch adds to its gradient counts by the samples of that microbatch."""
-    at = spine()
-    share = at.trained
-    if gradient is None or share is None or share.microbatch is None:
-        return None
-    return times(gradient, share_weight(share, at.group.world.size, sums=sums))
 
 
 def only_in(microbatch: Share, at: Spine, output: Any) -> Any:

@@ -128,7 +128,7 @@ def _share_nothing() -> None:
         (totals, "joined", lambda: alone),
         (replicate._Streams, "draw_apart", lambda _: None),
         (replicate, "convert", lambda _: None),  # BatchNorm has the whole batch already
-        (Spine, "weight_to_come", lambda _: 1.0),
+        (Spine, "weight_here", lambda _: 1.0),
     ]
     for owner, name, answer in answers:
         assert hasattr(owner, name), name

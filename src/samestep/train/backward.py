@@ -1,0 +1,165 @@
+"""Where backward begins: a rank's loss counts there by its share, so that gradients add up to the whole batch's.
+
+Covered: `backward()` and `torch.autograd.grad`, on whatever way the loss comes from the parameters: through the model,
+through its parts, as a penalty on weights. Not covered: gradients under `torch.func`, and several batches of unlike
+shares in one backward: there only what came through `model(...)` counts by its share.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.train.group.control import users_line
+from samestep.train.group.group import Group, Member
+from samestep.train.loss import name_of, reduction_of
+from samestep.train.step import Spine, spine
+
+_FIRST_LOSSES = 3
+# both ways into the engine, backward() and grad(), look this up; nothing public of torch 2.13 is in both
+_AUTOGRAD: Any = torch.autograd
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
+_MOST_NODES = 1000
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Every rank's loss depends on the sum, so its gradient is the sum over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, call: str) -> torch.Tensor:
+        ctx.call = call
+        total = part.clone(memory_format=torch.contiguous_format)
+        with spine().group.waiting(call):
+            dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return SumOverRanks.apply(gradient, ctx.call), None  # type: ignore[no-untyped-call]
+
+
+class Backward(Member):
+    """Stands in torch's one way into its autograd engine."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._spine = group.the(Spine)
+        self._is_running = False
+        self._losses_to_look_at = _FIRST_LOSSES if group.world.size > 1 else 0
+        self._run: Callable[..., Any] = _AUTOGRAD._engine_run_backward
+        self._watched = self._watched_run()
+        _AUTOGRAD._engine_run_backward = self._watched
+
+    def close(self) -> None:
+        if _AUTOGRAD._engine_run_backward is self._watched:
+            _AUTOGRAD._engine_run_backward = self._run
+
+    def _watched_run(self) -> Callable[..., Any]:
+        original = self._run
+
+        def run(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
+            # a segment that is computed again runs the engine inside of a backward
+            if self._is_running or not isinstance(outputs[0], torch.Tensor) or _is_functional():
+                return original(outputs, gradients, *args, **options)
+            self._is_running = True
+            way = self._backward if options["accumulate_grad"] else self._grad
+            try:
+                return way(original, outputs, gradients, *args, **options)
+            finally:
+                self._is_running = False
+                self._spine.root = self._spine.leaves = 1.0
+
+        return run
+
+    def _backward(
+        self, run: Any, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
+    ) -> Any:
+        spine = self._spine
+        spine.begin_backward(outputs[0])
+        if self._losses_to_look_at and spine.at_hand is not None and outputs[0].numel() == 1:
+            self._losses_to_look_at -= 1
+            self._look_at(outputs[0])
+        spine.root = spine.weight_of_loss()
+        spine.called.clear()
+        with self.group.within("backward"):
+            return run(outputs, _times(gradients, spine.root), *args, **options)
+
+    def _grad(
+        self,
+        run: Any,
+        outputs: Sequence[Any],
+        gradients: Sequence[Any],
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Collective where gradients of what is equal on all ranks are derived again: the whole batch's are meant."""
+        spine, size = self._spine, self.group.world.size
+        parameters = {id(one) for one in spine.models.parameters()} if size > 1 else set()
+        kept = [_is_kept(one, parameters) for one in inputs]
+        spine.root = spine.leaves = spine.weight_of_loss()
+        counts = spine.root if any(kept) else self._counts_for_inputs(outputs)
+        found = run(outputs, _times(gradients, counts), retain_graph, create_graph, inputs, *args, **options)
+        if not create_graph or not any(kept):
+            return found
+        call = f"torch.autograd.grad ({users_line()})"
+        return tuple(
+            SumOverRanks.apply(one, call) / size if is_kept and one is not None else one  # type: ignore[no-untyped-call]
+            for one, is_kept in zip(found, kept, strict=True)
+        )
+
+    def _counts_for_inputs(self, outputs: Sequence[torch.Tensor]) -> float:
+        """What a loss counts for where gradients of its samples are asked for: they divide by the whole batch."""
+        spine = self._spine
+        reduction = reduction_of(outputs[0]) if outputs[0].numel() == 1 else {"reduction": None}
+        is_mean = reduction["reduction"] == "mean" or reduction.get("count") is not None
+        if is_mean and not spine.models.adds_losses and (share := spine.trained) and share.microbatch is None:
+            return spine.root / float(self.group.world.size)
+        return 1.0 if spine.root else 0.0
+
+    def _look_at(self, loss: torch.Tensor) -> None:
+        """Say once that a loss is a sum, which averaging over ranks makes smaller."""
+        models, found = self._spine.models, reduction_of(loss)
+        is_sum = found["reduction"] == "sum" and found["count"] is None
+        if not is_sum or models.adds_losses or not any(True for _ in models.parameters()):
+            return
+        self._losses_to_look_at = 0
+        self.group.say(
+            f"the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "
+            f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "
+            'replicate(model, loss="sum")'
+        )
+
+
+def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:
+    return tuple(one if one is None or factor == 1.0 else one * factor for one in gradients)
+
+
+def _is_functional() -> bool:
+    """Whether torch.func derives a function, or several gradients are taken at once: those are the script's affair."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _is_kept(tensor: Any, parameters: set[int]) -> bool:
+    """Whether it is a parameter that is equal on all ranks, or is made of such alone, as MAML's fast weights are."""
+    if not isinstance(tensor, torch.Tensor) or not parameters or tensor.grad_fn is None:
+        return id(tensor) in parameters
+    seen: set[Any] = set()
+    to_do: list[Any] = [tensor.grad_fn]
+    while to_do and len(seen) < _MOST_NODES:
+        node = to_do.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) not in parameters or variable.shape != tensor.shape:
+                return False
+        elif name_of(node).startswith(_ELEMENTWISE):
+            to_do += [before for before, _ in node.next_functions]
+        elif name_of(node) != SumOverRanks.__name__:
+            return False
+    return not to_do

@@ -1,0 +1,102 @@
+"""Gradients are the serial script's on whatever way a loss comes from the parameters, also with unequal shares."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import samestep
+
+pytestmark = pytest.mark.sizes(1, 2, 3, 5)
+
+
+class Net(nn.Module):
+    def __init__(self, norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(3, 5), *([nn.BatchNorm1d(5)] if norm else []), nn.Tanh())
+        self.head = nn.Linear(5, 2)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def rows(count):
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+    return torch.rand(count, 3, generator=generator, dtype=torch.float64)
+
+
+def meta_learned(model, x):
+    """Two inner steps on copies of the weights, as MAML takes them."""
+    fast = dict(model.named_parameters())
+    for scale in (1.0, 2.0):
+        loss = functional_call(model, fast, (x,)).square().mean() * scale
+        slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+        fast = {name: one - 0.3 * slope for (name, one), slope in zip(fast.items(), slopes, strict=True)}
+    functional_call(model, fast, (x.flip(1),)).square().mean().backward()
+
+
+def penalized_by_its_slope(model, x):
+    loss = model(x).square().mean()
+    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    (loss + 3 * sum(slope.norm() for slope in slopes)).backward()
+
+
+def penalized_by_its_weights(model, x):
+    (model(x).square().mean() + sum(one.square().sum() for one in model.parameters())).backward()
+
+
+def through_a_part(model, x):
+    (model(x).square().mean() + model.body(2 * x).square().mean()).backward()
+
+
+def through_a_weight(model, x):
+    (model(x).square().mean() + F.linear(x, model.body[0].weight).cos().mean()).backward()
+
+
+def by_torch_autograd(model, x):
+    torch.autograd.backward([model(x).square().mean(), model(x).cos().mean()])
+
+
+def held_smooth(model, x):
+    mixed = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+    (model(x).mean() + (slope.norm(2, dim=1) - 1).square().mean()).backward()
+
+
+def held_smooth_by_the_slope_of_the_mean(model, x):
+    mixed = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(mixed).square().mean(), mixed, create_graph=True)
+    (model(x).mean() + slope.square().sum(1).mean()).backward()
+
+
+WAYS = [
+    meta_learned,
+    penalized_by_its_slope,
+    penalized_by_its_weights,
+    through_a_part,
+    through_a_weight,
+    by_torch_autograd,
+    held_smooth,
+    held_smooth_by_the_slope_of_the_mean,
+]
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
+@pytest.mark.parametrize("count", [13, 11, 4], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
+def test_gradients_are_those_of_the_whole_batch(world, way, count, norm):
+    plain = Net(norm)
+    model = samestep.replicate(copy.deepcopy(plain), sync_batchnorm=norm, same=True)
+    way(plain, rows(count))
+    for (x,) in samestep.loader(TensorDataset(rows(count)), 13):
+        way(model, x)
+    for (name, mine), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            mine.grad, wanted.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
