@@ -296,6 +296,15 @@ def test_gather_keeps_what_is_in_a_list_as_it_is(world):
     assert samestep.gather((world.rank,)) == tuple(range(world.size))
 
 
+def test_numpy_arrays_are_totalled_as_tensors_are(world):
+    scores = np.full((world.rank + 1, 2), world.rank, dtype=np.float32)
+    joined, counts = samestep.gather(scores), samestep.sum({"seen": np.array([1, world.rank])})
+    assert isinstance(joined, np.ndarray)
+    assert joined.dtype == np.float32
+    assert joined[:, 1].tolist() == [rank for rank in range(world.size) for _ in range(rank + 1)]
+    assert counts["seen"].tolist() == [world.size, sum(range(world.size))]
+
+
 def test_what_cannot_be_gathered_or_added_says_what_can_also_to_one_process(world):
     with pytest.raises(
         UsageError, match=r"gather joins tensors with a first dimension and lists, not a number;"

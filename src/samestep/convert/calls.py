@@ -9,7 +9,7 @@ from typing import Any
 from samestep.convert.expressions import Expressions
 from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
 from samestep.convert.rewrites import LOADERS, Rewrites
-from samestep.convert.signatures import NAMED, given_to_loss, is_loss, of_loss, of_tensors, over_rows
+from samestep.convert.signatures import NAMED, counted, given_to_loss, is_loss, of_loss, of_tensors, over_rows
 from samestep.convert.source import Edit
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
 from samestep.convert.values import (
@@ -103,8 +103,8 @@ class Calls(Rewrites, Expressions):
             return self.opaque(node, values)
         if name == "size" and base.kind in ROWS:
             at = getattr(node.args[0], "value", None) if node.args else None
-            kind = Kind.PART if base.kind == Kind.SOME else Kind.COUNT
-            return (Value(kind, self.batches) if at == 0 else Value()) if node.args else self.shape()
+            shape = self.shape(base)
+            return self.part_of(shape, at) if node.args else shape
         if name in ("view", "reshape", "expand") and base.kind in ROWS:
             self.sized(node, node.func.value)  # type: ignore[attr-defined]
         if name == "squeeze" and base.kind in ROWS and not node.args:
@@ -113,6 +113,10 @@ class Calls(Rewrites, Expressions):
         return self._of_tensors(name, node, values, node.args)
 
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
+        if name in NAMED["fact"]:
+            return Value()
+        if name in NAMED["count"] and values[0].kind in ROWS:
+            return counted(values[0], self.batches)
         is_over_rows = over_rows(node, dims[-1:] if name in NAMED["piece"] else dims, self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
@@ -211,7 +215,8 @@ class Calls(Rewrites, Expressions):
             return self.unwrapped(node, first)
         if self._is_optimizer(name, last, values):
             return self.optimizes(*values)
-        is_array = name.startswith("numpy.") and first.kind in (*ROWS, *NUMBERS)
+        of_rows = first.kind == "list" and {part.kind for part in first.parts} <= ROWS
+        is_array = name.startswith("numpy.") and (first.kind in (*ROWS, *NUMBERS) or of_rows)
         if is_array or name.startswith(_FUNCTIONAL) or (name.startswith("torch.") and name.count(".") == 1):
             return self._of_torch(last, node, values, first)
         return self._of_library(name, last, node, values)
@@ -228,6 +233,7 @@ class Calls(Rewrites, Expressions):
         if name.startswith("torch.nn.") and is_loss(last):
             return Value("loss", given_to_loss(node, 0, last))
         is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
+        is_class |= last == "AveragedModel"
         if is_class or name.startswith(_MODELS) or last == "from_pretrained":
             return Value("model", self.key(node), models_of(*values))
         return self.opaque(node, values)
@@ -264,7 +270,9 @@ class Calls(Rewrites, Expressions):
 
     def _python_len(self, node: ast.Call, values: Values, first: Value) -> Value:
         if first.kind in ROWS:
-            return Value(Kind.PART if first.kind == Kind.SOME else Kind.COUNT, self.batches)
+            return counted(first, self.batches)
+        if first.kind == Kind.OTHER:
+            return other("is a length of what a share makes", first)
         return Value(Kind.PASSES if first.kind == "list" and first.is_shared else Kind.ALIKE)
 
     def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.convert.project import Frame, Function, Scope
+from samestep.convert.signatures import counted
 from samestep.convert.source import Edit, Source
 from samestep.convert.totals import Edits, Totals
 from samestep.convert.values import (
@@ -90,15 +91,15 @@ class Expressions(Totals):
         if name in _FACTS or (name == "shape" and base.kind in NUMBERS):
             return Value()
         if name == "shape" and base.kind in ROWS:
-            return self.shape()
+            return self.shape(base)
         if name in ("T", "mT", "H") and base.kind in ROWS:
             return Value(Kind.ROWS if base.kind == Kind.COLUMNS else Kind.COLUMNS)
         if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):
             return base if name == "module" else Value(base.kind, base.of)
         return other(base.of, base) if base.is_shared else Value(models=base.models)
 
-    def shape(self) -> Value:
-        return Value("list", {0: Value(Kind.COUNT, self.batches), None: Value()})
+    def shape(self, of: Value) -> Value:
+        return Value("list", {0: counted(of, self.batches), None: Value()})
 
     def _of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
@@ -155,8 +156,11 @@ class Expressions(Totals):
             if isinstance(node.slice, ast.Slice) and node.slice.lower is not None:
                 return join(*(part for key, part in base.of.items() if key != 0))
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, at)
-        if base.kind in (Kind.ROWS, Kind.SOME):
+        if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
             return self._rows_at(node, base, index)
+        if base.kind == Kind.ALIKE and isinstance(index.made and index.made[0], ast.Compare):
+            edits = index.edits or self.edits_of(node.slice, index)
+            return replace(other("is chosen by a mask of a share"), edits=edits)
         if base.kind == Kind.ALIKE and index.is_shared:
             return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
         if base.kind in (Kind.BATCH, Kind.COLUMNS):
@@ -196,12 +200,25 @@ class Expressions(Totals):
 
     def _compare(self, node: ast.Compare) -> Value:
         values = [self.value(one) for one in (node.left, *node.comparators)]
+        if any(one.kind == "none" for one in values):
+            return Value()
         kinds = {one.kind for one in values if one.is_shared}
         if kinds <= {Kind.ROWS, Kind.BATCH} or kinds == {Kind.ROW}:
             return Value(Kind.ALIKE if not kinds else Kind.ROW if Kind.ROW in kinds else Kind.ROWS)
         return other("is a comparison of this rank's values", *values)
 
+    def is_none(self, test: ast.expr) -> bool | None:
+        """Whether a test for None holds, where that is known."""
+        if not isinstance(test, ast.Compare) or ast.unparse(test.comparators[0]) != "None":
+            return None
+        value = self.value(test.left)
+        if (value.kind != "none" and not value.is_shared) or self.loops[self.frame.loops_before :]:
+            return None
+        return (value.kind == "none") == isinstance(test.ops[0], ast.Is)
+
     def _ifexp(self, node: ast.IfExp) -> Value:
+        if (known := self.is_none(node.test)) is not None:
+            return self.value(node.body if known else node.orelse)
         test, found = self.value(node.test), join(self.value(node.body), self.value(node.orelse))
         is_chosen = test.is_shared and test.kind != Kind.ROW
         return other("is chosen by this rank's values", test) if is_chosen else found.bare
@@ -251,8 +268,11 @@ class Expressions(Totals):
             found = join(found, self.kept(self.value(element)))
             self.known[element] = join(self.known[element], found)
         kinds = {loop.kind for loop in self.loops[loops:]}
-        if "batches" in kinds and self.batches is not None:
-            found = self.per_batch(self.batches, element, found)
+        batches = self.batches
+        if batches and found.kind == Kind.ROWS and not (batches.trains or batches.lends):
+            found = Value("list", {None: found})
+        elif "batches" in kinds and batches is not None:
+            found = self.per_batch(batches, element, found)
         elif "rows" in kinds:
             found = Value(Kind.ROWS)
         del self.loops[loops:]
@@ -293,6 +313,11 @@ class Expressions(Totals):
             holder, held = self.place_of(target.value)
             old = holder.find(held) or Value()
             if not isinstance(target.slice, ast.Constant):
+                if self.batches is None and self.may_total():
+                    # elements are set over all samples, and not over this rank's
+                    self.total(target.slice)
+                    if old.kind in ROWS and old.made:
+                        self.learnt.eager.add(old.made[0])
                 holder.names[held] = replace(self._filled(old, value), since=old.since)
                 return
             if old.kind in ("dict", Kind.BATCH):

@@ -131,10 +131,15 @@ class Follower(Calls):
         is_property = frame.call is None and isinstance(self.source.parents[frame.function], ast.ClassDef)
         if value.is_shared and (frame.had_batches or not is_for_batch) and not is_property:
             parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-            found = [self.total(part) for part in parts]
+            found = [self._given_back(part) for part in parts]
             value = Value("list", dict(enumerate(found))) if len(found) > 1 else found[0]
         frame.returned.append(self.kept(value))
         frame.has_ended = self.depth == frame.depth and len(self.loops) == frame.loops_before
+
+    def _given_back(self, node: ast.expr) -> Value:
+        """A part of what a function returns: a list that has no total is one where it is used."""
+        value = self.value(node)
+        return value if value.kind in ("list", "dict") and value.edits is None else self.total(node)
 
     def _assign(self, node: ast.Assign | ast.AnnAssign) -> None:
         targets, made = node.targets if isinstance(node, ast.Assign) else [node.target], node.value
@@ -155,6 +160,8 @@ class Follower(Calls):
         if adds and ast.unparse(made.left) == ast.unparse(target):  # type: ignore[attr-defined]
             self._add(target, made.right)  # type: ignore[attr-defined]
             return None
+        if grown := self._grown(target, made):
+            return grown
         is_late = made in self.learnt.eager or self.is_lost(target)
         value = self.total(made) if is_late else self.value(made)
         if isinstance(target, ast.Attribute | ast.Subscript) and value.kind in (*NUMBERS, Kind.OTHER):
@@ -164,6 +171,18 @@ class Follower(Calls):
             elif self.may_total() and all(loop.kind == "plain" for loop in self.loops):
                 value = self.total(made)
         return self.kept(value)
+
+    def _grown(self, target: ast.expr, made: ast.expr) -> Value | None:
+        """What a tensor becomes to which rows are joined: `scores = torch.cat([scores, model(x)])`."""
+        inside = getattr(made, "args", [None])[:1]
+        parts: list[ast.expr] = [part for tensors in inside for part in getattr(tensors, "elts", ())]
+        if [ast.unparse(part) for part in parts[:1]] != [ast.unparse(target)] or len(parts) != 2:
+            return None
+        value = self.value(made)
+        batch, _ = self.around(self.frame.scope.find(ast.unparse(target)) or Value())
+        if batch is None or self.known[parts[1]].kind not in (Kind.ROWS, Kind.BATCH):
+            return value
+        return Value(Kind.ROWS) if self.guard(batch) else Value(Kind.OTHER, "is joined batch by batch")
 
     def _is_element(self, target: ast.expr) -> bool:
         return isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
@@ -201,7 +220,7 @@ class Follower(Calls):
         if is_uneven and self.may_total():
             is_uneven = self.total(node.test).is_shared
         is_main = ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING")
-        if (known := True if is_main else self._is_none(node.test)) is not None:
+        if (known := True if is_main else self.is_none(node.test)) is not None:
             self.statements(node.body if known else node.orelse)
             return
         self.uneven += is_uneven
@@ -218,15 +237,6 @@ class Follower(Calls):
         self.uneven -= is_uneven
         if trained < trained_first < self.backwards:
             self._trained()
-
-    def _is_none(self, test: ast.expr) -> bool | None:
-        """Whether a test for None holds, where that is known."""
-        if not isinstance(test, ast.Compare) or ast.unparse(test.comparators[0]) != "None":
-            return None
-        value = self.known[test.left]
-        if (value.kind != "none" and not value.is_shared) or self.loops[self.frame.loops_before :]:
-            return None
-        return (value.kind == "none") == isinstance(test.ops[0], ast.Is)
 
     def _trained(self) -> None:
         for loop in self.loops:

@@ -18,7 +18,9 @@ from samestep.convert.values import (
 
 _TABLE = """
 mean        mean nanmean average
-sum         sum nansum count_nonzero bincount histc nelement numel
+sum         sum nansum count_nonzero bincount histc
+count       nelement numel
+fact        dim ndimension get_device is_floating_point
 statistic   max min amax amin std var median mode norm prod argmax argmin any all topk sort kthvalue unique quantile
 statistic   cov corrcoef logsumexp std_mean argsort msort nanmedian nanquantile unique_consecutive
 along       softmax log_softmax normalize cumsum cumprod cummax cummin logcumsumexp
@@ -35,6 +37,7 @@ kept        iter list tuple reversed islice tqdm trange float int abs cycle part
 list        append extend add update insert scale items values get pop setdefault copy
 bar         set_postfix set_postfix_str set_description
 piece       split chunk unbind
+joined      cat concat concatenate vstack row_stack
 """
 _OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.Sub()}
 NAMED: dict[str, set[str]] = {}
@@ -128,6 +131,8 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
             if is_over_rows and len(values) < 3
             else Value(Kind.BATCH)
         )
+    if is_over_rows and name in NAMED["joined"] | {"stack"}:
+        return _joined(name, base, in_forward)
     if name in NAMED["between"] and not in_forward:
         return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
     if name.rstrip("_") in _OPERATORS and base.kind in NUMBERS and len(values) == 2:
@@ -135,6 +140,22 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     if base.kind == Kind.COLUMNS and name in ("t", "reshape", "view", "flatten", "ravel"):
         return Value(Kind.ROWS)
     return Value(Kind.COLUMNS) if name == "t" and base.kind in ROWS else _by_rows(name, shared, in_forward)
+
+
+def counted(rows: Value, batch: Loop | None) -> Value:
+    """How many samples, or numbers of them, these rows have."""
+    return Value(Kind.PART if rows.kind in (Kind.SOME, Kind.VIEWS) else Kind.COUNT, batch)
+
+
+def _joined(name: str, tensors: Value, in_forward: int) -> Value:
+    """Tensors one after another, or along a new dimension before the samples'."""
+    kinds = [part.kind for part in tensors.parts or (tensors,)]
+    if name == "stack":
+        return Value(Kind.COLUMNS) if {*kinds} == {Kind.ROWS} else _by_rows(name, [tensors], in_forward)
+    is_mixed = Kind.ALIKE in kinds and not in_forward
+    if is_mixed and {*kinds} & ROWS:
+        return Value(Kind.OTHER, "joins samples of a share with what all ranks have")
+    return Value(Kind.VIEWS) if kinds.count(Kind.ROWS) > 1 else _by_rows(name, [tensors], in_forward)
 
 
 def _by_rows(name: str, shared: Values, in_forward: int) -> Value:

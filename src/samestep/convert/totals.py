@@ -61,7 +61,7 @@ class Totals(Following):
 
     def kept(self, value: Value) -> Value:
         """A value that gets a name: what can be combined is combined where the name is used."""
-        combines = value.kind in _SUMMED or value.kind in ROWS - {Kind.COLUMNS}
+        combines = value.kind in _SUMMED or value.kind in ROWS - {Kind.COLUMNS, Kind.VIEWS}
         return replace(value, edits=None) if combines or not self.may_total() else value
 
     def edits_of(self, node: ast.AST, value: Value) -> Edits | None:
@@ -73,6 +73,7 @@ class Totals(Following):
                 if value.kind == Kind.OTHER and value.made and isinstance(node, ast.Attribute):
                     return self.by_form(node, *value.made[:2])
                 is_found = value.kind in _SUMMED or not self.known[node.value].is_shared
+                is_found = is_found and value.kind != Kind.OTHER
                 return self._wrapped(node, value) if is_found else self._inside(node)
             case ast.Call():
                 return self._edits_of_call(node, value)
@@ -145,7 +146,7 @@ class Totals(Following):
         self.found.edit(Edit(source, start, start, f"if {loop.text}.share: "))
         return True
 
-    def _around(self, value: Value) -> tuple[Loop | None, bool]:
+    def around(self, value: Value) -> tuple[Loop | None, bool]:
         """The loop over batches around a value that was set before it, and whether a loop over samples is."""
         outer = [loop for loop in self.loops if loop.number not in value.since]
         batches = [loop for loop in outer if loop.kind == "batches"]
@@ -154,7 +155,7 @@ class Totals(Following):
     def accumulated(self, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
         """What a value becomes to which this one is added, with the edits that keep the total exact."""
         old = place[0].find(place[1]) or Value()
-        batch, over_samples = self._around(old)
+        batch, over_samples = self.around(old)
         if over_samples:
             adds = value.kind in (Kind.ALIKE, Kind.ROW, Kind.PART, Kind.COUNT)
             value = Value(Kind.PART) if adds else Value(Kind.OTHER, "is added up by sample")
@@ -220,7 +221,7 @@ class Totals(Following):
         receiver: ast.expr = node.func.value  # type: ignore[attr-defined]
         scope, name = self.place_of(receiver)
         value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
-        batch, over_samples = self._around(scope.find(name) or Value())
+        batch, over_samples = self.around(scope.find(name) or Value())
         if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
             value = Value(Kind.ROWS)
         rows = join(*value.parts) if value.kind == "list" else value

@@ -16,6 +16,7 @@ class Kind(StrEnum):
     BATCH = "batch"  # what a loader gives: a container of rows
     ROWS = "rows"  # this rank's samples, along the first dimension
     SOME = "some"  # some of them
+    VIEWS = "views"  # several tensors of this rank's samples, one after another
     COLUMNS = "columns"  # this rank's samples, along the last dimension
     ROW = "row"  # a single one of them
     PART = "part"  # the ranks' values add up to the value of the serial script
@@ -26,7 +27,7 @@ class Kind(StrEnum):
     OTHER = "other"  # depends on this rank's share in another way, which `of` says
 
 
-ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME, Kind.COLUMNS}
+ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME, Kind.VIEWS, Kind.COLUMNS}
 BETWEEN = "compares samples of a share with each other"
 NUMBERS = {Kind.PART, Kind.COUNT, Kind.MEAN}
 _SHARED = set(Kind) - {Kind.ALIKE}
@@ -155,7 +156,7 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
 
 def rows_of(kinds: set[str]) -> Value:
     """What is computed sample by sample of these kinds."""
-    return Value(next((kind for kind in (Kind.SOME, Kind.COLUMNS) if kind in kinds), Kind.ROWS))
+    return Value(next((kind for kind in (Kind.SOME, Kind.VIEWS, Kind.COLUMNS) if kind in kinds), Kind.ROWS))
 
 
 def _number(op: ast.operator, left: Value, right: Value, kinds: set[str]) -> Kind | None:

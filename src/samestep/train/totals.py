@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -32,7 +33,7 @@ _NARROW = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 def sum(value: Value) -> Value:
     """Collective. Add a value over all ranks.
 
-    value: a number, a tensor, or a dict of them; of the same kind and shape on every rank.
+    value: a number, a tensor, a NumPy array, or a dict of them; of the same kind and shape on every rank.
 
     Returns the total in the same form: integers are exact. Gradients go through it. Raises RanksDiffer if the ranks
     brought different kinds or shapes, UsageError if the value or its total cannot be represented.
@@ -66,7 +67,8 @@ def mean(value: Value, weight: float | None = None) -> Value:
 def gather(value: Value) -> Value:
     """Collective. Join the ranks' values in the order of ranks: tensors along dimension 0, lists end to end.
 
-    value: a tensor with a first dimension, a list or a tuple, or a dict of them. Lengths may differ between ranks.
+    value: a tensor or NumPy array with a first dimension, a list or a tuple, or a dict of them. Lengths may
+        differ between ranks.
 
     Returns the joined value, the same on every rank; tensors stay on their device. Gradients go through it. Raises
     RanksDiffer if the ranks brought different kinds or shapes, UsageError if a value cannot be joined or sent.
@@ -209,12 +211,13 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for key in value:
             yield from _leaves(value[key], f"{name.removesuffix(': ')}[{key!r}]: ")
     else:
-        yield name, value
+        yield name, torch.tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def _rebuilt(value: Value, leaves: Iterator[Any]) -> Value:
     if not isinstance(value, Mapping):
-        return cast(Value, next(leaves))
+        total = next(leaves)
+        return cast(Value, total.numpy() if isinstance(value, np.ndarray) else total)
     new: Any = copy.copy(value)
     for key in value:
         new[key] = _rebuilt(value[key], leaves)
