@@ -174,7 +174,7 @@ class Follower(Calls):
 
     def _grown(self, target: ast.expr, made: ast.expr) -> Value | None:
         """What a tensor becomes to which rows are joined: `scores = torch.cat([scores, model(x)])`."""
-        inside = getattr(made, "args", [None])[:1]
+        inside = made.args[:1] if isinstance(made, ast.Call) else ()
         parts: list[ast.expr] = [part for tensors in inside for part in getattr(tensors, "elts", ())]
         if [ast.unparse(part) for part in parts[:1]] != [ast.unparse(target)] or len(parts) != 2:
             return None

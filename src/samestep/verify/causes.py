@@ -136,7 +136,7 @@ def unstable(first: Run) -> list[Cause]:
 def suspects(first: Run, other: Run, found: Difference) -> Iterator[Cause]:
     """Possible causes of a difference."""
     if foreign := other.fact("foreign"):
-        yield Cause("; ".join(_foreign(foreign)), "loaders")
+        yield Cause(f"{_foreign(foreign)[1]}; {_SHOWN['foreign']}", "loaders")
     lines: dict[str, list[str]] = {}
     for facts in other.facts:
         lines = facts.get("told", {}) | lines
