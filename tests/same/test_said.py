@@ -12,12 +12,17 @@ from torch.utils.data import TensorDataset
 world = samestep.init()
 torch.manual_seed({seed})
 train = samestep.loader(TensorDataset(torch.rand(23, 4)), batch_size=6, shuffle=True)
-model = samestep.replicate(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1)), same=True)
+width = 2
+class Net(nn.Sequential):
+    def forward(self, x, epoch):
+        return super().forward(x + torch.rand(width, 2).mean() if {square} and epoch else x)
+
+model = samestep.replicate(Net(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1)), same=True)
 {after}
 for epoch in range(2):
     for (x,) in train:
         {inside}
-        loss = model(x).square().mean()
+        loss = model(x, epoch).square().mean()
         loss.backward()
         print(samestep.mean(loss.item()))
 """
@@ -31,12 +36,15 @@ for epoch in range(2):
         ({"inside": "x = x[torch.randperm(len(x))]"}, "randperm (train.py:"),
         ({"inside": "world.rank or torch.rand(3)"}, PARTED),
         ({"after": "torch.manual_seed(world.rank)"}, PARTED),
+        ({"square": "True"}, "uniform_ (train.py:"),
     ],
-    ids=["gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank"],
+    ids=["gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"],
 )  # fmt: skip
 def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(dedent(SCRIPT).format(**{"seed": "0", "after": "", "inside": "pass", **parts}))
+    script.write_text(
+        dedent(SCRIPT).format(**{"seed": "0", "after": "", "inside": "pass", "square": "False", **parts})
+    )
     ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
     assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
     assert ranks[0].complained.count(said) == 1

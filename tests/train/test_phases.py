@@ -7,7 +7,8 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.rundir import PHASES, WAITS
 from samestep.train.group.world import joined
-from samestep.train.step import Subscriber, spine
+from samestep.train.step import spine
+from samestep.train.subscriber import Subscriber
 
 ROWS = torch.rand(12, 3)
 

@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import RanksDiffer
-from samestep.train.step import Pass, Share, Subscriber, spine
+from samestep.train.step import Pass, Share, spine
+from samestep.train.subscriber import Subscriber
 
 ROWS = torch.rand(64, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SMALL = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -2,8 +2,10 @@
 
 import math
 from collections import OrderedDict, defaultdict
+from contextlib import redirect_stderr
 from copy import deepcopy
 from functools import partial
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import RanksDiffer, UsageError
+from samestep.train.group.world import joined
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -340,3 +343,44 @@ def test_another_call_is_named_at_once_with_its_lines(world):
     ):
         samestep.sum(1) if world.rank == 0 else samestep.gather([1])
     assert samestep.sum(1) == world.size
+
+
+def test_what_was_collected_over_a_pass_is_gathered_in_the_order_of_samples(world):
+    """Also inside of a training loop, and with a last batch that has fewer samples than ranks."""
+    test = samestep.loader(TensorDataset(torch.arange(10.0)), 3)
+    train = samestep.loader(TensorDataset(torch.arange(12.0)), 6)
+    for loop in ([None], train):
+        for _ in loop:
+            with torch.no_grad():
+                seen = [rows for (rows,) in test]
+            collected = torch.cat(seen).requires_grad_() if seen else torch.empty(0, requires_grad=True)
+            whole = samestep.gather(collected)
+            assert whole.tolist() == samestep.gather(collected.tolist()) == list(range(10))
+            if loop is not train:  # a loss that every rank has
+                (gradient,) = torch.autograd.grad((whole * torch.arange(10.0)).sum(), collected)
+                assert torch.equal(gradient, world.size * collected)
+    assert samestep.gather([world.rank] * 2) == [rank for rank in range(world.size) for _ in range(2)]
+
+
+@pytest.mark.sizes(2, 3)
+def test_what_is_of_the_batch_at_hand_stays_in_its_order_after_an_evaluation(world):
+    test = samestep.loader(TensorDataset(torch.arange(6.0)), 3)
+    for (rows,) in samestep.loader(TensorDataset(torch.arange(6.0)), 6):
+        with torch.no_grad():
+            list(test)
+        assert samestep.gather(rows).tolist() == list(range(6))
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(("length", "said"), [(5, True), (7, False)])
+def test_a_mean_that_may_be_of_another_loader_is_said_once_with_the_line_to_write(world, length, said):
+    joined()._said.clear()
+    test = samestep.loader(TensorDataset(torch.arange(float(length))), length)
+    with redirect_stderr(StringIO()) as complained:
+        for (rows,) in samestep.loader(TensorDataset(torch.arange(14.0)), 7):
+            samestep.mean(rows.mean())
+            (held,) = next(iter(test))
+            samestep.mean(rows.mean().requires_grad_())
+            samestep.mean(held.mean())
+    line = "if the value is of that one, write samestep.mean(value, weight=n)"
+    assert complained.getvalue().count(line) == (said and world.rank == 0)

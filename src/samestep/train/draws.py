@@ -266,6 +266,11 @@ class Draws(Member):
         kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
         if len(kinds) == 1 and not fixed:
             return Part(0, kinds.pop())
+        line = line_of_draw()
+        is_new = self._in_model and (name, len(shape), line) not in self._places
+        if is_new and not fixed and shape[:2] == (rows.mine, rows.mine):
+            why = "it was not made in the first call, and its first two dimensions have the size of this rank's share"
+            self._say_other(name, f"{why}; from the next call on it does")
         for (_, dims, _), place in self._places.items() if self._in_model else ():
             if (
                 dims == len(shape)
@@ -274,12 +279,6 @@ class Draws(Member):
                 and (part := part_at(place, shape, share))
             ):
                 return part
-        line = line_of_draw()
-        is_new = self._in_model and (name, len(shape), line) not in self._places
-        if is_new and shape[:2] == (rows.mine, rows.mine):
-            self._say_other(
-                name, "its first two dimensions have the size of this rank's share, in its first call"
-            )
         known = name, tuple(shape), line
         if rows.mine in shape[:2] and known not in self._of_all:
             return None if fixed else Part(list(shape).index(rows.mine), rows)

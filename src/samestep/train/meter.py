@@ -19,7 +19,8 @@ from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
 from samestep.train.group.device import overlaps
 from samestep.train.group.group import Group, Member
 from samestep.train.profile import Profile
-from samestep.train.step import Pass, Share, Spine, Subscriber
+from samestep.train.step import Pass, Share, Spine
+from samestep.train.subscriber import Subscriber
 
 _AT = {name: at for at, name in enumerate((*PARTS, "user"))}
 _DATA = _AT["data"]

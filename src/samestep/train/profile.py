@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from samestep.train.group.group import Group, Member
-from samestep.train.step import Share, Spine, Subscriber
+from samestep.train.step import Share, Spine
+from samestep.train.subscriber import Subscriber
 
 
 class Profile(Member, Subscriber):

@@ -6,7 +6,7 @@ subscribe. Data does not know of models, and models do not know of data.
 
 import struct
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.nested import named_tensors
+from samestep.train.subscriber import Models, Subscriber
 
 _MOST_PASSES = 8
 _POSITION = struct.Struct("<HHI")
@@ -40,6 +41,8 @@ class Pass:
         self.seed = 0
         self.batches = 0
         self.counted = 0
+        # the samples of its batches so far, on all ranks, and how many batches of so many followed each other
+        self.sizes: list[list[int]] = []
         self.is_left = self.is_again = False
         self.latest: Share | None = None
         # the batch's tensors by their place in it, which is also the place of what is ragged
@@ -51,6 +54,24 @@ class Pass:
     def take_order(self, order: Any, seed: int) -> None:
         """The order of the samples, and the seed that belongs to it."""
         self._order, self.seed = weakref.ref(order), seed
+
+    def note(self, samples: int) -> None:
+        """A batch of so many samples on all ranks comes next."""
+        if not self.sizes or self.sizes[-1][0] != samples:
+            self.sizes.append([samples, 0])
+        self.sizes[-1][1] += 1
+
+    def places(self, size: int) -> list[list[int]]:
+        """For each rank, where its samples are among those of all batches so far."""
+        found: list[list[int]] = [[] for _ in range(size)]
+        start = 0
+        for samples, batches in self.sizes:
+            for _ in range(batches):
+                for rank, places in enumerate(found):
+                    first, end = cut(samples, size, rank)
+                    places += range(start + first, start + end)
+                start += samples
+        return found
 
     @property
     def of(self) -> Any:
@@ -110,49 +131,6 @@ class Share:
     def weight(self, size: int) -> float:
         """What this rank's mean loss counts for in a plain average over ranks: 1.0 where shares are equal."""
         return self.mine * size / self.all if self.all else 1.0
-
-
-class Subscriber:
-    """Is told of every pass, step and microbatch; what it does not need it leaves out."""
-
-    def phase_begins(self, phase: str, call: str) -> None:
-        """This rank does something else from here on: one of rundir's PHASES, and the call with its line."""
-
-    def backward_begins(self, loss: torch.Tensor) -> None:
-        """The script calls backward() of this tensor."""
-
-    def pass_begins(self, begun: Pass) -> None: ...
-    def step_begins(self, share: Share) -> None: ...
-    def microbatch_begins(self, share: Share) -> None: ...
-    def microbatch_ends(self, share: Share) -> None: ...
-    def step_ends(self, share: Share) -> None: ...
-    def pass_ends(self, ended: Pass) -> None: ...
-
-
-class Models(Subscriber):
-    """The models that are kept equal on all ranks; there are none, until the first is replicated."""
-
-    def trains(self, shuffled: bool) -> bool:
-        """Whether a pass that begins now is one of training."""
-        return False
-
-    def parameters(self) -> Iterable[torch.Tensor]:
-        """What is kept equal on all ranks."""
-        return ()
-
-    @property
-    def adds_losses(self) -> bool:
-        """Whether the gradients of ranks are added."""
-        return False
-
-    @property
-    def weigh_losses(self) -> bool:
-        """Whether a loss counts by its share where backward begins; a tree weighs gradients itself."""
-        return False
-
-    def exchanges(self) -> Iterable[tuple[float, float]]:
-        """Seconds that the latest measured exchanges of gradients took, and in how many of them backward went on."""
-        return ()
 
 
 class Spine(Member):
@@ -354,7 +332,7 @@ class Spine(Member):
         """
         if (share := self.at_hand) is None or not share.lent:
             return False
-        has_evaluated = self._left is not None and not self._left.training and self._left_at == self.batches
+        has_evaluated = self.evaluated is not None and not self.evaluated.training
         return not (share.of.training and has_evaluated)
 
     @property
@@ -363,6 +341,20 @@ class Spine(Member):
         if (share := self.at_hand) is not None:
             return share.mine
         return self._left.counted if self._left is not None else None
+
+    @property
+    def evaluated(self) -> Pass | None:
+        """The pass that a collected value may be of: the one left last, and after the batch at hand came."""
+        is_since = self.at_hand is None or self._left_at == self.batches
+        return self._left if is_since else None
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether this rank had another part of a pass that was left since than of the batch at hand."""
+        share, other = self.at_hand, self.evaluated
+        if share is None or other is None or other.latest is None:
+            return False
+        return other.counted * share.all != share.mine * (other.latest.batch_start + other.latest.all)
 
     def weight_of_loss(self) -> float:
         """What a loss counts for where backward begins; 1.0 where it is made of calls that count for unlike parts."""

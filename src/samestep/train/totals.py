@@ -3,12 +3,13 @@
 So are their gradients: a loss over the gathered batch, or of its mean, trains as it does at one process.
 """
 
-import builtins
 import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from numbers import Real
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -61,14 +62,24 @@ def mean(value: Value, weight: float | None = None) -> Value:
     if weight is None:
         counted = spine().counted
         weight = 1.0 if counted is None else float(counted)
+        if spine().is_ambiguous and not any(
+            getattr(leaf, "requires_grad", False) for _, leaf in _leaves(value)
+        ):
+            joined().say(
+                f"samestep.mean ({users_line()}) counts each rank by its samples of the training batch, and another "
+                "loader was iterated since; if the value is of that one, write samestep.mean(value, weight=n) with the "
+                "number n of this rank's samples in it",
+                what="mean",
+            )
     return _weighted("samestep.mean", value, weight, divide=True)
 
 
 def gather(value: Value) -> Value:
-    """Collective. Join the ranks' values in the order of ranks: tensors along dimension 0, lists end to end.
+    """Collective. Join the ranks' values: tensors along dimension 0, lists end to end.
 
     value: a tensor or NumPy array with a first dimension, a list or a tuple, or a dict of them. Lengths may
-        differ between ranks.
+        differ between ranks. What has a row for each sample of the current batch, or was collected over a pass that
+        has ended, comes in the order of samples, as the serial script has it; everything else in that of ranks.
 
     Returns the joined value, the same on every rank; tensors stay on their device. Gradients go through it. Raises
     RanksDiffer if the ranks brought different kinds or shapes, UsageError if a value cannot be joined or sent.
@@ -88,6 +99,17 @@ def gather(value: Value) -> Value:
     lent = spine().is_lent
     ranks = _of_all("samestep.gather", {name: leaf[:0] if lent else leaf for name, leaf in named.items()})
     return _rebuilt(value, (_joined(named[name], [one[name] for one in ranks], lent=lent) for name in named))
+
+
+def _places(parts: Sequence[Any]) -> list[list[int]]:
+    """For each rank, where its rows go: in the order of samples where they were collected over a whole pass."""
+    at, counts = spine(), [len(part) for part in parts]
+    is_of_batch = at.at_hand is not None and counts[joined().world.rank] == at.at_hand.mine
+    if at.evaluated is not None and not is_of_batch:
+        places = at.evaluated.places(len(parts))
+        if [len(own) for own in places] == counts:
+            return places
+    return [list(range(end - count, end)) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
@@ -196,14 +218,18 @@ def _narrowed(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(leaf: Any, parts: Sequence[Any], *, lent: bool) -> Any:
+    places = _places(parts)
     if not isinstance(leaf, torch.Tensor):
-        return type(leaf)(value for part in parts for value in part)
-    start = builtins.sum(map(len, parts[: joined().world.rank]))
+        rows = zip(chain.from_iterable(places), chain.from_iterable(parts), strict=True)
+        return type(leaf)(row for _, row in sorted(rows, key=itemgetter(0)))
+    joint = torch.cat(list(parts))
+    whole = torch.empty_like(joint)
+    whole[list(chain.from_iterable(places))] = joint
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(leaf) if lent else gradient[start : start + len(leaf)]
+        return torch.zeros_like(leaf) if lent else gradient[places[joined().world.rank]]
 
-    return _differentiable("samestep.gather", leaf, moved(torch.cat(list(parts)), leaf.device), back)
+    return _differentiable("samestep.gather", leaf, moved(whole, leaf.device), back)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

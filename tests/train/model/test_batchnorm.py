@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import UsageError
-from samestep.train.step import Subscriber, spine
+from samestep.train.step import spine
+from samestep.train.subscriber import Subscriber
 
 
 def data(length=11):

@@ -293,6 +293,7 @@ class Loader(Generic[Item]):
     def _given(self, piece: Any, batches: Iterator[Batch], this: Pass) -> Iterator[tuple[Any, Share]]:
         """A batch and this rank's share of it; in training a rank without a share takes all of it, with weight 0."""
         self.share = share.weight(piece, self._length, self.batch_size)
+        this.note(piece.all)
         if piece.mine or this.training:
             batch, ragged = next(batches)
             lent, step = not piece.mine, self._spine.steps

@@ -14,8 +14,9 @@ from samestep.train.group.group import Group, Member
 from samestep.train.model.exchange import times_of
 from samestep.train.model.replica import Replica
 from samestep.train.model.tree import Tree
-from samestep.train.step import Models, Pass, Share, Spine
+from samestep.train.step import Pass, Share, Spine
 from samestep.train.streams import draw_as
+from samestep.train.subscriber import Models
 
 _DIGITS = 16
 
