@@ -26,8 +26,7 @@ demo: .venv/made
 
 test: .venv/made
 	.ci/setup system
-	.venv/bin/python -m pytest -n 2 -m "not alone"; others=$$?; \
-	    .venv/bin/python -m pytest -m alone && exit $$others
+	.venv/bin/python -m pytest -n 3
 
 check: .venv/made
 	.venv/bin/ruff format --check

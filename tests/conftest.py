@@ -4,6 +4,7 @@ import gc
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -36,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "CONDA_PREFIX",
     ):  # of whoever started the tests; `samestep run` would remark on it
         os.environ.pop(name, None)
+    if not os.environ.get("STARTED_FOR_A_MUTANT"):
+        # Each of hundreds of processes would compile all of samestep, which takes as long as a tenth of torch's import.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.dont_write_bytecode = False
     if _starts_all(config):
         os.environ[_MARK] = secrets.token_hex(8)
     _start_children_with_default_signals()

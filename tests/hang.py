@@ -71,6 +71,7 @@ def run(case, home, *options, patience_s=60, limit_s=LIMIT_S):
         "run",
         "-n",
         case.size,
+        "--fork",
         "--all-ranks",
         "--hang-timeout",
         limit_s,
@@ -98,7 +99,7 @@ def run(case, home, *options, patience_s=60, limit_s=LIMIT_S):
         process.stdout.close()
 
 
-def fault(case, code, lines, line):
+def fault(case, code, lines, line, allowed_s=ALLOWED_S):
     """What is wrong with what was said of a hang; nothing where it was right."""
     report = "\n".join(text for _, text in lines)
     if line is None and case.kind != "skip":
@@ -115,7 +116,7 @@ def fault(case, code, lines, line):
     if code != 1 or not notices:
         return f"it ended with exit code {code} and {len(notices)} notices\n{report}"
     after, said = notices[0]
-    if after > ALLOWED_S:
+    if after > allowed_s:
         return f"it was said after {after:.1f} s"
     if f" for rank {case.rank}, which " not in said:
         return f"another rank was named: {said}"

@@ -28,6 +28,7 @@ _ALSO = {
     "mpirun (Open MPI)",
     "mpirun (MPICH)",
     "mpirun (MPICH), 2 nodes",
+    "IDRIS script",
     "ENCCS script, srun",
     "ENCCS script, torchrun",
 }

@@ -35,10 +35,9 @@ SEVEN_LINES = """\
 
 
 def run(directory: Path, size: int, script: str, *args: object) -> str:
-    """What an example prints, started as a user starts it: by python for size 0, else by samestep run."""
-    start = [SAMESTEP, "run", "-n", size] if size else [sys.executable]
+    """What an example prints, started as a user starts it."""
     done = subprocess.run(
-        [str(one) for one in (*start, EXAMPLES / script, *args)],
+        [str(one) for one in (SAMESTEP, "run", "-n", size, EXAMPLES / script, *args)],
         cwd=directory,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
         capture_output=True,
@@ -125,20 +124,19 @@ def check_dry_run(printed: str, directory: Path) -> None:
     assert torch.load(written, weights_only=True)
 
 
-@pytest.mark.parametrize("size", [0, 2])
-def test_a_dry_run_by_python_and_by_samestep_run_takes_one_step_and_stops(
-    tmp_path: Path, data: Path, size: int
-) -> None:
+def test_a_dry_run_by_samestep_run_takes_one_step_and_stops(tmp_path: Path, data: Path) -> None:
     args = ("--data-dir", data, "--dry-run", *DRY_RUNS["mnist.py"])
-    check_dry_run(run(tmp_path, size, "mnist.py", *args), tmp_path)
+    check_dry_run(run(tmp_path, 2, "mnist.py", *args), tmp_path)
 
 
-@pytest.mark.parametrize("script", [script for script in DRY_RUNS if script != "mnist.py"])
+@pytest.mark.parametrize(
+    ("script", "size"), [(script, 0 if script == "mnist.py" else 2) for script in DRY_RUNS]
+)
 def test_a_dry_run_of_every_example_takes_one_step_and_stops(
-    nest: Nest, tmp_path: Path, data: Path, script: str
+    nest: Nest, tmp_path: Path, data: Path, script: str, size: int
 ) -> None:
     args = ("--data-dir", data, "--dry-run", *DRY_RUNS[script])
-    check_dry_run(run_forked(nest, tmp_path, 2, EXAMPLES / script, *args), tmp_path)
+    check_dry_run(run_forked(nest, tmp_path, size, EXAMPLES / script, *args), tmp_path)
 
 
 @pytest.mark.parametrize(("script", "size"), [("digits_serial.py", 0), ("digits.py", 2)])

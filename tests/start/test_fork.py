@@ -66,10 +66,8 @@ def test_what_ends_a_forked_script_ends_it_as_python_would(launcher):
         """
     )
     ends = {
-        "pass": 0,
         "sys.exit(77)": 77,
         "raise KeyboardInterrupt": 130,
-        "os.kill(os.getpid(), 9)": 137,
         "1/0": 1,
     }
     for end, expected in ends.items():
@@ -80,12 +78,9 @@ def test_what_ends_a_forked_script_ends_it_as_python_would(launcher):
             report = (out + err).rpartition("failed on rank")[2].splitlines()[1:]
             said.append([line for line in report if "Logs" not in line])
             assert (end, code) == (end, expected)
-            is_killed = "os.kill" in end
+            assert (launcher.home / "unflushed").read_text() == "kept"
             for name in ("unflushed", "atexit"):
-                assert is_killed or (launcher.home / name).exists()
-            assert is_killed or (launcher.home / "unflushed").read_text() == "kept"
-            for name in ("unflushed", "atexit"):
-                (launcher.home / name).unlink(missing_ok=True)
+                (launcher.home / name).unlink()
         assert said[0] == said[1]
 
 
@@ -172,7 +167,7 @@ def ranks(started, generation):
     return [int(pid) for pid, of in lines if int(of) == generation]
 
 
-@pytest.mark.parametrize("victims", [[1], [0, 1]])
+@pytest.mark.parametrize("victims", [[1], pytest.param([0, 1], marks=pytest.mark.long)])
 def test_killed_ranks_are_forked_anew_by_the_warm_process(launcher, gone, victims):
     launcher.write(WAITING)
     started = launcher.start("-n", "2", "--max-restarts", "1", "train.py")

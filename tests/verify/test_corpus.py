@@ -12,6 +12,7 @@ SAMPLE = [
     "by_hand",
     "dcgan_sum",
     "key_bias",
+    "lr_by_ranks",
     "sum_and_centered",
     "three_mistakes",
     "unseeded_split",

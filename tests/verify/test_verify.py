@@ -43,6 +43,7 @@ def _last(result: Result) -> str:
     return result.stdout.splitlines()[-1]
 
 
+@pytest.mark.long  # test_corpus tries the same search on forked ranks
 def test_a_mistake_is_found_and_its_cause_named_with_its_line() -> None:
     result = _verify("-n", "1,2", str(SCRIPTS / "lr_by_ranks.py"))
     assert result.exit_code == 1, result.output

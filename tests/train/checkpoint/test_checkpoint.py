@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -330,28 +329,3 @@ def test_a_directory_that_vanishes_costs_no_step_of_the_training(nest, tmp_path)
     assert re.search(r"is gone; the steps since \d+ are in no checkpoint\n$", ranks[0].said)
     assert len(trail.taken()) == 12
     assert steps(tmp_path / "elsewhere")
-
-
-def test_a_killed_worker_is_started_again_by_the_launcher_and_nothing_is_lost(nest, tmp_path):
-    trail, undisturbed = Trail(tmp_path / "run"), Trail(tmp_path / "undisturbed")
-    nest.wait(nest.start(SURVIVOR, 1, undisturbed.directory, "--notes", undisturbed.log))
-    launch = [sys.executable, "-m", "samestep", "run", "-n", "2", "--max-restarts", "2", SURVIVOR]
-    asked = [trail.directory, "--notes", trail.log, "--pause", "0.1"]
-    with subprocess.Popen([*launch, *asked], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        while len(trail.taken()) < 5:
-            time.sleep(0.02)
-        victim = max(
-            int(pid) for pid in os.listdir("/proc") if pid.isdigit() and str(trail.log) in _words(pid)
-        )
-        os.kill(victim, 9)
-        _, said = process.communicate(timeout=50)
-    assert process.returncode == 0, said
-    assert "SIGKILL" in said
-    assert differing_bits(trail.state(), undisturbed.state()) == 0
-
-
-def _words(pid):
-    try:
-        return Path("/proc", pid, "cmdline").read_text().split("\0")
-    except OSError:
-        return []

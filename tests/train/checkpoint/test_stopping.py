@@ -268,7 +268,19 @@ def launched(*command, home):
 def test_the_launcher_starts_a_stopped_run_again_until_it_is_done(undisturbed, tmp_path):
     trail = Trail(tmp_path)
     code, said = launched(
-        *("samestep", "run", "-n", 2, "--restart-on", 75, "--max-restarts", 3, SURVIVOR, trail.directory),
+        *(
+            "samestep",
+            "run",
+            "-n",
+            2,
+            "--fork",
+            "--restart-on",
+            75,
+            "--max-restarts",
+            3,
+            SURVIVOR,
+            trail.directory,
+        ),
         *("--notes", trail.log, "--hear", "SIGUSR1@8/1", "--pause", 0.15),
         home=tmp_path,
     )
