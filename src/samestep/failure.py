@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from samestep.files import write_atomically
@@ -83,6 +84,13 @@ def is_users(file: str) -> bool:
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
         return False
     return not file.startswith((_STANDARD, _OURS))
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """This frame or the nearest that called it of the user's own; None where the script has ended."""
+    while frame and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def heading(script: str, rank: int, size: int, place: str, seconds: float, step: int | None) -> str:

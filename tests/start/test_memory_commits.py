@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -61,16 +62,22 @@ def wait_until(is_so, seconds=30.0):
         time.sleep(0.01)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(nest, tmp_path_factory):
+    """What one process prints that nobody kills."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    (home / "train.py").write_text(dedent(TRAIN))
+    (rank,) = nest.start(home / "train.py", 1, "20", cwd=home, apart=True)
+    assert nest.wait([rank]) == [0], rank.complained
+    return rank.said
+
+
 @pytest.mark.parametrize(
     "case",
     ["a rank", pytest.param("all ranks", marks=pytest.mark.long), "all ranks, and the memory is damaged"],
 )
-def test_killed_ranks_go_on_from_memory_with_the_same_bits(launcher, case):
+def test_killed_ranks_go_on_from_memory_with_the_same_bits(launcher, undisturbed, case):
     launcher.write(TRAIN)
-    code, undisturbed, _ = launcher.run("-n", "1", "--run-dir", "first", "train.py", "20")
-    assert code == 0
-    for path in [*(launcher.home / "commits").iterdir(), *launcher.home.glob("pids-*")]:
-        path.unlink()
     started = launcher.start("-n", "2", "--fork", "--max-restarts", "1", "train.py", "20")
     pids = [int(started.wait_for_lines(f"pids-{rank}")[0]) for rank in range(2)]
     held = slots(started.process.pid)

@@ -164,7 +164,7 @@ def test_the_wait_for_another_node_ends_at_an_interrupt(launcher):
     assert nodes[0].finish()[0] == 130
 
 
-@pytest.mark.parametrize("option", ["--fork", "--no-fork"])
+@pytest.mark.parametrize("option", [pytest.param("--fork", marks=pytest.mark.long), "--no-fork"])
 def test_all_nodes_start_again_together(launcher, option):
     launcher.write(
         """

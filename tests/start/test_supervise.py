@@ -203,7 +203,8 @@ def test_a_rank_blocked_in_a_collective_does_not_hide_its_peers_exception(launch
     assert code == 1
     assert "train.py failed on rank 1 of 2" in err
     assert err.splitlines()[-3] == "ValueError: bad shard"
-    assert "GLHF" not in err
+    # what it wrote to stderr may have been shown before, where the process took long to end
+    assert "GLHF" not in err.rpartition("failed on rank")[2]
 
 
 def test_a_script_written_for_torchrun_runs_as_it_is(launcher):

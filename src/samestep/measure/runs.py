@@ -13,7 +13,15 @@ from typing import Any, cast
 import psutil
 
 from samestep.errors import UsageError
-from samestep.rundir import PulseReading, log_path, pulse_path, read_pulse, read_record, step_times_path
+from samestep.rundir import (
+    CHECKPOINTED,
+    PulseReading,
+    log_path,
+    pulse_path,
+    read_pulse,
+    read_record,
+    step_times_path,
+)
 from samestep.start.slurm import state_of_job
 from samestep.steptimes import Progress, read_step_times
 from samestep.text import printable
@@ -24,7 +32,7 @@ _END_OF_TIME = 2.0**37  # later years have five digits
 _MOST_RANKS = 10_000_000
 _MOST_LINES = 1000
 _MOST_CHARACTERS = 2000
-_ENDS = {0: "done", 75: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
+_ENDS = {0: "done", CHECKPOINTED: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
 _JOB_ENDS = {"completed": "done", "timeout": "out of time", "node fail": "lost a node"}
 
 

@@ -216,7 +216,9 @@ def test_a_time_limit_too_short_for_a_measured_commit_is_warned_of_once(loop):
     env = {"SLURM_JOB_START_TIME": now - 8, "SLURM_JOB_END_TIME": now + 1}
     codes, said, _ = loop("for _ in steps(): pass", 2, env=env)
     assert codes == [75, 75]
-    warning = r"samestep: a commit takes 0\.\d s and this job's time limit is 9 s, so almost nothing is trained"
+    warning = (
+        r"samestep: a commit takes 0\.\d s and this job's time limit is 9 s, so almost nothing is trained"
+    )
     assert len(re.findall(warning, "".join(said))) == 1
     enough = {"SLURM_JOB_START_TIME": now - 3600, "SLURM_JOB_END_TIME": now + 1}
     assert "a commit takes" not in "".join(loop("for _ in steps(): pass", 2, env=enough)[1])

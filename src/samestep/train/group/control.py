@@ -6,20 +6,15 @@ through the tree once.
 """
 
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-
-import torch
 
 from samestep.errors import RankMissing, RanksDiffer
+from samestep.failure import users_frame
 from samestep.rendezvous.tree import Late, Tree
 from samestep.text import name_ranks
 from samestep.train.group.census import Item, by_rank, merged, of_kind, packed, unpacked
 
-_PYTHONS = sysconfig.get_path("stdlib")
-_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), _PYTHONS)
 _LONGEST_PLACE = 160
 Join = Callable[[Sequence[Item]], list[Item]]
 
@@ -68,9 +63,7 @@ def place_of(call: str) -> str:
 
 def users_line() -> str:
     """File and line of the nearest frame of the user's code, empty where the script has ended."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
+    frame = users_frame(sys._getframe(1))
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from samestep.errors import RankMissing
-from samestep.failure import failure_of, heading, is_users
+from samestep.failure import failure_of, heading, users_frame
 from samestep.hang import LEAST_S, Hang, RankState, find_hang
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
@@ -66,7 +66,7 @@ class MutualWatch:
     def _state(self) -> RankState:
         group = self._group
         (phase, call), seconds = group.phase, time.monotonic() - group.phase_began
-        frame = _users_frame()
+        frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
         name = frame.f_code.co_name if frame else ""
         does = f"is at {line}" if name == "<module>" else f"is in {name} ({line})"
@@ -95,11 +95,3 @@ def tell_failure(group: Any, error: BaseException, show_traceback: Callable[[], 
     place, began = f"{os.uname().nodename}, {world.device}", psutil.Process().create_time()
     head = heading(Path(sys.argv[0]).name, world.rank, world.size, place, time.time() - began, group.step)
     print("", head, "", *failure.lines, sep="\n", file=sys.stderr, flush=True)
-
-
-def _users_frame() -> Any:
-    """The innermost frame of the user's code in the main thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
