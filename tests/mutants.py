@@ -1,7 +1,8 @@
 """Changes the source in one place at a time and sees whether a test beside it fails: python tests/mutants.py
 
-Each change is made in a copy of the tree. The tests of the changed file's folder run there, fast ones first, in a
-fork of this process, which has torch and pytest; the first failure, or a hang, is the end of the mutant.
+Each change is made in a copy of the tree. The tests beside the changed file run there, fast ones first, in a fork of
+this process, which has torch and pytest; then, where they all pass, the tests around them. The first failure, or a
+hang, is the end of the mutant.
 """
 
 import argparse
@@ -25,9 +26,15 @@ from edits import Edit, edits
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src", "samestep")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.txt")
+# What goes through a file besides the tests that lie as it does.
+_AROUND = {
+    "state": (Path("tests", "state"), Path("tests", "train", "checkpoint")),
+    "train": (Path("tests", "train"), Path("tests", "same")),
+}
 _COPIED = ("src", "tests", "examples", "pyproject.toml", "README.md")
 _MARK = "STARTED_FOR_A_MUTANT"
 _SLOWEST_S = (0.05, 0.3, 1.5)
+_COLLECT_S = 10.0
 
 
 class Order:
@@ -51,13 +58,23 @@ class Order:
             self.failed.append(report.nodeid)
 
 
+Suite = tuple[Path, ...]
+
+
 @dataclass
 class Known:
-    """What the unchanged source showed about a folder of tests."""
+    """What the unchanged source showed about some tests."""
 
     seconds: dict[str, float]
     left_out: list[str]
     wall_s: float
+
+    def part(self, suite: Suite) -> "Known":
+        """The same of some of them."""
+        seconds = {
+            name: took for name, took in self.seconds.items() if name.startswith(tuple(map(str, suite)))
+        }
+        return Known(seconds, self.left_out, _COLLECT_S + sum(seconds.values()))
 
 
 class Tree:
@@ -71,21 +88,21 @@ class Tree:
             take = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             take(ROOT / name, home / name)
 
-    def start(self, folder: Path, known: Known | None, limit_s: float) -> None:
-        """Run the folder's tests in a fork; without what is known, all of them, to learn it."""
+    def start(self, suite: Suite, known: Known | None, limit_s: float) -> None:
+        """Run the tests in a fork; without what is known, all of them, to learn it."""
         self.until = time.monotonic() + limit_s
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
             try:
-                code = self._test(folder, known)
+                code = self._test(suite, known)
             except BaseException:
                 traceback.print_exc()
             sys.stdout.flush()
             os._exit(code)
 
-    def _test(self, folder: Path, known: Known | None) -> int:
+    def _test(self, suite: Suite, known: Known | None) -> int:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(self.home)
@@ -100,7 +117,7 @@ class Tree:
         stop = ["-x"] if known else []
         began = time.monotonic()
         preloaded = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        code = pytest.main([str(folder), "-p", "no:cacheprovider", *preloaded, *stop], plugins=[order])
+        code = pytest.main([*map(str, suite), "-p", "no:cacheprovider", *preloaded, *stop], plugins=[order])
         learnt = {"seconds": order.took, "left_out": order.failed, "wall_s": time.monotonic() - began}
         (self.home / "learnt").write_text(json.dumps(learnt))
         return int(code)
@@ -133,16 +150,14 @@ class Tree:
         return Known(**json.loads((self.home / "learnt").read_text()))
 
 
-def tests_of(path: Path) -> Path:
-    """The folder of tests beside a source file, or the nearest one above that has tests.
-
-    Where that folder has others in it, only the file of tests named like the source, if there is one.
-    """
-    folder = Path("tests") / path.relative_to(PACKAGE).parent
-    while not list((ROOT / folder).rglob("test_*.py")):
-        folder = folder.parent
-    named = folder / f"test_{path.stem}.py"
-    return named if (ROOT / named).exists() and list((ROOT / folder).glob("*/test_*.py")) else folder
+def suites_of(path: Path) -> list[Suite]:
+    """The tests that lie as a source file does, in a file of its name or a folder without others; and those around."""
+    inner = path.relative_to(PACKAGE)
+    folder = Path("tests") / inner.parent
+    named, around = folder / f"test_{path.stem}.py", _AROUND[inner.parts[0]]
+    if (ROOT / named).exists():
+        return [(named,), around]
+    return [around] if list((ROOT / folder).glob("*/test_*.py")) else [(folder,), around]
 
 
 def equivalents() -> dict[tuple[str, str, str], str]:
@@ -156,46 +171,56 @@ def equivalents() -> dict[tuple[str, str, str], str]:
     }
 
 
-def learn(trees: Sequence[Tree], folders: Iterable[Path], limit_s: float) -> dict[Path, Known]:
-    """Run each folder's tests on the unchanged source."""
+def learn(trees: Sequence[Tree], suites: Iterable[Suite], limit_s: float) -> dict[Suite, Known]:
+    """Run the tests on the unchanged source."""
     known = {}
-    for folder in sorted(folders):
-        trees[0].start(folder, None, limit_s)
+    for suite in sorted(suites):
+        trees[0].start(suite, None, limit_s)
         while (end := trees[0].ended()) is None:
             time.sleep(0.05)
         if end == "timed out" or not (trees[0].home / "learnt").exists():
             said = (trees[0].home / "said").read_text()
-            raise SystemExit(f"{folder}: the tests of the unchanged source did not end\n{said}")
-        known[folder] = trees[0].learnt()
-        print(f"{folder}: {len(known[folder].seconds)} tests in {known[folder].wall_s:.0f} s", flush=True)
-        for name in known[folder].left_out:
+            raise SystemExit(f"{_words(suite)}: the tests of the unchanged source did not end\n{said}")
+        known[suite] = trees[0].learnt()
+        print(
+            f"{_words(suite)}: {len(known[suite].seconds)} tests in {known[suite].wall_s:.0f} s", flush=True
+        )
+        for name in known[suite].left_out:
             print(f"  left out, it fails on the unchanged source: {name}", flush=True)
     return known
 
 
 def try_all(
-    trees: Sequence[Tree], chosen: Sequence[Edit], known: dict[Path, Known]
+    trees: Sequence[Tree], chosen: Sequence[Edit], known: dict[Suite, Known]
 ) -> list[tuple[Edit, str]]:
     """Each mutant with how it ended, as they end."""
-    waiting, ends = list(reversed(chosen)), []
-    running: dict[int, Edit] = {}
+    waiting, ends = [(edit, suites_of(edit.path)) for edit in reversed(chosen)], []
+    running: dict[int, tuple[Edit, list[Suite]]] = {}
     while waiting or running:
         for number, tree in enumerate(trees):
             if number in running and (end := tree.ended()):
-                edit = running.pop(number)
+                edit, others = running.pop(number)
                 shutil.copy(ROOT / edit.path, tree.home / edit.path)
-                ends.append((edit, end))
-                print({"passed": "S", "failed": ".", "timed out": "t"}[end], end="", flush=True)
+                if end == "passed" and others:
+                    waiting.insert(0, (edit, others))
+                else:
+                    ends.append((edit, end))
+                    print({"passed": "S", "failed": ".", "timed out": "t"}[end], end="", flush=True)
             if number not in running and waiting:
-                edit = running[number] = waiting.pop()
+                edit, (suite, *others) = waiting.pop()
+                running[number] = edit, others
                 (tree.home / edit.path).write_text(edit.source)
                 for cached in (tree.home / edit.path).parent.glob(f"__pycache__/{edit.path.stem}.*"):
                     cached.unlink()
-                folder = tests_of(edit.path)
-                tree.start(folder, known[folder], 20 + 3 * known[folder].wall_s)
+                part = known[suites_of(edit.path)[-1]].part(suite)
+                tree.start(suite, part, 20 + 3 * part.wall_s)
         time.sleep(0.02)
     print()
     return ends
+
+
+def _words(suite: Suite) -> str:
+    return " ".join(map(str, suite))
 
 
 def preload() -> None:
@@ -239,7 +264,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as base:
         trees = [Tree(Path(base, str(number))) for number in range(args.jobs)]
         try:
-            known = learn(trees, {tests_of(edit.path) for edit in tried}, 570)
+            known = learn(trees, {suites_of(edit.path)[-1] for edit in tried}, 900)
             ends = try_all(trees, tried, known)
         finally:
             for tree in trees:

@@ -1,7 +1,6 @@
 """Starts the real command in a directory of its own, and looks at which of its processes live."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -95,17 +94,6 @@ class Launcher:
         """What a rank of the newest run wrote."""
         newest = max((self.home / "runs").iterdir(), key=lambda run: run.stat().st_mtime_ns)
         return (newest / "logs" / f"rank-{rank}.log").read_text(errors="replace")
-
-
-@pytest.fixture(autouse=True)
-def signals_of_a_terminal() -> Iterator[None]:
-    """Under nohup, or in a shell's background, signals are ignored, also by what a test starts."""
-    ignored = [n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN]
-    for number in ignored:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture
