@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -144,15 +145,30 @@ def test_a_leftover_of_another_machine_is_old_by_the_file_servers_clock_now(tmp_
     assert not left.exists()
 
 
-@pytest.mark.root
-def test_a_disk_that_has_room_but_takes_no_more_files_is_not_said_to_be_full(tmp_path):
+@contextmanager
+def small_disk(path, options):
     if os.geteuid():
         pytest.skip("needs root to mount a small disk")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=4", "tmpfs", tmp_path], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)
     try:
-        vault = CheckpointDirectory(tmp_path / "run")
+        yield CheckpointDirectory(path / "run")
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.root
+def test_a_disk_that_has_room_but_takes_no_more_files_is_not_said_to_be_full(tmp_path):
+    with small_disk(tmp_path, "size=2m,nr_inodes=4") as vault:
         vault.commit(file.pack(1), 1)
         with pytest.raises(CheckpointError, match=r"run cannot be written \(No space left on device\)$"):
             vault.commit(file.pack(2), 2)
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.mark.root
+def test_a_commit_that_would_just_fit_is_not_begun(tmp_path):
+    """A tenth of its size is to stay free, for what else is written beside it."""
+    with small_disk(tmp_path, "size=2m") as vault:
+        with pytest.raises(CheckpointError, match=r"2\.1 of 2\.2 MB free on"):
+            vault.commit(file.pack(bytes(2_000_000)), 1)
+        vault.commit(file.pack(bytes(1_800_000)), 1)
+        assert [entry.step for entry in file.listing(vault.directory)] == [1]
