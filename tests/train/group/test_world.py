@@ -259,11 +259,11 @@ FORGETFUL = """
 
 
 def test_a_script_that_forgets_everything_ends_well_and_leaves_no_process(script):
-    ranks = script.run_interpreters(START + FORGETFUL, 3)
-    assert codes(ranks) == [0, 0, 0], ranks
-    assert [error for _, _, error in ranks][1:] == ["", ""]
+    ranks = script.run_interpreters(START + FORGETFUL, 2)
+    assert codes(ranks) == [0, 0], ranks
+    assert [error for _, _, error in ranks][1:] == [""]
     pids = [int(pid) for _, out, _ in ranks for pid in out.split()]
-    assert len(pids) >= 6
+    assert len(pids) >= 4
     until = time.monotonic() + 5
     while any(map(psutil.pid_exists, pids)):
         assert time.monotonic() < until
@@ -278,7 +278,7 @@ def test_a_script_that_destroys_the_group_itself_ends_well(script):
 
 
 def test_a_group_that_the_script_made_is_adopted(script):
-    ranks = script.run_interpreters(
+    ranks = script.run(
         """
     import torch.distributed as dist
     dist.init_process_group("gloo")
