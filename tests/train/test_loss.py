@@ -1,0 +1,48 @@
+"""How a loss was reduced is read from its graph, behind what changes no more than its scale or shape."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from samestep.train.loss import reduction_of
+
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+Y = X.detach() + 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "count"),
+    [
+        (X.mean(), "mean", 24),
+        (-X.mean(), "mean", 24),
+        (X.mean() + 1, "mean", 24),
+        (X.mean() * 2, "mean", 24),
+        (X.mean().double().clone().view(1).squeeze(), "mean", 24),
+        (F.mse_loss(X, Y), "mean", None),
+        (X.sum(), "sum", None),
+        (X.sum() * 0.5, "sum", None),
+        (X.sum() / 24, "sum", 24),
+        (X.sum() * 2 / torch.tensor(6.0), "sum", 6),
+        (X.sum() / torch.ones(2), "sum", None),
+        (F.mse_loss(X, Y, reduction="sum"), "sum", None),
+        (F.mse_loss(X, Y, reduction="none").sum(), "sum", None),
+    ],
+    ids=str,
+)
+def test_a_mean_or_a_sum_and_what_it_is_divided_by(loss, reduction, count):
+    assert reduction_of(loss) == {"reduction": reduction, "count": count, "picked": False}
+
+
+@pytest.mark.parametrize(
+    "loss", [X.max(), X.norm(), X.mean().exp(), torch.tensor(1.0), X], ids="max norm exp constant leaf".split()
+)
+def test_of_another_loss_nothing_is_said(loss):
+    assert reduction_of(loss) == {"reduction": None}
+
+
+def test_terms_that_were_chosen_by_comparing_them_are_told_up_to_four_operations_before():
+    chosen = X.flatten().sort()[0][:3]
+    for loss in (chosen.mean(), chosen.sum(), (chosen * 2).exp().mean(), X.flatten().topk(3)[0].mean()):
+        assert reduction_of(loss)["picked"]
+    assert reduction_of(X.flatten().kthvalue(3)[0].mean())["picked"]
+    assert not reduction_of(((chosen * 2).exp() + 1).sqrt().mean())["picked"]
