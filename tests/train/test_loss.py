@@ -34,7 +34,9 @@ def test_a_mean_or_a_sum_and_what_it_is_divided_by(loss, reduction, count):
 
 
 @pytest.mark.parametrize(
-    "loss", [X.max(), X.norm(), X.mean().exp(), torch.tensor(1.0), X], ids="max norm exp constant leaf".split()
+    "loss",
+    [X.max(), X.norm(), X.mean().exp(), torch.tensor(1.0), X],
+    ids=["max", "norm", "exp", "constant", "leaf"],
 )
 def test_of_another_loss_nothing_is_said(loss):
     assert reduction_of(loss) == {"reduction": None}
