@@ -1,6 +1,5 @@
-"""Reads a WebDataset as a stream: each rank takes every size-th sample, and the same number of batches."""
+"""Reads a WebDataset: every rank reads the stream, and `loader` gives each its share of every batch."""
 
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -8,7 +7,6 @@ import webdataset
 
 import samestep
 
-BATCH = 16
 world = samestep.init()
 with samestep.first():  # one process makes what the others read
     if not Path("digits.tar").exists():
@@ -17,15 +15,12 @@ with samestep.first():  # one process makes what the others read
                 tar.write({"__key__": f"{i:04d}", "x.pth": torch.randn(8), "y.cls": i % 3})
 
 torch.manual_seed(0)
-samples = webdataset.WebDataset("digits.tar", shardshuffle=False, nodesplitter=None, workersplitter=None)
-share = BATCH // world.size
-mine = islice(samples.decode().to_tuple("x.pth", "y.cls"), world.rank, None, world.size)
+samples = webdataset.WebDataset("digits.tar", shardshuffle=False, nodesplitter=None)
+train = samestep.loader(samples.shuffle(20, seed=0).decode().to_tuple("x.pth", "y.cls"), batch_size=16)
 model = samestep.replicate(torch.nn.Linear(8, 3).to(world.device))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-for _ in range(100 // BATCH):
-    xs, ys = zip(*islice(mine, share), strict=True)
-    x, y = torch.stack(xs).to(world.device), torch.tensor(ys, device=world.device)
+for x, y in train:
     torch.nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -30,6 +30,12 @@ def draw_as(*facts: int | str) -> None:
     """Local. From here on random numbers are a function of these facts."""
     seed = seed_of("draw", *facts)
     torch.manual_seed(seed)
+    seed_host(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Local. The same of the host's streams alone."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -51,13 +57,23 @@ def capture() -> bytes:
 @contextmanager
 def streams_kept() -> Iterator[None]:
     """Local. What is drawn inside does not count: the host's streams go on from where they were."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    before = of_host()
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+        set_host(before)
+
+
+def of_host() -> tuple[torch.Tensor, Any, Any]:
+    """Local. Where the host's streams are."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_host(states: tuple[torch.Tensor, Any, Any]) -> None:
+    """Local. Let the host's streams go on from there."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 def restore(kept: bytes, names: Collection[str] | None = None) -> None:

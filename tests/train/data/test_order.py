@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import samestep
 from samestep import RanksDiffer, UsageError
@@ -132,7 +132,7 @@ def test_a_sampler_that_gives_no_order_of_its_length_is_an_error_and_no_other_tr
         (range(15), r"Gives, yielded 15 samples but its len\(\) is 12"),
         (
             [[0, 1, 2]] * 12,
-            r"Gives, yielded a list, which is not the index of a sample; let it yield integers",
+            r"Gives, yielded a list, which is not the index of a sample; let it yield integers, or pass batches as",
         ),
     ):
         loader = samestep.loader(DATA, 4, sampler=Gives(given, 12))
@@ -164,3 +164,119 @@ def test_samplers_that_choose_by_rank_are_an_error_when_training_begins(world):
         model.train()
     alike = samestep.loader(DATA, 4, sampler=Gives(torch.arange(12).flip(0), 12))
     assert samestep.sum(sum(len(x) for (x,) in alike)) == 12
+
+
+class Batches:
+    """Batches of unlike sizes, drawn when they are asked for or, if it is eager, all at once."""
+
+    def __init__(self, eager=False):
+        self.eager, self.own = eager, random.Random(3)
+
+    def __iter__(self):
+        drawn = self.drawn()
+        return iter(list(drawn)) if self.eager else drawn
+
+    def drawn(self):
+        order = torch.randperm(12).tolist()
+        self.own.shuffle(order)
+        for at in (0, 1, 4, 5, 11):
+            size = {0: 1, 1: 3, 4: 1, 5: 6, 11: 1}[at]
+            yield order[at : at + size]
+
+    def __len__(self):
+        return 5
+
+
+def of_batches(batch_sampler, loader=samestep.loader, **options):
+    return loader(DATA, batch_sampler=batch_sampler, **options)
+
+
+def in_batches(loader):
+    return [x.tolist() for (x,) in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_batch_samplers_batches_are_those_of_the_step_and_drawn_as_by_torch(world, eager, workers):
+    model = samestep.replicate(
+        torch.nn.Linear(1, 1)
+    )  # so that passes are training, and small batches are lent
+    torch.manual_seed(3)
+    serial = of_batches(Batches(eager), DataLoader, num_workers=workers)
+    expected = [in_batches(serial), in_batches(serial), torch.rand(1).item()]
+    for loader in (
+        of_batches(Batches(eager), num_workers=workers),
+        samestep.loader(of_batches(Batches(eager), DataLoader, num_workers=workers)),
+    ):
+        assert len(loader) == 5
+        torch.manual_seed(3 if not world.rank else 99)
+        found, weights = [], []
+        for _ in range(2):
+            found.append([])
+            for (x,) in loader:
+                found[-1].append(samestep.gather(x).tolist())
+                weights.append(samestep.sum(loader.share))
+                model(x[:, None].float()).sum().backward()
+        assert found == expected[:2]
+        assert weights == pytest.approx([1.0] * 10)
+        assert world.rank or torch.rand(1).item() == expected[2]
+
+
+def test_batches_of_one_sample_come_once_in_an_evaluation(world):
+    with torch.no_grad():
+        seen = samestep.gather([int(one) for (x,) in of_batches(Batches()) for one in x])
+    assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_batch_sampler_goes_on_at_any_batch(world, eager, seed):
+    model = samestep.replicate(torch.nn.Linear(1, 1))
+    assert model.training
+    torch.manual_seed(8)
+    loader, taken, states = of_batches(Batches(eager), seed=seed), [], []
+    for _ in loader.epochs(3):
+        for (x,) in loader:
+            taken.append(samestep.gather(x).tolist())
+            states.append((loader.state_dict(), torch.get_rng_state()))
+    for at in (1, 7, 9, 10):
+        state, stream = states[at - 1]
+        other = of_batches(Batches(eager), seed=seed)
+        other.load_state_dict(state)
+        torch.set_rng_state(stream)
+        assert [samestep.gather(x).tolist() for _ in other.epochs(3) for (x,) in other] == taken[at:]
+
+
+def test_a_batch_sampler_that_is_none_is_a_sentence(world):
+    for given, message in (
+        (range(12), "the batch_sampler, range, yielded 0, which is no batch; let it yield lists of indices"),
+        ([[0], []], r"list, yielded \[\], which is no batch"),
+        ([["a"]], "yielded a str, which is not the index of a sample"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            list(of_batches(given))
+    for options, what in (
+        ({"batch_size": 4}, "batch_size"),
+        ({"shuffle": True}, "shuffle"),
+        ({"drop_last": True}, "drop"),
+    ):
+        with pytest.raises(
+            UsageError, match=rf"loader got a batch_sampler and {what}\w*; the batch_sampler makes"
+        ):
+            of_batches(Batches(), **options)
+    with pytest.raises(UsageError, match="steps needs to know the batches"):
+        samestep.steps(DATA, 4, microbatch=1, batch_sampler=Batches())
+    with pytest.raises(TypeError, match="no len"):
+        len(of_batches(one for one in [[1]]))
+
+
+def test_a_state_that_was_just_loaded_is_the_state(world):
+    """A run that is stopped after it resumed and before its first step commits what it found."""
+    for options in ({"shuffle": True}, {"sampler": Sampler()}):
+        loader = samestep.loader(DATA, 4, **options)
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        other = samestep.loader(DATA, 4, **options)
+        other.load_state_dict(state)
+        assert other.state_dict() == state

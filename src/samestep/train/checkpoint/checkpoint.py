@@ -313,8 +313,6 @@ class Checkpoint:
             )
         for name, part in self._parts.items():
             load_part(name, part, self._adjusted(name, state[name]))
-            if isinstance(part, torch.optim.Optimizer):
-                _lay_out_as_parameters(part)
         self.steps = self._asked_at = int(own["step"])
         self._group.the(Meter).count_on_from(self.steps)
         self._common.decided(is_first=True)
@@ -331,8 +329,12 @@ class Checkpoint:
         if name not in self._loaders:
             return state
         now = self._loaders[name].facts()
-        moved = any(state[fact] != now[fact] for fact in ("length", "seed", "shuffle"))
-        return {**state, **now, "position": 0 if moved else state["position"]}
+        of_order = now.keys() - {"batch_size", "microbatch", "drop_last"}
+        return {
+            **state,
+            **now,
+            "position": 0 if any(state[one] != now[one] for one in of_order) else state["position"],
+        }
 
     def _place(self) -> list[Any]:
         return [self.steps, *(one.state_dict() for one in self._loaders.values())]
@@ -377,15 +379,6 @@ class _Checkpoints(Member):
             checkpoint._directory.release()
         if failures:
             raise CheckpointError("; ".join(failures))
-
-
-def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Give each state tensor its parameter's strides, which a file does not keep; fused optimizers need them."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if is_like and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _origin() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -24,6 +25,7 @@ ACCEPTED_AS = {
     "seed": "seed",
     "shuffle": "order",
     "drop_last": "order",
+    "num_workers": "order",
 }
 
 
@@ -75,6 +77,17 @@ def load_part(name: str, part: Part, state: Any) -> None:
             f"the checkpoint's {name} does not fit this run's ({printable(error, 400)}); use the parts it was made "
             "with, or another directory"
         ) from error
+    if isinstance(part, Optimizer):
+        _lay_out_as_parameters(part)
+
+
+def _lay_out_as_parameters(optimizer: Optimizer) -> None:
+    """Give each state tensor its parameter's strides, which a file does not keep; fused optimizers need them."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_like and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def check_state(file: str, state: Any, step: int, parts: Mapping[str, Part]) -> None:
@@ -114,23 +127,15 @@ def _wrong_in_part(part: Part, state: Any) -> list[str]:
             "position": _is_count(state.get("position")) and state["position"] <= _length(state),
             "ledger": isinstance(state.get("ledger", b""), bytes),
             "order": _is_order(state.get("order", {})),
-            **{name: type(state.get(name)) in (int, bool) for name in part.facts() if name != "seed"},
+            **{
+                name: type(state.get(name)) is type(now)
+                for name, now in part.facts().items()
+                if name != "seed"
+            },
             "facts": _are_facts({name: state.get(name) for name in part.facts()}),
         }
-    elif isinstance(part, Module):
-        tensors = [name for name, now in part.state_dict().items() if isinstance(now, Tensor)]
-        is_right = {name: isinstance(state[name], Tensor) for name in tensors if name in state}
-    elif isinstance(part, Optimizer):
-        now, groups = part.state_dict()["param_groups"], state.get("param_groups")
-        fit = isinstance(groups, list) and all(
-            isinstance(group, dict) and all(_fits(value, group.get(key)) for key, value in other.items())
-            for group, other in zip(groups, now, strict=False)
-        )
-        kept = state.get("state")
-        are_dicts = isinstance(kept, dict) and all(isinstance(of_one, dict) for of_one in kept.values())
-        is_right = {"param_groups": fit, "state": are_dicts}
-    elif isinstance(part, LRScheduler):
-        is_right = {name: _fits(value, state.get(name)) for name, value in part.state_dict().items()}
+    elif isinstance(part, Module | Optimizer | LRScheduler):
+        is_right = {name: _fits(now, state.get(name)) for name, now in part.state_dict().items()}
     return [name for name, right in is_right.items() if not right]
 
 
@@ -140,8 +145,10 @@ def _fits(now: object, saved: object) -> bool:
         return -(2**63) <= saved < 2**63 or not -math.inf < now < math.inf
     if isinstance(now, int | float | Tensor):
         return isinstance(saved, int | float | Tensor | None)
-    if isinstance(now, list | tuple | dict):
-        return isinstance(saved, list | tuple if isinstance(now, list | tuple) else dict)
+    if isinstance(now, dict):
+        return isinstance(saved, dict) and all(_fits(value, saved.get(key)) for key, value in now.items())
+    if isinstance(now, list | tuple):
+        return isinstance(saved, list | tuple) and all(map(_fits, now, saved))
     return True
 
 
@@ -158,8 +165,8 @@ def _are_facts(facts: object) -> bool:
     )
 
 
-def _length(state: Mapping[str, Any]) -> int:
-    return state["length"] if _is_count(state.get("length")) else -1
+def _length(state: Mapping[str, Any]) -> float:
+    return state["length"] if _is_count(state.get("length")) else math.inf
 
 
 def _is_order(order: Any) -> bool:

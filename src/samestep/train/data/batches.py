@@ -1,7 +1,6 @@
 """A share becomes a batch on this rank's device: gathered from memory or loaded by workers, copied ahead."""
 
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +8,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
@@ -17,7 +15,7 @@ from samestep.train.data.collated import Collated
 from samestep.train.group.device import moved
 from samestep.train.nested import map_tensors
 from samestep.train.step import Ragged
-from samestep.train.streams import seed_of, streams_kept
+from samestep.train.streams import seed_host, seed_of, streams_kept
 
 _Key = tuple[int, int, int]
 # The samples to read for a batch, and which of them are this rank's where those of others are read too.
@@ -62,7 +60,7 @@ class FromWorkers:
         collate = options.get("collate_fn")
         self.collates = collate is not None
         options["collate_fn"] = Collated(collate or default_collate)
-        options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
+        options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
         # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.
         self._loader: DataLoader[Any] = DataLoader(
             self._dataset, batch_sampler=self._plan, generator=torch.Generator(), **options
@@ -99,14 +97,12 @@ class _Seeded(Dataset[Any]):
             return [self._sample(*key) for key in keys], part
 
     def _sample(self, seed: int, epoch: int, index: int) -> Any:
-        seed = seed_of(seed, epoch, index)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        seed_host(seed_of(seed, epoch, index))
         return self.dataset[index]
 
 
-def _begin_worker(users: Callable[[int], None] | None, number: int) -> None:
+def begin_worker(users: Callable[[int], None] | None, number: int) -> None:
+    """As a worker_init_fn; `users` is the script's own."""
     _outlive_sigterm()
     torch.set_default_device(None)  # a process that was forked cannot use the rank's device
     if users is not None:

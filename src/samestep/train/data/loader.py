@@ -1,7 +1,9 @@
 """Which samples are mine: this rank's share of every batch of the serial script, already on its device."""
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +17,21 @@ from torch.utils.data import DataLoader
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
 from samestep.train.data.batches import Batch, Planned, content, on_device
-from samestep.train.data.order import Order, Sampled, Taken
+from samestep.train.data.order import Drawn, TakenBatches
 from samestep.train.data.share import Piece
-from samestep.train.data.source import Data, Item, Options, check_dataset, chosen, source_of, taken_over
+from samestep.train.data.source import (
+    Data,
+    Item,
+    Options,
+    check_dataset,
+    check_options,
+    chosen,
+    order_of,
+    pin_for,
+    source_of,
+    taken_over,
+)
+from samestep.train.data.stream import Reading, Stream
 from samestep.train.draws import Draws
 from samestep.train.group.device import SideStreams, moved
 from samestep.train.group.group import Group, Member
@@ -40,15 +54,15 @@ def loader(
 ) -> "Loader[Item]":
     """Collective. Iterate a dataset in batches: each rank gets its share of every batch, on its own device.
 
-    dataset: anything with __len__ and __getitem__; the same on every rank. Or a torch DataLoader, alone: its data set,
-        batch size, order, collate function and workers are taken.
+    dataset: anything with __len__ and __getitem__, or a torch IterableDataset, which every rank reads; the same on
+        every rank. Or a torch DataLoader, alone: its data set, batches, collate function and workers are taken.
     batch_size: samples of one optimizer step, as in the serial script. The ranks share them.
     shuffle: take the samples in another order in each epoch. Default False.
     drop_last: leave out a last batch that is smaller. Default False.
     seed: of the order, and of what samples draw at random. Default None: the order is drawn from the script's own
         random stream, as torch's DataLoader draws it.
-    **options: passed on to torch's DataLoader: num_workers, collate_fn, sampler, … By default there are as many
-        workers as this process has cores to itself.
+    **options: passed on to torch's DataLoader: num_workers, collate_fn, sampler, batch_sampler, … By default there are
+        as many workers as this process has cores to itself, and none for an IterableDataset.
 
     Returns a Loader. Iterate it for batches; `len()` is the number of steps; `epochs(n)` gives the epochs still to
     do; `state_dict()` says where it is. Each pass is the next epoch. Raises UsageError if an argument cannot be used,
@@ -64,12 +78,7 @@ def loader(
         given = {name: value for name, value in chosen.items() if value is not False}
         chosen = taken_over(dataset, given if batch_size is None else {"batch_size": batch_size, **given})
         data, batch_size = dataset.dataset, chosen.pop("batch_size")
-    if "batch_sampler" in options:
-        raise UsageError(
-            "loader got a batch_sampler, and makes the batches itself; write loader(dataset, batch_size=..., "
-            "sampler=...) with a sampler that gives one index after the other"
-        )
-    if batch_size is None:
+    if batch_size is None and chosen.get("batch_sampler") is None:
         raise UsageError(
             "loader got no batch_size, the samples of one optimizer step on all ranks together; write "
             "loader(dataset, batch_size=64)"
@@ -107,7 +116,7 @@ class Loader(Generic[Item]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None,
         shuffle: bool,
         drop_last: bool,
         seed: int | None,
@@ -115,11 +124,13 @@ class Loader(Generic[Item]):
         group: Group,
     ) -> None:
         world = group.world
-        batch_size = as_int(batch_size) * (world.size if os.environ.get("SAMESTEP_WEAK") else 1)
-        share.check_batch_size(batch_size, world.size)
+        if options.get("batch_sampler") is None:
+            batch_size = as_int(batch_size) * (world.size if os.environ.get("SAMESTEP_WEAK") else 1)
+            share.check_batch_size(batch_size, world.size)
         if seed is not None and type(seed := as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is not an integer; use one, such as seed=0")
         check_dataset(dataset)
+        check_options(options)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -137,26 +148,22 @@ class Loader(Generic[Item]):
         self._shuffle = shuffle
         self._seed = seed
         self._world = world
-        self.sampler = options.pop("sampler", None)
-        if self.sampler is not None and shuffle:
-            raise UsageError(
-                "loader got both a sampler and shuffle=True; the sampler gives the order, so drop shuffle"
-            )
-        own = self.sampler is not None
-        self._order = Sampled(self.sampler, seed, group) if own else Order(len(dataset), seed, shuffle, group)
-        self._length = self._order.length
+        self.sampler = options.get("sampler")
         # torch's iterator with workers reads ahead, and draws the order before the first batch is asked for
         self._reads_ahead = bool(options.get("num_workers"))
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
-        self._source = source_of(dataset, options, world.device, group.own_cores)
+        pin_for(options, world.device)
+        self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
+        self._length = self._order.length
+        is_stream = isinstance(self._order, Stream)
+        self._source = None if is_stream else source_of(dataset, options, world.device, group.own_cores)
 
     def __getattr__(self, name: str) -> Any:
         remedy = "; each pass is the next epoch, so leave the call out" if name == "set_epoch" else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{remedy}")
 
     def __len__(self) -> int:
-        whole, rest = divmod(self._length, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        return self._order.count(self.batch_size, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[Item]:
         if self._begun:
@@ -186,9 +193,10 @@ class Loader(Generic[Item]):
 
     def fingerprint(self) -> str:
         """A digest of a few samples, which another dataset of the same length does not have."""
-        some = sorted({0, self._length // 2, self._length - 1}) if self._length else []
+        if self._source is None or not (length := len(self.dataset)):
+            return ""
         digest = hashlib.blake2b(digest_size=8)
-        for index in some:
+        for index in sorted({0, length // 2, length - 1}):
             once, again = (content(self._source.sample(index)) for _ in range(2))
             # what draws from a generator of its own is another sample each time
             digest.update(once if once == again else b"varies")
@@ -196,7 +204,7 @@ class Loader(Generic[Item]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
-        order = self._order.state(self._position) if self._position else {}
+        order = self._order.kept(self._position) if self._position else {}
         ledger = {"ledger": self.ledger} if self.ledger else {}
         return {"epoch": self.epoch, "position": self._position, **order, **ledger, **self.facts()}
 
@@ -207,9 +215,9 @@ class Loader(Generic[Item]):
             raise UsageError(
                 f"this state has no {', '.join(missing)}; give what a loader's state_dict returned"
             )
-        if not 0 <= int(state["position"]) <= state["length"]:
+        if not 0 <= int(state["position"]) <= state.get("length", math.inf):
             raise UsageError(
-                f"this state's position {state['position']} is outside its {state['length']} samples; give what a "
+                f"this state's position {state['position']} is outside its {state.get('length')} samples; give what a "
                 "loader's state_dict returned"
             )
         for name, value in facts.items():
@@ -224,7 +232,7 @@ class Loader(Generic[Item]):
     def facts(self) -> dict[str, Any]:
         """What the order of samples is a function of."""
         return {
-            "length": self._length,
+            **self._order.facts(),
             "batch_size": self.batch_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -234,10 +242,11 @@ class Loader(Generic[Item]):
     def _pass(self, training: bool) -> Iterator[Item]:
         self._remark_same_order(training)
         this = Pass(self, self.epoch, training=training)
-        steps = self._steps(this)
-        this.batches = len(steps)
+        steps = self._steps(this) if self._length is not None else None
+        this.batches = len(steps or ())
         self._spine.begin_pass(this)
-        return self._walk(this, self._drawn(this) if self._reads_ahead else None, steps)
+        at_once = self._reads_ahead or self._order.draws_at_iter
+        return self._walk(this, self._drawn(this) if at_once else None, steps)
 
     def _steps(self, this: Pass) -> Sequence[Any]:
         """The batches of a pass; in an evaluation the last one is filled from the one before, or as it is."""
@@ -248,25 +257,29 @@ class Loader(Generic[Item]):
         return pieces
 
     def _pieces(self, size: int, rank: int, *, even: bool = False) -> list[Piece]:
-        start, drop_last = self._position, self.drop_last
-        length, batch = self._length, self.batch_size
-        return list(share.pieces(length, batch, size, rank, start=start, drop_last=drop_last, even=even))
+        cuts: Any = {"start": self._position, "drop_last": self.drop_last, "even": even}
+        return list(share.pieces(self._length or 0, self.batch_size or 1, size, rank, **cuts))
 
-    def _drawn(self, this: Pass) -> torch.Tensor | Taken:
+    def _found(self, order: TakenBatches | Reading) -> Iterator[Piece]:
+        """The batches of a pass as a batch_sampler or a stream gives them."""
+        stops, world = self._in_phase_data(order.stops(self._position)), self._world
+        return share.pieces_at(stops, world.size, world.rank, start=self._position)
+
+    def _drawn(self, this: Pass) -> Drawn:
         lazily = self._world.size == 1 or self._draws.active
         order = self._order.draw(this.epoch, alike=this.training, lazily=lazily)
         this.take_order(order, self._order.pass_seed)
         return order
 
-    def _walk(self, this: Pass, drawn: torch.Tensor | Taken | None, steps: Sequence[Any]) -> Iterator[Any]:
+    def _walk(self, this: Pass, drawn: Drawn | None, steps: Sequence[Any] | None) -> Iterator[Any]:
         """Hand out step by step, and say so to the spine."""
         spine = self._spine
         order = self._drawn(this) if drawn is None else drawn
-        # indices are sent to a device once a pass, not in every step
-        near = moved(order, self._source.device) if isinstance(order, torch.Tensor) else order
-        batches = self._read((plan for step in steps for plan in self._planned(near, step, this)), this)
+        found = self._found(order) if isinstance(order, TakenBatches | Reading) else steps or ()
+        ahead, steps_to_take = itertools.tee(found)
+        batches = self._read(order, ahead, this)
         try:
-            for step in steps:
+            for step in steps_to_take:
                 for given, handed_out in self._given(step, batches, this):
                     self._note(order, handed_out)
                     spine.begin_step(handed_out)
@@ -277,12 +290,16 @@ class Loader(Generic[Item]):
         finally:
             spine.leave_pass(this)
 
-    def _planned(self, order: torch.Tensor | Taken, piece: Any, this: Pass) -> Iterator[Planned]:
+    def _planned(self, order: Drawn, piece: Any, this: Pass) -> Iterator[Planned]:
         """The samples to read for a batch, none in an evaluation in which this rank has no share of it."""
         # torch takes a sampler batch by batch, whatever is this rank's share
         samples = order[piece.start : piece.stop]
         mine = slice(piece.mine_start - piece.start, piece.mine_stop - piece.start)
-        if self._draws.active and self._source.collates and 0 < piece.mine < piece.all:
+        if (
+            self._draws.active
+            and (self._source is None or self._source.collates)
+            and 0 < piece.mine < piece.all
+        ):
             # what a collate_fn makes of a sample may depend on the other samples of the batch
             yield samples, mine
         elif piece.mine:
@@ -292,7 +309,7 @@ class Loader(Generic[Item]):
 
     def _given(self, piece: Any, batches: Iterator[Batch], this: Pass) -> Iterator[tuple[Any, Share]]:
         """A batch and this rank's share of it; in training a rank without a share takes all of it, with weight 0."""
-        self.share = share.weight(piece, self._length, self.batch_size)
+        self.share = share.weight(piece, self._length, self.batch_size or 1)
         this.note(piece.all)
         if piece.mine or this.training:
             batch, ragged = next(batches)
@@ -330,27 +347,36 @@ class Loader(Generic[Item]):
             "each sample counts once"
         )
 
-    def _note(self, order: torch.Tensor | Taken, given: Share) -> None:
+    def _note(self, order: Drawn, given: Share) -> None:
         """The samples of this batch are consumed, on all ranks."""
         self._position = given.batch_start + given.all
         if self.ledger:
             samples = order[given.batch_start : self._position].numpy().tobytes()
             self.ledger = hashlib.blake2b(self.ledger + samples, digest_size=32).digest()
 
-    def _read(self, plan: Iterator[Planned], this: Pass) -> Iterator[Batch]:
-        """The batches on this rank's device; what reading them draws is no draw of the script."""
+    def _read(self, order: Drawn, steps: Iterator[Any], this: Pass) -> Iterator[Batch]:
+        """The batches on this rank's device."""
+        source = order if isinstance(order, Reading) else self._source
+        assert source is not None
+        # indices are sent to a device once a pass, not in every step
+        near = moved(order, source.device) if isinstance(order, torch.Tensor) else order
+        plan = (planned for step in steps for planned in self._planned(near, step, this))
         side = self._group.the(SideStreams).of_copies
-        batches = on_device(self._source.batches(plan, this.epoch, this.seed), self._world.device, side)
+        batches = source.batches(plan, this.epoch, this.seed)
+        return self._in_phase_data(on_device(batches, self._world.device, side))
+
+    def _in_phase_data(self, items: Iterator[Any]) -> Iterator[Any]:
+        """What is drawn while it is read is no draw of the script."""
         while True:
-            self._spine.is_reading = True
+            before, self._spine.is_reading = self._spine.is_reading, True
             self._group.enter("data")
             try:
-                batch = next(batches)
+                item = next(items)
             except StopIteration:
                 return
             finally:
-                self._spine.is_reading = False
-            yield batch
+                self._spine.is_reading = before
+            yield item
 
 
 class _Begun(Member):

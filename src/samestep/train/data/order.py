@@ -2,16 +2,16 @@
 
 Without a seed the order comes from the script's own random stream, as torch's DataLoader and RandomSampler draw it;
 rank 0's stream decides. With a seed it is a function of length, seed and epoch.
-Covered: a sampler that draws from torch's, Python's or NumPy's stream or a generator of its own, one that goes
-on from its last pass, one with `set_epoch`, one with a `state_dict`. Another order than before is an error.
+Covered: a sampler or batch_sampler that draws from torch's, Python's or NumPy's stream or a generator of its own, one
+that goes on from its last pass, one with `set_epoch`, one with a `state_dict`. Another order than before is an error.
 """
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,21 +21,39 @@ from samestep.train.data import share
 from samestep.train.group.group import Group
 
 
+class Drawn(Protocol):
+    """The samples of an epoch in their order."""
+
+    def __getitem__(self, part: slice, /) -> torch.Tensor: ...
+
+
 class Order:
     """The order of a data set itself, shuffled or not."""
 
-    def __init__(self, length: int, seed: int | None, shuffle: bool, group: Group) -> None:
+    draws_at_iter = False
+
+    def __init__(self, length: int | None, seed: int | None, shuffle: bool, group: Group) -> None:
+        """`length` is None where it is known at the end of a pass alone."""
         self.length = length
         self.pass_seed = seed or 0
         self._seed, self._shuffle, self._group = seed, shuffle, group
         self._expected: dict[str, Any] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """What it is a function of, besides the options that all orders have."""
+        return {"length": self.length}
+
+    def count(self, batch_size: int | None, *, drop_last: bool) -> int:
+        """The batches of a pass; a TypeError where nobody knows, as of torch's DataLoader."""
+        full, rest = divmod(self.length or 0, batch_size or 1)
+        return full + (rest > 0 and not drop_last)
 
     def begin(self, *, again: bool) -> None:
         """A pass begins: draw what a new iterator of torch's DataLoader draws; `again` is one that is kept."""
         if self._seed is None and not self._expected and not again:
             streams.draw_seed()
 
-    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "torch.Tensor | Taken":
+    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "Drawn":
         """The samples of this epoch; collective where it is drawn, and where it has to be `alike` on all ranks.
 
         With `lazily`, ranks whose random streams are alike take a sampler as far as they need it.
@@ -44,13 +62,17 @@ class Order:
         if self._seed is None and self._shuffle:
             self.pass_seed = expected.get("seed") or self._drawn_seed()
             generator = torch.Generator().manual_seed(self.pass_seed)
-            return torch.randperm(self.length, generator=generator, device="cpu")
-        return share.order(self.length, self._seed or 0, epoch, self._shuffle)
+            return torch.randperm(self.length or 0, generator=generator, device="cpu")
+        return share.order(self.length or 0, self._seed or 0, epoch, self._shuffle)
 
     def _drawn_seed(self) -> int:
         """As torch's RandomSampler draws it; all ranks draw, so that their streams stay in step."""
         drawn = streams.draw_seed()
         return int(self._group.broadcast("samestep.loader's order", str(drawn).encode()))
+
+    def kept(self, position: int) -> dict[str, Any]:
+        """What brings this order back: after `go_on` the order that is still to be drawn."""
+        return {"order": self._expected} if self._expected else self.state(position)
 
     def state(self, position: int) -> dict[str, Any]:
         """What brings back the order drawn last."""
@@ -66,16 +88,21 @@ class Order:
 class Sampled(Order):
     """The order of a sampler of the user's own."""
 
+    kind = "sampler"
+
     def __init__(self, sampler: Any, seed: int | None, group: Group) -> None:
-        if not hasattr(sampler, "__len__"):
-            raise UsageError(
-                f"loader got a sampler, {type(sampler).__name__}, without length; give it a __len__"
-            )
-        super().__init__(len(sampler), seed, shuffle=False, group=group)
+        super().__init__(self._length_of(sampler), seed, shuffle=False, group=group)
         self.sampler = sampler
         self._passes = 0
         self._begun_in: dict[str, Any] = {}
         self._taken: Taken | None = None
+
+    def _length_of(self, sampler: Any) -> int | None:
+        if not hasattr(sampler, "__len__"):
+            raise UsageError(
+                f"loader got a sampler, {type(sampler).__name__}, without length; give it a __len__"
+            )
+        return len(sampler)
 
     def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "Taken":
         expected, self._expected = self._expected, {}
@@ -96,7 +123,7 @@ class Sampled(Order):
             taken = self._take(epoch, drawn_in, asked)
         if expected and _digest(taken[: expected["count"]]) != expected["digest"]:
             raise UsageError(
-                f"the sampler gives epoch {epoch} another order than before the run was resumed; make the order a "
+                f"the {self.kind} gives epoch {epoch} another order than before the run was resumed; make the order a "
                 "function of its seed and epoch, or give the sampler a state_dict"
             )
         if alike and self._group.world.size > 1:
@@ -110,7 +137,7 @@ class Sampled(Order):
         counts = {"count": len(consumed), "asked": self._taken.asked}
         return {"order": {"digest": _digest(consumed), **counts, **self._begun_in}}
 
-    def _take(self, epoch: int, drawn_in: dict[str, Any] | None, count: int) -> "Taken":
+    def _take(self, epoch: int, drawn_in: dict[str, Any] | None, count: int | None) -> "Taken":
         """A pass of the sampler, up to this sample; without a seed it draws from rank 0's stream, as that is or was."""
         with self._drawing(epoch, drawn_in) as drawn_in:
             taken = self._begin(epoch, drawn_in)
@@ -124,12 +151,16 @@ class Sampled(Order):
         if hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict"):
             self._begun_in["before"] = self.sampler.state_dict()
         self._passes += 1
-        self._taken = Taken(self, self._group)
+        self._taken = self._taken_anew()
         return self._taken
 
+    def _taken_anew(self) -> "Taken":
+        return Taken(self, iter(self.sampler), self._group)
+
     def _own_generator(self) -> torch.Generator | None:
-        generator = getattr(self.sampler, "generator", None)
-        return generator if isinstance(generator, torch.Generator) else None
+        samplers = (self.sampler, getattr(self.sampler, "sampler", None))
+        found = (getattr(sampler, "generator", None) for sampler in samplers)
+        return next((one for one in found if isinstance(one, torch.Generator)), None)
 
     @contextmanager
     def _drawing(self, epoch: int, drawn_in: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -156,13 +187,43 @@ class Sampled(Order):
             streams.restore(own, brought_back)
 
 
+class Batched(Sampled):
+    """The batches of a batch_sampler of the user's own, of any sizes."""
+
+    kind, draws_at_iter = "batch_sampler", True
+
+    def __init__(self, sampler: Any, seed: int | None, group: Group, *, has_workers: bool) -> None:
+        super().__init__(sampler, seed, group)
+        self._has_workers, self._is_again = has_workers, False
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def count(self, batch_size: int | None, *, drop_last: bool) -> int:
+        return len(self.sampler)
+
+    def begin(self, *, again: bool) -> None:
+        self._is_again = again
+
+    def _length_of(self, sampler: Any) -> None:
+        return None
+
+    def _taken_anew(self) -> "TakenBatches":
+        # torch's DataLoader draws a seed after it has the iterator, and with new workers it takes another one then
+        iterator = iter(self.sampler)
+        if self._seed is None and not self._is_again:
+            streams.draw_seed()
+            iterator = iter(self.sampler) if self._has_workers else iterator
+        return TakenBatches(self, iterator, self._group)
+
+
 class Taken:
     """An order that is taken from a sampler as far as it is asked for, as torch's DataLoader takes it."""
 
-    def __init__(self, of: Sampled, group: Group) -> None:
+    def __init__(self, of: Sampled, iterator: Iterator[Any], group: Group) -> None:
         self._is_to_compare = False
-        self._name, self._length = f"the sampler, {type(of.sampler).__name__},", of.length
-        self._iterator, self._group = iter(of.sampler), group
+        self._name, self._length = f"the {of.kind}, {type(of.sampler).__name__},", of.length
+        self._iterator, self._group = iterator, group
         self._indices: list[int] = []
 
     def __getitem__(self, part: slice) -> torch.Tensor:
@@ -177,22 +238,26 @@ class Taken:
         """How many samples the sampler was asked for."""
         return len(self._indices)
 
-    def take(self, stop: int) -> None:
+    def take(self, stop: int | None) -> None:
         """Ask the sampler for its samples up to this one, and at the end for all."""
-        is_end = stop >= self._length
+        stop, length = stop or 0, self._length or 0
+        is_end = stop >= length
         drawn = list(itertools.islice(self._iterator, None if is_end else stop - len(self._indices)))
-        try:
-            self._indices += map(index, drawn)
-        except TypeError as error:
-            raise UsageError(
-                f"{self._name} yielded a {type(drawn[0]).__name__}, which is not the index of a sample; let it yield "
-                "integers, and the loader makes batches of them"
-            ) from error
+        self._add(drawn, "pass batches as batch_sampler=")
         count = len(self._indices)
         if count < stop or (is_end and count != self._length):
             raise UsageError(
                 f"{self._name} yielded {count} samples but its len() is {self._length}; make them agree"
             )
+
+    def _add(self, drawn: Sequence[Any], remedy: str) -> None:
+        try:
+            self._indices += map(index, drawn)
+        except TypeError as error:
+            raise UsageError(
+                f"{self._name} yielded a {type(drawn[0]).__name__}, which is not the index of a sample; let it yield "
+                f"integers, or {remedy}"
+            ) from error
 
     def compare_first(self) -> None:
         """Collective. Compare what was taken with the other ranks, or else what will be taken first."""
@@ -210,6 +275,38 @@ class Taken:
                     f"{self._name} gives rank {self._group.world.rank} another order than rank {other}, and all ranks "
                     "share one order; leave out a sampler that chooses by rank, or seed it alike on all ranks"
                 )
+
+
+class TakenBatches(Taken):
+    """An order that is taken batch by batch."""
+
+    def __init__(self, of: Sampled, iterator: Iterator[Any], group: Group) -> None:
+        super().__init__(of, iterator, group)
+        self._stops: list[int] = []
+
+    def stops(self, position: int) -> Iterator[int]:
+        """Where the batches after this position end."""
+        for at in itertools.count():
+            if at == len(self._stops):
+                self.take(self.asked + 1)
+            if at == len(self._stops):
+                return
+            if self._stops[at] > position:
+                yield self._stops[at]
+
+    def take(self, stop: int | None) -> None:
+        """Ask the batch_sampler for batches up to this sample, or for all."""
+        while stop is None or self.asked < stop:
+            batch = next(self._iterator, None)
+            if batch is None:
+                return
+            if not hasattr(batch, "__len__") or not len(batch):
+                raise UsageError(
+                    f"{self._name} yielded {batch!r}, which is no batch; let it yield lists of indices, or pass it as "
+                    "sampler="
+                )
+            self._add(batch, "let it yield lists of them")
+            self._stops.append(self.asked)
 
 
 def _digest(order: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
 """Which samples of a step are this rank's: a pure function of length, seed, epoch and step, cut evenly."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,14 +53,21 @@ def pieces(
     if even and len(stops) > 1 and stops[-1] - stops[-2] < size:
         before = stops[-3] if len(stops) > 2 else start
         stops[-2:] = [stops[-1] - size, stops[-1]] if stops[-1] - before >= 2 * size else [stops[-1]]
+    return pieces_at(stops, size, rank, start=start)
+
+
+def pieces_at(stops: Iterable[int], size: int, rank: int, *, start: int) -> Iterator[Piece]:
+    """The batches that end at these positions."""
     for stop in stops:
         first, last = cut(stop - start, size, rank)
         yield Piece(start, stop, start + first, start + last)
         start = stop
 
 
-def weight(piece: Piece, length: int, batch_size: int) -> float:
+def weight(piece: Piece, length: int | None, batch_size: int) -> float:
     """This rank's samples as parts of the serial script's batches, also where a last batch is filled."""
+    if length is None:
+        return piece.mine / piece.all
     full = length - length % batch_size
     of_last = max(0, piece.mine_stop - max(piece.mine_start, full))
     return (piece.mine - of_last) / batch_size + (of_last / (length - full) if of_last else 0.0)

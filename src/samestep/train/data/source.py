@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Protocol, TypedDict, TypeVar
@@ -24,7 +24,10 @@ from torch.utils.data import (
 
 from samestep.errors import UsageError
 from samestep.train.data.batches import FromMemory, FromWorkers, content
+from samestep.train.data.order import Batched, Order, Sampled
+from samestep.train.data.stream import Stream
 from samestep.train.group.device import overlaps
+from samestep.train.group.group import Group
 
 Item = TypeVar("Item", covariant=True)
 
@@ -39,6 +42,7 @@ class Options(TypedDict, total=False):
     """The options of torch's DataLoader that a loader passes on."""
 
     sampler: Iterable[int] | None
+    batch_sampler: Iterable[Sequence[int]] | None
     num_workers: int
     collate_fn: Callable[[list[Any]], Any] | None
     pin_memory: bool
@@ -52,21 +56,21 @@ class Options(TypedDict, total=False):
 
 
 _OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
-_OURS = {"batch_sampler", "shuffle", "batch_size", "drop_last", "generator", "dataset"}
+_OURS = {"shuffle", "batch_size", "drop_last", "generator", "dataset"}
 
 
 def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a loader that takes the batches of this DataLoader of torch's."""
+    data = dataloader.dataset
     if given:
         raise UsageError(
             f"loader got a DataLoader and {', '.join(sorted(given))}; write loader(dl.dataset, batch_size=..., ...), "
             "or give the options to the DataLoader"
         )
     sampler: Any = dataloader.sampler
-    if dataloader.batch_size is None:
-        kind = "a batch_sampler" if dataloader.batch_sampler else "batch_size=None"
+    if dataloader.batch_size is None and dataloader.batch_sampler is None:
         raise UsageError(
-            f"loader got a DataLoader with {kind}, and makes the batches itself; write loader(dl.dataset, "
+            "loader got a DataLoader with batch_size=None, and shares batches of samples; write loader(dl.dataset, "
             "batch_size=..., sampler=...)"
         )
     shuffles = type(sampler) is RandomSampler
@@ -82,7 +86,9 @@ def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str
         "drop_last": dataloader.drop_last,
         "num_workers": dataloader.num_workers,
     }
-    if not shuffles and type(sampler) is not SequentialSampler:
+    if dataloader.batch_size is None:
+        taken["batch_sampler"] = dataloader.batch_sampler
+    elif not shuffles and type(sampler) is not SequentialSampler and not isinstance(data, IterableDataset):
         taken["sampler"] = sampler
     if dataloader.worker_init_fn is not None:
         taken["worker_init_fn"] = dataloader.worker_init_fn
@@ -94,18 +100,18 @@ def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str
 
 
 def check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset):
+        return
+    if not hasattr(dataset, "__getitem__"):
         raise UsageError(
-            f"loader got {type(dataset).__name__}, a stream without an order to share; give it a dataset "
-            "with __len__ and __getitem__, or take every world.size-th element of the stream yourself"
+            f"loader got {type(dataset).__name__}, which has no samples by index; give it __len__ and __getitem__, or "
+            "make it a torch.utils.data.IterableDataset, which every rank can read from its beginning"
         )
     if not hasattr(dataset, "__len__"):
         raise UsageError(f"loader got {type(dataset).__name__}, which has no length; give it a __len__")
 
 
-def source_of(
-    dataset: Any, options: dict[str, Any], device: torch.device, own_cores: int
-) -> FromMemory | FromWorkers:
+def check_options(options: dict[str, Any]) -> None:
     if refused := options.keys() & _OURS:
         raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
     known = inspect.signature(DataLoader.__init__).parameters.keys()
@@ -113,10 +119,62 @@ def source_of(
         near = get_close_matches(unknown[0], known, 1)
         remedy = f"did you mean {near[0]}?" if near else "it takes those of torch's DataLoader"
         raise UsageError(f"loader knows no option {', '.join(unknown)}; {remedy}")
-    # elsewhere there is nothing to pin for, and torch may fail at it
-    pin = options["pin_memory"] = bool(options.get("pin_memory", True)) and overlaps(device)
+
+
+def order_of(
+    dataset: Any,
+    batch_size: int | None,
+    shuffle: bool,
+    drop_last: bool,
+    seed: int | None,
+    options: dict[str, Any],
+    group: Group,
+) -> Order:
+    """Who says which samples come next; what says it is taken out of the options."""
+    sampler, batch_sampler = options.pop("sampler", None), options.pop("batch_sampler", None)
+    is_stream = isinstance(dataset, IterableDataset)
+    others = {
+        "batch_sampler": is_stream and batch_sampler is not None,
+        "sampler": sampler is not None,
+        "shuffle": shuffle,
+        "drop_last": drop_last and not is_stream,
+        "batch_size": batch_size is not None and not is_stream,
+    }
+    given = [name for name, is_given in others.items() if is_given]
+    if is_stream:
+        if given:
+            raise UsageError(
+                f"loader got a stream, {type(dataset).__name__}, and {', '.join(given)}; a stream gives the order "
+                "itself, so leave that out"
+            )
+        asked = {**options, "batch_size": batch_size, "drop_last": drop_last}
+        return Stream(dataset, seed, asked, group)
+    if batch_sampler is not None:
+        if given:
+            raise UsageError(
+                f"loader got a batch_sampler and {', '.join(given)}; the batch_sampler makes the batches, so leave "
+                "that out"
+            )
+        return Batched(batch_sampler, seed, group, has_workers=bool(options.get("num_workers")))
+    if sampler is None:
+        return Order(len(dataset), seed, shuffle, group)
+    if shuffle:
+        raise UsageError(
+            "loader got both a sampler and shuffle=True; the sampler gives the order, so drop shuffle"
+        )
+    return Sampled(sampler, seed, group)
+
+
+def pin_for(options: dict[str, Any], device: torch.device) -> None:
+    """Elsewhere there is nothing to pin for, and torch may fail at it."""
+    options["pin_memory"] = bool(options.get("pin_memory", True)) and overlaps(device)
+
+
+def source_of(
+    dataset: Any, options: dict[str, Any], device: torch.device, own_cores: int
+) -> FromMemory | FromWorkers:
     if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
-        return FromMemory(dataset, pin)
+        return FromMemory(dataset, options["pin_memory"])
     if "num_workers" not in options:
         method = multiprocessing.get_start_method(allow_none=True)
         # Python 3.14 does not fork unless it is asked to, and no other way takes a script as it is

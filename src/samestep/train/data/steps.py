@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Unpack
 
-import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.errors import UsageError
 from samestep.train.data.batches import Batch, Planned
 from samestep.train.data.loader import Loader, agree, as_int
-from samestep.train.data.order import Taken
+from samestep.train.data.order import Drawn
 from samestep.train.data.share import Piece
 from samestep.train.data.source import Data, Item, Options
 from samestep.train.group.world import joined
@@ -44,6 +43,11 @@ def steps(
     """
     if isinstance(dataset, DataLoader):
         raise UsageError("steps got a DataLoader; write steps(dl.dataset, batch_size=..., microbatch=...)")
+    if isinstance(dataset, IterableDataset) or options.get("batch_sampler") is not None:
+        raise UsageError(
+            "steps needs to know the batches of a pass before it begins; use samestep.loader for a stream or a "
+            "batch_sampler"
+        )
     made: Steps[Item] = Steps(
         dataset, batch_size, microbatch, shuffle, drop_last, seed, dict(options), joined()
     )
@@ -55,7 +59,7 @@ class Steps(Loader["Step[Item]"], Generic[Item]):
 
     def __init__(self, dataset: Any, batch_size: int, microbatch: int, *others: Any) -> None:
         super().__init__(dataset, batch_size, *others)
-        batch_size, self.microbatch = self.batch_size, as_int(microbatch)
+        batch_size, self.microbatch = self.batch_size or 1, as_int(microbatch)
         if type(self.microbatch) is not int or not 1 <= self.microbatch <= batch_size:
             raise UsageError(
                 f"microbatch {microbatch!r} is not a part of batch_size {batch_size}; "
@@ -82,7 +86,7 @@ class Steps(Loader["Step[Item]"], Generic[Item]):
         this.microbatches = {step.count for step in steps} or {1}
         return steps
 
-    def _planned(self, order: torch.Tensor | Taken, step: "Step[Item]", this: Pass) -> Iterator[Planned]:
+    def _planned(self, order: Drawn, step: "Step[Item]", this: Pass) -> Iterator[Planned]:
         return ((order[start:stop], None) for start, stop in step.parts)
 
     def _given(
