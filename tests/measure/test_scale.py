@@ -78,7 +78,7 @@ def test_a_report_fits_60_columns_and_its_page_needs_nothing_else(tmp_path):
     speedup = float(table[2].split()[3])
     assert 0.8 < speedup < 1.3  # a pause is as long on two processes
     assert "More than 1 process is not worth it" in " ".join(table)
-    assert "Only the model's own compute limits 2 processes" in " ".join(table)
+    assert "The model limits 2 processes" in " ".join(table)
     page = next(tmp_path.glob("runs/*/report.html"))
     text = page.read_text()
     assert text.count("<svg") == 3
@@ -183,6 +183,7 @@ def test_compute_that_more_processes_do_not_shorten_is_the_models_limit():
     rows = of_sizes(run_of(1, seconds=0.08), run_of(4, seconds=0.06))
     assert limit_of(rows[-1], rows[0]).name == "compute"
     assert limit_of(rows[0], rows[0]) is None
+    assert "Only the model's own compute limits 2 processes" in verdict(of_sizes(run_of(2)))
 
 
 def test_an_exchange_longer_than_a_step_of_one_process_is_said():
