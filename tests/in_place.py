@@ -19,11 +19,16 @@ from pathlib import Path
 from trail import Trail, differing_bits
 
 SCRIPT = Path(__file__).with_name("survivor.py")
-KINDS = ("random rank", "rank 0", "all ranks", "warm process", "recovery", "commit", "launcher")
+KINDS = (
+    *("random rank", "rank 0", "all ranks", "warm process", "recovery", "commit", "launcher"),
+    "guardian and launcher",
+)
 OF_TORCHRUN = ("random rank", "rank 0", "all ranks")
 EPOCHS = 150
 PATIENCE_S = 40.0
 BETWEEN_S = (0.5, 1.2)
+ORPHANS_S = 2.0
+COSTS = ("unrecovered", "lost", "twice", "bits", "orphans")
 LAUNCHERS = {
     "samestep": ("samestep", "run", "-n", "2", "--fork", "--max-restarts", "9"),
     "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1000"),
@@ -94,6 +99,16 @@ class Run(Trail):
     def launcher(self) -> list[int]:
         return [self._process.pid]
 
+    def guardian(self) -> list[int]:
+        return [pid for pid in self._children() if b"guardian.py" in words_of(pid)]
+
+    def outlived(self, pids: Sequence[int]) -> int:
+        """How many of these still live some time after their launcher was killed."""
+        until = time.monotonic() + ORPHANS_S
+        while (left := sum(lives(pid) for pid in pids)) and time.monotonic() < until:
+            time.sleep(0.02)
+        return left
+
     def kill(self, pids: Sequence[int]) -> float:
         """When they were killed."""
         now = time.monotonic()
@@ -140,6 +155,13 @@ def wchan_of(pid: int) -> str:
         return ""
 
 
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def words_of(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -147,7 +169,7 @@ def words_of(pid: int) -> bytes:
         return b""
 
 
-def kill_as(kind: str, run: Run, draw: random.Random) -> float | None:
+def kill_as(kind: str, run: Run, draw: random.Random, cost: dict[str, int]) -> float | None:
     """Kill as the kind says; from the last kill to the first finished step, None where no step had to follow."""
     if len(ranks := run.ranks()) < 2:
         return None
@@ -158,11 +180,13 @@ def kill_as(kind: str, run: Run, draw: random.Random) -> float | None:
         while time.monotonic() < until and not any(run.directory.glob(".writing-*")):
             continue
     victims = {"all ranks": ranks, "rank 0": ranks[:1], "commit": ranks[:1]}.get(kind, [draw.choice(ranks)])
-    killed = run.kill(run.launcher() if kind == "launcher" else victims)
-    if kind == "launcher":
+    if "launcher" in kind:
+        run.kill([*(run.guardian() if "guardian" in kind else ()), *run.launcher()])
         run.end()
+        cost["orphans"] += run.outlived(ranks)
         run.start()
         return None
+    killed = run.kill(victims)
     if kind == "recovery":
         time.sleep(draw.uniform(0, 0.2))
         if again := [pid for pid in run.ranks() if pid not in victims]:
@@ -181,7 +205,7 @@ def recoveries(
 ) -> tuple[list[float], dict[str, int]]:
     """The times of so many kills, and what they cost."""
     kinds = KINDS if launcher == "samestep" else OF_TORCHRUN
-    times, cost, done, rounds = [], dict.fromkeys(("unrecovered", "lost", "twice", "bits"), 0), 0, 0
+    times, cost, done, rounds = [], dict.fromkeys(COSTS, 0), 0, 0
     while done < kills:
         rounds += 1
         run = Run(base / f"{launcher}-{rounds}", launcher)
@@ -191,7 +215,7 @@ def recoveries(
                 time.sleep(draw.uniform(*BETWEEN_S))
                 if run.has_ended:
                     break
-                took = kill_as(kinds[done % len(kinds)], run, draw)
+                took = kill_as(kinds[done % len(kinds)], run, draw, cost)
                 times += [took] if took is not None else []
                 done += 1
             code = run.end()

@@ -145,6 +145,11 @@ def failure_path(run: Path, rank: int) -> Path:
     return run / "failures" / f"rank-{rank}.json"
 
 
+def result_path(run: Path) -> Path:
+    """Where it is said how a run ended."""
+    return run / "result.json"
+
+
 def stop_path(run: Path) -> Path:
     """Where a file asks a run to commit its state and end, and not to be started again."""
     return run / "stop"

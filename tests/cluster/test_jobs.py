@@ -206,3 +206,31 @@ def test_what_sbatch_refuses_is_told_in_its_own_words(cluster: Cluster, tmp_path
     assert done.returncode == 2
     assert "sbatch refused runs/train-" in done.stderr
     assert "invalid partition specified: none" in done.stderr
+
+
+def test_a_step_that_srun_starts_keeps_its_run_with_a_log_for_each_rank(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, sys, samestep\n"
+        "rank = samestep.init().rank\n"
+        "print('out', rank, flush=True)\n"
+        "os.system(f'echo child {rank} >&2')\n"
+        "samestep.sum(1)\n"
+        "print('last', rank, file=sys.stderr)\n"
+        "os._exit(5) if rank == 2 and sys.argv[1:] else None\n"
+    )
+    shown = cluster.run("srun", "-N2", "-n3", sys.executable, "train.py", cwd=tmp_path)
+    assert sorted(shown.splitlines()) == ["out 0", "out 1", "out 2"]
+    (run,) = (tmp_path / "runs").iterdir()
+    logs = [(run / "logs" / f"rank-{rank}.log").read_text().splitlines() for rank in range(3)]
+    assert [sorted(log) for log in logs] == [
+        [f"child {rank}", f"last {rank}", f"out {rank}"] for rank in range(3)
+    ]
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    [told] = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"]
+    assert (told["state"], told["ranks"]) == ("done", 3)
+    command = cluster.command("srun", "-n3", sys.executable, "train.py", "exit", cwd=tmp_path)
+    assert subprocess.run(command, capture_output=True).returncode == 5
+    told = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"][0]
+    assert "failed" in told["state"]

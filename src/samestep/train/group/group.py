@@ -22,6 +22,7 @@ from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.train.group.census import Add, Item, added, by_rank, merged, of_kind
 from samestep.train.group.control import Join, exchange, place_of, users_line
 from samestep.train.group.store import TreeStore
+from samestep.train.group.tasks import Output
 from samestep.train.group.watch import MutualWatch, tell_failure
 
 T = TypeVar("T", bound="Member")
@@ -50,6 +51,7 @@ class Group:
         own_cores: int,
         variables: Mapping[str, str | None],
         timeout: timedelta,
+        output: Output | None = None,
     ) -> None:
         """`variables` are those that opening this group has set, with their values before: closing brings them back."""
         self.world, self.timeout, self.own_cores = world, timeout, own_cores
@@ -68,7 +70,8 @@ class Group:
         self._members: dict[type[Member], Member] = {}
         self.failed: int | None = None
         self._said: set[str] = set()
-        self._left = ""
+        self._left, self._output = "", output
+        self._exit_code: Any = None
         self._sys_exit: Callable[..., Any] = sys.exit
         sys.exit = self._note_exit
         self._excepthook: Callable[..., Any] = sys.excepthook
@@ -147,7 +150,9 @@ class Group:
         try:
             yield
         finally:
+            left = self._left  # where sys.exit ends this, as in a hook of backward
             self.enter(*before)
+            self._left = left
 
     def waiting(self, call: str) -> AbstractContextManager[None]:
         """Meanwhile this rank is in a call that ends only when all ranks have come to it."""
@@ -192,6 +197,8 @@ class Group:
             gc.collect()
             with suppress(SamestepError):
                 self.all_gather("the end of the script", patience=_LEAVE)
+            if self._tree.lost is not None:
+                self._exit_code = self._exit_code or 1
             self._tree.leave(self._place)
             self._tree = None
         if dist.is_initialized():
@@ -209,12 +216,26 @@ class Group:
 
         A failed rank waits for nobody: it leaves at once with the code of its failure.
         """
+        if self._output is not None:
+            # before the ranks come together: after it they end at once, and Slurm gives the code of the first
+            self._output.close()
         if self.failed is not None:
             for child in multiprocessing.active_children():
                 child.kill()
-            _exit(self.failed)
+            self._exit(self.failed)
         if not self.close():
-            _exit(1)
+            self._exit(1)
+        self._note_end(self._exit_code)
+
+    def _exit(self, code: int) -> None:
+        self._note_end(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _note_end(self, status: Any) -> None:
+        if self._output is not None:
+            self._output.note_end(status)
 
     @property
     def _own(self) -> list[list[int]]:
@@ -252,7 +273,7 @@ class Group:
 
     def _note_exit(self, *status: Any) -> NoReturn:
         """As sys.exit; should the process end by it, it is known where it left the script."""
-        self._left = f"left the script at {users_line()}"
+        self._left, self._exit_code = f"left the script at {users_line()}", status[0] if status else None
         raise SystemExit(*status)
 
     def _note_failure(
@@ -287,9 +308,3 @@ def _listen_for_stacks(pulse: Path, rank: int) -> BinaryIO | None:
     file = open(os.open(path, flags, 0o600), "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(STACK_SIGNAL, file, all_threads=True)
     return file
-
-
-def _exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -4,13 +4,10 @@ import atexit
 import os
 import platform
 import socket
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +20,13 @@ from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, own_instance
 from samestep.placement.place import Placement, exports, this_process
 from samestep.rendezvous.listen import allow_descriptors
 from samestep.rendezvous.member import say
-from samestep.rundir import begin_run, start_record
-from samestep.text import name_ranks, reason_of
+from samestep.text import name_ranks
 from samestep.train.group import rendezvous
 from samestep.train.group.control import exchange, place_of
 from samestep.train.group.device import overlaps, reads_cublas, take_device, uuid_of
 from samestep.train.group.group import Group, restore_environment
 from samestep.train.group.store import TreeStore
+from samestep.train.group.tasks import Output, keeps_no_run, share_run
 
 _GLOO_FILES = 2
 
@@ -134,8 +131,10 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     device = take_device(here)
     if reads_cublas(device):
         os.environ.setdefault(CUBLAS, FIXED_CUBLAS[0])
-    if here.rank == 0 and here.launcher == "slurm":
-        _begin_run(here)
+    output = None
+    if keeps_no_run(here.launcher) and (run := share_run(here, tree, timeout.total_seconds())):
+        os.environ["SAMESTEP_RUN"] = run
+        output = Output(here.rank)
     if tree is not None:
         os.environ.update(exports(here, os.environ))
         store = TreeStore(tree, timeout)
@@ -147,7 +146,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
         say(note)
     places = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
     changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
-    _group = Group(World(*places, device, here.launcher), store, own_cores, changed, timeout)
+    _group = Group(World(*places, device, here.launcher), store, own_cores, changed, timeout, output)
 
 
 def _open_process_group(
@@ -195,16 +194,6 @@ def _variables(some: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         restore_environment(before)
-
-
-def _begin_run(here: Placement) -> None:
-    """Where a batch script names a directory for its run, `samestep status` and the others find it there."""
-    if not (run := os.environ.get("SAMESTEP_RUN")):
-        return
-    try:
-        begin_run(Path(run), start_record([sys.executable, *sys.argv], here.size, time.time()))
-    except OSError as error:
-        say(f"{run} cannot be written ({reason_of(error)}); the run goes on without it")
 
 
 def _check_backend(backend: str) -> None:

@@ -1,0 +1,87 @@
+"""The directory of a run whose ranks Slurm or MPI started: rank 0 makes it, and each rank keeps its output there.
+
+Covered: what a rank and its children write from `init` on, also in C, and how rank 0 ended. Not covered: nodes that do
+not see the directory; they go on without it.
+"""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.placement.place import Placement
+from samestep.rendezvous.member import say
+from samestep.rendezvous.tree import Tree
+from samestep.rundir import begin_run, create_run, log_path, own_run, result_path, start_record, write_record
+from samestep.text import reason_of
+
+_TEE = Path(__file__).with_name("tee.py")
+_OUT_AND_ERR = (1, 2)
+_LAST_WORDS_S = 1.0
+
+
+def keeps_no_run(launcher: str) -> bool:
+    """Whether this launcher starts ranks and makes no directory of a run for them."""
+    return launcher not in ("alone", "samestep", "torchrun")
+
+
+def share_run(here: Placement, tree: Tree | None, limit_s: float) -> str | None:
+    """Collective. The directory that rank 0 made, or that the batch script named; None where there can be none."""
+    run = os.environ.get("SAMESTEP_RUN")
+    if here.rank == 0:
+        started = start_record([sys.executable, *sys.argv], here.size, time.time())
+        try:
+            if run:
+                begin_run(Path(run), started)
+            elif tree:
+                run = str(create_run(None, os.environ, started))
+        except (OSError, UsageError) as error:
+            say(
+                f"{reason_of(error) if isinstance(error, OSError) else error}; the run goes on without a directory"
+            )
+            run = None
+    return tree.gather(run, limit_s)[0] if tree else run
+
+
+class Output:
+    """A rank's output, which a process of its own copies to where it went before and to the rank's log."""
+
+    def __init__(self, rank: int) -> None:
+        self._tee: Popen[bytes] | None = None
+        self._began = time.time()
+        self._run, self._rank = own_run(os.environ, "logs"), rank
+        if self._run is None or os.isatty(0):
+            return
+        pipes = [os.pipe() for _ in _OUT_AND_ERR]
+        command = [sys.executable, "-I", "-S", str(_TEE), str(log_path(self._run, rank))]
+        kept = [read for read, _ in pipes]
+        self._tee = Popen([*command, *map(str, kept)], stdin=DEVNULL, pass_fds=kept, start_new_session=True)
+        self._before = [os.dup(number) for number in _OUT_AND_ERR]
+        for number, (read, write) in zip(_OUT_AND_ERR, pipes, strict=True):
+            os.close(read)
+            os.dup2(write, number)
+            os.close(write)
+
+    def close(self) -> None:
+        """Write the last of it; what comes after goes to where it went before alone."""
+        if self._tee is None:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, before in zip(_OUT_AND_ERR, self._before, strict=True):
+            os.dup2(before, number)
+        with suppress(TimeoutExpired):  # a child of this rank may still hold the pipe
+            self._tee.wait(_LAST_WORDS_S)
+
+    def note_end(self, status: Any) -> None:
+        """Where this is rank 0, note how the run ended: with what the script gave sys.exit."""
+        if self._run is None or self._rank != 0:
+            return
+        code = status & 0xFF if isinstance(status, int) else int(status is not None)
+        record = {"exit_code": code, "seconds": round(time.time() - self._began, 3), "failure": None}
+        with suppress(OSError):
+            write_record(result_path(self._run), record)
