@@ -234,3 +234,28 @@ def test_a_step_that_srun_starts_keeps_its_run_with_a_log_for_each_rank(
     assert subprocess.run(command, capture_output=True).returncode == 5
     told = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"][0]
     assert "failed" in told["state"]
+
+
+def test_a_job_goes_on_without_a_node_that_lost_its_power(isolated: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time\n"
+        "again, size = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['WORLD_SIZE']\n"
+        "open(f'up{again}-{size}', 'a').write(os.environ['RANK'])\n"
+        "while again == '0':\n"
+        "    time.sleep(0.01)\n"
+    )
+    step = "srun --no-kill --kill-on-bad-exit=0 --ntasks-per-node=1"
+    run = f"{sys.executable} -m samestep run -n 1 --nodes 1:2 --max-restarts 1 --no-fork train.py"
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{step} {run}\n")
+    job = isolated.submit("--no-kill", "--nodes=2", "--output=out", "job.sh", cwd=tmp_path)
+    isolated.wait_state(job, "RUNNING")
+    until = time.monotonic() + 30
+    while not (tmp_path / "up0-2").exists() or len((tmp_path / "up0-2").read_text()) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    names = isolated.run("scontrol", "show", "hostnames", isolated.field(job, "NodeList")).split()
+    isolated.kill_node(names[-1])
+    isolated.wait_state(job, "COMPLETED", timeout=50)
+    assert (tmp_path / "up1-1").read_text() == "0"
+    said = (tmp_path / "out").read_text()
+    assert re.search(r"node 1 \(.*\) was lost: .*: restart 1 of 1\nsamestep: going on with 1 node", said)
