@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,27 @@ def test_wandb_makes_one_offline_run(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
+def test_mlflow_gets_one_run_with_one_value_for_each_step(tmp_path: Path) -> None:
+    on(2, tmp_path, "mlflow_log.py")
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+        assert store.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+        steps = store.execute("SELECT step FROM metrics WHERE key = 'loss' ORDER BY step").fetchall()
+    assert steps == [(step,) for step in range(7)]
+
+
+def test_a_stateful_loader_goes_on_where_its_state_says(tmp_path: Path) -> None:
+    for size in (1, 2):
+        theirs, ours = on(size, tmp_path, "stateful_loader.py").splitlines()
+        assert theirs.removeprefix("torchdata ") == ours.removeprefix("samestep  ") == "[6, 22, 38, 54, 70]"
+
+
+@pytest.mark.skipif(not find_spec("timm") or not find_spec("torchvision"), reason="timm needs torchvision")
+def test_a_model_of_timm_trains_the_same_on_one_process_and_on_two(tmp_path: Path) -> None:
+    one, two = (on(size, tmp_path, "timm_model.py") for size in (1, 2))
+    assert one == two
+    assert one.count("loss") == 3
+
+
 @pytest.mark.timeout(120)  # two runs, each with a start of its own
 @pytest.mark.parametrize(
     ("script", "args"),
@@ -58,6 +82,7 @@ def test_wandb_makes_one_offline_run(tmp_path: Path) -> None:
         ("huggingface.py", ()),
         ("webdataset_read.py", ()),
         ("omegaconf_config.py", ["lr=0.2"]),
+        ("hydra_app.py", ["lr=0.2"]),
     ],
 )
 def test_a_script_with_the_tool_prints_the_same_on_one_process_and_on_two(
@@ -68,10 +93,11 @@ def test_a_script_with_the_tool_prints_the_same_on_one_process_and_on_two(
     assert printed[0] == printed[1]
 
 
+@pytest.mark.timeout(120)
 def test_fsspec_gets_the_weights_of_each_epoch_once(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    on(2, tmp_path, "fsspec_copy.py", f"file://{tmp_path}/store")
-    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["epoch-0.pt", "epoch-1.pt"]
+    for store in ("memory://store", f"file://{tmp_path}/store"):
+        assert on(2, tmp_path, "fsspec_copy.py", store) == "['epoch-0.pt', 'epoch-1.pt']\n"
     assert (tmp_path / "store" / "epoch-1.pt").read_bytes() == (tmp_path / "model.pt").read_bytes()
 
 

@@ -2,8 +2,8 @@
 
 The tests are those of the last commit, which is cloned.
 
-`python versions.py` tries all pairs and writes the page docs/versions.md; `python versions.py 3.11/2.14.1` tries one
-and prints its row. A venv takes about 6 GB while its tests run, since PyPI's torch is a CUDA build.
+`python versions.py` tries all pairs, `python versions.py 3.11/2.14.1` one, and each writes its row of the page
+docs/versions.md. A venv takes about 6 GB while its tests run, since PyPI's torch is a CUDA build.
 """
 
 import os
@@ -32,14 +32,21 @@ _MANAGED = Path.home() / ".pyenv" / "versions"
 
 
 def main(pairs: list[str]) -> None:
-    rows = []
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    failed = False
     for pair in pairs or PAIRS:
-        python, torch = pair.split("/")
-        rows.append((python, torch, _tried(python, torch)))
-        print(f"Python {python}, torch {torch}: {rows[-1][2]}", flush=True)
-    if not pairs:
-        TABLE.write_text(_page(rows))
-    sys.exit(any(re.search("failed|error", outcome) for _, _, outcome in rows))
+        outcome = _tried(*pair.split("/"))
+        failed |= bool(re.search("failed|error", outcome))
+        print(f"{pair}: {outcome}", flush=True)
+        TABLE.write_text(_page(_rows() | {pair: (commit, outcome)}))
+    sys.exit(failed)
+
+
+def _rows() -> dict[str, tuple[str, str]]:
+    """The commit and the outcome of each pair on the page."""
+    page = TABLE.read_text() if TABLE.exists() else ""
+    found = re.findall(r"^\| (3\.\d+) \| ([\d.]+) \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    return {f"{python}/{torch}": (commit, outcome) for python, torch, commit, outcome in found}
 
 
 def _tried(python: str, torch: str) -> str:
@@ -83,17 +90,20 @@ def _python(version: str) -> str | None:
     return str(managed[-1]) if managed else shutil.which(f"python{version}")
 
 
-def _page(rows: list[tuple[str, str, str]]) -> str:
-    lines = [f"| {python} | {torch} | {outcome} |" for python, torch, outcome in rows]
+def _page(rows: dict[str, tuple[str, str]]) -> str:
+    lines = [
+        f"| {' | '.join(pair.split('/'))} | {commit} | {outcome} |"
+        for pair, (commit, outcome) in rows.items()
+    ]
     return "\n".join(
         [
             "# Which versions of Python and torch work?",
             "",
-            "samestep needs Python 3.11 and torch 2.11 or newer. `make versions` installs each pair in an environment",
-            "of its own and runs the tests of training, states and starting there, on CPU cores. This is its result:",
+            "Python 3.11 and torch 2.11 are the oldest ones. `make versions` installs each pair in an environment",
+            "of its own and runs the tests of training, states and starting there, on CPU cores. The results:",
             "",
-            "| Python | torch | tests |",
-            "|---|---|---|",
+            "| Python | torch | commit | tests |",
+            "|---|---|---|---|",
             *lines,
             "",
         ]

@@ -1,6 +1,7 @@
 """Copies each epoch's weights to a store that fsspec knows: `file://`, `s3://`, `gs://`, …"""
 
 import sys
+from pathlib import Path
 
 import fsspec
 import torch
@@ -9,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 
-store = sys.argv[1]  # such as s3://bucket/run-7
+there, folder = fsspec.core.url_to_fs(sys.argv[1])  # such as s3://bucket/run-7
 world = samestep.init()
 torch.manual_seed(0)
 dataset = TensorDataset(torch.randn(200, 8), torch.randint(0, 3, (200,)))
@@ -25,5 +26,7 @@ for epoch in range(2):
     samestep.save("model.pt", model.state_dict())
     if world.rank == 0:
         # A new name for each epoch: a store has no rename, and a half-written object must not replace a good one.
-        with fsspec.open(f"{store}/epoch-{epoch}.pt", "wb") as there, open("model.pt", "rb") as here:
-            there.write(here.read())
+        there.pipe_file(f"{folder}/epoch-{epoch}.pt", Path("model.pt").read_bytes())
+
+if world.rank == 0:
+    print([Path(name).name for name in sorted(there.ls(folder, detail=False))])

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
 
 import samestep
 
@@ -39,7 +38,7 @@ _VERBS = {
 COMMANDS = {verb: what for verbs in _VERBS.values() for verb, what in verbs.items()}
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: list[str] | None = None) -> None:
     """Run the verb that args (or the command line) begin with."""
     if asked := os.environ.get("_SAMESTEP_COMPLETE"):  # set by a shell's completion
         sys.exit(__import__("samestep.cli.completion", fromlist=["complete"]).complete(asked))
