@@ -82,6 +82,17 @@ def test_a_converted_script_runs_as_the_untouched_one_at_one_two_and_three_proce
     assert outcome.differences == {1: "", 2: "", 3: ""}
 
 
+def test_a_total_in_a_function_that_an_evaluation_calls_too_is_listed():
+    text = (
+        f"{BEGIN}def best(out):\n    order = torch.argsort(out[:, 0])\n    return order[0]\n"
+        f"for x, y in train:\n{STEP}    print(best(model(x)).item())\n"
+        "with torch.no_grad():\n    for x, y in test:\n        best(model(x))\n"
+    )
+    (gap,) = _of(text).gaps
+    assert gap.startswith("train.py:11: this line runs in training")
+    assert _of(text.partition("with torch.no_grad")[0]).gaps == ()
+
+
 def test_the_corpus_tells_a_number_of_one_share_from_one_of_the_whole_batch():
     ran, serial = (corpus.Ran(f"loss {number}\n", {}) for number in ("0.71", "0.69"))
     assert corpus.difference(ran, serial) == "prints `loss 0.71` for `loss 0.69`"

@@ -345,3 +345,12 @@ def test_workers_end_also_where_launcher_and_guardian_are_killed_at_once(launche
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_labels_made_from_a_set_of_strings_are_the_same_on_all_ranks(launcher):
+    launcher.env.pop("PYTHONHASHSEED", None)
+    launcher.write("print([*{f'class {number}' for number in range(9)}])")
+    said = {launcher.run("-n", "3", "train.py")[1] for _ in range(2)}
+    assert len(said | {launcher.log(rank) for rank in range(3)}) == 1
+    launcher.env["PYTHONHASHSEED"] = "5"
+    assert launcher.run("-n", "3", "train.py")[1] not in said

@@ -38,6 +38,8 @@ class Expressions(Totals):
         if found.kind == "loader" and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
             found = replace(found, of=ast.unparse(node))
         self.known[node] = found
+        if found.is_shared and not self.may_total():
+            self.found.alone[self.source, self.source.start(node)] = None
         if found.is_shared and found.edits is None:
             self.known[node] = found = replace(found, edits=self.edits_of(node, found))
         return found

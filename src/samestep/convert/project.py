@@ -110,6 +110,9 @@ class Findings:
     notes: dict[str, None] = field(default_factory=dict)
     losses: dict[str, tuple[Source, ast.AST]] = field(default_factory=dict)
     sites: dict[Site, None] = field(default_factory=dict)
+    alone: dict[tuple[Source, int], None] = field(
+        default_factory=dict
+    )  # where a rank may come without others
 
     def edit(self, *edits: Edit | None) -> None:
         self.edits.update({edit: None for edit in edits if edit is not None})

@@ -234,7 +234,7 @@ class Totals(Following):
         elif (
             value.is_shared
             and self.may_total()
-            and (not self.batches or value.kind not in NUMBERS - {Kind.MEAN})
+            and (not self.batches or value.kind not in (NUMBERS - {Kind.MEAN} if batch else NUMBERS))
         ):
             value = self.total(node.args[0])
         elif value.is_shared and batch is not None:

@@ -255,7 +255,8 @@ def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[
 
 def defaults(threads: int) -> dict[str, str]:
     """Variables that a worker has where the user has set none."""
-    python = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    # Hashes of strings decide the order of a set, such as of a script's labels: it is the same on all ranks.
+    python = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONHASHSEED": "0"}
     return {**python, "OMP_NUM_THREADS": str(threads), CUBLAS: FIXED_CUBLAS[0]}
 
 

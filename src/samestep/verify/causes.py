@@ -61,8 +61,8 @@ _OF_THE_SHARE = {
     "failed": "a rank has only its share of each batch",
     "loop drew": "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
     f"the dataset, for each sample, or {_STEPS}, with replicate(exact=True)",
-    "loop": "the loop changes the inputs by a value of the rank's share, such as its mean, or by the rank; use values "
-    f"of the whole data set, or {_STEPS}",
+    "loop": "the loop changes the inputs by values of the rank's share, such as its mean or other samples of it, or by "
+    f"the rank; use values of the whole data set, or {_STEPS}",
     "outputs": "the model computes over all samples of its input together (a mean, a normalization, a maximum), and "
     f"each rank has only its share; compute on each sample, or use samestep.gather or mean inside, or {_STEPS}",
     "picked": "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
@@ -229,7 +229,7 @@ def _shown(first: Run, other: Run, found: Difference) -> tuple[str, str]:
     if kind == "apart" and name.startswith("optimizer"):
         return "own", f"{name} belongs to no replicated model, so each rank trains its own"
     words = {
-        "failed": f"the script fails: {failure_of(other)[1]}",
+        "failed": failure_of(other)[1],
         "mode": f"rank {found.rank} is in another mode (training or evaluation) than rank 0",
         "steps": f"{first.length} steps {first.at} and {other.length} at {other.size}",
         "uneven": name,
