@@ -244,19 +244,6 @@ def test_what_is_as_it_should_be_is_not_commented(env):
     assert place(env).notes == ()
 
 
-def test_a_rank_without_local_id_is_counted_by_blocks():
-    tasks = {
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-        "SLURM_STEP_NUM_TASKS": "11",
-        "SLURM_STEP_NUM_NODES": "3",
-    }
-    step = {name: value for name, value in SRUN.items() if name not in ("SLURM_LOCALID", "SLURM_NODEID")}
-    placed = [place(step | tasks | {"SLURM_PROCID": str(rank)}) for rank in range(11)]
-    assert [p.node for p in placed] == [0] * 4 + [1] * 4 + [2] * 3
-    assert [p.local_rank for p in placed] == [*range(4), *range(4), *range(3)]
-    assert [p.local_size for p in placed] == [4] * 8 + [3] * 3
-
-
 def test_steps_and_jobs_in_a_row_meet_at_different_ports():
     ports = {
         place(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port

@@ -249,24 +249,18 @@ def _alone(env: Env) -> tuple[str, ...]:
 
 
 def _step(env: Env, facts: Facts) -> Facts:
-    """The facts of a step, completed from how many tasks each of its nodes has."""
+    """The facts of a step, with how many of its tasks are on this node."""
     name, value = _first(env, "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE")
-    if not value or "rank" not in facts or "size" not in facts:
+    if not value or not {"size", "node"} <= facts.keys():
         return facts
-    tasks, origin = tasks_per_node(value), f"{name}={printable(value)}"
+    tasks, node = tasks_per_node(value), facts["node"].number
     if sum(tasks) != facts["size"].number:
         raise PlacementError(
             f"{facts['size']} but {name} is {printable(value)}, {sum(tasks)} in all; start this with srun",
             variable=name,
         )
-    local_rank, node = facts["rank"].number, 0
-    while node < len(tasks) - 1 and local_rank >= tasks[node]:
-        local_rank, node = local_rank - tasks[node], node + 1
-    by_blocks = {"local_rank": local_rank, "node": node, "nodes": len(tasks)}
-    facts = {field: Fact(number, origin) for field, number in by_blocks.items()} | facts
-    if 0 <= facts["node"].number < len(tasks):
-        facts["local_size"] = Fact(tasks[facts["node"].number], origin)
-    return facts
+    here = {"local_size": Fact(tasks[node], f"{name}={printable(value)}")} if 0 <= node < len(tasks) else {}
+    return facts | here
 
 
 def _first_node(env: Env) -> tuple[str, str] | None:
