@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -292,6 +292,28 @@ def test_no_lease_that_somebody_wrote_breaks_a_run(tmp_path):
     ):
         (tmp_path / "run" / lease.NAME).write_text(text)
         step(tmp_path / "run", 2)
+
+
+def test_a_lease_is_believed_up_to_the_limits_of_what_it_may_say(tmp_path):
+    run, root = b"r" * 16, b"c" * 32
+    me = lease.this_process()
+    (tmp_path / "run").mkdir()
+
+    def said(record):
+        with open_directory(tmp_path / "run") as dir_fd:
+            with closing(lease._File(dir_fd, os.O_RDWR | os.O_CREAT)) as file:
+                file.write(record)
+            return lease.read(dir_fd)
+
+    for good in ((), ((0, root),), (((1 << 62) - 1, root), (3, root))):
+        for holder in (None, me):
+            assert said(lease.Record(run, good, holder)) == (run, good, holder)
+    for bad in (((-1, root),), ((1 << 62, root),), ((1, root[:31]),), ((1, root), (2, root + b"c"))):
+        assert said(lease.Record(run, bad)) is None
+    for other in (run[:15], run + b"r", b""):
+        assert said(lease.Record(other)) is None
+    for wrong in (me._replace(pid="1"), me._replace(began=1), me._replace(host=None)):
+        assert said(lease.Record(run, (), wrong)) is None
 
 
 def test_a_dead_process_whose_number_is_taken_is_not_the_holder(tmp_path):

@@ -159,6 +159,28 @@ def test_a_model_whose_gradients_the_script_makes_equal_itself_raises_no_alarm(w
         optimizer.zero_grad()
 
 
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("equal_steps", [2, 3])
+def test_a_model_that_was_never_replicated_is_looked_at_in_its_first_three_steps(world, equal_steps):
+    look_again()
+    samestep.replicate(nn.Linear(1, 1))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = iter(samestep.loader(DATA, 3))
+    for x, y in [next(batches) for _ in range(equal_steps)]:
+        F.mse_loss(model(x), y).backward()
+        for one in model.parameters():
+            one.grad = samestep.mean(one.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    F.mse_loss(model(x + world.rank), y).backward()
+    if equal_steps == 2:
+        with pytest.raises(UsageError, match="which belongs to no replica"):
+            optimizer.step()
+    else:
+        optimizer.step()
+
+
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs_takes_the_serial_steps(world, search):
     look_again()

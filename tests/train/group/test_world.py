@@ -112,12 +112,12 @@ finally:
 def test_ranks_that_share_a_device_are_named():
     """As NCCL cannot; no machine with GPUs is needed to see that two of a node name the same one."""
     places = [(0, "x"), (0, "y"), (1, "x"), (1, "z"), (1, "x")]
-    holders = [(node, uuid, f"cuda:{uuid}", "a") for node, uuid in places]
+    holders = [(node, uuid, f"cuda:{rank}", f"host{rank}") for rank, (node, uuid) in enumerate(places)]
     _check_devices(holders[:4])
     with pytest.raises(UsageError) as raised:
         _check_devices(holders)
     assert str(raised.value) == (
-        "ranks 2, 4 of 5 share one device (cuda:x on a), which NCCL cannot; start one process a device, "
+        "ranks 2, 4 of 5 share one device (cuda:2 on host2), which NCCL cannot; start one process a device, "
         "or use init(backend='gloo')"
     )
 

@@ -53,7 +53,7 @@ class Order:
         if self._seed is None and not self._expected and not again:
             streams.draw_seed()
 
-    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "Drawn":
+    def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Drawn":
         """The samples of this epoch; collective where it is drawn, and where it has to be `alike` on all ranks.
 
         With `lazily`, ranks whose random streams are alike take a sampler as far as they need it.
@@ -104,7 +104,7 @@ class Sampled(Order):
             )
         return len(sampler)
 
-    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "Taken":
+    def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Taken":
         expected, self._expected = self._expected, {}
         drawn_in = expected.get("drawn_in")
         if "before" in expected:
