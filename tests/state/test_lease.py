@@ -306,8 +306,8 @@ def test_a_lease_is_believed_up_to_the_limits_of_what_it_may_say(tmp_path):
             return lease.read(dir_fd)
 
     for good in ((), ((0, root),), (((1 << 62) - 1, root), (3, root))):
-        for holder in (None, me):
-            assert said(lease.Record(run, good, holder)) == (run, good, holder)
+        for held_by in (None, me):
+            assert said(lease.Record(run, good, held_by)) == (run, good, held_by)
     for bad in (((-1, root),), ((1 << 62, root),), ((1, root[:31]),), ((1, root), (2, root + b"c"))):
         assert said(lease.Record(run, bad)) is None
     for other in (run[:15], run + b"r", b""):
