@@ -9,7 +9,8 @@ LONG = bool(os.environ.get("LONG"))
 SIZES = (2, 3, 5)
 # what each guards: recomputed draws, a batch merged behind the sequence, dimensions of equal size beside a BatchNorm,
 # sizes given as numbers, noise in the loop, packed sequences, a collate_fn that pads, ranks with one graph, sampled
-# actions, an evaluation, batches that are not the latest
+# actions, an evaluation, batches that are not the latest, a share of one sample with the time in front, derivatives of
+# gradients, empty draws
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),
@@ -23,6 +24,10 @@ SAMPLE = {
     "vae": (2,),
     "unlike_loaders": (3,),
     "collected": (2,),
+    "seq2seq": (5,),
+    "maml": (3,),
+    "wgan_gp_norm": (2,),
+    "vqvae": (2,),
 }
 CASES = dict.fromkeys(sorted(corpus.SCRIPTS), SIZES) if LONG else SAMPLE
 # bfloat16 keeps 8 bits, and rounds sums of other parts otherwise

@@ -70,26 +70,28 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(tensor, _meta(tensor))
         self._note_given(share, given)
         # tensors of equal rows, such as those of nodes and of the graph that each is in, are of one kind
-        ragged = {one.rows: name for name, one in reversed(share.of.ragged.items())}
+        ragged = {one.rows: name for name, one in reversed(share.of.ragged.items()) if one.rows != share.rows}
         kinds = {
             rows: _Kind(size, rows.mine, 1, name)
             for size, (rows, name) in zip(_RAGGED, ragged.items(), strict=False)
         }
         self._kinds = [self._samples, *kinds.values()]
-        for name, one in share.of.ragged.items():
-            laid = share.of.batch[name]()
-            if laid is not None and one.rows in kinds:
+        for name, laid in share.of.tensors():
+            one = share.of.ragged.get(name)
+            if one is not None and one.rows in kinds:
                 self._note_at(laid, one.dim, kinds[one.rows])
 
     def _note_given(self, share: Share, given: Sequence[torch.Tensor]) -> None:
         """A view of a tensor of the batch has the samples where their stride is; other tensors in front or second."""
         in_front = any(tensor.dim() and tensor.shape[0] == share.mine for tensor in given)
-        of_batch = [tensor for found in share.of.batch.values() if (tensor := found()) is not None]
-        strides = {_memory(tensor): tensor.stride(0) for tensor in of_batch if tensor.dim()}
+        of_batch = {_memory(tensor): (tensor, share.dim_in(name)) for name, tensor in share.of.tensors()}
         for tensor in given:
-            stride = strides.get(_memory(tensor))
-            dims = [dim for dim in range(tensor.dim()) if tensor.stride(dim) == stride]
-            self._note_at(tensor, dims[0] if dims else int(not in_front), self._samples)
+            laid, dim = of_batch.get(_memory(tensor), (None, int(not in_front)))
+            if laid is not None and (laid.shape, laid.stride()) != (tensor.shape, tensor.stride()):
+                stride = laid.stride(dim) if laid.dim() else None
+                dims = (at for at in range(tensor.dim()) if tensor.stride(at) == stride)
+                dim = next(dims, int(not in_front))
+            self._note_at(tensor, dim, self._samples)
 
     def mark(self, tensor: torch.Tensor, dim: int) -> None:
         """Say where the batch is in what a layer returned."""

@@ -241,7 +241,7 @@ class Draws(Member):
     def _part(self, name: str, tensor: torch.Tensor) -> Part | None:
         """Which part of the whole batch's draw this one is; None where it is one draw for all ranks."""
         share, shape = self._spine.at_hand, tensor.shape
-        if share is None or not shape or not 0 < share.mine < share.all:
+        if share is None or not tensor.numel() or not shape or not 0 < share.mine < share.all:
             return None
         if (packed := self.packed) is not None and shape[0] == packed.rows.mine:
             return packed
@@ -254,7 +254,8 @@ class Draws(Member):
         """Where the batch is, as found in a call of the model that drew at this line."""
         line = name, tensor.dim(), line_of_draw()
         if self.tracing is not None:
-            self._places[line] = self.tracing.place(tensor) or self._places.get(line)
+            found = Place(None) if has_fixed_size() else self.tracing.place(tensor)
+            self._places[line] = found or self._places.get(line)
         elif line not in self._places:
             self._traced.discard(self._in_model)  # the next call of this kind is watched again
         return self._places.get(line)
@@ -281,7 +282,13 @@ class Draws(Member):
                 return part
         known = name, tuple(shape), line
         if rows.mine in shape[:2] and known not in self._of_all:
-            return None if fixed else Part(list(shape).index(rows.mine), rows)
+            # where a batch has the time in front, so has what the loop draws for it
+            in_front = shape[0] == rows.mine and not any(
+                one.dim == 1
+                for one in share.of.ragged.values()
+                if one.rows == rows and shape[1:2] == shape[:1]
+            )
+            return None if fixed else Part(int(not in_front), rows)
         if self._in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
             return Part(0, rows, shape[0] // rows.mine)
         self._of_all.add(known)

@@ -73,6 +73,11 @@ class Pass:
                 start += samples
         return found
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the batch that are still there, with their places in it."""
+        found = ((name, held()) for name, held in self.batch.items())
+        return ((name, tensor) for name, tensor in found if tensor is not None)
+
     @property
     def of(self) -> Any:
         return self._of()
@@ -91,7 +96,9 @@ class Rows(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """A dimension of a tensor in the batch that is not one of samples: nodes of graphs, words laid end to end."""
+    """Where a tensor of the batch has not one row for each sample: nodes of graphs, words laid end to end, or where
+    another dimension than the first is that of the samples.
+    """
 
     dim: int
     rows: Rows
@@ -127,6 +134,11 @@ class Share:
     def rows(self) -> Rows:
         """Its part of the samples of the batch."""
         return Rows(self.mine, self.start - self.batch_start, self.all)
+
+    def dim_in(self, name: str) -> int:
+        """The dimension of the samples in this tensor of the batch."""
+        ragged = self.of.ragged.get(name)
+        return ragged.dim if ragged is not None and ragged.rows == self.rows else 0
 
     def weight(self, size: int) -> float:
         """What this rank's mean loss counts for in a plain average over ranks: 1.0 where shares are equal."""

@@ -34,7 +34,8 @@ class Collated:
             rows = Rows(part.stop - part.start, part.start, len(samples))
             mine = self._collate(samples[part])
             try:
-                return _cut(whole, mine, rows), {}
+                cut = _cut(whole, mine, rows)
+                return cut, dict(_across(cut, whole, rows))
             except LookupError:
                 before = self._collate(samples[: part.start]) if part.start else None
                 laid = _laid(before, mine, whole)
@@ -78,6 +79,15 @@ def _cut_array(whole: Any, mine: Any, rows: Rows) -> Any:
     if whole.ndim == 0 or (whole.shape == mine.shape and bool((whole == mine).all())):
         return whole
     raise LookupError
+
+
+def _across(cut: Any, whole: Any, rows: Rows) -> Iterator[tuple[str, Ragged]]:
+    """The tensors in which the samples do not lie in front, as in a batch that is padded with the time in front."""
+    of_all = dict(named_tensors(whole))
+    for name, tensor in named_tensors(cut):
+        sizes = zip(tensor.shape, of_all[name].shape, strict=True)
+        if dim := next((dim for dim, (mine, every) in enumerate(sizes) if mine != every), 0):
+            yield name, Ragged(dim, rows)
 
 
 def _laid(before: Any, mine: Any, whole: Any) -> Iterator[tuple[str, Ragged]]:
