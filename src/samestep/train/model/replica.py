@@ -23,6 +23,7 @@ from samestep.train.model.exchange import average, broadcast, record_buckets
 from samestep.train.model.tree import Tree
 from samestep.train.model.weighing import (
     after_backward,
+    drop_gradient,
     on_backward,
     only_in,
     refuse_opaque,
@@ -55,7 +56,7 @@ class Replica:
         self.dirty = False
         self.ddp: DistributedDataParallel | None = None
         self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
-        self._looked_at = False
+        self._looked_at = self._drops_gradients = False
         self._hooks: list[RemovableHandle] = []
         # DDP's exchange: "due" in the next backward, "under way" in this one, "missed" by one that has begun
         self._exchange = ""
@@ -108,6 +109,7 @@ class Replica:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._drops_gradients = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         share = self._spine.share_of(args, kwargs)
@@ -134,7 +136,7 @@ class Replica:
             self.follow_parameters()
         with self._group.within("forward"):
             output = self._weighed(share, args, kwargs)
-        if not self._looked_at:
+        if not self._looked_at and (share is None or share.microbatch is None):
             self._looked_at = True
             refuse_opaque(output)
         return output
@@ -157,6 +159,10 @@ class Replica:
             return only_in(share, self._spine, self.own_forward(*args, **kwargs))
         weight = share_weight(share, self._group.world.size, sums=self.sums)
         self._spine.called.add(1.0 if self.sums else weight)
+        if not weight and not self._drops_gradients:
+            self._drops_gradients = True
+            drop = partial(drop_gradient, self._spine)
+            self._hooks += [parameter.register_hook(drop) for parameter in self._trained()]  # type: ignore[no-untyped-call]
         waits = share is not None and share.microbatch is not None and not share.last
         with self.ddp.no_sync() if self.ddp and waits else nullcontext():
             output = weighed_call(self.exchanged, weight, self._spine, args, kwargs)

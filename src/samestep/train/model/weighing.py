@@ -94,6 +94,11 @@ def share_weight(share: Share | None, size: int, *, sums: bool) -> float:
     return 1.0 if share is None else share.weight(size)
 
 
+def drop_gradient(at: Spine, gradient: torch.Tensor) -> torch.Tensor | None:
+    """As a parameter's hook: where the loss counts for nothing, it may be no number."""
+    return None if at.root else torch.zeros_like(gradient)
+
+
 def only_in(microbatch: Share, at: Spine, output: Any) -> Any:
     """The output, through which backward may go only while its microbatch is at hand: later the weight is another."""
     if torch.compiler.is_compiling():
