@@ -51,7 +51,10 @@ def cases():
     yield from (Case("stop", where, True) for where in ("first step", "evaluation", "checkpoint"))
     yield from (Case(kind, rank=0) for kind in ("sleep", "stop", "barrier", "extra"))
     yield from (Case("d-state", where) for where in ("first step", "middle"))
-    yield from (Case(kind, exact=exact) for kind in ("loader", "skip", "uneven") for exact in (False, True))
+    yield from (Case(kind, exact=exact) for kind in ("loader", "uneven") for exact in (False, True))
+    yield Case(
+        "skip"
+    )  # with exact=True every rank waits for all microbatches, and a skipped one adds nothing
     yield from (Case("barrier", where) for where in ("middle", "checkpoint"))
     yield from (Case("extra", where) for where in ("middle",))
     yield from (Case("stop", size=2), Case("sleep", size=2, rank=0))
@@ -112,6 +115,8 @@ def fault(case, code, lines, line, allowed_s=ALLOWED_S):
         return (
             None if says_where and code == CODES[case.kind] else f"it ended with exit code {code}\n{report}"
         )
+    if case.kind == "uneven" and case.exact:
+        return None if "at different calls: rank 1 at " in report else f"its call was not named\n{report}"
     notices = [(after, text) for after, text in lines if text.startswith("samestep: ") and " waited " in text]
     if code != 1 or not notices:
         return f"it ended with exit code {code} and {len(notices)} notices\n{report}"

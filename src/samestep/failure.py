@@ -39,13 +39,17 @@ class Frame(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What a record says: the exception's last lines, its group's, its cause's, the user's frames, the exit code."""
+    """What a record says: the exception's last lines, its group's, its cause's, the user's frames, the exit code.
+
+    Also the ranks that differ from the others, where the exception says which.
+    """
 
     exception: str
     group: str
     cause: str
     frames: tuple[Frame, ...]
     code: int
+    ranks: tuple[int, ...] = ()
 
 
 # What torch or Python says of a line that a serial or hand-written script may have, and what to write instead.
@@ -139,7 +143,8 @@ def failure_of(error: BaseException, code: int) -> Failure:
     cause = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
     group = "" if first is error else _text(error)
     frames = tuple(_frames(first) or _frames(error))
-    return Failure(_text(first), group, _text(cause) if cause else "", frames, code)
+    ranks = tuple(getattr(first, "ranks", ()))
+    return Failure(_text(first), group, _text(cause) if cause else "", frames, code, ranks)
 
 
 def read_failure(path: Path, pid: int) -> Failure | None:
@@ -150,7 +155,7 @@ def read_failure(path: Path, pid: int) -> Failure | None:
     try:
         frames = tuple(Frame(*frame) for frame in record["frames"])
         exception, group, cause = (str(record[name]) for name in ("exception", "group", "cause"))
-        return Failure(exception, group, cause, frames, int(record["code"]))
+        return Failure(exception, group, cause, frames, int(record["code"]), tuple(record.get("ranks", ())))
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -248,6 +248,8 @@ class WorkerGroup:
         if cause.is_echo:
             # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
             cause = min([cause, *(worker for worker in self.workers if _hangs(worker, cause))], key=_blame)
+        # all ranks raise that they differ, and the first of them may be one of the many that are alike
+        cause = next((worker for worker in own if worker.rank in cause.blamed), cause)
         status = 1 if cause.was_stopped else cause.status or 0
         traceback = cause.traceback() if status > 0 or status in _TOLD else None
         expected = status == CHECKPOINTED or (

@@ -118,6 +118,12 @@ class Worker:
         return read_traceback(self.err.tail.decode(errors="replace"))
 
     @property
+    def blamed(self) -> tuple[int, ...]:
+        """The ranks that its exception names as those that differ from the others."""
+        failure = read_failure(self._record, self.pid) if self._record else None
+        return failure.ranks if failure else ()
+
+    @property
     def is_echo(self) -> bool:
         """Whether its exception only says that another rank has ended."""
         traceback = self.traceback()
