@@ -10,16 +10,15 @@ from samestep.failure import Failure, Frame, is_echo, is_users, location
 from samestep.text import printable
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-_BAR = re.compile(r"^ *\| ?")
-_GROUP = re.compile(r"^ *\+ Exception Group Traceback \(most recent call last\):$")
-_PART = re.compile(r"^[ |+]*\+-[-+]* \d+ -+$")
-_END_OF_GROUP = re.compile(r"^ *\+-{8,}$")
+_BAR = re.compile(r"^ +[|+] ?")  # before each line of an exception group
 _HEADER = re.compile(r"^(?:Original |Exception Group )?Traceback \(most recent call last\):$")
 _CRASH = re.compile(r"^Fatal Python error: (.+)$")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.* \(most recent call first\):$")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
-_NOISE = re.compile(r"^(?:\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)")
+_NOISE = re.compile(
+    r"^(?:-[-+]{7}|\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)"
+)
 _WORKER = "DataLoader worker (pid"
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
@@ -75,30 +74,19 @@ def read_traceback(stderr: str) -> Traceback | None:
     for number, line in enumerate(lines):
         if found := _CRASH.match(line):
             return _crash(found[1], lines[number + 1 :])
-    # Each traceback is a list of blocks; an exception group has several.
-    tracebacks, in_group = [[_Block()]], False
+    blocks = [_Block()]
     for line in lines:
-        last = tracebacks[-1][-1]
-        inner = _BAR.sub("", line) if in_group else line
-        if in_group and _END_OF_GROUP.match(line):
-            in_group, last.ended = False, True
-        elif in_group and (_PART.match(line) or _HEADER.match(inner)):
-            tracebacks[-1].append(_Block())
-        elif not in_group and (
-            _GROUP.match(line)
-            or _HEADER.match(line)
-            or (_is_syntax_error(line) and (last.exception or last.ended))
-        ):
-            in_group = _GROUP.match(line) is not None
-            tracebacks.append([_Block()])
-            tracebacks[-1][-1].take(line)
-        else:
-            last.take(inner)
+        last = blocks[-1]
+        if _HEADER.match(line) or (_is_syntax_error(line) and (last.exception or last.ended)):
+            blocks.append(_Block())
+        blocks[-1].take(line)
     # A message may quote a traceback's first lines, and a printed stack has no exception: neither is the last.
-    found_all = [traceback for blocks in tracebacks if (traceback := _traceback(blocks))]
-    if not found_all:
+    complete = [block for block in blocks if block.frames and block.exception]
+    if not complete:
         return None
-    return _with_loaders_cause(found_all[-1], found_all[-2].exception if len(found_all) > 1 else ())
+    exceptions = [_shortened(block.exception) for block in complete]
+    traceback = Traceback(_innermost(complete[-1].frames), exceptions[-1])
+    return _with_loaders_cause(traceback, exceptions[-2] if len(complete) > 1 else ())
 
 
 def of_record(failure: Failure) -> Traceback:
@@ -133,43 +121,30 @@ def exit_code(status: int) -> int:
 
 
 def _plain_lines(stderr: str) -> list[str]:
-    return [_RANK.sub("", _COLOUR.sub("", line)) for line in stderr.splitlines()]
+    return [_BAR.sub("", _RANK.sub("", _COLOUR.sub("", line))) for line in stderr.splitlines()]
 
 
-def _crash(what: str, lines: Iterable[str]) -> Traceback:
+def _crash(what: str, lines: Sequence[str]) -> Traceback:
     """A crash of the interpreter, which prints every thread, the most recent call first."""
-    frames, current = list[Frame](), True
-    for line in lines:
-        if thread := _THREAD.match(line):
-            current = thread[1] == "Current thread"
-        elif current and (frame := _FRAME.match(line)):
-            code = linecache.getline(frame["file"], int(frame["line"])).strip()
-            frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or "", code))
-    return Traceback(_innermost(reversed(frames)), (f"Fatal Python error: {what}",))
+    return Traceback(_innermost(reversed(_stack(lines, "Current thread"))), (f"Fatal Python error: {what}",))
 
 
 def main_stack(text: str) -> list[Frame]:
     """The frames of the main thread, the innermost first; faulthandler prints that thread last."""
-    frames: list[Frame] = []
-    for line in text.splitlines():
-        if _THREAD.match(line):
-            frames = []
-        elif frame := _FRAME.match(line):
+    return _stack(text.splitlines(), "")
+
+
+def _stack(lines: Iterable[str], thread: str) -> list[Frame]:
+    """The frames of the last thread whose line begins so."""
+    frames, is_wanted = list[Frame](), True
+    for line in lines:
+        if found := _THREAD.match(line):
+            is_wanted = found[1].startswith(thread)
+            frames = [] if is_wanted else frames
+        elif is_wanted and (frame := _FRAME.match(line)):
             code = linecache.getline(frame["file"], int(frame["line"])).strip()
             frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or "", code))
     return frames
-
-
-def _traceback(blocks: list[_Block]) -> Traceback | None:
-    """One traceback, or the first part of an exception group that is none itself, and the group's name."""
-    first = blocks[0]
-    parts = [block for block in blocks[1:] if block.exception and "sub-exception" not in block.exception[0]]
-    if parts:
-        exception = (*_shortened(parts[0].exception), *(f"in {line}" for line in first.exception[:1]))
-        return Traceback(_innermost(parts[0].frames or first.frames), exception)
-    if first.frames and first.exception:
-        return Traceback(_innermost(first.frames), _shortened(first.exception))
-    return None
 
 
 def _is_syntax_error(line: str) -> bool:
