@@ -8,6 +8,7 @@ import argparse
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ ORPHANS_S = 2.0
 COSTS = ("unrecovered", "lost", "twice", "bits", "orphans")
 LAUNCHERS = {
     "samestep": ("samestep", "run", "-n", "2", "--fork", "--max-restarts", "9"),
+    "two nodes": ("samestep", "run", "-n", "1", "--fork", "--max-restarts", "9"),
     "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1000"),
 }
 
@@ -49,26 +51,22 @@ class Run(Trail):
 
     def start(self) -> None:
         """Start the launcher, for the first time or again."""
-        words = [self.directory, "--notes", self.log, "--epochs", self._epochs, "--every", "0.5"]
         self._starts += 1
-        command = [
-            sys.executable,
-            "-m",
-            *LAUNCHERS[self._launcher],
-            SCRIPT,
-            *words,
-            "--attempt",
-            1000 * self._starts,
-        ]
+        self._process = self._started()
+        self.step_after(0.0)
+
+    def _started(self, *options: object) -> "subprocess.Popen[bytes]":
+        words = [self.directory, "--notes", self.log, "--epochs", self._epochs, "--every", "0.5"]
+        words += ["--attempt", 1000 * self._starts]
+        command = [sys.executable, "-m", *LAUNCHERS[self._launcher], *options, SCRIPT, *words]
         with (self._home / "said").open("ab") as said:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [str(word) for word in command],
                 cwd=self._home,
                 stdout=said,
                 stderr=said,
                 start_new_session=True,
             )
-        self.step_after(0.0)
 
     def end(self) -> int:
         """Its exit code, once it has ended by itself."""
@@ -147,6 +145,33 @@ class Run(Trail):
             return []
 
 
+class TwoNodes(Run):
+    """A run of two launchers with a rank each, of which the second is killed and started again."""
+
+    def __init__(self, home: Path, launcher: str) -> None:
+        super().__init__(home, launcher)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._at = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+    def _started(self, *options: object) -> "subprocess.Popen[bytes]":
+        self._second = self._node(1)
+        return self._node(0)
+
+    def _node(self, node: int) -> "subprocess.Popen[bytes]":
+        return super()._started("--nodes", 2, "--node-rank", node, "--rendezvous", self._at)
+
+    def kill_node(self) -> float:
+        """Kill it, and start another in its place; from then to the first finished step."""
+        killed = self.kill([self._second.pid])
+        self._second.wait()
+        self._second = self._node(1)
+        return self.step_after(killed) - killed
+
+    def end(self) -> int:
+        code = super().end()
+        return self._second.wait(PATIENCE_S) or code
+
+
 def wchan_of(pid: int) -> str:
     """What it waits for in the kernel."""
     try:
@@ -204,18 +229,20 @@ def recoveries(
     base: Path, launcher: str, kills: int, draw: random.Random, undisturbed: Trail | None
 ) -> tuple[list[float], dict[str, int]]:
     """The times of so many kills, and what they cost."""
-    kinds = KINDS if launcher == "samestep" else OF_TORCHRUN
+    kinds = OF_TORCHRUN if launcher == "torchrun" else KINDS
     times, cost, done, rounds = [], dict.fromkeys(COSTS, 0), 0, 0
     while done < kills:
         rounds += 1
-        run = Run(base / f"{launcher}-{rounds}", launcher)
+        home = base / f"{launcher}-{rounds}".replace(" ", "-")
+        run = TwoNodes(home, launcher) if launcher == "two nodes" else Run(home, launcher)
         try:
             run.start()
             while done < kills and not run.has_ended:
                 time.sleep(draw.uniform(*BETWEEN_S))
                 if run.has_ended:
                     break
-                took = kill_as(kinds[done % len(kinds)], run, draw, cost)
+                is_node = isinstance(run, TwoNodes)
+                took = run.kill_node() if is_node else kill_as(kinds[done % len(kinds)], run, draw, cost)
                 times += [took] if took is not None else []
                 done += 1
             code = run.end()
@@ -241,7 +268,7 @@ def line(launcher: str, times: list[float], cost: dict[str, int]) -> str:
     )
 
 
-def beside_torchrun(kills: int, of_torchrun: int, draw: random.Random) -> bool:
+def beside_torchrun(kills: int, nodes: int, of_torchrun: int, draw: random.Random) -> bool:
     """Print a line for each launcher; whether nothing was lost under ours."""
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = Run(Path(folder, "undisturbed"), "samestep")
@@ -250,6 +277,10 @@ def beside_torchrun(kills: int, of_torchrun: int, draw: random.Random) -> bool:
             sys.exit(f"the undisturbed run failed:\n{Path(folder, 'undisturbed', 'said').read_text()}")
         times, cost = recoveries(Path(folder), "samestep", kills, draw, undisturbed)
         print(line("samestep run --fork --max-restarts", times, cost), flush=True)
+        if nodes:
+            of_nodes = recoveries(Path(folder), "two nodes", nodes, draw, undisturbed)
+            print(line("a node of two, killed and started again", *of_nodes), flush=True)
+            cost = {name: count + of_nodes[1][name] for name, count in cost.items()}
         if of_torchrun:
             theirs = recoveries(Path(folder), "torchrun", of_torchrun, draw, None)
             print(line("torchrun --max-restarts", *theirs), flush=True)
@@ -259,8 +290,9 @@ def beside_torchrun(kills: int, of_torchrun: int, draw: random.Random) -> bool:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--nodes", type=int, default=4, help="kills of one of two nodes")
     parser.add_argument("--torchrun", type=int, default=5, help="kills of torchrun's run")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     asked = parser.parse_args()
     print(f"seed {asked.seed}")
-    sys.exit(not beside_torchrun(asked.kills, asked.torchrun, random.Random(asked.seed)))
+    sys.exit(not beside_torchrun(asked.kills, asked.nodes, asked.torchrun, random.Random(asked.seed)))

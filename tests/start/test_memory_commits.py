@@ -108,7 +108,16 @@ def test_a_run_without_restarts_keeps_no_state_in_memory(launcher):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_runs_killed_in_every_way_are_restarted_and_end_with_the_bits_of_the_undisturbed_run():
-    words = [sys.executable, Path(__file__).parents[1] / "in_place.py", "--kills", "14", "--torchrun", "0"]
+    words = [
+        sys.executable,
+        Path(__file__).parents[1] / "in_place.py",
+        "--kills",
+        "14",
+        "--nodes",
+        "0",
+        "--torchrun",
+        "0",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "unrecovered 0, lost 0, twice 0, bits 0" in done.stdout

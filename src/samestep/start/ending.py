@@ -43,8 +43,8 @@ def ending(
     return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
 
 
-def restarting(outcome: Outcome, run: Path) -> str:
-    """What the line between an attempt and the next says of the first one."""
+def summarised(outcome: Outcome, run: Path) -> str:
+    """How an attempt ended, as the line between it and the next one says it."""
     if (cause := outcome.cause) is None:
         return f"exit code {outcome.status}"
     what = outcome.traceback.exception[0] if outcome.traceback else describe_end(outcome.status)

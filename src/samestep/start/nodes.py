@@ -76,6 +76,7 @@ class End(NamedTuple):
     is_echo: bool
     at: float  # on node 0's clock and this one's: seconds after the attempt began
     step: int = -1  # the furthest that a rank of the node came to
+    summary: str = ""  # for the line before the next attempt
 
 
 class Past(NamedTuple):
@@ -221,7 +222,12 @@ class Launchers:
         self._stop_at = inf
         self._elsewhere.clear()
         mine = [size, address, port, secrets.token_hex(32), past]
-        sizes, hosts, ports, words, pasts = zip(*self._gather(mine), strict=True)
+        try:
+            told = self._gather(mine)
+        except RankMissing as error:
+            self.lost = error
+            raise
+        sizes, hosts, ports, words, pasts = zip(*told, strict=True)
         self._hosts = list(hosts)
         # The word of node 0 is no secret: it was sent over the network.
         self.key = (
@@ -229,7 +235,7 @@ class Launchers:
         )
         self._began = time.monotonic()
         ranks = NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, hosts[0], ports[0])
-        return ranks, [Past(*told) for told in pasts]
+        return ranks, [Past(*each) for each in pasts]
 
     def should_stop(self) -> bool:
         """Whether another node's end is a reason to stop this one's workers; to be asked often."""
@@ -273,7 +279,8 @@ class Launchers:
             self.lost = error
         if (mine.code or mine.asked) and not mine.is_echo:
             return self.node, mine
-        return -1, End(1, str(self.lost), None, mine.asked, False, mine.at, mine.step)
+        lost = str(self.lost)
+        return -1, End(1, lost, None, mine.asked, False, mine.at, mine.step, lost)
 
     def close(self) -> None:
         if self._peers:

@@ -32,7 +32,7 @@ from samestep.rundir import (
     time_up_path,
     write_record,
 )
-from samestep.start.ending import ending, restarting, step_of
+from samestep.start.ending import ending, step_of, summarised
 from samestep.start.fork import Warm
 from samestep.start.memory import watch_kills
 from samestep.start.nodes import End, Launchers, NodeMeeting
@@ -120,21 +120,19 @@ class _Run:
 
     def code(self) -> int:
         """Start it as often as it takes; the exit code."""
-        while True:
-            node, end, group, outcome = self._attempt()
-            text = self._restarts.are_over(end)
-            if text is not None:
-                return self._finish(node, end, text, group)
-            what = restarting(outcome, self._directory) if node >= 0 else end.text
-            self._terminal.say(f"{what}: restart {self._restarts.past.used} of {self._script.max_restarts}")
-            if self._launchers.lost:
-                try:
+        node, end, group = self._attempt()
+        while (text := self._restarts.are_over(end)) is None:
+            used, most = self._restarts.past.used, self._script.max_restarts
+            self._terminal.say(f"{end.summary}: restart {used} of {most}")
+            try:
+                if self._launchers.lost:
                     self._go_on_without()
-                except Asked as asked:
-                    code = 128 + asked.number
-                    return self._finish(node, end._replace(code=code, asked=None), end.text or "", group)
-                except RankMissing as error:
-                    return self._finish(node, end, str(error), group)
+                node, end, group = self._attempt()
+            except Asked as asked:
+                return self._finish(node, end._replace(code=128 + asked.number), end.text or "", group)
+            except RankMissing as error:
+                return self._finish(node, end, str(error), group)
+        return self._finish(node, end, text, group)
 
     def _go_on_without(self) -> None:
         """Find the other nodes again after one was lost; a signal ends the wait for them."""
@@ -144,7 +142,7 @@ class _Run:
             self._directory = _directory(self._script, self._launchers, self._began, self._directory)
         self._terminal.say(f"samestep: going on with {counted(self._launchers.nodes, 'node')}")
 
-    def _attempt(self) -> tuple[int, End, WorkerGroup, Outcome]:
+    def _attempt(self) -> tuple[int, End, WorkerGroup]:
         """Start all ranks and wait for their end; on which node the cause was, and how that ended."""
         script, run, launchers = self._script, self._directory, self._launchers
         with ExitStack() as stack:
@@ -161,7 +159,7 @@ class _Run:
         seconds = time.time() - self._began
         text = ending(script.name, run, outcome, group.workers, script.shown, seconds, self._kills, total)
         node, end = launchers.end(_end(run, outcome, group, text))
-        return node, end, group, outcome
+        return node, end, group
 
     def _finish(self, node: int, end: End, text: str, group: WorkerGroup) -> int:
         """Record how it ended, and say so."""
@@ -192,7 +190,13 @@ class _Run:
         if port is None:
             held, port = hold_port()
             stack.enter_context(held)
-        ranks, pasts = self._launchers.begin(script.size, script.address, port, self._restarts.past)
+        try:
+            ranks, pasts = self._launchers.begin(script.size, script.address, port, self._restarts.past)
+        except RankMissing:
+            if not script.max_restarts:
+                raise
+            self._go_on_without()  # a node was lost before its ranks were there
+            return self._specs(stack)
         self._restarts.agree(pasts)
         key = {DESCRIPTOR: stack.enter_context(handed_on(self._launchers.key))}
         told = {
@@ -289,7 +293,8 @@ def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> E
     is_echo = outcome.traceback is not None and outcome.traceback.is_echo
     steps = [step for worker in group.workers if (step := step_of(run, worker.rank)) is not None]
     place, at = _place(run, outcome, text, group), min(ends, default=time.monotonic())
-    return End(code if is_own else 0, text, place, asked, is_echo, at, max(steps, default=-1))
+    summary = summarised(outcome, run)
+    return End(code if is_own else 0, text, place, asked, is_echo, at, max(steps, default=-1), summary)
 
 
 def _place(run: Path, outcome: Outcome, text: str | None, group: WorkerGroup) -> str | None:
