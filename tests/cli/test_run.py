@@ -95,7 +95,7 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["-n", "gpu", "show.py"], 2, "-n gpu asks for a process on each device, but none is visible"),
         (["--devices", "0", "show.py"], 2, "names devices, but none is visible here"),
         (["--nnodes", "2", "show.py"], 2, "--nodes 2 does not say where the nodes meet; add --rendezvous"),
-        (["--nodes=4:1", "show.py"], 2, "--nodes 4:1 is no number of nodes"),
+        (["--nodes=4:1", "show.py"], 2, "--nodes 4:1 is not a number of nodes"),
         (["--nodes=1:4", "show.py"], 2, "--nodes 1:4 does not say where the nodes meet"),
         (
             ["--nodes=2", "--node-rank=2", "show.py"],
@@ -124,7 +124,7 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
             2,
             "; write --nodes 2 --rendezvous tcp://HOST:1 with an address of no.such.invalid\n",
         ),
-        (["--nodes=2", "--rendezvous=ftp://x", "show.py"], 2, "--rendezvous ftp://x is no meeting point"),
+        (["--nodes=2", "--rendezvous=ftp://x", "show.py"], 2, "--rendezvous ftp://x is not a meeting point"),
         (["-n", "2,1", "--nodes=2", "--rdzv-endpoint=x:1", "show.py"], 2, "none of them for node -1"),
         (["-n2", "--tee", "5", "show.py"], 2, "--tee 5 names rank 5, but there are 2; count from 0"),
         (["-n2", "--tee", "1", "show.py"], 2, "--tee 1 shows a part of a rank's output"),

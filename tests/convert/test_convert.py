@@ -278,7 +278,7 @@ def test_what_is_not_converted_is_listed_with_its_line(lines, reason):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("import samestep\n", "train.py uses samestep, so it is no serial script"),
+        ("import samestep\n", "train.py uses samestep, so it is not a serial script"),
         ("import torch.distributed as dist\n", "train.py uses torch.distributed"),
         ("from accelerate import Accelerator\n", "train.py uses accelerate"),
         ("print 'epoch'\n", "train.py:1 is Python 2"),

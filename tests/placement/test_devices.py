@@ -148,8 +148,8 @@ def test_devices_are_chosen_among_the_visible_ones(nvidia):
     ("devices", "why"),
     [
         ("0,9", "names device 9, but 4 are visible"),
-        ("a", "is no list of numbers"),
-        ("", "is no list of numbers"),
+        ("a", "is not a list of numbers"),
+        ("", "is not a list of numbers"),
         ("1,1", "names a device twice"),
     ],
 )

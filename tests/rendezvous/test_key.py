@@ -68,7 +68,7 @@ def test_a_variable_that_is_no_key_is_refused_without_its_value(tmp_path, said):
         assert key_of_user(env) == (tmp_path / "samestep" / "key").read_bytes()
         return
     with pytest.raises(
-        PlacementError, match=f"^SAMESTEP_KEY has {len(said)} characters that are no"
+        PlacementError, match=f"^SAMESTEP_KEY has {len(said)} characters, which is not"
     ) as raised:
         key_of_user(env)
     assert said not in str(raised.value)

@@ -137,7 +137,9 @@ def test_only_rank_0_writes_to_the_callers_stdout(capsys):
 
 
 def test_no_process_is_no_size():
-    with pytest.raises(UsageError, match="launch on 0 processes cannot be; use a whole number of at least 1"):
+    with pytest.raises(
+        UsageError, match="launch got size 0, which is not a number of processes; use a whole"
+    ):
         launch(rank, 0)
 
 

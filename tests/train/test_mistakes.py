@@ -209,7 +209,7 @@ def test_what_replicate_cannot_take_is_said(world):
         UsageError, match=r"nn.DataParallel, which splits batches itself; pass its model.module"
     ):
         samestep.replicate(nn.DataParallel(network()))
-    with pytest.raises(UsageError, match="loss='total', which is no reduction; use 'mean' or 'sum'"):
+    with pytest.raises(UsageError, match="loss='total', which is not a reduction; use 'mean' or 'sum'"):
         samestep.replicate(network(), loss="total")
 
 

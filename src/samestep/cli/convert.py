@@ -28,7 +28,7 @@ def command(script: Path, write: bool) -> None:
     Exit code: 0 all is converted; 1 something is left to do; 2 SCRIPT cannot be converted.
     """
     if not script.is_file():
-        raise UsageError(f"{script} is no file in {Path.cwd()}; name the script to convert")
+        raise UsageError(f"{script} is not a file in {Path.cwd()}; name the script to convert")
     found = convert(script)
     if not found.files:
         click.echo(f"samestep convert: nothing in {script} could be converted", err=True)

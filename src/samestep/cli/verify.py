@@ -71,7 +71,7 @@ def command(
 
     try:
         if not module and not os.path.isfile(script):
-            raise UsageError(f"{script} is no file in {Path.cwd()}; name the script to verify")
+            raise UsageError(f"{script} is not a file in {Path.cwd()}; name the script to verify")
         with end_on_signals():
             report = verify(
                 [*(["-m"] * module), script, *args],

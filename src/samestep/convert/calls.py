@@ -324,7 +324,10 @@ class Calls(Rewrites, Expressions):
         kinds = {one.kind for one in values if one.is_shared}
         if self.in_forward and kinds <= {*ROWS, Kind.COUNT}:
             return rows_of(kinds)
-        reason = f"is what {ast.unparse(node.func)} makes of this rank's values"
+        name = ast.unparse(node.func)
+        reason = (
+            f"is {name}(...) of this rank's values; after the loop take {name}(...) of samestep.gather(...)"
+        )
         return Value(Kind.OTHER, reason, models_of(*values))
 
     def run(self, function: Function, given: Values, named: Named, call: ast.Call | None) -> Value:

@@ -101,7 +101,7 @@ def _check_serial(source: Source, script: Path) -> None:
         remedy = (
             "it needs no conversion" if uses == "samestep" else f"run it as it is: samestep run {script.name}"
         )
-        raise UsageError(f"{source.path.name} uses {uses}, so it is no serial script; {remedy}")
+        raise UsageError(f"{source.path.name} uses {uses}, so it is not a serial script; {remedy}")
 
 
 def conversion(script: Path) -> str:

@@ -45,7 +45,7 @@ def masked(env: Mapping[str, str], devices: str, root: Path = Path("/")) -> tupl
     visible = visible_devices(env, root)
     wanted = [part.strip() for part in devices.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in wanted):
-        raise UsageError(f"--devices {devices} is no list of numbers; write for instance --devices 0,2")
+        raise UsageError(f"--devices {devices} is not a list of numbers; write for instance --devices 0,2")
     if not visible:
         raise UsageError(
             f"--devices {devices} names devices, but none is visible here; use -n to run on cores"

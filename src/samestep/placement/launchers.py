@@ -175,7 +175,8 @@ def fact(env: Env, names: str) -> Fact | None:
         return None
     if not re.fullmatch(r"-?[0-9]{1,18}", value):
         raise PlacementError(
-            f"{name} is {printable(value)}, which is no whole number; set one or unset {name}", variable=name
+            f"{name} is {printable(value)}, which is not a whole number; set one or unset {name}",
+            variable=name,
         )
     return Fact(int(value), f"{name}={int(value)}")
 

@@ -21,7 +21,7 @@ def expand_nodes(text: str) -> list[str]:
     for item in _ITEM.findall(text):
         literal = _BRACKETS.sub("", item)
         if not _LITERAL.fullmatch(literal):
-            raise _refused(text, f"has {printable(item)}, which is no host name")
+            raise _refused(text, f"has {printable(item)}, which is not a host name")
         axes: list[list[str]] = []
         count, longest = 1, len(literal)
         for brackets in _BRACKETS.findall(item):
@@ -64,7 +64,7 @@ def _numbers(brackets: str, text: str) -> list[str]:
     for item in brackets.split(","):
         found = _RANGE.fullmatch(item)
         if not found or int(found[2] or found[1]) < int(found[1]):
-            raise _refused(text, f"has {printable(item) or 'nothing'} in brackets, which is no range")
+            raise _refused(text, f"has {printable(item) or 'nothing'} in brackets, which is not a range")
         low, high = int(found[1]), int(found[2] or found[1])
         if len(numbers) + high - low >= _MOST_NODES:
             raise _too_many(text)

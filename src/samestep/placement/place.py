@@ -184,11 +184,11 @@ def _meeting(
     host, port = launchers.text(env, "MASTER_ADDR"), launchers.fact(env, "MASTER_PORT")
     if host and not _HOST.fullmatch(host):
         raise PlacementError(
-            f"MASTER_ADDR is {printable(host)}, which is no host name; set a name or an address",
+            f"MASTER_ADDR is {printable(host)}, which is not a host name; set a name or an address",
             variable="MASTER_ADDR",
         )
     if port and not 0 < port.number < 1 << 16:
-        raise port.wrong(", which is no port; set one from 1 to 65535")
+        raise port.wrong(", which is not a port; set one from 1 to 65535")
     size = found.facts["size"]
     if found.launcher in _BELOW_TASKS and size.number > 1 and not (host and port):
         missing = "MASTER_PORT" if host else "MASTER_ADDR"

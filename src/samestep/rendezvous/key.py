@@ -42,7 +42,7 @@ def key_of_user(env: Mapping[str, str]) -> bytes:
     if said := env.get("SAMESTEP_KEY"):
         if not re.fullmatch(f"[0-9a-fA-F]{{{2 * _BYTES}}}", said):
             raise PlacementError(
-                f"SAMESTEP_KEY has {len(said)} characters that are no key; set it to {2 * _BYTES} random "
+                f"SAMESTEP_KEY has {len(said)} characters, which is not a key; set it to {2 * _BYTES} random "
                 "hexadecimal digits, such as those of `openssl rand -hex 32`",
                 variable="SAMESTEP_KEY",
             )
@@ -76,7 +76,7 @@ def _inherited(number: str) -> bytes:
     if len(said) != len(_MARK) + _BYTES or not said.startswith(_MARK):
         raise PlacementError(
             f"{DESCRIPTOR} names no open key, which `samestep run` gives to its workers; let descriptors through "
-            "to the script, and unset SAMESTEP_RUN in what is no worker",
+            "to the script, and unset SAMESTEP_RUN in processes that are not workers",
             variable=DESCRIPTOR,
         )
     return said.removeprefix(_MARK)
@@ -110,6 +110,6 @@ def _read(path: Path) -> bytes:
             return key
         if len(key) > _BYTES or time.monotonic() > until:
             raise PlacementError(
-                f"{path} holds {len(key)} bytes and no key; delete it, and a new one is made"
+                f"{path} holds {len(key)} bytes, which is not a key; delete it, and a new one is made"
             )
         time.sleep(0.05)  # another process has just made it

@@ -113,7 +113,7 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
         return NodeMeeting(replace(me, run=me.run or at, advice=advice), file=file, least=least)
     name, _, port = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", str(_TORCHRUN_PORT))
     if kind not in ("", "tcp") or not name or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"--rendezvous {at} is no meeting point; write tcp://HOST:PORT or file:///PATH")
+        raise UsageError(f"--rendezvous {at} is not a meeting point; write tcp://HOST:PORT or file:///PATH")
     return NodeMeeting(me, name.strip("[]"), [int(port)], least=least)
 
 
@@ -123,8 +123,8 @@ def numbers_of_nodes(text: str) -> tuple[int, int]:
     least, count = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if least > count:
         raise UsageError(
-            f"--nodes {text} is no number of nodes; write one, such as --nodes 2, or --nodes 1:2 for 2 of which 1 is "
-            "enough to go on"
+            f"--nodes {text} is not a number of nodes; write one, such as --nodes 2, or --nodes 1:2 for 2 of which 1 "
+            "is enough to go on"
         )
     return least, count
 

@@ -22,15 +22,15 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./\[\]&|*=-]+")
 _FORMS = {
     "time": (
         "[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}|UNLIMITED|INFINITE",
-        "no time limit; write minutes, 02:00:00 or 1-12:00:00",
+        "not a time limit; write minutes, 02:00:00 or 1-12:00:00",
     ),
     "signal": (
         "(R:)?[A-Z0-9]+(@[0-9]+)?",
-        "no signal that reaches the processes; write one as USR1@120 (after B: only the batch shell would hear it)",
+        "not a signal that reaches the processes; write one as USR1@120 (after B: only the batch shell would hear it)",
     ),
-    "array": ("[0-9,:-]+(%[0-9]+)?", "no list of array elements; write one as 0-7 or 1,3,5%2"),
-    "option": ("--[a-z][a-z-]*(=.*)?", "no option of sbatch; write it as --name or --name=value"),
-    "env": ("[A-Za-z_][A-Za-z0-9_]*", "no name of a variable; use letters, digits and _"),
+    "array": ("[0-9,:-]+(%[0-9]+)?", "not a list of array elements; write one as 0-7 or 1,3,5%2"),
+    "option": ("--[a-z][a-z-]*(=.*)?", "not an option of sbatch; write it as --name or --name=value"),
+    "env": ("[A-Za-z_][A-Za-z0-9_]*", "not a name of a variable; use letters, digits and _"),
 }
 _ENDS_OF_LINES = {"\n": "a newline", "\r": "a carriage return", "\0": "a NUL"}
 

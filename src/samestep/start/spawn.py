@@ -49,7 +49,9 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
     if not callable(fn):
         raise UsageError(f"launch got a {type(fn).__name__}, which cannot be called; pass a function")
     if type(size) is not int or size < 1:
-        raise UsageError(f"launch on {size!r} processes cannot be; use a whole number of at least 1")
+        raise UsageError(
+            f"launch got size {size!r}, which is not a number of processes; use a whole number of at least 1"
+        )
     text = _pickled(fn, args, kwargs)
     fill_standard_descriptors()
     kills = watch_kills()

@@ -336,7 +336,7 @@ def _judged(one: Found, record: Record | None) -> Found:
     elif known.get(seal.number, one.outline.root) != one.outline.root:
         why = f"is not the commit {seal.number} that this run made"
     elif known and seal.number > max(known):
-        why = f"is no commit that this run made: its last is commit {max(known)}"
+        why = f"is not a commit of this run: its last is commit {max(known)}"
     elif (one.entry.number, one.entry.step) != (seal.number, seal.step):
         why, is_renamed = f"is commit {seal.number} after step {seal.step} under another name", True
     return one._replace(why=why and f"{name} {why}", is_renamed=is_renamed)

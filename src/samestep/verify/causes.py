@@ -67,8 +67,8 @@ _OF_THE_SHARE = {
     f"each rank has only its share; compute on each sample, or use samestep.gather or mean inside, or {_STEPS}",
     "picked": "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
     f"term by itself, or {_STEPS}",
-    "numbers": "the loss is no mean over samples: it is computed from all samples of a rank's share together (pairs, "
-    "statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean",
+    "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
+    "(pairs, statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean",
     "buffer": "take samestep.mean(...) there of what it is made of",
 }
 # Where an experiment of its own shows it.

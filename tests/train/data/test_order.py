@@ -249,7 +249,10 @@ def test_a_batch_sampler_goes_on_at_any_batch(world, eager, seed):
 
 def test_a_batch_sampler_that_is_none_is_a_sentence(world):
     for given, message in (
-        (range(12), "the batch_sampler, range, yielded 0, which is no batch; let it yield lists of indices"),
+        (
+            range(12),
+            "the batch_sampler, range, yielded 0, which is not a batch; let it yield lists of indices",
+        ),
         ([[0], []], r"list, yielded \[\], which is no batch"),
         ([["a"]], "yielded a str, which is not the index of a sample"),
     ):

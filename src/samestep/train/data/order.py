@@ -302,8 +302,8 @@ class TakenBatches(Taken):
                 return
             if not hasattr(batch, "__len__") or not len(batch):
                 raise UsageError(
-                    f"{self._name} yielded {batch!r}, which is no batch; let it yield lists of indices, or pass it as "
-                    "sampler="
+                    f"{self._name} yielded {batch!r}, which is not a batch; let it yield lists of indices, or pass it "
+                    "as sampler="
                 )
             self._add(batch, "let it yield lists of them")
             self._stops.append(self.asked)

@@ -122,7 +122,7 @@ class Step(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         if self._taken:
             raise UsageError(
-                "this step was iterated already; iterate each step once, its microbatches are gone"
+                "this step was iterated already, and its microbatches are gone; iterate each step once"
             )
         self._taken = True
         for at, index in enumerate(self._indices or range(self._lent)):

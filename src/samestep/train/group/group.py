@@ -249,7 +249,7 @@ class Group:
             return join(mine)
         if os.getpid() != self._pid:
             raise UsageError(
-                f"{call} was called in a child process of rank {self.world.rank}, which is no rank; call it in the "
+                f"{call} was called in a child process of rank {self.world.rank}, which is not a rank; call it in the "
                 "rank itself"
             )
         marks = list(self._marks)

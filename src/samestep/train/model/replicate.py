@@ -104,7 +104,7 @@ def replicate(
 
 def _check_modes(same: bool | None, exact: bool, loss: str, sync_batchnorm: bool | None) -> None:
     if loss not in ("mean", "sum"):
-        raise UsageError(f"replicate got loss={loss!r}, which is no reduction; use 'mean' or 'sum'")
+        raise UsageError(f"replicate got loss={loss!r}, which is not a reduction; use 'mean' or 'sum'")
     if sync_batchnorm and exact:
         raise UsageError(
             "replicate got sync_batchnorm=True and exact=True, which takes statistics per microbatch; "
