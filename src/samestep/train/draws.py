@@ -112,10 +112,10 @@ class Draws(Member):
     def _override(self, key: str) -> None:
         for name in _FILLS:
             self._replace(name, key, self._fill(name))
-        self._replace("bernoulli_.Tensor", key, self._bernoulli)
+        self._replace("bernoulli_.Tensor", key, self._of_whole("bernoulli_", 0.5, 0.5))
         for kinds in ("Tensor_float", "float_Tensor", "Tensor_Tensor"):
-            self._replace(f"normal.{kinds}", key, self._normal)
-        self._replace("multinomial", key, self._multinomial)
+            self._replace(f"normal.{kinds}", key, self._of_whole("normal", 0.0, 1.0))
+        self._replace("multinomial", key, self._of_whole("multinomial", 1.0))
         self._replace("native_dropout", key, self._native_dropout)
         self._replace("randperm.generator_out", key, self._randperm)
         for name in _DEPENDENT:
@@ -152,42 +152,30 @@ class Draws(Member):
 
         return fill
 
-    def _bernoulli(self, original: Any, tensor: torch.Tensor, p: torch.Tensor, generator: Any = None) -> Any:
-        part = self._part("bernoulli", tensor) if generator is None else None
-        if part is None:
-            return original(tensor, p, generator=generator)
-        chances = part.enlarged(p.expand(tensor.shape).contiguous(), 0.5)
-        return tensor.copy_(part.of(original(part.enlarged(tensor), chances)))
+    def _of_whole(self, name: str, *fills: float) -> Callable[..., Any]:
+        """A draw whose first arguments have an element for each of its numbers, or are one number for all."""
 
-    def _normal(self, original: Any, mean: Any, std: Any, generator: Any = None) -> Any:
-        given = [one for one in (mean, std) if isinstance(one, torch.Tensor)]
-        whole = torch.broadcast_tensors(*given)[0]  # type: ignore[no-untyped-call]
-        shape = whole.shape
-        part = self._part("normal", whole) if generator is None else None
-        if part is None:
-            return original(mean, std, generator=generator)
+        def draw(original: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+            given, others = args[: len(fills)], args[len(fills) :]
+            tensors = [one for one in given if isinstance(one, torch.Tensor)]
+            like = torch.broadcast_tensors(*tensors)[0]  # type: ignore[no-untyped-call]
+            shape = like.shape
+            part = self._part(name, like) if generator is None else None
+            if name == "multinomial" and (len(shape) < 2 or (part is not None and part.dim)):
+                part = None
+            with self._quiet():
+                if part is None:
+                    return original(*args, generator=generator, **kwargs)
+                whole = (
+                    part.enlarged(one.expand(shape).contiguous(), fill)
+                    if isinstance(one, torch.Tensor)
+                    else one
+                    for one, fill in zip(given, fills, strict=True)
+                )
+                mine = part.of(original(*whole, *others, **kwargs))
+            return args[0].copy_(mine) if name.endswith("_") else mine.clone()
 
-        def enlarged(value: Any, fill: float) -> Any:
-            is_tensor = isinstance(value, torch.Tensor)
-            return part.enlarged(value.expand(shape).contiguous(), fill) if is_tensor else value
-
-        return part.of(original(enlarged(mean, 0.0), enlarged(std, 1.0))).clone()
-
-    def _multinomial(
-        self,
-        original: Any,
-        weights: torch.Tensor,
-        count: int,
-        replacement: bool = False,
-        generator: Any = None,
-    ) -> Any:
-        part = None
-        if generator is None and weights.dim() == 2:
-            part = self._part("multinomial", weights)
-        with self._quiet():
-            if part is None or part.dim:
-                return original(weights, count, replacement, generator=generator)
-            return part.of(original(part.enlarged(weights, 1.0), count, replacement)).clone()
+        return draw
 
     def _native_dropout(self, original: Any, input: torch.Tensor, p: float, train: bool | None) -> Any:
         """CUDA's fused dropout: its mask for the whole batch, of which this rank's part is used."""
