@@ -14,7 +14,7 @@ _SILENT = """
 
 def test_a_failure_is_told_by_the_workers_record_where_stderr_shows_none(launcher):
     launcher.write(_SILENT)
-    code, _, err = launcher.run("-n", "2", "train.py")
+    code, _, err = launcher.run("-n", "2", "--fork", "train.py")
     assert code == 1
     lines = err.splitlines()
     assert lines[-5:-2] == [

@@ -82,14 +82,13 @@ def test_devices_that_torch_cannot_use_are_said_and_the_run_goes_on():
         done.stderr,
         re.IGNORECASE,
     ), done.stderr
-    assert started("import samestep; samestep.init()").stderr == ""
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use the devices of this machine")
 def test_a_process_that_was_started_for_a_device_does_not_train_on_the_cores_instead(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import samestep; samestep.init(); print('trained')")
-    launch = [sys.executable, "-m", "samestep", "run", "--run-dir", str(tmp_path / "runs")]
+    launch = [sys.executable, "-m", "samestep", "run", "--fork", "--run-dir", str(tmp_path / "runs")]
     env = {**os.environ, "ZE_AFFINITY_MASK": "0,1"}
     done = subprocess.run([*launch, script], env=env, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
