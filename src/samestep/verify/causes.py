@@ -104,6 +104,10 @@ OWN_WEIGHTS = (
     "the first weights are drawn after replicate, where each rank draws its own random numbers; initialise the model "
     "before replicate"
 )
+_OWN_SEED = (
+    "each rank has a seed of its own for what it draws; with --same too its draws are then not those of the serial "
+    "script, unless all ranks have the same seed"
+)
 OWN_DRAWS = (
     "each rank draws its own random numbers between backward and the step; draw them from a torch.Generator with the "
     "same seed on every rank"
@@ -137,6 +141,10 @@ def suspects(first: Run, other: Run, found: Difference) -> Iterator[Cause]:
     """Possible causes of a difference."""
     if foreign := other.fact("foreign"):
         yield Cause(f"{_foreign(foreign)[1]}; {_SHOWN['foreign']}", "loaders")
+    if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(
+        first, other, found
+    ):
+        yield Cause(_OWN_SEED, f"reseeded={record_path(first.directory, 0)}", not first.is_untouched)
     lines: dict[str, list[str]] = {}
     for facts in other.facts:
         lines = facts.get("told", {}) | lines
@@ -154,6 +162,15 @@ def suspects(first: Run, other: Run, found: Difference) -> Iterator[Cause]:
     yield Cause(_of_the_share(first, other, found), "shares")
     if found.kind == "hyper":
         yield Cause(str(stated(first, other, found)), f"settings={record_path(first.directory, 0)}")
+
+
+def _is_drawn(first: Run, other: Run, found: Difference) -> bool:
+    """Whether samples, weights and the loaders' rows are the same, and the difference comes after them."""
+    is_after = found.kind in ("loss", "grad", "buffer") and _is_in_a_step(first, other, found)
+    step = found.step or 0
+    return is_after and (
+        _changed_in_the_loop(first, other, step) or not _rows_differ(first, other, step, "rows")
+    )
 
 
 def stated(first: Run, other: Run, found: Difference) -> str | None:

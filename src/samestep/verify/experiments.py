@@ -26,6 +26,7 @@ _WORDS = {
     "hashes": "with hashes fixed",
     "world": "with its rank hidden at {}",
     "settings": "with the first run's settings",
+    "reseeded": "with the first run's seeds",
     "sum": 'with loss="sum"',
     "counts": "with each loss weighed by its count",
     "scale": "with gradients divided by {}",

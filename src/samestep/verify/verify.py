@@ -168,7 +168,7 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
     differing = [size for size in sizes if size and found[size].difference]
     last = (differing or [size for size in sizes if size])[-1]
     draws = ""
-    if search.causes:
+    if any(not cause.is_harmless for cause in search.causes):
         search.causes += search.harmless(last)
     elif not any(one.difference for one in left.values()) and any(not left[size].note for size in differing):
         draws = draws_of(found[last].run)

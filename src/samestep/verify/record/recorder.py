@@ -106,6 +106,7 @@ class Recorder:
             "optimizers": len(self._taken),
             "told": self._told.lines,
             "clock": self._told.clock,
+            "seeded": self._told.seeded,
             "whole_batches": "shares" in self._removed,
             "own": sorted(self._own, reverse=True),
             "exact": bool(replicas) and all(one and one.tree is not None for one in replicas),

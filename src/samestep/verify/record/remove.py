@@ -7,6 +7,7 @@
 | `hashes` | Python's hashes of strings, and so the order of sets, are the same in each process |
 | `world=LINE` | at this line of the script the rank is 0 and the number of ranks is 1; `*` is every line |
 | `settings=RECORD` | the optimizers' numbers are those of that record |
+| `reseeded=RECORD` | torch.manual_seed gets the seeds of that record |
 | `sum` | the gradients of ranks are added |
 | `counts` | each loss counts by what it was divided by |
 | `scale=K` | gradients are divided by the number of ranks to the power K before a step |
@@ -71,8 +72,10 @@ class Removed:
         if "no_sync" in self:
             wrap(replicate, "no_sync", lambda original, model, enabled=True: original(model, False), samestep)
         for path in self._values.get("settings", ()):
-            lines = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
-            self._settings = [line["hyper"] for line in lines if "hyper" in line]
+            self._settings = [line["hyper"] for line in _read(path) if "hyper" in line]
+        for path in self._values.get("reseeded", ()):
+            seeds = iter(_read(path)[-1]["facts"]["seeded"])
+            wrap(torch, "manual_seed", lambda seed, given: seed(next(seeds, given)), torch.random)
 
     def before_step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Before the step of this number, over all optimizers."""
@@ -104,6 +107,11 @@ class Removed:
                 **({"sampler": sampler} if own else {}),
             )
         return self._loaders[id(of)]
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    """The lines of a rank's record."""
+    return [*map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())]
 
 
 def _seed() -> None:

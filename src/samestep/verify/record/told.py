@@ -42,6 +42,7 @@ class Told:
         self._removed, self._timeout_s = removed, timeout_s
         self.lines: dict[str, list[str]] = {}
         self.clock: list[str] = []
+        self.seeded: list[int] = []
         self._ticks = count(1)
 
     def begin(self) -> None:
@@ -71,6 +72,7 @@ class Told:
         for name, (suffix, tick) in product(_CLOCKS, _TICKS.items()):
             wrap(time, f"{name}{suffix}", partial(self._time, tick))
         wrap(os, "getpid", partial(self._time, 1))
+        wrap(torch, "manual_seed", self._manual_seed, torch.random)
         if self._removed.lines:
             wrap(torch, "save", _save_on_rank_0)
 
@@ -81,6 +83,11 @@ class Told:
         if what not in asked:
             asked.append(what)
         return alone if {"*", line} & {*self._removed.lines} else value
+
+    def _manual_seed(self, seed: Callable[[Any], Any], given: Any) -> Any:
+        if _asking() is not None:
+            self.seeded.append(int(given))
+        return seed(given)
 
     def _time(self, tick: float, ask: Callable[[], float]) -> float:
         if (line := _asking()) is None:
