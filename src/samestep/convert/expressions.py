@@ -315,11 +315,7 @@ class Expressions(Totals):
             holder, held = self.place_of(target.value)
             old = holder.find(held) or Value()
             if not isinstance(target.slice, ast.Constant):
-                if self.batches is None and self.may_total():
-                    # elements are set over all samples, and not over this rank's
-                    self.total(target.slice)
-                    if old.kind in ROWS and old.made:
-                        self.learnt.eager.add(old.made[0])
+                self._index_all(target.slice, old)
                 holder.names[held] = replace(self._filled(old, value), since=old.since)
                 return
             if old.kind in ("dict", Kind.BATCH):
@@ -331,6 +327,16 @@ class Expressions(Totals):
             self.batches.rows = self.batches.rows or name
         given = (made, self.source, self.since) if made is not None else value.made
         scope.names[name] = replace(value, since=self.since, made=given)
+
+    def _index_all(self, index: ast.expr, filled: Value) -> None:
+        """Outside of all batches elements are set over all samples, and not over this rank's."""
+        if self.batches is not None or not self.may_total():
+            return
+        at = self.value(index)
+        if at.kind in ROWS or (at.kind == Kind.OTHER and at.edits):
+            self.total(index)
+        if filled.kind in ROWS and filled.made:
+            self.learnt.eager.add(filled.made[0])
 
     def _filled(self, old: Value, value: Value) -> Value:
         """A list or tensor of which an element is set, whose index is no constant."""

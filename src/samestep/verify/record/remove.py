@@ -21,7 +21,7 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,8 +74,7 @@ class Removed:
         for path in self._values.get("settings", ()):
             self._settings = [line["hyper"] for line in _read(path) if "hyper" in line]
         for path in self._values.get("reseeded", ()):
-            seeds = iter(_read(path)[-1]["facts"]["seeded"])
-            wrap(torch, "manual_seed", lambda seed, given: seed(next(seeds, given)), torch.random)
+            _reseed(iter(_read(path)[-1]["facts"]["seeded"]))
 
     def before_step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Before the step of this number, over all optimizers."""
@@ -112,6 +111,10 @@ class Removed:
 def _read(path: str) -> list[dict[str, Any]]:
     """The lines of a rank's record."""
     return [*map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())]
+
+
+def _reseed(seeds: Iterator[int]) -> None:
+    wrap(torch, "manual_seed", lambda seed, given: seed(next(seeds, given)), torch.random)
 
 
 def _seed() -> None:
