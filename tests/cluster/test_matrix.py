@@ -25,6 +25,7 @@ _ALSO = {
     "srun, 2 nodes, cyclic",
     "srun, 4 nodes",
     "srun --pty",
+    "srun --pty, samestep run",
     "mpirun (Open MPI)",
     "mpirun (MPICH)",
     "mpirun (MPICH), 2 nodes",

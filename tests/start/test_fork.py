@@ -35,19 +35,19 @@ FACTS = """
 """
 
 
-def facts(launcher, *words):
+def facts(launcher, size, *words):
     """What the ranks of a run say of themselves, and what is their own."""
-    code, _, err = launcher.run("-n", "2", *words)
+    code, _, err = launcher.run("-n", str(size), *words)
     assert code == 0, err
-    return [json.loads((launcher.home / f"facts-{rank}").read_text()) for rank in range(2)]
+    return [json.loads((launcher.home / f"facts-{rank}").read_text()) for rank in range(size)]
 
 
-@pytest.mark.parametrize("module", [False, True])
-def test_a_forked_rank_has_all_that_python_gives_a_script(launcher, module):
+@pytest.mark.parametrize(("module", "size"), [(False, 2), (True, 1)])
+def test_a_forked_rank_has_all_that_python_gives_a_script(launcher, module, size):
     launcher.write(FACTS)
     words = ["-m", "train", "--epochs", "3"] if module else ["train.py", "--epochs", "3"]
-    forked, started = facts(launcher, "--fork", *words), facts(launcher, *words)
-    for rank in range(2):
+    forked, started = facts(launcher, size, "--fork", *words), facts(launcher, size, *words)
+    for rank in range(size):
         for name, value in started[rank][0].items():
             assert (name, forked[rank][0][name]) == (name, value)
         assert (forked[rank][1][0], started[rank][1][0]) == (True, False)
