@@ -98,7 +98,7 @@ def shape(lines: list[str]) -> list[str]:
     text = "\n".join(line.rstrip() for line in lines)
     text = text[: text.index("\n\n", text.index("\nbatches"))] + text[text.index("\n\nNext:") :]
     text = re.sub(r"\S+/demo_train\.py", "PATH", text)
-    text = re.sub(r"(batches \(digest\)).*", r"\1", text)
+    text = re.sub(r"^(batches ).*", r"\1", text, flags=re.MULTILINE)
     return [re.sub(r" *\d+(\.\d+)?", " #", line) for line in text.splitlines() if line]
 
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _ROWS = {
     "processes": "{processes}",
     "cores": "{cores}",
-    "best samples/s": "{samples_per_second:.0f}",
+    "samples/s": "{samples_per_second:.0f}",
     "speed-up": "{speedup:.2f}",
 }
 _ROWS_OF_TWO = {
     "training, s": "{training_seconds:.1f}",
-    "with start-up, s": "{seconds:.1f}",
+    "with start, s": "{seconds:.1f}",
     "test accuracy": "{accuracy:.2%}",
-    "batches (digest)": "{batches:.8}",
+    "batches": "{batches:.8}",
 }
 _NEXT = """\
 Next: read the script, {script}
@@ -88,4 +88,4 @@ def _text(result: "Result") -> str:
 
 
 def _row(name: str, cell: str, runs: Sequence[dict[str, Any]]) -> str:
-    return f"{name:18}" + "".join(f"{cell.format(**run):>11}" for run in runs)
+    return f"{name:13}" + "".join(f"{cell.format(**run):>9}" for run in runs)  # 40 characters
