@@ -65,6 +65,16 @@ def test_runs_lists_what_was_run_the_newest_first(home):
     assert lines[2].endswith("train.py 3 0")
 
 
+@pytest.mark.parametrize("words", [("runs",), ("profiles",)])
+def test_tables_fit_a_terminal_of_40_columns(home, monkeypatch, words):
+    wide = samestep(home, *words).stdout.splitlines()
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = samestep(home, *words).stdout.splitlines()
+    assert max(map(len, narrow)) <= 40 < max(map(len, wide))
+    first = wide[0].split()[0]  # the heading of what begins each paragraph
+    assert set(" ".join(wide).split()) - {first} <= set(" ".join(narrow).split())
+
+
 @pytest.mark.parametrize("record", ["[1, 2]", "{}", '{"command": "main", "start_time": "2026-11-21"}'])
 def test_what_other_programs_keep_in_runs_is_no_run(tmp_path, record):
     (tmp_path / "runs" / "1").mkdir(parents=True)

@@ -18,18 +18,22 @@ _VERBS = {
         "stop": "Ask a run to commit its state and end.",
         "demo": "Train a small network at 1 and 2 processes and compare.",
     },
-    "Look": {
+    "Convert and check": {
         "convert": "Print the patch that makes a serial script run on any number of processes.",
+        "verify": "Test whether a script takes the same step at any number of processes.",
+        "compare": "Show which tensors differ between weights files, and by how much.",
+    },
+    "Look": {
         "runs": "List the runs here: state, step, speed.",
         "status": "Show what each rank of a run does.",
         "logs": "Show a run's output by rank; -f follows it.",
         "env": "Print this process's rank and size, and the variables they come from.",
-        "scale": "Measure a script on N processes: how fast, what limits it, is it worth it.",
-        "profile": "Record some steps on all ranks as one trace for Perfetto or Chrome.",
-        "verify": "Test whether a script takes the same step at any number of processes.",
-        "compare": "Show which tensors differ between weights files, and by how much.",
         "checkpoints": "List the checkpoints in a directory: step, time, size, script.",
         "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",
+    },
+    "Measure": {
+        "scale": "Measure a script on N processes: how fast, what limits it, is it worth it.",
+        "profile": "Record some steps on all ranks as one trace for Perfetto or Chrome.",
     },
     "Shell": {
         "completion": "Complete commands and options in bash, zsh or fish.",

@@ -45,18 +45,7 @@ def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(
-    profile: str,
-    array: str | None,
-    one_run: bool,
-    name: str | None,
-    run_dir: str | None,
-    module: bool,
-    dry_run: bool,
-    script: str,
-    args: tuple[str, ...],
-    **given: Any,
-) -> None:
+def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **given: Any) -> None:
     """Submit SCRIPT to Slurm, one process for each device; an option replaces the profile's.
 
     \b
@@ -64,10 +53,11 @@ def command(
     samestep submit --profile idris-v100 --nodes 2 --account abc@v100 --module pytorch-gpu/py3 train.py
     samestep submit --array 0-3 --gpus-per-node 1 train.py
     """
-    folder = run_dir or os.environ.get("SAMESTEP_RUN_DIR")
+    job_has = {name: given.pop(name) for name in ("name", "module", "array", "one_run")}
+    folder = given.pop("run_dir") or os.environ.get("SAMESTEP_RUN_DIR")
     chosen = _over(load_profile(profile, os.environ), given)
-    _check_there(chosen, script, module)
-    job = Job(chosen, script, args, name, module, array, one_run, folder)
+    _check_there(chosen, script, job_has["module"])
+    job = Job(chosen, script, args, run_dir=folder, **job_has)
     said = ["samestep", *sys.argv[1:]]
     if dry_run:
         said.remove("--dry-run")  # ours is the first: options come before the script
