@@ -1,4 +1,4 @@
-"""Ranks that would share samples which are not the same ones are told so before the first batch."""
+"""What the ranks of a loader have in common: the samples, told before the first batch where they differ, and the batch."""
 
 from contextlib import nullcontext
 
@@ -27,3 +27,11 @@ def test_a_split_that_all_ranks_drew_alike_is_shared(world):
     drawn = torch.randperm(12, generator=torch.Generator().manual_seed(0))[:9]
     for indices in (drawn, drawn.tolist(), drawn.numpy(), list(drawn), range(9), ["a", None]):
         assert len(samestep.loader(Subset(range(12), indices), 4).dataset) == len(indices)
+
+
+def test_for_a_weak_measurement_every_rank_has_a_whole_batch(world, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_WEAK", "1")  # what `samestep scale --weak` sets
+    batches = list(samestep.loader(range(24), 4, shuffle=False))
+    assert [len(batch) for batch in batches] == [4] * (24 // 4 // world.size)
+    monkeypatch.delenv("SAMESTEP_WEAK")
+    assert sum(len(batch) for batch in samestep.loader(range(24), 6)) == 24 // world.size
