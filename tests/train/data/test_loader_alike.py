@@ -1,4 +1,4 @@
-"""What the ranks of a loader have in common: the samples, told before the first batch where they differ, and the batch."""
+"""What the ranks of a loader have in common: its batches, and samples that are compared before the first of them."""
 
 from contextlib import nullcontext
 
