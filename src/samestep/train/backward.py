@@ -21,6 +21,7 @@ _FIRST_LOSSES = 3
 _AUTOGRAD: Any = torch.autograd
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
 _MOST_NODES = 1000
+_REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -59,8 +60,8 @@ class Backward(Member):
         original = self._run
 
         def run(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
-            # a segment that is computed again runs the engine inside of a backward
-            if self._is_running or not isinstance(outputs[0], torch.Tensor) or _is_functional():
+            # inside of a backward a segment is computed again, and torch.compile runs the engine on no real tensors
+            if self._is_running or type(outputs[0]) not in _REAL or _is_functional():
                 return original(outputs, gradients, *args, **options)
             self._is_running = True
             way = self._backward if options["accumulate_grad"] else self._grad
@@ -98,7 +99,10 @@ class Backward(Member):
     ) -> Any:
         """Collective where gradients of what is equal on all ranks are derived again: the whole batch's are meant."""
         spine, size = self._spine, self.group.world.size
-        parameters = {id(one) for one in spine.models.parameters()} if size > 1 else set()
+        share = spine.trained
+        # ranks may have unlike numbers of microbatches: what is derived there is each one's own
+        is_shared = size > 1 and spine.models.weigh_losses and (share is None or share.microbatch is None)
+        parameters = {id(one) for one in spine.models.parameters()} if is_shared else set()
         kept = [_is_kept(one, parameters) for one in inputs]
         spine.root = spine.leaves = spine.weight_of_loss()
         counts = spine.root if any(kept) else self._counts_for_inputs(outputs)

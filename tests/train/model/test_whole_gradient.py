@@ -1,6 +1,7 @@
 """Gradients are the serial script's on whatever way a loss comes from the parameters, also with unequal shares."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -100,3 +101,41 @@ def test_gradients_are_those_of_the_whole_batch(world, way, count, norm):
         torch.testing.assert_close(
             mine.grad, wanted.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_derived_again_in_a_microbatch_is_that_microbatchs(world, exact):
+    """Also where the ranks have unlike numbers of them: 3 of 4 samples each."""
+    plain = Net()
+    model = samestep.replicate(copy.deepcopy(plain), exact=exact)
+    for part in rows(12).split(4):
+        loss = plain(part).square().mean()
+        slopes = torch.autograd.grad(loss, list(plain.parameters()), create_graph=True)
+        ((loss + sum(slope.square().sum() for slope in slopes)) / 3).backward()
+    for step in samestep.steps(TensorDataset(rows(12)), 12, microbatch=4):
+        for (x,) in step:
+            loss = model(x).square().mean()
+            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            (loss + sum(slope.square().sum() for slope in slopes)).backward()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+@pytest.mark.sizes(2)
+def test_a_compiled_model_that_returns_its_loss_is_weighed_once(world):
+    class WithLoss(Net):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    plain = WithLoss()
+    model = samestep.replicate(copy.deepcopy(plain))
+    model.compile(backend="aot_eager")
+    plain(rows(11)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo hides its own, where they are no errors
+        for (x,) in samestep.loader(TensorDataset(rows(11)), 11):
+            model(x).backward()
+    torch._dynamo.reset()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)

@@ -158,7 +158,9 @@ class Replica:
             assert share is not None
             return only_in(share, self._spine, self.own_forward(*args, **kwargs))
         weight = share_weight(share, self._group.world.size, sums=self.sums)
-        self._spine.called.add(1.0 if self.sums else weight)
+        # what is compiled multiplies by the weight itself, as a loss that is a sum does
+        is_weighed_here = self.sums or torch.compiler.is_compiling()
+        self._spine.called.add(1.0 if is_weighed_here else weight)
         if not weight and not self._drops_gradients:
             self._drops_gradients = True
             drop = partial(drop_gradient, self._spine)
