@@ -87,7 +87,6 @@ def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
 
 def _compared(files: Sequence[str], found: Sequence["Weights"], tolerance: float | None) -> _Report:
     from samestep.compare.compare import compare
-    from samestep.compare.weights import damage
 
     names = list(islice(_names(), len(files)))
 
@@ -105,9 +104,6 @@ def _compared(files: Sequence[str], found: Sequence["Weights"], tolerance: float
     comparisons = [against(0, index) for index in range(1, len(files))]
     notes = [note for weights in found for note in weights.notes]
     notes += [note for comparison in comparisons for note in comparison.notes]
-    if len(groups) > 1:
-        damaged = ((weights.file, damage(weights.file)) for weights in found)
-        notes += [f"{file} is damaged: {part} does not match its checksum" for file, part in damaged if part]
     return _Report(dict(zip(names, files, strict=True)), comparisons, groups, list(dict.fromkeys(notes)))
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from samestep.compare.gap import Gap, has_nan, inexact, measure, numbers
+from samestep.compare.gap import Gap, inexact, measure, numbers
 from samestep.compare.names import Flat, aligned
 from samestep.text import counted, size
 
@@ -134,11 +134,6 @@ def compare(
     """Compares two states of tensors, numbers and text, nested or flat; sentences use their `names`."""
     left, right, notes = aligned(a, b, names)
     differences = [found for name in left | right if (found := _difference(name, left, right))]
-    unlike = {found.name for found in differences}
-    if nans := [name for name in left if name not in unlike and _has_nan(left[name])]:
-        notes.append(f"NaN at the same place in both counts as equal: {_some(nans)}")
-    if zeros := [found.name for found in differences if found.kind == "value" and found.absolute == 0]:
-        notes.append(f"0.0 and -0.0 are equal values of different bits: {_some(zeros)}")
     if tolerance is not None and (odd := [found.name for found in differences if found.kind == "dtype"]):
         notes.append(f"dtypes differ; only the values are compared with the tolerance: {_some(odd)}")
     tensors = [value for value in left.values() if isinstance(value, Tensor)]
@@ -193,12 +188,6 @@ def _unlike(name: str, left: object, right: object) -> Difference | None:
         rounding=is_same_dtype and not exact and gap.relative <= torch.finfo(a.dtype).eps ** 0.75,
         **asdict(gap),
     )
-
-
-def _has_nan(value: object) -> bool:
-    if (tensor := numbers(value)) is not None:
-        return has_nan(tensor)
-    return isinstance(value, (list, tuple)) and any(map(_has_nan, value))
 
 
 def _text(value: object, numbers: Tensor | None = None) -> str:

@@ -82,10 +82,6 @@ def inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def has_nan(tensor: Tensor) -> bool:
-    return inexact(tensor) and any(bool(_wide(piece).isnan().any()) for piece in _pieces(tensor.reshape(-1)))
-
-
 def _pieces(flat: Tensor) -> Iterator[Tensor]:
     for start in range(0, flat.numel(), _CHUNK):
         yield flat[start : start + _CHUNK]

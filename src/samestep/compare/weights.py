@@ -2,7 +2,6 @@
 
 import re
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,14 +135,3 @@ def _why(error: Exception) -> str:
     return (
         f"cannot be read as weights ({type(error).__name__}: {printable(text.strip().partition(chr(10))[0])})"
     )
-
-
-def damage(path: Path) -> str | None:
-    """The first part of a `torch.save` file whose checksum is wrong; torch does not check it."""
-    if not zipfile.is_zipfile(path):
-        return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip()
-    except Exception:  # damage to the directory shows in many ways
-        return "its directory"
