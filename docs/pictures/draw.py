@@ -222,6 +222,7 @@ def pictures() -> dict[str, str]:
         "tree": tree(),
         "recovery": recovery(),
         "demo": terminal("A run of make demo in a terminal", of_readme("make demo")),
+        "scale": terminal("A report of samestep scale in a terminal", (HERE / "scale.txt").read_text()),
         "failure": terminal("The report of a failure in a terminal", of_readme("samestep run -n 3 train.py")),
     }
     return {f"{name}.svg": picture.svg() for name, picture in drawn.items()}
