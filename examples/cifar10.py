@@ -1,4 +1,4 @@
-"""Trains PyramidNet-110 (alpha 48) or ResNet-20 on CIFAR-10, on any number of processes."""
+"""Trains PyramidNet-110 or ResNet-20 on CIFAR-10, on any number of processes."""
 
 import argparse
 import time
@@ -92,7 +92,7 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-MODELS = {"pyramidnet": PyramidNet, "resnet": ResNet}
+MODELS = {"pyramidnet": lambda args: PyramidNet(alpha=args.alpha), "resnet": lambda args: ResNet()}
 
 
 def train(model, batches, optimizer):
@@ -124,6 +124,7 @@ def test(model, batches):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="resnet", help="(default: resnet)")
+    parser.add_argument("--alpha", type=int, default=48, help="PyramidNet's width; 270 is full (default: 48)")
     parser.add_argument("--data-dir", default=default_dir(), help="folder of CIFAR-10 (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=100, help="(default: 100)")
     parser.add_argument(
@@ -143,7 +144,7 @@ def main():
 
     world = samestep.init()
     torch.manual_seed(args.seed)
-    model = samestep.replicate(MODELS[args.model]().to(world.device), sync_batchnorm=args.sync_batchnorm)
+    model = samestep.replicate(MODELS[args.model](args).to(world.device), sync_batchnorm=args.sync_batchnorm)
     workers = {} if args.workers is None else {"num_workers": args.workers}
     train_batches = samestep.loader(
         CropAndFlip(train_data), args.batch_size, shuffle=True, seed=args.seed, **workers

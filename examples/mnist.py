@@ -1,4 +1,4 @@
-"""Trains the convolutional network of PyTorch's MNIST example, with its flags, on any number of processes."""
+"""Trains the network of PyTorch's MNIST example, with its flags, or an MLP, on any number of processes."""
 
 import argparse
 import time
@@ -31,6 +31,17 @@ class Net(nn.Module):
         return self.fc2(x)
 
 
+class MLP(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x):
+        return super().forward((x.float() / 255 - 0.1307) / 0.3081)
+
+
+MODELS = {"cnn": Net, "mlp": MLP}
+
+
 def train(args, model, batches, optimizer, epoch, world):
     model.train()
     for step, (x, y) in enumerate(batches):
@@ -58,6 +69,7 @@ def test(model, batches):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="cnn", help="(default: cnn)")
     parser.add_argument(
         "--data-dir", default=default_dir(), help="folder of the IDX files (default: %(default)s)"
     )
@@ -85,7 +97,7 @@ def main():
 
     world = samestep.init()
     torch.manual_seed(args.seed)
-    model = samestep.replicate(Net().to(world.device))
+    model = samestep.replicate(MODELS[args.model]().to(world.device))
     train_batches = samestep.loader(train_data, args.batch_size, shuffle=True, seed=args.seed)
     test_batches = samestep.loader(test_data, args.test_batch_size)
     optimizer = torch.optim.Adadelta(model.parameters(), args.lr)

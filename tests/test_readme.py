@@ -18,6 +18,7 @@ from samestep import cli
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text()
 BLOCK = re.compile(r"(?P<before>^[^\n]*\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -178,21 +179,14 @@ def measured(benchmark: str) -> list[dict[str, Any]]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())["rows"]
 
 
-def test_the_page_of_peers_shows_what_was_measured() -> None:
-    rounds = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text())["rounds"]
-    shown = re.findall(
-        r"^\| (\w+) \| .+ \| (\+.*) \|$", (ROOT / "docs" / "peers.md").read_text(), re.MULTILINE
-    )
-    assert [(system, *cells.split(" | ")) for system, cells in shown] == [
-        (
-            one["system"],
-            one["lines"],
-            f"{100 * one['accuracy']:.2f} %",
-            f"{100 * one['truth']:.2f} %",
-            f"{one['failed_exits']} of {rounds}",
-        )
-        for one in measured("peers")
-    ]
+@pytest.mark.parametrize(
+    "name", [name for name in ("peers", "launchers", "predict") if (RESULTS / f"{name}.json").exists()]
+)
+def test_a_page_has_the_table_of_what_was_measured(name: str) -> None:
+    code = f"import {name}, json; print(*{name}.table(json.load(open('results/{name}.json'))['rows']), sep='\\n')"
+    done = run(ROOT / "benchmarks", sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert any(done.stdout in page.read_text() for page in PAGES), done.stdout
 
 
 def test_the_page_of_costs_shows_what_was_measured() -> None:

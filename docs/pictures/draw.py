@@ -3,12 +3,14 @@
 Each has a card of its own, white or black as the reader's system is, so that it is legible on any page and in print.
 """
 
+import json
 import re
 from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
 STYLE = """\
 .card { fill: #fff; stroke: #999 } .ink { stroke: #222; fill: none; stroke-width: 1.5 } .dash { stroke-dasharray: 5 4 }
 .box { fill: #fff; stroke: #222; stroke-width: 1.5 } .half { fill: #d5d9ee; stroke: #222; stroke-width: 1.5 }
@@ -96,7 +98,7 @@ def exchange() -> Picture:
     moments = [
         ("start", "rank 0's weights", "to all ranks"),
         ("each step", "gradients", "in backward"),
-        ("every 200", "a digest", "of the weights"),
+        ("now and then", "a digest", "of the weights"),
         ("epoch's end", "BatchNorm's", "statistics"),
         ("evaluation", "counts", "by sum, mean"),
         ("commit", "random streams", "to rank 0"),
@@ -116,6 +118,46 @@ def exchange() -> Picture:
         picture.text(x, 258, what, "small")
         picture.text(x, 275, how, "small")
     picture.text(360, 310, "Weights are sent once. Equal weights with equal gradients stay equal.", "small")
+    return picture
+
+
+def straggler() -> Picture:
+    picture = Picture("A rank that computes longer makes all others wait in the exchange", 720, 240)
+    for rank in range(3):
+        y = 45 + 50 * rank
+        picture.text(20, y + 23, f"rank {rank}", anchor="start")
+        long = 250 if rank == 1 else 150
+        picture.box(90, y, 130, 34, "step 1", "half")
+        picture.box(220, y, 40, 34, kind="full")
+        picture.box(260, y, long, 34, "step 2", "half")
+        if rank != 1:
+            picture.box(410, y, 100, 34, "waits", "box")
+        picture.box(510, y, 40, 34, kind="full")
+        picture.box(550, y, 130, 34, "step 3", "half")
+    picture.text(240, 215, "exchange", "small")
+    picture.text(530, 215, "exchange", "small")
+    picture.text(385, 215, "rank 1 is late", "small")
+    return picture
+
+
+def hybrid() -> Picture:
+    picture = Picture(
+        "Hybrid parallelism: the model is cut within a group, the batch between the groups", 720, 260
+    )
+    for group in range(2):
+        x = 60 + 340 * group
+        picture.box(x, 45, 270, 120)
+        picture.text(x + 135, 30, f"group {group}: samples {32 * group} to {32 * group + 31}", "bold")
+        for part, kind in enumerate(("half", "full")):
+            picture.box(x + 20 + 130 * part, 75, 100, 50, ("layers 1-4", "layers 5-8")[part], kind)
+            picture.text(x + 70 + 130 * part, 148, f"device {2 * group + part}", "small")
+        picture.line((x + 120, 100), (x + 150, 100), arrow=True)
+    for x in (130, 260):
+        picture.line((x, 165), (x, 195), (x + 340, 195), (x + 340, 165), dash=True)
+    picture.text(360, 187, "gradients of equal layers", "small")
+    picture.text(
+        360, 235, "activations go between the devices of a group, gradients between the groups", "small"
+    )
     return picture
 
 
@@ -196,6 +238,41 @@ def recovery() -> Picture:
     return picture
 
 
+def peers() -> Picture:
+    rows = json.loads((RESULTS / "peers.json").read_text())["rows"]
+    picture = Picture("Seconds from the shell to the exit of each system", 720, 70 + 34 * len(rows))
+    scale = 420 / max(row["seconds"] for row in rows)
+    for at, row in enumerate(rows):
+        y, start, end = 40 + 34 * at, scale * row["start_s"], scale * row["seconds"]
+        picture.text(160, y + 17, row["system"], anchor="end")
+        picture.box(170, y, start, 24, kind="half")
+        picture.box(170 + start, y, end - start, 24, kind="full")
+        picture.text(180 + end, y + 17, f"{row['seconds']:.1f} s", anchor="start")
+    picture.text(
+        170,
+        25,
+        "light: until the first step; dark: the other steps, validation, exit",
+        "small",
+        anchor="start",
+    )
+    picture.text(380, 55 + 34 * len(rows), "seconds from the shell to the exit", "small")
+    return picture
+
+
+def prediction() -> Picture:
+    rows = json.loads((RESULTS / "predict.json").read_text())["rows"]
+    picture = Picture("Predicted against measured times of a step", 460, 420)
+    most = 1.1 * max(max(row["predicted_s"], row["measured_s"]) for row in rows)
+    picture.box(70, 20, 360, 340)
+    picture.line((70, 360), (430, 20), dash=True)
+    for row in rows:
+        x, y = 70 + 360 * row["measured_s"] / most, 360 - 340 * row["predicted_s"] / most
+        picture.box(x - 4, y - 4, 8, 8, kind="full")
+    picture.text(250, 400, f"measured, 0 to {1e3 * most:.0f} ms", "small")
+    picture.text(80, 40, "predicted, the same scale; on the line both are equal", "small", anchor="start")
+    return picture
+
+
 def terminal(title: str, text: str) -> Picture:
     lines = text.rstrip("\n").splitlines()
     picture = Picture(title, 30 + 8 * max(map(len, lines)), 34 + 18 * len(lines))
@@ -219,6 +296,10 @@ def pictures() -> dict[str, str]:
         "shares": shares(),
         "exchange": exchange(),
         "overlap": overlap(),
+        "straggler": straggler(),
+        "peers": peers(),
+        "prediction": prediction(),
+        "hybrid": hybrid(),
         "tree": tree(),
         "recovery": recovery(),
         "demo": terminal("A run of make demo in a terminal", of_readme("make demo")),

@@ -153,3 +153,25 @@ def test_a_shell_between_mpirun_and_the_script_changes_nothing(tmp_path):
     placed = answers(start_under(MPICH, 3, tmp_path, within=["sh", "-c", '"$0" "$@"; exit $?']))
     assert [p["rank"] for p in placed] == [0, 1, 2]
     assert len({p["master_port"] for p in placed}) == 1
+
+
+@pytest.mark.mpi
+def test_rank_0_prints_where_all_ranks_are(tmp_path):
+    for option in ("--all", "--json"):
+        command = [*OPEN_MPI, "-n", "2", *SAMESTEP, "env", "--all", option]
+        env = BARE | {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "NCCL_ALGO": "Ring"}
+        said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+        assert said.returncode == 0, said.stderr
+        host, cores = os.uname().nodename, len(os.sched_getaffinity(0))
+        if option == "--json":
+            found = json.loads(said.stdout)
+            assert [(one["rank"], one["host"], one["backend"]) for one in found["ranks"]] == [
+                (rank, host, "gloo") for rank in (0, 1)
+            ]
+            assert found["settings"]["NCCL_ALGO"] == "Ring"
+            continue
+        heads, *ranks = said.stdout.splitlines()
+        assert heads.split() == ["rank", "node", "host", "device", "cores", "backend", "interface", "address"]
+        assert [line.split()[:4] for line in ranks[:2]] == [[str(rank), "0", host, "cpu"] for rank in (0, 1)]
+        assert all(1 <= int(line.split()[4]) <= cores for line in ranks[:2])
+        assert "NCCL_ALGO=Ring" in ranks

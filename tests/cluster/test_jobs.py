@@ -33,6 +33,13 @@ with open(where, "w") as file:
 print(f"rank {rank} was here")
 """
 
+_STEPS = """
+import torch, samestep
+model = samestep.replicate(torch.nn.Linear(8, 8))
+for (x,) in samestep.loader(torch.utils.data.TensorDataset(torch.randn(400, 8)), 8):
+    model(x).square().mean().backward()
+"""
+
 _AGAIN = """
 import os, signal, sys, time
 restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -259,3 +266,18 @@ def test_a_job_goes_on_without_a_node_that_lost_its_power(isolated: Cluster, tmp
     assert (tmp_path / "up1-1").read_text() == "0"
     said = (tmp_path / "out").read_text()
     assert re.search(r"node 1 \(.*\) was lost: .*: restart 1 of 1\nsamestep: going on with 1 node", said)
+
+
+def test_a_job_measures_a_script_in_steps_of_its_allocation(cluster: Cluster, tmp_path: Path) -> None:
+    job = _submit(
+        cluster, tmp_path, _STEPS, "--profile=laptop", "--nodes=2", "--tasks-per-node=2",
+        "--scale=-n 2 --vary nodes=1,2 --repeat 1 --steps 12 --json", "--lr\n1",
+    )  # fmt: skip
+    cluster.wait_state(job, "COMPLETED", timeout=50)
+    said = (tmp_path / f"runs/train_{job}.out").read_text()
+    document = json.loads(said[said.index("{") :])
+    assert document["script"] == ["train.py", "--lr", "1"]
+    assert [(row["processes"], row["settings"]) for row in document["rows"]] == [
+        (2, {"nodes": "1"}),
+        (2, {"nodes": "2"}),
+    ]

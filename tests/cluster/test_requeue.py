@@ -82,6 +82,7 @@ FAULTS = {
     "preempted": Fault(_preempt, 1),
     "slurmctld restarts": Fault(_restart_controller, 0),
     "time limit": Fault(_wait, 1, ("--nodes=2", "--time=1", "--signal=USR1@25"), pause="0.6"),
+    "TERM under torchrun": Fault(_terminate, 1, ("--launcher=torchrun", "--nodes=2", "--time=10")),
     "USR1, array's element": Fault(_signal, 1, ("--array=3", "--time=10")),
     "USR1, array ranks": Fault(_signal, 1, ("--array-ranks", "--nodes=2", "--time=10")),
 }

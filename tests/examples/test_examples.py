@@ -125,7 +125,7 @@ def check_dry_run(printed: str, directory: Path) -> None:
 
 
 def test_a_dry_run_by_samestep_run_takes_one_step_and_stops(tmp_path: Path, data: Path) -> None:
-    args = ("--data-dir", data, "--dry-run", *DRY_RUNS["mnist.py"])
+    args = ("--data-dir", data, "--dry-run", "--model", "mlp", *DRY_RUNS["mnist.py"])
     check_dry_run(run(tmp_path, 2, "mnist.py", *args), tmp_path)
 
 

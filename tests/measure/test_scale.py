@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from samestep.measure.plots import plots_of
-from samestep.measure.report import Report
 from samestep.measure.scale import Measured, Variant, variants
 from samestep.measure.verdict import limit_of, rows_of, verdict
 from samestep.steptimes import PARTS, SHOWN, Breakdown
@@ -26,11 +25,11 @@ NAMED = {
 }
 
 
-def scale(folder: Path, *words: str) -> subprocess.Popen[str]:
+def scale(folder: Path, *words: str, columns: int = 60) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "samestep", "scale", *words],
         cwd=folder,
-        env={**os.environ, "SAMESTEP_RUN_DIR": "runs"},
+        env={**os.environ, "SAMESTEP_RUN_DIR": "runs", "COLUMNS": str(columns)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -68,17 +67,15 @@ def test_a_planted_limit_is_named(tmp_path, slow):
 
 
 def test_a_report_fits_60_columns_and_its_page_needs_nothing_else(tmp_path):
-    out, err = finished(
-        scale(tmp_path, "-n", "1,2", "--repeat", "1", "--steps", "12", str(PLANTED), "nothing")
-    )
-    table = out.partition("\nReport:")[0].splitlines()
-    assert max(map(len, table)) <= 60
-    assert [line.split()[0] for line in table[1:3]] == ["1", "2"]
+    words = ("-n", "1,2", "--repeat", "1", "--steps", "12", str(PLANTED), "nothing")
+    out, err = finished(scale(tmp_path, *words))
+    lines = out.partition("\nReport:")[0].splitlines()
+    assert max(map(len, lines)) <= 60
     assert "run 2 of 2" in err
-    speedup = float(table[2].split()[3])
-    assert 0.8 < speedup < 1.3  # a pause is as long on two processes
-    assert "More than 1 process is not worth it" in " ".join(table)
-    assert "The model limits 2 processes" in " ".join(table)
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert 0.8 < float(lines[2].split()[3]) < 1.3  # a pause is as long on two processes
+    assert "More than 1 process is not worth it" in " ".join(" ".join(lines).split())
+    assert "The model limits 2 processes" in " ".join(" ".join(lines).split())
     page = next(tmp_path.glob("runs/*/report.html"))
     text = page.read_text()
     assert text.count("<svg") == 3
@@ -113,27 +110,66 @@ def test_a_failing_script_ends_it_with_the_runs_own_report(tmp_path):
     _, err, code = ended(scale(tmp_path, "-n", "1", "--repeat", "1", "broken.py"))
     assert "ValueError: seven" in err
     assert code == 1
+    assert "seven" in (tmp_path / re.search(r"^Logs: (\S+)$", err, re.MULTILINE)[1]).read_text()
+
+
+def test_a_script_that_is_not_there_is_said_before_anything_runs(tmp_path):
+    for command in ("scale", "profile"):
+        done = subprocess.run(
+            [sys.executable, "-m", "samestep", command, "no.py"], cwd=tmp_path, capture_output=True
+        )
+        assert b"script 'no.py' is not in" in done.stderr
+        assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
 
 
 def test_settings_become_variables_and_options_of_ddp():
-    found = variants([2], ["bucket_cap_mb=1,2.5", "NCCL_ALGO=Ring", "backend=gloo"], 1)
+    found = variants([2], ["bucket_cap_mb=1,2.5", "NCCL_ALGO=Ring", "backend=gloo", "method=ddp"], 1)
     assert [json.loads(one.env["SAMESTEP_DDP"]) for one in found] == [
         {"bucket_cap_mb": 1},
         {"bucket_cap_mb": 2.5},
     ]
     assert {one.env["NCCL_ALGO"] for one in found} == {"Ring"}
-    assert {one.env["SAMESTEP_BACKEND"] for one in found} == {"gloo"}
+    assert {(one.env["SAMESTEP_BACKEND"], one.env["SAMESTEP_METHOD"]) for one in found} == {("gloo", "ddp")}
+
+
+def test_what_has_no_devices_to_run_on_is_told_beside_what_was_measured(tmp_path):
+    words = ("-n", "1", "--repeat", "1", "--steps", "12", "--vary", "method=ddp,dataparallel")
+    out, _ = finished(scale(tmp_path, *words, str(PLANTED), "nothing"))
+    said = " ".join(out.split())
+    assert "1 process, method=dataparallel was not measured: it needs 2 devices, and 0 are visible." in said
+
+
+def test_one_process_drives_all_devices_of_dataparallel(monkeypatch):
+    monkeypatch.setattr("samestep.measure.scale.visible_devices", lambda env: ["0", "1", "2", "3"])
+    monkeypatch.setattr(
+        "samestep.measure.scale.masked", lambda env, names: ({"CUDA_VISIBLE_DEVICES": names}, 2)
+    )
+    both = variants([2], ["method=ddp,dataparallel"], 1)
+    assert [(one.processes, one.lacks) for one in both] == [(2, None), (1, None)]
+    assert both[1].env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_throughput_and_step_of_a_row_agree():
+    row = of_sizes(run_of(1, 0, 0.1), run_of(1, 1, 0.3))[0]
+    assert row.throughput.value * row.step_s.value == pytest.approx(64)
+    assert (row.throughput.low, row.throughput.high) == (pytest.approx(64 / 0.3), pytest.approx(640))
 
 
 @pytest.mark.parametrize(
     ("vary", "said"),
     [
         ("bucket", "is not a name and its values"),
-        ("launcher=mpirun", "launcher=mpirun is unknown"),
-        ("method=dataparallel", "method=... is not offered"),
+        ("launcher=make", "launcher=make is unknown; choose from run, torchrun, srun, mpirun"),
+        ("method=fsdp", "method=fsdp is unknown; choose from ddp, dataparallel"),
+        ("n=1,2", "write -n 1,2"),
+        (
+            "method=dataparallel",
+            "method=dataparallel was not measured: it needs 2 devices, and 0 are visible",
+        ),
     ],
 )
 def test_what_cannot_be_varied_is_said(tmp_path, vary, said):
+    (tmp_path / "train.py").touch()
     _, err, code = ended(scale(tmp_path, "--vary", vary, "train.py"))
     assert said in err
     assert code == 2
@@ -148,9 +184,10 @@ def test_what_cannot_be_varied_is_said(tmp_path, vary, said):
     ],
 )
 def test_options_that_do_not_go_together_are_refused_before_anything_runs(tmp_path, words, said):
+    (tmp_path / "train.py").touch()
     _, err, code = ended(scale(tmp_path, *words, "train.py"))
     assert said in err
-    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert (code, [path.name for path in tmp_path.iterdir()]) == (2, ["train.py"])
 
 
 def run_of(size, repeat=0, seconds=0.1, settings=(), **parts):
@@ -188,7 +225,7 @@ def test_compute_that_more_processes_do_not_shorten_is_the_models_limit():
 
 def test_an_exchange_longer_than_a_step_of_one_process_is_said():
     said = verdict(of_sizes(run_of(1, seconds=0.001), run_of(2, seconds=0.001, exchange=0.005)))
-    assert "2 processes are slower than 1 process: 0.17 times as fast" in said
+    assert "2 processes are slower than 1 process: speed-up 0.17" in said
     assert "the exchange alone takes 5 ms, a step of 1 process 1 ms" in said
     assert "Without that a step would take 1 ms instead of 6 ms" in said
 
@@ -205,7 +242,7 @@ def test_a_setting_is_faster_only_beyond_the_spread():
 
     base = [run_of(2, at, one, (("bucket_cap_mb", "25"),)) for at, one in enumerate((0.1, 0.1, 0.1, 0.1))]
     faster = verdict(of_sizes(*runs(0.08, 0.08, 0.08, 0.08), *base))
-    assert "2, bucket_cap_mb=1 is fastest: 1.25 times" in faster
+    assert "2, bucket_cap_mb=1 is fastest: 1.25 times as fast as 2, bucket_cap_mb=25" in faster
     assert "limits 2 processes, bucket_cap_mb=1 (" in faster  # judged is the fastest, not the last
     assert "No setting is clearly faster" in verdict(of_sizes(*base, *runs(0.08, 0.12, 0.09, 0.11)))
 
@@ -220,12 +257,3 @@ def test_plots_show_values_and_parts_and_escape_what_is_foreign(tmp_path):
     assert "ideal" in speedup
     assert all(name in step for name in ("compute", "exchange"))
     assert "optimizer" not in step
-
-
-def test_a_wide_table_goes_on_below_with_its_first_column(tmp_path):
-    report = Report(of_sizes(*(run_of(2**at) for at in range(12))), "said", [])
-    for table in report.tables():
-        lines = table.text().splitlines()
-        assert max(map(len, lines)) <= 60
-        assert len(lines) > 2 * len(table.rows)
-        assert all(cell in table.text() for row in table.rows for cell in row)

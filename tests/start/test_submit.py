@@ -30,6 +30,9 @@ ASKED = {
     "laptop": "--profile laptop --python /py train.py",
     "leonardo-booster": "--profile leonardo-booster --nodes 4 --account EUHPC_1 --container a.sif train.py",
     "torchrun": "--profile gpu-node --nodes 2 --launcher torchrun --python python train.py --lr 0.1",
+    "mail": "--profile gpu-node --mem 64G --reservation course --exclusive --mail-user me@x.org --mail-type END,FAIL "
+    "--gpu-option gpus-per-node --label --launcher samestep --nodes 2 --wait 60 --python python train.py",
+    "scale": "--profile gpu-node --scale '-n 1,2,4 --repeat 3' --python python train.py --lr 0.1",
     "array": "--profile one-gpu --array 0-3%2 --python python --env 'NOTE=two words' sweep.py",
     "array-ranks": "--profile gpu-node --array-ranks --python python train.py",
     "cpu-node": "--profile cpu-node --setup '. ./venv/bin/activate' --option --exclusive --time 5 -m my.fit",
@@ -65,6 +68,13 @@ def test_the_script_is_the_one_that_is_kept(name: str, tmp_path: Path) -> None:
 def test_the_page_on_slurm_shows_a_script_as_it_is_written() -> None:
     page = Path(__file__).parents[2] / "docs" / "slurm.md"
     assert f"```bash\n{(SCRIPTS / 'idris-v100.sh').read_text()}```" in page.read_text()
+
+
+def test_a_wrong_option_of_scale_is_found_before_the_job_waits(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = _samestep("submit", "--dry-run", "--scale", "-n 1 --stepps 9", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--stepps" in done.stderr
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
@@ -166,6 +176,7 @@ def test_a_value_is_refused_or_stays_within_its_own_line(texts: list[str]) -> No
         ({"options": ("exclusive",)}, "option 'exclusive' is not an option of sbatch; write it as --name"),
         ({"time": "2h"}, "time '2h' is not a time limit; write minutes, 02:00:00 or 1-12:00:00"),
         ({"signal": "soon"}, "signal 'soon' is not a signal"),
+        ({"gpu_option": "gpus"}, "gpu-option 'gpus' is unknown; write gres or gpus-per-node"),
         ({"nodes": 0}, "nodes 0 would run nowhere; use at least 1"),
         ({"gpus": 4, "gpus_per_node": 6}, "gpus-per-node 6 is more than the 4 of such a node; use at most 4"),
     ],
@@ -185,6 +196,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(changed: dict[str, object], sen
         ({"name": "a/b"}, "name 'a/b' would be read as a directory"),
         ({"array": "all"}, "array 'all' is not a list of array elements"),
         ({"array": "0,5-1"}, "array '0,5-1' counts down from 5 to 1; write 1-5"),
+        ({"array": "0-3", "scale": ()}, "scale starts its runs itself; leave --array"),
         (
             {"array": "0-3", "one_run": True},
             "array-ranks makes its own array of single processes; leave array 0-3 out",

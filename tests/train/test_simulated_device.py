@@ -166,7 +166,7 @@ def test_a_commit_has_the_values_of_its_step_in_every_order(monkeypatch):
 
 def loaded(dataset, steps=6, **options):
     """An epoch of a loader whose device is the simulated one, and how often the script waited for it in the steps."""
-    group = Group(World(0, 1, 0, 1, 0, 1, DEVICE, "alone"), None, 1, {}, timedelta(minutes=1))
+    group = Group(World(0, 1, 0, 1, 0, 1, DEVICE, "alone"), None, {}, timedelta(minutes=1))
     loader = Loader(dataset, 2, False, False, None, options, group)
     results, before = [], []
     for (x,) in loader:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-BATCH, EPOCHS, TRAINED, TESTED = 64, 3, 6000, 1999
+BATCH, EPOCHS, TRAINED, TESTED = 64, 2, 6000, 1999
 
 
 class Net(nn.Sequential):

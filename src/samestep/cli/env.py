@@ -1,24 +1,32 @@
 """`samestep env`: says who this process is, and which variable says so."""
 
+import os
 from dataclasses import asdict
 
 import click
 
+import samestep
 from samestep.cli.output import print_json, verb
 from samestep.placement.place import this_process
 
 
 @verb("samestep env")
 @click.option("--explain", is_flag=True, help="Name the variable that each value came from.")
+@click.option("--all", "all_ranks", is_flag=True, help="Wait for all ranks; rank 0 prints a line for each.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(explain: bool, as_json: bool) -> None:
+def command(explain: bool, all_ranks: bool, as_json: bool) -> None:
     """Say who this process is: its rank, its node, and where the ranks meet.
 
     \b
     samestep env
     srun --ntasks=4 samestep env --explain
     mpirun -n 4 samestep env --json
+    srun --ntasks=4 samestep env --all
     """
+    if all_ranks:
+        os.environ["SAMESTEP_LAYOUT"] = "json" if as_json else "table"
+        samestep.init()
+        return
     p = this_process()
     if as_json:
         print_json(asdict(p))

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
@@ -20,7 +21,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-_NUMBER = re.compile("[0-9.:]*( [kMG]B)?|-")
+_NUMBER = re.compile(r"[0-9.,:]*( [kMG]B| %)?|-")
 _LAST_COLUMN = 10  # characters that the last column of a table has at least
 
 
@@ -83,17 +84,21 @@ def progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
         bars.update(bar, completed=total)
 
 
+def room(otherwise: int = 79) -> int:
+    """Columns of the terminal."""
+    return get_terminal_size((otherwise, 0)).columns
+
+
 def print_table(rows: Sequence[Sequence[object]]) -> None:
     """Rows in columns, the heading first; on a terminal too narrow for them, each row as lines of its own."""
     columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
     wide = [max(map(len, column)) for column in columns]
     # what is in the last column may be long, and goes on in the terminal's next line
-    room = get_terminal_size((sys.maxsize, 0)).columns
-    if sum(wide[:-1]) + 2 * len(wide) + _LAST_COLUMN > room:
+    if sum(wide[:-1]) + 2 * len(wide[1:]) + min(wide[-1], _LAST_COLUMN) > room(sys.maxsize):
         for row in zip(*(column[1:] for column in columns), strict=True):
             click.echo(row[0])
             for heading, cell in zip(rows[0][1:], row[1:], strict=True):
-                click.echo(fill(f"{heading} {cell}", room, initial_indent="  ", subsequent_indent="    "))
+                click.echo(fill(f"{heading} {cell}", room(), initial_indent="  ", subsequent_indent="    "))
         return
     right = [all(map(_NUMBER.fullmatch, column[1:])) for column in columns]
     for row in zip(*columns, strict=True):
@@ -106,6 +111,12 @@ def print_table(rows: Sequence[Sequence[object]]) -> None:
 def harmless(text: object) -> str:
     """Foreign text for a terminal: colours are left out, and other control characters written as escapes."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _COLOURS.sub("", str(text)))
+
+
+def check_script(script: str, is_module: bool) -> None:
+    """Find a mistyped name now, not after minutes or in a queue."""
+    if not (is_module or Path(script).is_file()):
+        raise UsageError(f"script {script!r} is not in {Path.cwd()}; write its path")
 
 
 def numbers(option: str, text: str, noun: str) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import numbers, verb
+from samestep.cli.output import check_script, numbers, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.text import size
@@ -41,6 +41,7 @@ def command(script: str, args: tuple[str, ...], count: int, **options: Any) -> N
         raise UsageError(
             f"--ranks {options['ranks']} names rank {max(ranks)}, but there are {count}; count from 0"
         )
+    check_script(script, options["module"])
     words = [*(["-m"] * options["module"]), script, *args]
     with end_on_signals():
         out = profile(words, count, int(steps[1]), int(steps[2]) - 1, ranks, Path(options["out"]))

@@ -118,7 +118,8 @@ def _torchruns_options(command: Any) -> Any:
     "--rendezvous",
     "--rdzv-endpoint",
     metavar="URL",
-    help="Where machines meet: tcp://HOST:PORT of machine 0, or a shared file:///PATH.",
+    help="Where machines meet: tcp://HOST:PORT of machine 0, env:// ($MASTER_ADDR, $MASTER_PORT), or a shared "
+    "file:///PATH.",
 )
 @click.option(
     "--wait",

@@ -1,15 +1,17 @@
 """`samestep scale`: measures a script at several numbers of processes, or under several settings, and judges."""
 
 import os
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import numbers, print_json, progress, verb
+from samestep.cli.output import check_script, numbers, print_json, print_table, progress, room, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.placement.cores import cores
 from samestep.placement.devices import visible_devices
+from samestep.placement.launchers import count
 
 if TYPE_CHECKING:
     from samestep.measure.predict import Prediction
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     "--vary",
     multiple=True,
     metavar="NAME=A,B",
-    help="Also compare settings: launcher=run,torchrun,srun, backend=gloo,nccl, nodes=1,2, an option of "
-    "DistributedDataParallel such as bucket_cap_mb=1,25, or a variable such as NCCL_ALGO=Ring,Tree.",
+    help="Also compare settings: launcher=run,torchrun,srun,mpirun, backend=gloo,nccl, method=ddp,dataparallel, "
+    "nodes=1,2, an option of DistributedDataParallel such as bucket_cap_mb=1,25, or a variable such as "
+    "NCCL_ALGO=Ring,Tree.",
 )
 @click.option(
     "--cores", "each", metavar="C", type=click.IntRange(1), help="Cores of each process  [all / largest -n]"
@@ -59,8 +62,13 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     from samestep.measure.scale import Plan, measure, variants
     from samestep.measure.verdict import rows_of, verdict
 
+    check_script(script, options["module"])
     words = [*(["-m"] * options["module"]), script, *args]
     chosen = variants(_sizes(options["sizes"], bool(options["vary"])), options["vary"], options["each"])
+    lacking = [why for one in chosen if (why := one.lacks)]
+    chosen = [one for one in chosen if not one.lacks]
+    if not chosen:
+        raise UsageError(f"{lacking[0]}; leave it out")
     plan = Plan(words, chosen, options["repeat"], options["steps"], options["weak"])
     if options["link"] and not options["predict"]:
         raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
@@ -70,7 +78,8 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         with progress(len(chosen) * plan.repeat) as told:
             rows = rows_of(measure(plan, told), chosen, plan.weak)
         predicted = _predicted(plan, rows, options["predict"], options["link"])
-    report = Report(rows, verdict(rows), predicted)
+    said = " ".join([verdict(rows), *(f"{why}." for why in lacking)])
+    report = Report(rows, said, predicted)
     document: dict[str, object] = {
         "script": words,
         "weak": plan.weak,
@@ -83,7 +92,14 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     if options["as_json"]:
         print_json(document, indent=1)
     else:
-        click.echo(f"{report.text()}\n\nReport: {written}")
+        for table in report.tables():
+            print_table(table.rows)
+            click.echo()
+        for text in report.said():
+            click.echo(
+                fill(text.replace(" %", "\xa0%"), room()).replace("\xa0", " ") + "\n"
+            )  # 5 % on one line
+        click.echo(f"Report: {written}")
 
 
 def _predicted(plan: "Plan", rows: "list[Row]", sizes: str | None, link: str | None) -> "list[Prediction]":
@@ -101,7 +117,7 @@ def _sizes(text: str | None, varies: bool) -> list[int]:
         if not all(sizes := sorted(set(numbers("-n", text, "numbers of processes")))):
             raise UsageError(f"-n {text} contains 0 processes; write numbers such as 1,2")
         return sizes
-    most = len(visible_devices(os.environ)) or len(cores())
+    most = count(os.environ, "SLURM_NTASKS") or len(visible_devices(os.environ)) or len(cores())
     sizes = [1]
     while sizes[-1] * 2 <= most:
         sizes.append(sizes[-1] * 2)

@@ -5,28 +5,33 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
-from samestep.cli.output import verb
+from samestep.cli.output import check_script, verb
+from samestep.cli.scale import command as scale_command
 from samestep.errors import UsageError
 from samestep.rundir import better_place
 from samestep.start.profiles import MEANS, Profile, load_profile
 from samestep.start.slurm import LAUNCHERS, Job, batch_script, check_nodes, output_of, submit, write_script
 
-_NUMBERS = ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task")
-_TEXTS = ("time", "account", "partition", "qos", "constraint", "hint", "signal", "python", "container")
+_NUMBERS = ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task", "wait")
+_TEXTS = (
+    *("time", "account", "partition", "qos", "constraint", "mem", "reservation", "mail_user", "mail_type"),
+    *("hint", "gpu_option", "signal", "python", "container"),
+)
+_FLAGS = ("exclusive", "label")
 _LISTS = {"modules": "module", "setup": "setup", "env": "env", "options": "option"}
 
 
 def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
     for key, option in reversed(_LISTS.items()):
         command = click.option(f"--{option}", key, multiple=True, help=f"{MEANS[key]} (Repeatable.)")(command)
-    for key in reversed((*_NUMBERS, *_TEXTS)):
+    for key in reversed((*_NUMBERS, *_TEXTS, *_FLAGS)):
+        more: dict[str, Any] = {"is_flag": True, "default": None} if key in _FLAGS else {}
         kind = click.IntRange(min=0) if key in _NUMBERS else None
-        command = click.option(f"--{key.replace('_', '-')}", key, type=kind, help=MEANS[key])(command)
+        command = click.option(f"--{key.replace('_', '-')}", key, type=kind, help=MEANS[key], **more)(command)
     return command
 
 
@@ -38,6 +43,9 @@ def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--array", help="Job array, such as 0-3: each element is a run of its own.")
 @click.option(
     "--array-ranks", "one_run", is_flag=True, help="One run whose ranks are the elements of the job array."
+)
+@click.option(
+    "--scale", "scale", metavar="'OPTIONS'", help="Measure SCRIPT by `samestep scale` with these options."
 )
 @click.option("--name", help="The job's name  [the script's]")
 @click.option("--run-dir", metavar="DIR", help="Where script and output go  [$SAMESTEP_RUN_DIR, ./runs]")
@@ -52,11 +60,17 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
     samestep submit --dry-run train.py --epochs 10
     samestep submit --profile idris-v100 --nodes 2 --account abc@v100 --module pytorch-gpu/py3 train.py
     samestep submit --array 0-3 --gpus-per-node 1 train.py
+    samestep submit --nodes 2 --scale '-n 1,2,4,8 --repeat 3' train.py
     """
     job_has = {name: given.pop(name) for name in ("name", "module", "array", "one_run")}
+    if (scale := given.pop("scale")) is not None:
+        job_has["scale"] = tuple(shlex.split(scale))
+        # a wrong option is found now, not after hours in the queue
+        scale_command.make_context("samestep scale", [*job_has["scale"], script])
     folder = given.pop("run_dir") or os.environ.get("SAMESTEP_RUN_DIR")
     chosen = _over(load_profile(profile, os.environ), given)
-    _check_there(chosen, script, job_has["module"])
+    is_elsewhere = chosen.container or chosen.setup or script.startswith("-")
+    check_script(script, bool(job_has["module"] or is_elsewhere))
     job = Job(chosen, script, args, run_dir=folder, **job_has)
     said = ["samestep", *sys.argv[1:]]
     if dry_run:
@@ -72,12 +86,6 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
     where = output_of(job, number)
     follow = f"follow it with `tail -F {shlex.quote(where)}`" if where else f"its output goes to {job.output}"
     click.echo(f"job {number}; {follow}")
-
-
-def _check_there(profile: Profile, script: str, module: bool) -> None:
-    """Find a mistyped name now, not after hours in the queue."""
-    if not (module or profile.container or profile.setup or script.startswith("-") or Path(script).is_file()):
-        raise UsageError(f"script {script!r} is not in {Path.cwd()}; write its path")
 
 
 def _over(profile: Profile, given: dict[str, Any]) -> Profile:

@@ -31,8 +31,9 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
         figure = Figure(figsize=(5, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        draw(axes, rows)
-        axes.set_xticks(range(len(rows)), [str(row.variant) for row in rows])
+        at = _places(rows) if draw is not _step else list(range(len(rows)))
+        draw(axes, rows, at)
+        axes.set_xticks(at, [str(row.variant) for row in rows])
         axes.margins(0.15)
         axes.set_ylim(0)
         axes.set_xlabel("processes")
@@ -45,36 +46,40 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
     return found
 
 
-def _throughput(axes: Any, rows: Sequence[Row]) -> None:
-    _line(axes, [row.throughput for row in rows], "{:,.0f}")
+def _places(rows: Sequence[Row]) -> list[int]:
+    """Sizes are as far apart as they differ, so that the ideal is a straight line; settings are side by side."""
+    sizes = [row.variant.size for row in rows]
+    return sizes if len({*sizes}) == len(sizes) else list(range(len(rows)))
+
+
+def _throughput(axes: Any, rows: Sequence[Row], at: Sequence[int]) -> None:
+    _line(axes, at, [row.throughput for row in rows], "{:,.0f}")
     axes.set(title="Throughput", ylabel="samples/s")
 
 
-def _speedup(axes: Any, rows: Sequence[Row]) -> None:
-    _line(axes, [row.speedup for row in rows], "{:.2f}")
+def _speedup(axes: Any, rows: Sequence[Row], at: Sequence[int]) -> None:
+    _line(axes, at, [row.speedup for row in rows], "{:.2f}")
     ideal = [row.variant.size / rows[0].variant.size for row in rows]
-    axes.plot(range(len(rows)), ideal, "--", color="#555", label="ideal")
+    axes.plot(at, ideal, "--", color="#555", label="ideal")
     axes.set(title="Speed-up", ylabel="times as fast")
     axes.legend()
 
 
-def _step(axes: Any, rows: Sequence[Row]) -> None:
+def _step(axes: Any, rows: Sequence[Row], at: Sequence[int]) -> None:
     base = [0.0] * len(rows)
     for name in SHOWN:
         high = [1e3 * row.parts[name] for row in rows]
         if any(high):
             colour, hatch = _LOOKS[name]
-            axes.bar(
-                range(len(rows)), high, 0.6, base, label=name, color=colour, hatch=hatch, edgecolor="#222"
-            )
+            axes.bar(at, high, 0.6, base, label=name, color=colour, hatch=hatch, edgecolor="#222")
         base = [low + more for low, more in zip(base, high, strict=True)]
     axes.set(title="Time of a step", ylabel="ms")
     axes.legend()
 
 
-def _line(axes: Any, spreads: Sequence[Any], form: str) -> None:
+def _line(axes: Any, at: Sequence[int], spreads: Sequence[Any], form: str) -> None:
     values = [one.value for one in spreads]
     ends = [[one.value - one.low for one in spreads], [one.high - one.value for one in spreads]]
-    axes.errorbar(range(len(values)), values, ends, label="measured", marker="o", capsize=4)
-    for at, value in enumerate(values):
-        axes.annotate(form.format(value), (at, value), (6, 6), textcoords="offset points")
+    axes.errorbar(at, values, ends, label="measured", marker="o", capsize=4)
+    for place, value in zip(at, values, strict=True):
+        axes.annotate(form.format(value), (place, value), (6, 6), textcoords="offset points")

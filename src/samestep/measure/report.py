@@ -1,11 +1,10 @@
-"""A measurement as tables for a terminal of 60 columns, as one HTML page that needs nothing else, and as plots."""
+"""A measurement as tables, as one HTML page that needs nothing else, and as plots."""
 
 import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 
 from samestep.files import write_atomically
 from samestep.measure.plots import plots_of
@@ -14,11 +13,8 @@ from samestep.measure.verdict import Row
 from samestep.steptimes import SHOWN
 from samestep.text import duration, percent
 
-_COLUMNS = 60
-_RUNS = [
-    *("processes", "samples/s", "step ms", "speed-up", "efficiency"),
-    *("samples/s each", "cores each", "device time an epoch"),
-]
+_RUNS = ("processes", "samples/s", "step ms", "speed-up", "efficiency")
+_EACH = ("processes", "samples/s each", "cores each", "device time an epoch")
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; color: #111; }
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; }
@@ -27,6 +23,7 @@ th, td { padding: .2rem .6rem; border-bottom: 1px solid #999; text-align: right;
 td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem; }
+@media (max-width: 30rem) { table { font-size: .8rem; } th, td { padding: .2rem .25rem; white-space: normal; } }
 svg { width: 100%; height: auto; } figure { margin: 0; break-inside: avoid; }
 @media print { body { max-width: none; padding: 0; } .plots { display: block; } figure { max-width: 13cm; } }
 """
@@ -38,22 +35,6 @@ class Table:
 
     title: str
     rows: Sequence[Sequence[str]]
-
-    def text(self) -> str:
-        """As many columns beside each other as 60 characters take, and the others below with the first again."""
-        wide = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        blocks: list[list[int]] = []
-        for at in range(1, len(wide)):
-            if not blocks or sum(wide[one] + 2 for one in (*blocks[-1], at)) + wide[0] > _COLUMNS:
-                blocks.append([])
-            blocks[-1].append(at)
-        return "\n\n".join(
-            "\n".join(
-                "  ".join([row[0].ljust(wide[0]), *(row[at].rjust(wide[at]) for at in block)])
-                for row in self.rows
-            )
-            for block in blocks
-        )
 
     def html(self) -> str:
         """As an element of a page."""
@@ -74,20 +55,13 @@ class Report:
     verdict: str
     predicted: Sequence[Prediction]
 
-    def text(self) -> str:
-        """For a terminal."""
-        tables = [table.text() for table in self.tables()]
-        # a number and its % stay on one line
-        said = [fill(text.replace(" %", "\xa0%"), _COLUMNS).replace("\xa0", " ") for text in self._said()]
-        return "\n\n".join([*tables, *said])
-
     def write(self, directory: Path, title: str, document: Mapping[str, object]) -> Path:
         """Write report.json, report.html and, where matplotlib is installed, the plots as PNG; the page's path."""
         write_atomically(directory / "report.json", json.dumps(document, indent=1).encode(), 0o644)
         plots = plots_of(self.rows, directory)
         figures = "".join(f"<figure>{plot}</figure>" for plot in plots)
         figures = figures or "<p>For plots: pip install 'samestep[plot]', and give the command again.</p>"
-        name, said = html.escape(title), html.escape(" ".join(self._said()))
+        name, said = html.escape(title), html.escape(" ".join(self.said())).replace(" %", "&nbsp;%")
         text = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -101,14 +75,14 @@ class Report:
 
     def tables(self) -> list[Table]:
         """Runs, parts of a step, and what was predicted."""
-        runs = [_RUNS, *(_cells(row) for row in self.rows)]
         parts = [["part of a step", *(str(row.variant) for row in self.rows)]]
         for part in SHOWN:
             parts.append([part, *(percent(row.parts[part] / row.step_s.value) for row in self.rows)])
         hidden = ["" if row.hidden is None else percent(row.hidden) for row in self.rows]
         parts.append(["(of all exchange, hidden)", *hidden])
         tables = [
-            Table("Runs", runs),
+            Table("Runs", [_RUNS, *map(_run, self.rows)]),
+            Table("Each process", [_EACH, *map(_each, self.rows)]),
             Table("Parts of a step", [row for row in parts if not {*row[1:]} <= {"", "0 %"}]),
         ]
         if self.predicted:
@@ -116,7 +90,7 @@ class Report:
             tables.append(Table("Predicted", [heads, *(one.cells() for one in self.predicted)]))
         return tables
 
-    def _said(self) -> list[str]:
+    def said(self) -> list[str]:
         """The verdict, and which size of bucket would be best at the largest size predicted."""
         if not self.predicted:
             return [self.verdict]
@@ -130,8 +104,11 @@ class Report:
         return [self.verdict, f"Predicted for a link of {last.link}. {best}"]
 
 
-def _cells(row: Row) -> list[str]:
-    rate = row.throughput.value
-    first = [str(row.variant), f"{rate:,.0f}", f"{1e3 * row.step_s.value:.3g}", str(row.speedup)]
-    each = [f"{rate / row.variant.size:,.0f}", str(row.variant.cores), duration(row.device_s)]
-    return [*first, percent(row.efficiency), *each]
+def _run(row: Row) -> list[str]:
+    rate, step = f"{row.throughput.value:,.0f}", f"{1e3 * row.step_s.value:.3g}"
+    return [str(row.variant), rate, step, str(row.speedup), percent(row.efficiency)]
+
+
+def _each(row: Row) -> list[str]:
+    rate = f"{row.throughput.value / row.variant.size:,.0f}"
+    return [str(row.variant), rate, str(row.variant.cores), duration(row.device_s)]

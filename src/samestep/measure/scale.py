@@ -18,13 +18,20 @@ from pathlib import Path
 from samestep.errors import UsageError
 from samestep.measure.trial import Trial
 from samestep.placement.cores import cores as usable_cores
+from samestep.placement.devices import masked, visible_devices
+from samestep.placement.launchers import count
 from samestep.rundir import step_times_path
 from samestep.start.python import scripts_python
 from samestep.steptimes import Breakdown, breakdown, read_step_times
 from samestep.text import counted, duration
 
-LAUNCHERS = ("run", "torchrun", "srun")
-_NOT_OFFERED = {"method": "samestep trains with DistributedDataParallel", "n": "sizes are given by -n"}
+LAUNCHERS = ("run", "torchrun", "srun", "mpirun")
+METHODS = ("ddp", "dataparallel")
+_CHOICES = {"launcher": LAUNCHERS, "method": METHODS}
+# mpirun refuses root and more processes than it counts cores
+_MPI = dict.fromkeys(
+    ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"), "1"
+)
 
 
 @dataclass(frozen=True)
@@ -44,30 +51,49 @@ class Variant:
         return f"{self}".replace(f"{self.size}", counted(self.size, "process"), 1)
 
     @property
+    def asked(self) -> dict[str, str]:
+        """The settings by name."""
+        return dict(self.settings)
+
+    @property
+    def processes(self) -> int:
+        """One process drives all devices of DataParallel."""
+        return 1 if self.asked.get("method") == "dataparallel" else self.size
+
+    @property
     def launcher(self) -> list[str]:
         """What stands before the script where samestep's own launcher does not start it."""
-        asked = dict(self.settings)
-        name = asked.get("launcher") or ("srun" if "SLURM_JOB_ID" in os.environ else "run")
-        if name == "torchrun":
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.size}"]
-            return [scripts_python(), *torchrun]
-        if name == "srun":
-            srun = ["srun", f"--ntasks={self.size}", f"--cpus-per-task={self.cores}", "--exact"]
-            return [*srun, *(f"--nodes={asked[key]}" for key in asked if key == "nodes"), scripts_python()]
-        return []
+        python, size = scripts_python(), self.processes
+        nodes = [f"--nodes={self.asked['nodes']}"] if "nodes" in self.asked else []
+        return {
+            "run": [],
+            "torchrun": [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"],
+            "srun": ["srun", f"--ntasks={size}", f"--cpus-per-task={self.cores}", "--exact", *nodes, python],
+            "mpirun": ["mpirun", "-n", f"{size}", "--bind-to", "none", python],
+        }[self.asked.get("launcher") or ("srun" if "SLURM_JOB_ID" in os.environ else "run")]
 
     @property
     def env(self) -> dict[str, str]:
         """The variables that make the settings so."""
-        env, ddp = {}, {}
+        env, ddp = dict(_MPI), {}
         for name, value in self.settings:
-            if name == "backend":
-                env["SAMESTEP_BACKEND"] = value
+            if name in ("backend", "method"):
+                env[f"SAMESTEP_{name.upper()}"] = value
             elif name.isupper():
                 env[name] = value
             elif name not in ("launcher", "nodes"):
                 ddp[name] = json.loads(value) if value[:1] in "0123456789-[tf" else value
+        if self.asked.get("method") == "dataparallel":
+            env |= masked(os.environ, ",".join(map(str, range(self.size))))[0]
         return env | ({"SAMESTEP_DDP": json.dumps(ddp)} if ddp else {})
+
+    @property
+    def lacks(self) -> str | None:
+        """Why it cannot be measured here, as a sentence."""
+        have, need = len(visible_devices(os.environ)), max(2, self.size)
+        if self.asked.get("method") != "dataparallel" or have >= need:
+            return None
+        return f"{self.in_words} was not measured: it needs {need} devices, and {have} are visible"
 
 
 @dataclass(frozen=True)
@@ -105,7 +131,7 @@ class Plan:
         told = {"SAMESTEP_METER": "0", "SAMESTEP_MEASURE_STEPS": str(self.steps), **variant.env, **env}
         told |= {"SAMESTEP_WEAK": "1"} if self.weak else {}
         cores = min(variant.cores * variant.size, len(usable_cores()))
-        return Trial(self.script, variant.size, directory, told, cores, launcher=variant.launcher)
+        return Trial(self.script, variant.processes, directory, told, cores, launcher=variant.launcher)
 
 
 def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> list[Variant]:
@@ -117,12 +143,14 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
             raise UsageError(
                 f"--vary {text} is not a name and its values; write for instance --vary bucket_cap_mb=1,25"
             )
-        if name in _NOT_OFFERED:
-            raise UsageError(f"--vary {name}=... is not offered: {_NOT_OFFERED[name]}; leave it out")
-        if name == "launcher" and (unknown := set(values.split(",")) - set(LAUNCHERS)):
-            raise UsageError(f"--vary launcher={min(unknown)} is unknown; choose from {', '.join(LAUNCHERS)}")
+        if name == "n":
+            raise UsageError(f"--vary {text} names sizes; write -n {values}")
+        if unknown := set(values.split(",")).difference(_CHOICES.get(name, values.split(","))):
+            raise UsageError(
+                f"--vary {name}={min(unknown)} is unknown; choose from {', '.join(_CHOICES[name])}"
+            )
         choices.append([(name, value) for value in values.split(",")])
-    cores = each or max(1, len(usable_cores()) // max(sizes))
+    cores = each or count(os.environ, "SLURM_CPUS_PER_TASK") or max(1, len(usable_cores()) // max(sizes))
     return [Variant(size, cores, settings) for size in sizes for settings in product(*choices)]
 
 
@@ -136,6 +164,8 @@ def measure(plan: Plan, told: Callable[[int, str, str], None]) -> list[Measured]
     if (plan.directory / "report.json").exists():
         shutil.rmtree(plan.directory)
     plan.directory.mkdir(parents=True, exist_ok=True)
+    for failed in plan.directory.glob("run-*"):
+        shutil.rmtree(failed)
     found = [_from_json(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {(one.variant, one.repeat) for one in found}
     order = []
@@ -157,16 +187,21 @@ def measure(plan: Plan, told: Callable[[int, str, str], None]) -> list[Measured]
 
 
 def _run(plan: Plan, variant: Variant, repeat: int) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="run-", dir=plan.directory) as directory:
-        result = plan.trial(variant, Path(directory), {}).run().checked()
-        return measured_of(plan.script[0], result.run.path, variant, repeat, result.seconds)
+    directory, is_to_keep = Path(tempfile.mkdtemp(prefix="run-", dir=plan.directory)), False
+    try:
+        result = plan.trial(variant, directory, {}).run()
+        is_to_keep = result.code != 0  # its report names its logs
+        return measured_of(plan.script[0], result.checked().run.path, variant, repeat, result.seconds)
+    finally:
+        if not is_to_keep:
+            shutil.rmtree(directory)
 
 
 def measured_of(name: str, run: Path, variant: Variant, repeat: int, seconds: float) -> Measured:
     """What the meters of a run's directory say."""
-    paths = [step_times_path(run, rank) for rank in range(variant.size)]
+    paths = [step_times_path(run, rank) for rank in range(variant.processes)]
     readings = {rank: one for rank, path in enumerate(paths) if (one := read_step_times(path))}
-    said = breakdown(readings) if len(readings) == variant.size else None
+    said = breakdown(readings) if len(readings) == variant.processes else None
     if said is None:
         raise UsageError(
             f"{name} took too few steps over samestep.loader or samestep.steps with {variant.in_words} to be measured; "

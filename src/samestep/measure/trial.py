@@ -26,6 +26,7 @@ from samestep.start.script import Script, run_script
 
 _STOP_S = 2.0  # what workers have to end in once they are told to
 _LAUNCHER_STOP_S = 10.0
+_MOST_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class Result:
     def checked(self) -> "Result":
         """The same; a WorkerFailed with the report where the script failed."""
         if self.code:
-            raise WorkerFailed(self.failure or self.text)
+            lines = self.text.splitlines()
+            own = (at for at, line in enumerate(lines) if " failed on rank " in line)
+            begin = next(own, len(lines) - _MOST_LINES)  # the launcher's own words are long
+            raise WorkerFailed(self.failure or "\n".join(lines[max(0, begin) :][:_MOST_LINES]))
         return self
 
     def printed(self, rank: int = 0) -> list[str]:

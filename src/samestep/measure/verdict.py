@@ -63,7 +63,7 @@ class Spread:
         return cls(median(ordered), ordered[quarter], ordered[-1 - quarter])
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+        return f"{self.value:.2f}" + (f" ({self.low:.2f}-{self.high:.2f})" if self.low < self.high else "")
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,16 @@ class Row:
         return counted(self.variant.size, "process")
 
     @cached_property
-    def throughput(self) -> Spread:
-        return Spread.of(run.said.samples_per_second for run in self.runs)
-
-    @cached_property
     def step_s(self) -> Spread:
         return Spread.of(run.said.step_s for run in self.runs)
+
+    @cached_property
+    def throughput(self) -> Spread:
+        batch, step_s = (
+            median(run.said.samples_per_second * run.said.step_s for run in self.runs),
+            self.step_s,
+        )
+        return Spread(batch / step_s.value, batch / step_s.high, batch / step_s.low)
 
     @cached_property
     def speedup(self) -> Spread:
@@ -186,7 +190,7 @@ def limit_of(row: Row, first: Row) -> Limit | None:
 def _slow_rank(row: Row, rank: int) -> tuple[str, str]:
     """Its name, and which part takes it longer than the others."""
     own = row.of_rank(rank)
-    ranks = [row.of_rank(at) for at in range(row.variant.size) if at != rank]
+    ranks = [row.of_rank(at) for at in range(row.variant.processes) if at != rank]
     others = {name: median(one[name] for one in ranks) for name in PARTS}
     part = max(PARTS, key=lambda name: own[name] - others[name])
     return f"rank {rank}", f"; its {part} takes {_ms(own[part])}, that of the others {_ms(others[part])}"
@@ -214,10 +218,7 @@ def verdict(rows: Sequence[Row]) -> str:
 def _gain(row: Row, first: Row) -> str:
     speed = row.speedup
     how = "slower than" if speed.high < 1 else "no faster than" if speed.low <= 1 else "faster than"
-    times = f"{speed.value:.2f} times as fast ({speed.low:.2f}-{speed.high:.2f})"
-    return (
-        f"{row.processes} are {how} {first.processes}: {times}, an efficiency of {percent(row.efficiency)}."
-    )
+    return f"{row.processes} are {how} {first.processes}: speed-up {speed}, efficiency {percent(row.efficiency)}."
 
 
 def _knee(rows: Sequence[Row]) -> Iterable[str]:
@@ -248,10 +249,10 @@ def _best(best: Row, others: Sequence[Row]) -> str:
     if second is None:
         return f"{best.variant} is fastest."
     ratio = best.over(second.runs)
-    interval = f"{ratio.value:.2f} times {second.variant} ({ratio.low:.2f}-{ratio.high:.2f})"
+    said = f"{ratio} times as fast as {second.variant}"
     if ratio.low <= 1.0:
-        return f"No setting is clearly faster than the others: {best.variant} is {interval}."
-    return f"{best.variant} is fastest: {interval}."
+        return f"No setting is clearly faster than the others: {best.variant} is {said}."
+    return f"{best.variant} is fastest: {said}."
 
 
 def _ms(seconds: float) -> str:

@@ -72,6 +72,20 @@ def this_process() -> Placement:
     return place(env, run=_mpi_daemon(), usable=usable, cores=os.cpu_count() or 1)
 
 
+def by_hand(rank: int | None, size: int | None, rendezvous: str) -> dict[str, str]:
+    """torch's variables of a process that its script has started and numbered."""
+    if type(rank) is not int or type(size) is not int:
+        given, missing = ("rank", "size") if size is None else ("size", "rank")
+        raise PlacementError(f"init got {given}= and no {missing}=, which are whole numbers; give both")
+    found = re.fullmatch(r"tcp://(.+):([0-9]{1,5})|env://", rendezvous)
+    if not found:
+        raise PlacementError(
+            f"rendezvous={rendezvous!r} is no meeting point; write tcp://HOST:PORT or env://"
+        )
+    said = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    return said | ({"MASTER_ADDR": found[1].strip("[]"), "MASTER_PORT": found[2]} if found[1] else {})
+
+
 def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """torch's variables as torchrun sets them; what `env` already says of roles and restarts stays."""
     here = {

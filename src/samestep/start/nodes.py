@@ -97,6 +97,8 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
         return None
     address, port = options["master_addr"], options["master_port"] or 29_500
     at = options["rendezvous"] or (f"tcp://{address}:{port}" if address else None)
+    if at == "env://":
+        at = f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', _TORCHRUN_PORT)}"
     if at is None:
         raise UsageError(
             f"--nodes {options['nodes']} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node "
@@ -113,7 +115,9 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
         return NodeMeeting(replace(me, run=me.run or at, advice=advice), file=file, least=least)
     name, _, port = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", str(_TORCHRUN_PORT))
     if kind not in ("", "tcp") or not name or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"--rendezvous {at} is not a meeting point; write tcp://HOST:PORT or file:///PATH")
+        raise UsageError(
+            f"--rendezvous {at} is not a meeting point; write tcp://HOST:PORT, file:///PATH or env://"
+        )
     return NodeMeeting(me, name.strip("[]"), [int(port)], least=least)
 
 

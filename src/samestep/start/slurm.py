@@ -17,7 +17,12 @@ from samestep.rundir import CHECKPOINTED
 from samestep.start.profiles import Profile
 
 LAUNCHERS = ("srun", "samestep", "torchrun")
+GPU_OPTIONS = ("gres", "gpus-per-node")
 _OUTPUT = "--output="
+_PASSED_ON = (
+    *("hint", "time", "account", "partition", "qos", "constraint", "mem", "reservation"),
+    *("mail_user", "mail_type"),
+)
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./\[\]&|*=-]+")
 _FORMS = {
     "time": (
@@ -47,6 +52,7 @@ class Job:
     array: str | None = None
     one_run: bool = False
     run_dir: str | None = None
+    scale: tuple[str, ...] | None = None  # options of `samestep scale`, which starts the runs itself
 
     @property
     def title(self) -> str:
@@ -83,7 +89,7 @@ class Job:
     @property
     def keeps_run(self) -> bool:
         """Whether its processes keep the run's directory themselves, beside its output."""
-        return self.profile.launcher == "srun" and not self.one_run
+        return self.profile.launcher == "srun" and not self.one_run and self.scale is None
 
     @property
     def output(self) -> str:
@@ -102,16 +108,18 @@ def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
     directives = [f"#SBATCH --{name}={_directive(value)}" for name, value in _options(job)]
     keep = "--requeue" if job.profile.requeue else "--no-requeue"
     options = [option for option in job.profile.options if not option.startswith(_OUTPUT)]
+    options += ["--exclusive"] if job.profile.exclusive else []
     flags = [f"#SBATCH {_directive(option)}" for option in (keep, *options)]
     lines = ["#!/bin/bash", *directives, *flags, f"# {shlex.join(said)}", "", *_surroundings(job)]
     lines += [_step(job), "code=$?"]
+    if job.profile.launcher == "torchrun":
+        lines += ['if [ -e "$SAMESTEP_STOPPED" ]; then rm "$SAMESTEP_STOPPED"; code=75; fi']
     if job.keeps_run:
         lines += ['[ ! -d "$SAMESTEP_RUN" ] || echo "{\\"exit_code\\": $code}" > "$SAMESTEP_RUN/result.json"']
-    if job.profile.launcher != "torchrun":
-        again = shlex.quote(f"stopped after a commit; go on with: sbatch {shlex.quote(str(written))}")
-        requeue = 'scontrol requeue "$SLURM_JOB_ID" || ' if job.profile.requeue else ""
-        goes_on = ' && [ ! -e "$SAMESTEP_RUN/stop" ]' if job.keeps_run else ""
-        lines += [f'if [ "$code" -eq {CHECKPOINTED} ]{goes_on}; then\n    {requeue}echo {again}\nfi']
+    again = shlex.quote(f"stopped after a commit; go on with: sbatch {shlex.quote(str(written))}")
+    requeue = 'scontrol requeue "$SLURM_JOB_ID" || ' if job.profile.requeue else ""
+    goes_on = ' && [ ! -e "$SAMESTEP_RUN/stop" ]' if job.keeps_run else ""
+    lines += [f'if [ "$code" -eq {CHECKPOINTED} ]{goes_on}; then\n    {requeue}echo {again}\nfi']
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
@@ -224,11 +232,19 @@ def _check_sense(job: Job) -> None:
             raise UsageError(f"array {job.array!r} counts down from {first} to {last}; write {last}-{first}")
     if not have.nodes:
         raise UsageError("nodes 0 would run nowhere; use at least 1")
-    if have.launcher not in LAUNCHERS:
-        raise UsageError(f"launcher {have.launcher!r} is unknown; write {' or '.join(LAUNCHERS)}")
+    _check_way(job)
+
+
+def _check_way(job: Job) -> None:
+    have = job.profile
+    for name, known in (("launcher", LAUNCHERS), ("gpu_option", GPU_OPTIONS)):
+        if (value := getattr(have, name)) not in known:
+            raise UsageError(f"{name.replace('_', '-')} {value!r} is unknown; write {' or '.join(known)}")
     if job.one_run and (job.array or have.launcher != "srun"):
         other = f"array {job.array}" if job.array else f"launcher {have.launcher}"
         raise UsageError(f"array-ranks makes its own array of single processes; leave {other} out")
+    if job.scale is not None and (job.array or job.one_run or have.container or have.launcher != "srun"):
+        raise UsageError("scale starts its runs itself; leave --array, --container and --launcher out")
 
 
 def _options(job: Job) -> Iterator[tuple[str, object]]:
@@ -241,18 +257,13 @@ def _options(job: Job) -> Iterator[tuple[str, object]]:
         "job-name": job.title,
         "nodes": nodes,
         "ntasks-per-node": tasks // share,
-        "gres": f"gpu:{gpus}" if gpus else None,
+        have.gpu_option: gpus and (f"gpu:{gpus}" if have.gpu_option == "gres" else gpus),
         "cpus-per-task": job.cores and job.cores * share,
-        "hint": have.hint,
-        "time": have.time,
-        "account": have.account,
-        "partition": have.partition,
-        "qos": have.qos,
-        "constraint": have.constraint,
+        **{name.replace("_", "-"): getattr(have, name) for name in _PASSED_ON},
         "array": f"0-{have.nodes * job.tasks - 1}" if job.one_run else job.array,
         "output": job.output,
         "open-mode": "append",
-        "signal": have.signal or _early_signal(have),
+        "signal": have.signal or (_early_signal(have) if job.scale is None else None),
     }
     yield from ((name, value) for name, value in requests.items() if value)
 
@@ -285,6 +296,10 @@ def _surroundings(job: Job) -> list[str]:
     lines = ["module purge", f"module load {shlex.join(modules)}"] if modules else []
     lines = [f"{line} || exit" for line in (*lines, *have.setup)]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
+    if have.launcher == "torchrun":  # which turns a worker's exit code 75 into 1
+        lines += [
+            f'export SAMESTEP_STOPPED={shlex.quote(f"{job.folder.absolute()}/{job.title}_")}"$SLURM_JOB_ID".stopped'
+        ]
     if job.keeps_run:
         number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if job.array else '"$SLURM_JOB_ID"'
         run = shlex.quote(f"{job.folder.absolute()}/{job.title}_")
@@ -297,24 +312,32 @@ def _step(job: Job) -> str:
     loaded = have.modules or have.setup or have.container
     python = have.python or ("python" if loaded else sys.executable)
     contained = [*have.container_command, have.container] if have.container else []
-    script = shlex.join([*(["-m"] if job.module else []), job.script, *job.args])
+    script_words = [*(["-m"] if job.module else []), job.script, *job.args]
+    script = shlex.join(script_words)
     # The launchers of two nodes end together by themselves, and a mask for each process is not for one task.
     options = ["--kill-on-bad-exit=0"] if have.launcher == "samestep" else ["--kill-on-bad-exit=1"]
     options += [f"--cpu-bind={have.cpu_bind}"] if have.cpu_bind and have.launcher == "srun" else []
+    options += ["--label"] if have.label else []
+    wait = [f"--wait={have.wait}"] if have.wait is not None else []
+    if job.scale is not None:
+        return shlex.join([python, "-m", "samestep", "scale", *job.scale, *script_words])
     start = shlex.join(["srun", *options, *contained, python])
     if have.launcher == "samestep":
-        return f"{start} -m samestep run -n {job.tasks} {script}"
+        return f"{start} -m samestep run -n {job.tasks} {shlex.join([*wait, *script_words])}"
     if have.launcher == "torchrun":
+        free = 'import socket; print(socket.create_server(("", 0)).getsockname()[1])'
         lines = [
-            f"{start} -m torch.distributed.run --nnodes={have.nodes} --nproc-per-node={job.tasks}",
+            f"port=$({shlex.join([python, '-c', free])})\n{start}",
+            f"-m torch.distributed.run --nnodes={have.nodes} --nproc-per-node={job.tasks}",
             '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID"',
-            '--rdzv-endpoint="$(scontrol show hostnames | head -n 1):$((10000 + SLURM_JOB_ID % 18999))"',
+            '--rdzv-endpoint="$(hostname):$port"',
         ]
     elif job.one_run:
         where = shlex.quote(f"file://{job.folder.absolute()}/ranks-")
         lines = [
             f"{start} -m samestep run --nproc-per-node=1 --nodes={have.nodes * job.tasks}",
             f'--node-rank="$SLURM_ARRAY_TASK_ID" --rendezvous={where}"$SLURM_ARRAY_JOB_ID"',
+            *wait,
         ]
     else:
         return f"{start} {script}"

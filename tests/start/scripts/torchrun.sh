@@ -12,10 +12,17 @@
 
 export SRUN_CPUS_PER_TASK=32
 export OMP_NUM_THREADS=8
+export SAMESTEP_STOPPED=/home/me/runs/train_"$SLURM_JOB_ID".stopped
 
-srun --kill-on-bad-exit=1 python -m torch.distributed.run --nnodes=2 --nproc-per-node=4 \
+port=$(python -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
+srun --kill-on-bad-exit=1 python \
+    -m torch.distributed.run --nnodes=2 --nproc-per-node=4 \
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
-    --rdzv-endpoint="$(scontrol show hostnames | head -n 1):$((10000 + SLURM_JOB_ID % 18999))" \
+    --rdzv-endpoint="$(hostname):$port" \
     train.py --lr 0.1
 code=$?
+if [ -e "$SAMESTEP_STOPPED" ]; then rm "$SAMESTEP_STOPPED"; code=75; fi
+if [ "$code" -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
+fi
 exit "$code"

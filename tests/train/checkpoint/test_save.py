@@ -39,6 +39,8 @@ def test_prefixes_of_ddp_are_dropped_where_all_keys_have_them(world, tmp_path):
     path = tmp_path / f"{world.rank}.pt"
     torch.save({"module.a": torch.ones(1), "module.module.b": 1}, path)
     assert list(samestep.load(path)) == ["a", "module.b"]
+    torch.save({"epoch": 3, "model": {"module.a": 1}, "optimizer": {"state": {0: 1}}}, path)
+    assert samestep.load(path) == {"epoch": 3, "model": {"a": 1}, "optimizer": {"state": {0: 1}}}
     torch.save({"module.a": 1, "b": 2}, path)
     assert list(samestep.load(path)) == ["module.a", "b"]
     torch.save({}, path)

@@ -1,6 +1,7 @@
 """What the ranks of a loader have in common: its batches, and samples that are compared before the first of them."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -21,6 +22,16 @@ def test_a_split_that_each_rank_drew_for_itself_is_an_error_on_all_of_them(world
     for split in (Subset(range(12), drawn), TensorDataset(drawn)):
         with error_where_ranks_differ(world, other):
             samestep.loader(ConcatDataset([range(3), split]), 4)
+
+
+def test_floats_that_each_rank_drew_for_itself_are_said(world):
+    apart, said = torch.full((9, 2), float(world.rank)), StringIO()
+    with redirect_stderr(said):
+        samestep.loader(TensorDataset(torch.ones(9, 2)), 4)
+        assert said.getvalue() == ""
+        samestep.loader(Subset(TensorDataset(apart, torch.zeros(9)), range(4)), 4)
+    expected = "the samples of samestep.loader are other numbers on rank 1 than on rank 0"
+    assert (expected in said.getvalue()) == (world.rank == 0 and world.size > 1)
 
 
 def test_a_split_that_all_ranks_drew_alike_is_shared(world):

@@ -13,9 +13,13 @@ import torch
 
 import samestep
 from samestep import RanksDiffer, UsageError
+from samestep.train.group.layout import Place
 from samestep.train.group.world import _check_devices
 
-FACTS = ["rank", "size", "local_rank", "local_size", "node", "nodes", "device", "launcher"]
+FACTS = [
+    *("rank", "size", "local_rank", "local_size", "node", "nodes", "device", "launcher"),
+    *("cores", "host", "hosts"),
+]
 START = """
     import os, sys, time
     from datetime import timedelta
@@ -29,6 +33,8 @@ def test_init_says_who_this_is_and_says_it_again(world):
     assert list(vars(world)) == FACTS
     assert (world.size, world.local_size, world.node, world.nodes) == (world.local_size, world.size, 0, 1)
     assert world.rank == world.local_rank
+    assert world.hosts == (world.host,)
+    assert 1 <= world.cores * world.size <= max(world.size, os.cpu_count())
     assert world.device == torch.device("cpu")
     with pytest.raises(FrozenInstanceError):
         world.rank = 1
@@ -112,7 +118,10 @@ finally:
 def test_ranks_that_share_a_device_are_named():
     """As NCCL cannot; no machine with GPUs is needed to see that two of a node name the same one."""
     places = [(0, "x"), (0, "y"), (1, "x"), (1, "z"), (1, "x")]
-    holders = [(node, uuid, f"cuda:{rank}", f"host{rank}") for rank, (node, uuid) in enumerate(places)]
+    holders = [
+        Place(node, f"host{rank}", f"cuda:{rank}", 1, "nccl", "", "", uuid)
+        for rank, (node, uuid) in enumerate(places)
+    ]
     _check_devices(holders[:4])
     with pytest.raises(UsageError) as raised:
         _check_devices(holders)

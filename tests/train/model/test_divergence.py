@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import RanksDiffer, UsageError
+from samestep.train.model.divergence import pace
 from samestep.train.step import spine
 
 
@@ -120,3 +121,24 @@ def test_a_number_of_steps_that_is_none_is_a_sentence(world):
             run(network(), 1)
     finally:
         del os.environ["SAMESTEP_CHECK_EVERY"]
+
+
+PACED = """
+import sys, time, torch, samestep
+from samestep.train.group.world import joined
+from samestep.train.model.divergence import Divergence
+torch.manual_seed(0)
+model = samestep.replicate(torch.nn.Linear(4, 2))
+for (x,) in samestep.loader(torch.utils.data.TensorDataset(torch.ones(6 * 105, 4)), 6):
+    time.sleep(float(sys.argv[1]))
+    model(x).square().mean().backward()
+print(joined().the(Divergence)._every)
+"""
+
+
+def test_replicas_are_compared_as_often_as_it_costs_a_hundredth(nest, tmp_path):
+    assert [pace(steps) for steps in (0.01, 0.1, 0.15, 0.9, 5.0)] == [10, 10, 20, 100, 200]
+    (tmp_path / "train.py").write_text(PACED)
+    ranks = nest.start(tmp_path / "train.py", 2, "0.02", cwd=tmp_path)
+    assert nest.wait(ranks) == [0, 0]
+    assert int(ranks[0].said) in (10, 20, 50, 100)

@@ -55,7 +55,8 @@ def _remark_others(path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str]) -> Any:
     """Local. Read a file that `save` or `torch.save` wrote; tensors come to the CPU, and no code in it is run.
 
-    path: the file. If all its keys begin with `module.`, as DDP writes them, that prefix is removed.
+    path: the file. If all keys of it, or of a dict in it, begin with `module.`, as DDP writes them, that prefix is
+        removed.
 
     Returns the state. Raises CheckpointError if the file is not there, is damaged, or holds more than tensors,
     numbers, text and containers of them.
@@ -78,10 +79,15 @@ def load(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(
             f"{path} is not a file of plain weights ({reason}); save a state_dict instead, and numbers as float(x)"
         ) from error
-    if (
-        isinstance(state, dict)
-        and state
-        and all(isinstance(key, str) and key.startswith("module.") for key in state)
-    ):
-        return {key.removeprefix("module."): value for key, value in state.items()}
-    return state
+    return _without_prefix(state)
+
+
+def _without_prefix(state: Any) -> Any:
+    """Without DDP's prefix, in every dict of which all keys have it."""
+    if not isinstance(state, dict) or not state:
+        return state
+    has_prefix = all(isinstance(key, str) and key.startswith("module.") for key in state)
+    return {
+        key.removeprefix("module.") if has_prefix else key: _without_prefix(value)
+        for key, value in state.items()
+    }

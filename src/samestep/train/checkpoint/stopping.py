@@ -54,6 +54,9 @@ class StopRequests:
         """The state is safe: a launcher that now stops the others must not change this process's exit code."""
         for one in _SIGNALS:
             signal.signal(one, signal.SIG_IGN)
+        if note := os.environ.get("SAMESTEP_STOPPED"):  # torchrun loses the exit code
+            with suppress(OSError):
+                Path(note).touch()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.heard == signal.SIGINT == number:

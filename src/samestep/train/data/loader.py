@@ -90,9 +90,10 @@ def loader(
 
 def agree(call: str, made: Kind) -> Kind:
     """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
-    group, mine = joined(), {**made.facts(), "": chosen(made.dataset)}
-    for rank, said in enumerate(group.all_gather(call, json.dumps(mine).encode())):
-        theirs = json.loads(said)
+    indices, floats = chosen(made.dataset)
+    group, mine = joined(), {**made.facts(), "": indices}
+    said = group.all_gather(call, json.dumps({**mine, "floats": floats}).encode())
+    for rank, theirs in enumerate(map(json.loads, said)):
         for name, value in mine.items():
             if theirs[name] != value and name:
                 raise RanksDiffer(
@@ -104,6 +105,11 @@ def agree(call: str, made: Kind) -> Kind:
                     f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
                     "or the labels differ; draw the split before replicate, or from a generator with a seed"
                 )
+    if apart := [rank for rank, theirs in enumerate(map(json.loads, said)) if theirs["floats"] != floats]:
+        group.say(
+            f"the samples of {call} are other numbers on rank {apart[0]} than on rank 0, so each rank trains on data "
+            "of its own; draw them before replicate from the seeded stream, or from a generator with a seed"
+        )
     return made
 
 
@@ -156,7 +162,7 @@ class Loader(Generic[Item]):
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._length = self._order.length
         is_stream = isinstance(self._order, Stream)
-        self._source = None if is_stream else source_of(dataset, options, world.device, group.own_cores)
+        self._source = None if is_stream else source_of(dataset, options, world.device, world.cores)
 
     def __getattr__(self, name: str) -> Any:
         remedy = "; each pass is the next epoch, so leave the call out" if name == "set_epoch" else ""

@@ -190,9 +190,10 @@ def source_of(
     return FromWorkers(dataset, options)
 
 
-def chosen(dataset: Any) -> str:
-    """A digest of what says, without a sample loaded, which ones these are: a Subset's indices, labels in memory."""
-    digest = hashlib.blake2b(digest_size=8)
+def chosen(dataset: Any) -> tuple[str, str]:
+    """Digests of what says, without a sample loaded, which ones these are: a Subset's indices, labels in memory; and
+    of a few floats in memory, which ranks may have drawn apart."""
+    digest, floats = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
     waiting = [dataset]
     while waiting:
         one = waiting.pop()
@@ -206,4 +207,6 @@ def chosen(dataset: Any) -> str:
         elif isinstance(one, TensorDataset):
             labels = [part for part in one.tensors if part.dim() == 1 and not part.is_floating_point()]
             digest.update(b"".join(map(content, labels)))
-    return digest.hexdigest()
+            some = [part[:: max(1, len(part) // 2)] for part in one.tensors if part.is_floating_point()]
+            floats.update(b"".join(map(content, some)))
+    return digest.hexdigest(), floats.hexdigest()

@@ -48,13 +48,12 @@ class Group:
         self,
         world: Any,
         store: TreeStore | None,
-        own_cores: int,
         variables: Mapping[str, str | None],
         timeout: timedelta,
         output: Output | None = None,
     ) -> None:
         """`variables` are those that opening this group has set, with their values before: closing brings them back."""
-        self.world, self.timeout, self.own_cores = world, timeout, own_cores
+        self.world, self.timeout = world, timeout
         path = pulse_of(os.environ, world.rank)
         self.pulse = Pulse(path, str(world.device), timeout.total_seconds()) if path else None
         self._stacks = _listen_for_stacks(path, world.rank) if path else None

@@ -17,14 +17,15 @@ import samestep
 from samestep.errors import RanksDiffer, SamestepError, UsageError
 from samestep.placement.cores import cores
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, own_instance
-from samestep.placement.place import Placement, exports, this_process
-from samestep.rendezvous.listen import allow_descriptors
+from samestep.placement.place import Placement, by_hand, exports, this_process
+from samestep.rendezvous.listen import LOOP, allow_descriptors
 from samestep.rendezvous.member import say
 from samestep.text import name_ranks
 from samestep.train.group import rendezvous
 from samestep.train.group.control import exchange, place_of
 from samestep.train.group.device import overlaps, reads_cublas, take_device, uuid_of
 from samestep.train.group.group import Group, restore_environment
+from samestep.train.group.layout import Place, say_layout
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output, keeps_no_run, share_run
 
@@ -42,6 +43,8 @@ class World:
     node, nodes: the number of this node, from 0, and how many nodes there are.
     device: where the model and the batches of this process belong.
     launcher: what started this process: "alone", "samestep", "torchrun", "slurm", "openmpi", …
+    cores: how many cores this process has to itself.
+    host, hosts: the name of this node's machine, and those of all nodes.
     """
 
     rank: int
@@ -52,9 +55,19 @@ class World:
     nodes: int
     device: torch.device
     launcher: str
+    cores: int = 1
+    host: str = ""
+    hosts: tuple[str, ...] = ()
 
 
-def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> World:
+def init(
+    *,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    rank: int | None = None,
+    size: int | None = None,
+    rendezvous: str = "env://",
+) -> World:
     """Collective. Join the group of all ranks that the launcher started; under plain `python` a group of one.
 
     Call it first, before the model is made. A second call returns the same World. The process leaves the group by
@@ -62,6 +75,9 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
 
     backend: of torch.distributed, such as "gloo" or "nccl"; by default the one for this process's device.
     timeout: how long a rank waits for the others before it raises RankMissing; default 10 minutes.
+    rank, size: for a script that starts its own processes (`mp.spawn`, or by hand with flags): which of how many this
+        is. By default what the launcher says.
+    rendezvous: where these meet: "tcp://HOST:PORT" of rank 0, or "env://" (default) for MASTER_ADDR and MASTER_PORT.
 
     Returns the World. Raises PlacementError if the environment contradicts itself, RanksDiffer if the ranks run
     different versions, RankMissing if a rank does not come.
@@ -70,6 +86,8 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
         model = Net().to(device)
     """
     if _group is None:
+        if rank is not None or size is not None:
+            os.environ.update(by_hand(rank, size, rendezvous))
         backend = os.environ.get("SAMESTEP_BACKEND") or backend
         if backend is not None:
             _check_backend(backend)
@@ -84,20 +102,26 @@ def init(*, backend: str | None = None, timeout: timedelta = timedelta(minutes=1
 
 
 @contextmanager
-def first() -> Iterator[None]:
+def first(*, per: str = "node") -> Iterator[None]:
     """Collective. Context manager: one process of each node runs the block before the others of its node do.
 
     Use it for a download, or a file that is made once: the first process makes it, the others find it. Raises
     RankMissing if a rank does not come.
 
+    per: "node" (default), for a disk of each node; "run" for a directory that all nodes share: one process of the run
+        goes before all others.
+
         with samestep.first():
             data = download("data/")
     """
+    if per not in ("node", "run"):
+        raise UsageError(f"first got per={per!r}, which is neither 'node' nor 'run'; write one of them")
     group = joined()
-    if group.world.local_rank == 0:
+    is_first = (group.world.local_rank if per == "node" else group.world.rank) == 0
+    if is_first:
         yield
     group.all_gather("samestep.first")
-    if group.world.local_rank != 0:
+    if not is_first:
         yield
 
 
@@ -135,31 +159,42 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     if keeps_no_run(here.launcher) and (run := share_run(here, tree, timeout.total_seconds())):
         os.environ["SAMESTEP_RUN"] = run
         output = Output(here.rank)
+    backend = backend or dist.get_default_backend_for_device(device)
+    own = Place(here.node, socket.gethostname(), str(device), own_cores, backend if tree else "", "", "")
+    places = [own]
     if tree is not None:
         os.environ.update(exports(here, os.environ))
         store = TreeStore(tree, timeout)
+        own = own._replace(
+            cores=max(1, own_cores // tree.position.sharing),
+            interface=interface.get("GLOO_SOCKET_IFNAME", ""),
+            address=tree.position.address or LOOP,
+        )
         with _variables(interface):
-            _open_process_group(here, store, device, backend, timeout)
-        own_cores = max(1, own_cores // tree.position.sharing)
-        _set_threads(here, own_cores)
+            places = _open_process_group(here, store, device, own, timeout)
+        _set_threads(here, own.cores)
+    if here.rank == 0:
+        say_layout(places)
     for note in here.notes if here.rank == 0 else ():
         say(note)
-    places = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
+    at = (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes)
+    hosts = tuple(host for _, host in sorted({(place.node, place.host) for place in places}))
     changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
-    _group = Group(World(*places, device, here.launcher), store, own_cores, changed, timeout, output)
+    world = World(*at, device, here.launcher, own.cores, own.host, hosts)
+    _group = Group(world, store, changed, timeout, output)
 
 
 def _open_process_group(
-    here: Placement, store: TreeStore, device: torch.device, backend: str | None, timeout: timedelta
-) -> None:
+    here: Placement, store: TreeStore, device: torch.device, own: Place, timeout: timedelta
+) -> list[Place]:
     """Collective. Open torch's default group over the tree, or adopt the one that the script has opened."""
-    backend = backend or dist.get_default_backend_for_device(device)
+    backend, tree = own.backend, store.tree
     _check_backend(backend)
-    tree = store.tree
     limit_s, of_nccl = timeout.total_seconds(), overlaps(device) and "nccl" in backend
+    own = own._replace(uuid=uuid_of(device) if of_nccl else "")
+    places = [Place(*place) for place in tree.gather(own, limit_s)]
     if of_nccl:  # which does not name a device that ranks share
-        holders = tree.gather([here.node, uuid_of(device), str(device), socket.gethostname()], limit_s)
-        _check_devices(holders)
+        _check_devices(places)
     if not dist.is_initialized():
         if "gloo" in backend:
             files = _GLOO_FILES * here.size
@@ -173,6 +208,7 @@ def _open_process_group(
             device_id=device if of_nccl else None,
         )
     exchange(tree, place_of("samestep.init"), [], list, limit_s)
+    return places
 
 
 def _leave(pid: int) -> None:
@@ -224,16 +260,16 @@ def _objection(ranks: Sequence[Mapping[str, Any]]) -> SamestepError | None:
     return None
 
 
-def _check_devices(holders: Sequence[tuple[int, str, str, str]]) -> None:
-    """Raise where two ranks hold one device; of each rank node, UUID, device and host."""
+def _check_devices(places: Sequence[Place]) -> None:
+    """Raise where two ranks hold one device."""
     ranks_of: dict[tuple[int, str], list[int]] = {}
-    for rank, (node, uuid, _, _) in enumerate(holders):
-        ranks_of.setdefault((node, uuid), []).append(rank)
+    for rank, place in enumerate(places):
+        ranks_of.setdefault((place.node, place.uuid), []).append(rank)
     for ranks in ranks_of.values():
         if len(ranks) > 1:
-            device, host = holders[ranks[0]][2:]
+            at = places[ranks[0]]
             raise UsageError(
-                f"{name_ranks(ranks)} of {len(holders)} share one device ({device} on {host}), which NCCL cannot; "
+                f"{name_ranks(ranks)} of {len(places)} share one device ({at.device} on {at.host}), which NCCL cannot; "
                 "start one process a device, or use init(backend='gloo')"
             )
 

@@ -6,6 +6,7 @@ Not covered: optimizer state, until it shows in a parameter.
 """
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,36 +18,44 @@ from samestep.train.step import Pass, Share, Spine
 from samestep.train.subscriber import Subscriber
 
 _EARLY = {1, 2, 5, 10, 20, 50, 100}
+_DECIDED = max(_EARLY)  # the step from which on it is compared as often as it costs _COST of the time
+_OFTEN = (10, 20, 50, 100)
+_SELDOM = 200
+_COST = 0.01
 
 
 class Divergence(Member, Subscriber):
-    """Compares the replicas every $SAMESTEP_CHECK_EVERY training steps (200; 0 is never), and after the first few.
+    """Compares the replicas every $SAMESTEP_CHECK_EVERY training steps (0 is never), and after the first few.
 
-    A script that keeps them apart by mistake does so from its first step, and may end before the 200th.
+    Without that variable every 10 to 200 steps: as often as it costs 1 % of the time. A script that keeps replicas
+    apart by mistake does so from its first step, and may end before the 200th.
     """
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._compared_at = 0
+        self._compared_at, self._every = 0, _SELDOM
+        self._took_s, self._since = float("inf"), time.monotonic()
         if group.world.size > 1:
             group.the(Spine).subscribe(self)
 
     def step_begins(self, share: Share) -> None:
         """Collective. An error where parameters differ."""
-        if share.of.training and (every := check_every()):
-            step = share.step
-            if not step % every or (step in _EARLY and step < every):
-                self._compare(step)
+        asked, step = check_every(), share.step
+        every = self._every if asked is None else asked
+        if share.of.training and every and (not step % every or (step in _EARLY and step < every)):
+            self._compare(step)
 
     def pass_ends(self, ended: Pass) -> None:
         """Collective. The last steps of a pass are compared too."""
         step = self.group.the(Spine).steps
-        if ended.training and check_every() and step != self._compared_at:
+        if ended.training and check_every() != 0 and step != self._compared_at:
             self._compare(step)
 
     def _compare(self, step: int) -> None:
         """Compare the replicas that are alive on every rank."""
         since, self._compared_at = self._compared_at, step
+        began = time.monotonic()
+        step_s = (began - self._since) / max(1, step - since)
         compared = self.group.the(Replicas).compared(
             "samestep's comparison of replicas", lambda replica: sums_of(replica.equal_tensors().values())
         )
@@ -55,11 +64,24 @@ class Divergence(Member, Subscriber):
                 found = first_unlike(replica.equal_tensors(), ranks)
                 name, column = found or ("a parameter added later", ranks)
                 raise RanksDiffer(_difference(name, column, f"between steps {since} and {step}"))
+        self._since = time.monotonic()
+        self._took_s = min(self._took_s, self._since - began)
+        if step == _DECIDED:
+            steps = str(self._took_s / step_s).encode()
+            most = max(map(float, self.group.all_gather("samestep's comparison of replicas", steps)))
+            self._every = pace(most)
 
 
-def check_every() -> int:
+def pace(steps: float) -> int:
+    """Every how many steps a comparison that takes as long as so many of them costs _COST of the time."""
+    return next((every for every in _OFTEN if steps / every <= _COST), _SELDOM)
+
+
+def check_every() -> int | None:
     """The value of $SAMESTEP_CHECK_EVERY."""
-    asked = os.environ.get("SAMESTEP_CHECK_EVERY", "200")
+    asked = os.environ.get("SAMESTEP_CHECK_EVERY")
+    if asked is None:
+        return None
     if not asked.isdigit():
         raise UsageError(f"SAMESTEP_CHECK_EVERY is {asked!r}, which is not a number of steps; use 0 or more")
     return int(asked)

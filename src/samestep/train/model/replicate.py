@@ -79,7 +79,10 @@ def replicate(
     group.the(Divergence)
     if world.size == 1 and not exact:
         replicas.alone[target] = sums
-        return model
+        is_parallel = (
+            os.environ.get("SAMESTEP_METHOD") == "dataparallel"
+        )  # what `samestep scale` compares with
+        return torch.nn.DataParallel(model) if is_parallel else model  # type: ignore[return-value]
     if world.size > 1:
         _check_device(target, world.device)
         check_alike(target, group)

@@ -1,0 +1,87 @@
+"""A script that starts and numbers its own processes, or that an older launcher starts, joins as one run."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAY = "print(w.rank, w.size, w.local_rank, samestep.sum(1), flush=True)\n"
+SPAWNED = f"""
+import sys, torch.multiprocessing as mp, samestep
+def main(rank, at):
+    w = samestep.init(rank=rank, size=3, rendezvous=at)
+    {SAY}
+if __name__ == "__main__":
+    mp.spawn(main, args=(sys.argv[1],), nprocs=3)
+"""
+FLAGS = f"""
+import argparse, samestep
+parser = argparse.ArgumentParser()
+for name in ("rank", "world-size", "local-rank"):
+    parser.add_argument(f"--{{name}}", type=int)
+args = parser.parse_args()
+w = samestep.init(rank=args.rank, size=args.world_size)
+{SAY}"""
+
+
+def port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return str(held.getsockname()[1])
+
+
+def start(
+    folder: Path, source: str, *words: str, before: tuple[str, ...] = (), **env: str
+) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(source)
+    command = [sys.executable, *before, "train.py", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | env, **pipes)
+
+
+def lines(*processes: subprocess.Popen[str]) -> list[str]:
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=55)
+        assert process.returncode == 0, err
+        found += out.splitlines()
+    return sorted(found)
+
+
+def test_processes_that_a_script_spawns_are_given_rank_size_and_place_by_it(tmp_path):
+    spawned = start(tmp_path, SPAWNED, f"tcp://127.0.0.1:{port()}")
+    assert lines(spawned) == [f"{rank} 3 {rank} 3" for rank in range(3)]
+
+
+def test_processes_that_are_started_by_hand_hand_their_flags_on(tmp_path):
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
+    ranks = [start(tmp_path, FLAGS, "--rank", str(rank), "--world-size", "2", **env) for rank in (1, 0)]
+    assert lines(*ranks) == ["0 2 0 2", "1 2 1 2"]
+
+
+def test_the_launcher_before_torchrun_starts_a_script_that_takes_its_flag(tmp_path):
+    before = ("-m", "torch.distributed.launch", "--nproc-per-node=2", f"--master-port={port()}")
+    assert lines(start(tmp_path, FLAGS, before=before)) == ["0 2 0 2", "1 2 1 2"]
+
+
+def test_nodes_meet_where_the_environment_says(tmp_path):
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
+    before = ("-m", "samestep", "run", "-n1", "--nodes=2", "--rendezvous=env://")
+    nodes = [start(tmp_path, FLAGS, before=(*before, f"--node-rank={k}"), **env) for k in (1, 0)]
+    assert lines(*nodes) == ["0 2 0 2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("rank=0", "init got rank= and no size=, which are whole numbers; give both"),
+        ("rank=0, size=2, rendezvous='file:///x'", "is no meeting point; write tcp://HOST:PORT or env://"),
+        ("rank=2, size=2, rendezvous='tcp://127.0.0.1:1'", "RANK is 2 but WORLD_SIZE is 2; count from 0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path, given, said):
+    process = start(tmp_path, f"import samestep\nsamestep.init({given})\n")
+    assert said in process.communicate(timeout=30)[1]
+    assert process.returncode == 1
