@@ -250,6 +250,9 @@ def test_gather_joins_rows_and_lists_in_the_order_of_ranks(world):
     rows = torch.full((world.rank, 2), world.rank)
     joined = samestep.gather(rows)
     assert joined[:, 0].tolist() == [rank for rank in range(world.size) for _ in range(rank)]
+    for _ in samestep.loader(TensorDataset(torch.empty(0)), 3):
+        pass
+    assert samestep.gather(torch.empty(0, 2)).shape == (0, 2)
     assert samestep.gather([world.rank] * 2) == [rank for rank in range(world.size) for _ in range(2)]
     assert samestep.gather({"name": [f"r{world.rank}"], "x": torch.tensor([world.rank])})[
         "x"
@@ -359,6 +362,9 @@ def test_what_was_collected_over_a_pass_is_gathered_in_the_order_of_samples(worl
             if loop is not train:  # a loss that every rank has
                 (gradient,) = torch.autograd.grad((whole * torch.arange(10.0)).sum(), collected)
                 assert torch.equal(gradient, world.size * collected)
+    for _ in samestep.loader(TensorDataset(torch.empty(0)), 3):
+        pass
+    assert samestep.gather(torch.empty(0, 2)).shape == (0, 2)
     assert samestep.gather([world.rank] * 2) == [rank for rank in range(world.size) for _ in range(2)]
 
 

@@ -61,16 +61,16 @@ class Pass:
             self.sizes.append([samples, 0])
         self.sizes[-1][1] += 1
 
-    def places(self, size: int) -> list[list[int]]:
-        """For each rank, where its samples are among those of all batches so far."""
-        found: list[list[int]] = [[] for _ in range(size)]
+    def places(self, size: int) -> list[list[range]]:
+        """For each rank, where its samples of each batch so far are among those of all."""
+        found: list[list[range]] = [[] for _ in range(size)]
         start = 0
         for samples, batches in self.sizes:
-            for _ in range(batches):
-                for rank, places in enumerate(found):
-                    first, end = cut(samples, size, rank)
-                    places += range(start + first, start + end)
-                start += samples
+            parts = [range(*cut(samples, size, rank)) for rank in range(size)]
+            for first in range(start, start + samples * batches, samples):
+                for places, part in zip(found, parts, strict=True):
+                    places.append(range(first + part.start, first + part.stop))
+            start += samples * batches
         return found
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,11 +3,12 @@
 So are their gradients: a loss over the gathered batch, or of its mean, trains as it does at one process.
 """
 
+import builtins
 import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from numbers import Real
 from operator import itemgetter
 from typing import Any, TypeVar, cast
@@ -22,7 +23,7 @@ from samestep.train import sums
 from samestep.train.group.control import users_line
 from samestep.train.group.device import moved, on_host
 from samestep.train.group.world import joined
-from samestep.train.step import spine
+from samestep.train.step import cut, spine
 
 Value = TypeVar("Value")
 _Back = Callable[[torch.Tensor], torch.Tensor]
@@ -101,15 +102,20 @@ def gather(value: Value) -> Value:
     return _rebuilt(value, (_joined(named[name], [one[name] for one in ranks], lent=lent) for name in named))
 
 
-def _places(parts: Sequence[Any]) -> list[list[int]]:
+def _places(parts: Sequence[Any]) -> list[list[int]] | None:
     """For each rank, where its rows go: in the order of samples where they were collected over a whole pass."""
-    at, counts = spine(), [len(part) for part in parts]
-    is_of_batch = at.at_hand is not None and counts[joined().world.rank] == at.at_hand.mine
-    if at.evaluated is not None and not is_of_batch:
-        places = at.evaluated.places(len(parts))
-        if [len(own) for own in places] == counts:
-            return places
-    return [list(range(end - count, end)) for end, count in zip(accumulate(counts), counts, strict=True)]
+    at, size, counts = spine(), len(parts), [len(part) for part in parts]
+    batch = at.at_hand
+    if at.evaluated is None or (
+        batch and counts == [len(range(*cut(batch.all, size, r))) for r in range(size)]
+    ):
+        return None
+    places = at.evaluated.places(size)
+    return (
+        [[*chain(*own)] for own in places]
+        if [builtins.sum(map(len, own)) for own in places] == counts
+        else None
+    )
 
 
 def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
@@ -218,16 +224,20 @@ def _narrowed(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(leaf: Any, parts: Sequence[Any], *, lent: bool) -> Any:
-    places = _places(parts)
+    places, rank = _places(parts), joined().world.rank
     if not isinstance(leaf, torch.Tensor):
-        rows = zip(chain.from_iterable(places), chain.from_iterable(parts), strict=True)
-        return type(leaf)(row for _, row in sorted(rows, key=itemgetter(0)))
-    joint = torch.cat(list(parts))
-    whole = torch.empty_like(joint)
-    whole[list(chain.from_iterable(places))] = joint
+        rows = [row for part in parts for row in part]
+        if places is not None:
+            rows = [row for _, row in sorted(zip(chain(*places), rows, strict=True), key=itemgetter(0))]
+        return type(leaf)(rows)
+    whole, start = torch.cat(list(parts)), builtins.sum(map(len, parts[:rank]))
+    mine: Any = slice(start, start + len(leaf))
+    if places is not None:
+        at = torch.tensor([*chain(*places)], dtype=torch.int64, device="cpu")
+        whole, mine = torch.empty_like(whole).index_copy_(0, at, whole), places[rank]
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(leaf) if lent else gradient[places[joined().world.rank]]
+        return torch.zeros_like(leaf) if lent else gradient[mine]
 
     return _differentiable("samestep.gather", leaf, moved(whole, leaf.device), back)
 
