@@ -10,6 +10,7 @@ import click
 
 from samestep.cli.output import print_json, progress, verb
 from samestep.measure.trial import end_on_signals
+from samestep.text import counted
 
 if TYPE_CHECKING:
     from samestep.measure.demo import Result
@@ -52,7 +53,8 @@ def command(epochs: int, as_json: bool) -> None:
     from samestep.measure.demo import Result, Run, setups, train
 
     click.echo(
-        f"A convolutional network with BatchNorm and dropout learns handwritten digits in {epochs} epochs,\n"
+        "A convolutional network with BatchNorm and dropout learns handwritten digits in "
+        f"{counted(epochs, 'epoch')},\n"
         "once by one process and once by two.",
         err=as_json,
     )

@@ -99,7 +99,9 @@ def _check_serial(source: Source, script: Path) -> None:
     if found:
         uses = min(found, key=len)
         remedy = (
-            "it needs no conversion" if uses == "samestep" else f"run it as it is: samestep run {script.name}"
+            "it needs no conversion"
+            if uses == "samestep"
+            else f"run it as it is (samestep run {script.name}), or change it as docs/migration.md shows"
         )
         raise UsageError(f"{source.path.name} uses {uses}, so it is not a serial script; {remedy}")
 
