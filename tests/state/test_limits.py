@@ -172,3 +172,32 @@ def test_a_commit_that_would_just_fit_is_not_begun(tmp_path):
             vault.commit(file.pack(bytes(2_000_000)), 1)
         vault.commit(file.pack(bytes(1_800_000)), 1)
         assert [entry.step for entry in file.listing(vault.directory)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("size", "there", "most"),
+    [
+        (10, 10, 1 << 16),
+        (1 << 26, 1 << 26, 1 << 16),
+        (1 << 30, 1 << 30, 1 << 20),
+        (1 << 30, 1 << 23, 1 << 17),
+    ],
+)
+def test_a_header_may_have_as_many_parts_as_its_file_has_kilobytes(size, there, most):
+    for header in (b"[" * most, b"{" * most, b"[{" * (most // 2)):
+        assert not file._is_rich(header, size, there)
+        assert file._is_rich(header + b"[", size, there)
+
+
+@pytest.mark.parametrize("field", ["number", "step"])
+def test_numbers_of_a_commit_are_bounded(tmp_path, field):
+    limit = file._LARGEST_COUNT
+    for number, is_read in ((limit, True), (limit + 1, False)):
+        seal = file.Seal(b"r" * 16, 1, 1, bytes(32))._replace(**{field: number})
+        with (tmp_path / "state").open("w+b") as opened:
+            file.write(opened.fileno(), file.pack(3), seal)
+        if is_read:
+            assert file.read(tmp_path / "state")[0] == 3
+        else:
+            with pytest.raises(CheckpointError, match="announces commit"):
+                file.read(tmp_path / "state")
