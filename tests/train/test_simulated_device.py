@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from simulated import DEVICE, ORDERS, Device, Event, OnDevice, Stream
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from samestep.train.checkpoint import capture
+from samestep.state.directory import CheckpointDirectory
+from samestep.train.checkpoint import capture, writer
+from samestep.train.checkpoint.writer import Writer
 from samestep.train.data.batches import _moved, on_device
 from samestep.train.data.loader import Loader
 from samestep.train.digest import bit_sums
-from samestep.train.group.device import synchronize
 from samestep.train.group.group import Group
 from samestep.train.group.world import World
 from samestep.train.model import tree
@@ -145,23 +146,33 @@ def test_sums_in_the_tree_are_right_in_every_order(monkeypatch, alone):
     assert all(verdicts(monkeypatch, exchanged))
 
 
-def captured(wait):
-    """What a checkpoint would write of a state that the next step changes at once."""
+@pytest.mark.parametrize("forgets_main", [False, True])
+def test_a_wait_that_is_lost_shows_in_the_sums_of_the_tree(monkeypatch, alone, forgets_main):
+    """Of the exchange for the script, or of the script for the exchange."""
+
+    def forgets(stream):
+        return (stream is Device.now.main) == forgets_main
+
+    assert not all(verdicts(monkeypatch, exchanged, forgets=forgets))
+
+
+def committed(directory):
+    """What a checkpoint writes of a state that the next step changes at once."""
     weights = torch.arange(6.0).to(DEVICE)
     weights += 1
-    state = {"model": {"weights": weights}}
-    memory = torch.zeros(capture.bulk(state), dtype=torch.uint8)
-    packed = capture.pack(state, into=memory)
-    wait(DEVICE)
+    packed = Writer(CheckpointDirectory(directory, 2), DEVICE, print)._packed(
+        {"model": {"weights": weights}}, {}
+    )
     found = torch.frombuffer(bytearray(packed.buffers[0]), dtype=torch.float32)
     weights.zero_()
     return torch.equal(found, torch.arange(6.0) + 1)
 
 
-def test_a_commit_has_the_values_of_its_step_in_every_order(monkeypatch):
+def test_a_commit_has_the_values_of_its_step_in_every_order(monkeypatch, tmp_path):
     monkeypatch.setattr(capture, "_refuse_foreign", lambda tensor, where: None)
-    assert all(verdicts(monkeypatch, lambda: captured(synchronize)))
-    assert not all(verdicts(monkeypatch, lambda: captured(lambda device: None)))
+    assert all(verdicts(monkeypatch, lambda: committed(tmp_path)))
+    monkeypatch.setattr(writer, "synchronize", lambda device: None)
+    assert not all(verdicts(monkeypatch, lambda: committed(tmp_path)))
 
 
 def loaded(dataset, steps=6, **options):
@@ -169,20 +180,31 @@ def loaded(dataset, steps=6, **options):
     group = Group(World(0, 1, 0, 1, 0, 1, DEVICE, "alone"), None, {}, timedelta(minutes=1))
     loader = Loader(dataset, 2, False, False, None, options, group)
     results, before = [], []
+    with torch.no_grad():
+        assert sum(1 for _ in loader) == steps
+    streams = len(Device.now.streams)
     for (x,) in loader:
         before.append(Device.now.waits)
         results.append((x * 2 + 1).sum(1))
         del x
     assert group.the(Spine).steps == steps
+    assert len(Device.now.streams) == streams  # each has memory of its own
     waited = Device.now.waits - before[0]
     return right([one.cpu() for one in results]) and not waited
 
 
-@pytest.mark.parametrize("place", ["memory", "workers", "device"])
+class Rows(IterableDataset):
+    def __iter__(self):
+        return ((row,) for row in ROWS)
+
+
+@pytest.mark.parametrize("place", ["memory", "workers", "device", "stream"])
 def test_a_loader_never_waits_for_the_device_wherever_its_data_is(monkeypatch, place):
     def test():
         if place == "workers":
             return loaded(Subset(TensorDataset(ROWS), range(12)), num_workers=0, pin_memory=False)
+        if place == "stream":
+            return loaded(Rows(), pin_memory=False)
         return loaded(TensorDataset(ROWS.to(DEVICE) if place == "device" else ROWS))
 
     assert all(verdicts(monkeypatch, test))
@@ -190,9 +212,9 @@ def test_a_loader_never_waits_for_the_device_wherever_its_data_is(monkeypatch, p
 
 def test_sums_of_bits_take_one_transfer_also_of_buffers_elsewhere(monkeypatch):
     with Device(monkeypatch, 0) as device:
-        tensors = [ROWS.to(DEVICE), torch.ones(3), ROWS[3:].to(DEVICE), torch.tensor(5).to(DEVICE)]
+        tensors = [torch.ones(3), ROWS.to(DEVICE), ROWS[3:].to(DEVICE), torch.tensor(5).to(DEVICE)]
         before = device.waits
-        assert bit_sums(tensors) == bit_sums([ROWS, torch.ones(3), ROWS[3:], torch.tensor(5)])
+        assert bit_sums(tensors) == bit_sums([torch.ones(3), ROWS, ROWS[3:], torch.tensor(5)])
         assert device.waits == before + 1
 
 

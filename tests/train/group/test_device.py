@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import samestep.train
-from samestep.train.group.device import HostMemory, moved, on_host, overlaps, synchronize
+from samestep.train.group.device import HostMemory, moved, on_host, overlaps, synchronize, widest
 from samestep.train.model.replicate import is_elsewhere
 
 SOURCE = Path(samestep.train.__file__).parent
@@ -149,6 +149,9 @@ def test_nothing_is_copied_or_waited_for_on_a_cpu():
         torch.device("mps")
     )  # there a copy that does not wait may read memory that was given away
     assert moved(x, cpu) is x
+    assert [widest(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")] == 3 * [torch.float64] + [
+        torch.float32
+    ]
     assert [one.data_ptr() for one in on_host([x, x[1:]])] == [x.data_ptr(), x[1:].data_ptr()]
     synchronize(cpu)
     memory = HostMemory(33, cpu)
