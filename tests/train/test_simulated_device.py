@@ -9,12 +9,14 @@ import torch.distributed as dist
 from simulated import DEVICE, ORDERS, Device, Event, OnDevice, Stream
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+from samestep.errors import UsageError
 from samestep.state.directory import CheckpointDirectory
 from samestep.train.checkpoint import capture, writer
 from samestep.train.checkpoint.writer import Writer
 from samestep.train.data.batches import _moved, on_device
 from samestep.train.data.loader import Loader
 from samestep.train.digest import bit_sums
+from samestep.train.group.device import check_cublas
 from samestep.train.group.group import Group
 from samestep.train.group.world import World
 from samestep.train.model import tree
@@ -234,3 +236,24 @@ def test_the_simulated_device_computes_as_a_cpu_does(monkeypatch):
             assert isinstance(event, Event)
             event.synchronize()
             assert torch.equal(x.host, ROWS * 2)
+
+
+def test_a_product_before_cublas_was_told_what_to_compute_is_a_sentence(monkeypatch):
+    said = "Deterministic behavior was enabled, but CUBLAS_WORKSPACE_CONFIG=:4096:8 is not set"
+
+    class Fails(Device):
+        def computed(self, func, args, kwargs):
+            if func is torch.ops.aten.mm.default:
+                raise RuntimeError(said)
+            return super().computed(func, args, kwargs)
+
+    with (
+        Fails(monkeypatch, 0),
+        pytest.raises(UsageError, match=r"which is too late for exact=True; call .*init"),
+    ):
+        check_cublas(DEVICE)
+    said = "out of memory"
+    with Fails(monkeypatch, 0), pytest.raises(RuntimeError, match="out of memory"):
+        check_cublas(DEVICE)
+    with Device(monkeypatch, 0):
+        check_cublas(DEVICE)

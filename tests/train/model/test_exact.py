@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import weakref
 from pathlib import Path
 
@@ -238,6 +239,12 @@ def test_memory_that_is_read_unwritten_is_nan_in_the_first_step_and_not_filled_a
         model.reads = False
     assert filled == [True, False]
     assert deterministic.fill_uninitialized_memory is False
+
+
+def test_a_workspace_that_does_not_give_equal_bits_is_replaced(world):
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+    assert samestep.replicate(nn.Linear(4, 2), exact=True).weight.shape == (2, 4)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 class Counted(TorchDispatchMode):

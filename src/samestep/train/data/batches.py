@@ -4,10 +4,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
@@ -130,7 +131,19 @@ def _end_at_the_ranks_sigterm() -> None:
 def content(sample: Any) -> bytes:
     """What a sample consists of, as far as tensors, arrays, numbers and text say; a type's name for the rest."""
     if isinstance(sample, torch.Tensor):
-        sample = sample.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        with suppress(RuntimeError, TypeError):  # sparse, quantised and nested ones have no array
+            sample = (
+                sample.detach()
+                .cpu()
+                .resolve_conj()
+                .resolve_neg()
+                .contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .numpy()
+            )
+    if isinstance(sample, np.ndarray) and sample.dtype.hasobject:
+        sample = sample.tolist()
     if hasattr(sample, "tobytes"):
         return bytes(sample.tobytes())
     if isinstance(sample, Mapping):

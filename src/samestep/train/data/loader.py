@@ -144,7 +144,7 @@ class Loader(Generic[Item]):
         self._position = 0
         self._passes = 0
         self.share = 1.0 / world.size
-        self._begun = False
+        self._begun = self._has_evaluated = False
         self.ledger = b""
         self._group, self._spine = group, group.the(Spine)
         self._draws = group.the(Draws)
@@ -174,7 +174,7 @@ class Loader(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         if self._begun:
             self.epoch, self._position = self.epoch + 1, 0
-        self._begun = True
+        self._begun, self._has_evaluated = True, False
         self._order.begin(again=self._keeps_workers and self._passes > 0)
         self._passes += 1
         return self._pass(self._spine.is_training(self._shuffle))
@@ -186,9 +186,10 @@ class Loader(Generic[Item]):
         for epoch in range(first, count):
             if epoch > first or self._begun:
                 self.epoch, self._position = epoch, 0
-            self._begun = False
+            self._begun = self._has_evaluated = False
             yield epoch
-        self.epoch, self._position, self._begun = max(count, self.epoch), 0, False
+        self.epoch, self._position = max(count, self.epoch), 0
+        self._begun = self._has_evaluated = False
         for call in self._on_done:
             call()
 
@@ -210,9 +211,11 @@ class Loader(Generic[Item]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
-        order = self._order.kept(self._position) if self._position else {}
         ledger = {"ledger": self.ledger} if self.ledger else {}
-        return {"epoch": self.epoch, "position": self._position, **order, **ledger, **self.facts()}
+        # after an evaluation the loop has nothing left to do in its epoch, as it may have after a pass of training
+        epoch, position = (self.epoch + 1, 0) if self._has_evaluated else (self.epoch, self._position)
+        order = self._order.kept(position) if position else {}
+        return {"epoch": epoch, "position": position, **order, **ledger, **self.facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken, at any number of processes."""
@@ -231,7 +234,8 @@ class Loader(Generic[Item]):
                 raise UsageError(
                     f"this loader's {name} is {value} and the state's is {state[name]}; use the same"
                 )
-        self.epoch, self._position, self._begun = int(state["epoch"]), int(state["position"]), False
+        self.epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._begun = self._has_evaluated = False
         self.ledger = state.get("ledger", self.ledger)
         self._order.go_on(state)
 
@@ -293,6 +297,7 @@ class Loader(Generic[Item]):
                     spine.end_step(handed_out)
             next(batches, None)
             spine.end_pass(this)
+            self._has_evaluated = not torch.is_grad_enabled()
         finally:
             spine.leave_pass(this)
 
