@@ -266,30 +266,6 @@ def test_a_break_leaves_the_position_behind_the_last_batch_handed_out(world):
     assert loader.epoch == 1
 
 
-def test_after_a_resume_an_evaluation_that_was_over_begins_anew_and_draws_as_in_the_undisturbed_run(world):
-    data = TensorDataset(torch.arange(11))
-
-    def evaluated(loader):
-        with torch.no_grad():
-            return sorted(samestep.gather([int(one) for (x,) in loader for one in x]))
-
-    torch.manual_seed(3)
-    loader = samestep.loader(data, 4)
-    assert evaluated(loader) == list(range(11))
-    state, stream = loader.state_dict(), torch.get_rng_state()
-    assert evaluated(loader) == list(range(11))
-    drawn = torch.rand(1)
-    other = samestep.loader(data, 4)
-    other.load_state_dict(state)
-    torch.set_rng_state(stream)
-    assert evaluated(other) == list(range(11))
-    assert torch.rand(1) == drawn
-    assert other.epoch == loader.epoch
-    once = samestep.loader(data, 4)
-    assert [evaluated(once) for _ in once.epochs(1)] == [list(range(11))]
-    assert list(once.epochs(1)) == []
-
-
 def test_a_state_of_another_loader_is_refused(world):
     state = samestep.loader(Numbers(10), 4).state_dict()
     with pytest.raises(UsageError, match=r"this loader's batch_size is 5 and the state's is 4; use the same"):

@@ -283,3 +283,27 @@ def test_a_state_that_was_just_loaded_is_the_state(world):
         other = samestep.loader(DATA, 4, **options)
         other.load_state_dict(state)
         assert other.state_dict() == state
+
+
+def test_after_a_resume_an_evaluation_that_was_over_begins_anew_and_draws_as_in_the_undisturbed_run(world):
+    data = TensorDataset(torch.arange(11))
+
+    def evaluated(loader):
+        with torch.no_grad():
+            return sorted(samestep.gather([int(one) for (x,) in loader for one in x]))
+
+    torch.manual_seed(3)
+    loader = samestep.loader(data, 4)
+    assert evaluated(loader) == list(range(11))
+    state, stream = loader.state_dict(), torch.get_rng_state()
+    assert evaluated(loader) == list(range(11))
+    drawn = torch.rand(1)
+    other = samestep.loader(data, 4)
+    other.load_state_dict(state)
+    torch.set_rng_state(stream)
+    assert evaluated(other) == list(range(11))
+    assert torch.rand(1) == drawn
+    assert other.epoch == loader.epoch
+    once = samestep.loader(data, 4)
+    assert [evaluated(once) for _ in once.epochs(1)] == [list(range(11))]
+    assert list(once.epochs(1)) == []
