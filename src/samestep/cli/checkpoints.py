@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,13 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
     Without --verify only each header is checked. "whole": no byte is missing; "good": every byte is right.
     """
     with open_directory(directory) as dir_fd:
-        rows = [_row(dir_fd, found, verify) for found in examine(dir_fd)]
+        listed: Iterable[Found] = examine(dir_fd)
+        if verify and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import track
+
+            listed = track(listed, "verifying", console=Console(stderr=True))
+        rows = [_row(dir_fd, found, verify) for found in listed]
     if as_json:
         for row in rows:
             click.echo(json.dumps(row))
