@@ -50,10 +50,8 @@ def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, err
 
 
-@pytest.mark.parametrize(
-    "slow",
-    [pytest.param(name, marks=[pytest.mark.long] * (name != "loader")) for name in NAMED],
-)
+@pytest.mark.long  # with nothing planted, the model is named in the test below
+@pytest.mark.parametrize("slow", NAMED)
 def test_a_planted_limit_is_named(tmp_path, slow):
     words = ("-n", "2", "--repeat", "1", "--steps", "20", "--json", str(PLANTED), slow)
     document = json.loads(finished(scale(tmp_path, *words))[0])
