@@ -123,3 +123,34 @@ def test_those_who_have_all_come_wait_only_since_the_last_one_came():
 
 def test_a_rank_of_another_node_is_not_guessed_at():
     assert find_hang([state(0, "exchange", 4)], 2, 5.0) is None
+
+
+def test_a_rank_at_another_call_than_the_others_is_the_cause_and_not_the_first_that_says_so(launcher):
+    launcher.write(
+        """
+        import samestep
+        if samestep.init().rank == 2:
+            samestep.sum(1)
+        samestep.mean(1)
+        """
+    )
+    code, _, err = launcher.run("-n", "3", "--fork", "train.py")
+    assert code == 1
+    assert "failed on rank 2 of 3" in err
+    assert "ranks are at different calls: rank 2 at samestep.sum (train.py:4)" in err
+
+
+def test_the_line_of_a_sys_exit_in_a_hook_of_backward_is_told(launcher):
+    launcher.write(
+        """
+        import sys, torch, samestep
+        rank = samestep.init().rank
+        model = samestep.replicate(torch.nn.Linear(2, 1))
+        if rank == 1:
+            model.weight.register_hook(lambda grad: sys.exit(9))
+        for (x,) in samestep.loader(torch.utils.data.TensorDataset(torch.ones(8, 2)), 4):
+            model(x).sum().backward()
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--fork", "train.py")
+    assert (code, "rank 1 left the script at train.py:6" in err) == (9, True)

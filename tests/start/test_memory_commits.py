@@ -97,6 +97,24 @@ def test_killed_ranks_go_on_from_memory_with_the_same_bits(launcher, undisturbed
     assert bool(found and int(found[1])) == ("damaged" not in case)
 
 
+@pytest.mark.parametrize("later_s", [0.0, 0.2])
+def test_a_run_that_is_asked_to_end_while_it_recovers_commits_what_it_kept_in_memory(launcher, later_s):
+    launcher.write(TRAIN)
+    started = launcher.start("-n", "2", "--fork", "--max-restarts", "1", "train.py", "2000")
+    pids = [int(started.wait_for_lines(f"pids-{rank}")[0]) for rank in range(2)]
+    wait_until(lambda: any(path.stat().st_size for path in slots(started.process.pid)))
+    os.kill(pids[1], signal.SIGKILL)
+    time.sleep(later_s)
+    started.process.send_signal(signal.SIGTERM)
+    code, _, err = started.finish()
+    assert code == 75, err
+    kept = re.search(r"going on after step (\d+) from memory", err)
+    committed = re.search(r"after step (\d+), which is committed", err)
+    assert kept, err
+    assert committed, err
+    assert int(committed[1]) >= int(kept[1])
+
+
 def test_a_run_without_restarts_keeps_no_state_in_memory(launcher):
     launcher.write(TRAIN)
     started = launcher.start("-n", "1", "train.py", "3")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -235,3 +236,11 @@ def test_an_interrupted_caller_leaves_no_worker(tmp_path, gone):
     caller.send_signal(signal.SIGINT)
     caller.wait(timeout=30)
     gone([int(pid) for pid in pids.read_text().split()], 2)
+
+
+def test_ranks_of_a_caller_that_has_torch_are_forked_from_one_process_that_has_it_too():
+    import torch  # noqa: F401
+
+    was_there = launch(lambda: ("torch" in sys.modules, Path("/proc/self/cmdline").read_bytes()), 2)
+    assert [found for found, _ in was_there] == [True, True]
+    assert all(b"warm.py" in command for _, command in was_there)

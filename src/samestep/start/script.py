@@ -127,7 +127,7 @@ class _Run:
             try:
                 if self._launchers.lost:
                     self._go_on_without()
-                node, end, group = self._attempt()
+                node, end, group = self._attempt(group.asked_late)
             except Asked as asked:
                 return self._finish(node, end._replace(code=128 + asked.number), end.text or "", group)
             except RankMissing as error:
@@ -142,7 +142,7 @@ class _Run:
             self._directory = _directory(self._script, self._launchers, self._began, self._directory)
         self._terminal.say(f"samestep: going on with {counted(self._launchers.nodes, 'node')}")
 
-    def _attempt(self) -> tuple[int, End, WorkerGroup]:
+    def _attempt(self, asked: int | None = None) -> tuple[int, End, WorkerGroup]:
         """Start all ranks and wait for their end; on which node the cause was, and how that ended."""
         script, run, launchers = self._script, self._directory, self._launchers
         with ExitStack() as stack:
@@ -150,10 +150,13 @@ class _Run:
             elsewhere = launchers.should_stop if launchers.nodes > 1 else None
             # in a Slurm step all launchers write to one place
             say = self._terminal.say if launchers.node == 0 else str
-            watch = Watch(run, total, say, script.hang_timeout_s, launchers.share)
+            is_again = self._restarts.past.generation > 0
+            watch = Watch(run, total, say, script.hang_timeout_s, launchers.share, is_again)
+            if asked is not None:
+                watch.ask_to_stop(asked)  # this start commits what was kept in memory, and ends
             # a run that is restarted goes on from a commit: what its ranks still do is lost
             grace_s = _QUICK_S if script.max_restarts else GRACE_S
-            about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s)
+            about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s, asked)
             group = WorkerGroup(specs, self._guardian, self._terminal, *about)
             outcome = group.watch()
         seconds = time.time() - self._began

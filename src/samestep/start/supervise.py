@@ -54,8 +54,12 @@ class WorkerGroup:
         watch: Watch | None = None,
         warm: Warm | None = None,
         grace_s: float = GRACE_S,
+        asked: int | None = None,
     ) -> None:
-        """Raises OSError where a worker cannot be started; `signals` is where arriving ones are read as bytes."""
+        """Raises OSError where a worker cannot be started; `signals` is where arriving ones are read as bytes.
+
+        `asked` is the signal that asked the run to end before these workers were started.
+        """
         self.began = time.monotonic()
         self.workers: list[Worker] = []
         self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere
@@ -64,9 +68,10 @@ class WorkerGroup:
         self._grace_s = grace_s if patience_s is None else patience_s
         self._patience_s = _PATIENCE_S if patience_s is None else patience_s
         self._stuck_s = _STUCK_S if patience_s is None else patience_s
-        self._asked: int | None = None
-        self._asked_at = inf
-        self._stop_at = self._kill_at = inf
+        self._asked = asked
+        self.asked_late: int | None = None  # after a worker had failed
+        self._asked_at = inf if asked is None else self.began
+        self._stop_at, self._kill_at = self._asked_at + self._patience_s, inf
         self._stopping = False
         try:
             for spec in specs:
@@ -164,6 +169,8 @@ class WorkerGroup:
         failed = [worker for worker in watched if worker.look() and worker.status]
         for worker in () if self._stopping else failed:
             wait_s = 0.0
+            if worker.status == -signal.SIGKILL and self._asked in (signal.SIGTERM, signal.SIGHUP):
+                self._asked, self.asked_late = None, self._asked  # no script ends so because it was asked to
             if self._asked is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
             elif worker.is_echo and self._alive():
@@ -198,10 +205,22 @@ class WorkerGroup:
             elif number == signal.SIGINT:
                 self._interrupt()
             else:
-                for worker in self._alive():
-                    worker.send(number)
-                if number in (signal.SIGTERM, signal.SIGHUP):
-                    self._asked = number
+                self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """To the workers; in a recovery, where it would end them before they commit, as a request to stop."""
+        if number not in (signal.SIGTERM, signal.SIGHUP):
+            pass
+        elif self._has_failed:
+            self.asked_late = number
+        elif self._watch and self._watch.is_recovering:
+            self._watch.ask_to_stop(number)
+            self._asked, self._stop_at = number, time.monotonic() + self._patience_s
+            return
+        else:
+            self._asked = number
+        for worker in self._alive():
+            worker.send(number)
 
     def _interrupt(self) -> None:
         if self._asked == signal.SIGINT:
@@ -221,6 +240,11 @@ class WorkerGroup:
         os.kill(os.getpid(), signal.SIGSTOP)
         for worker in self._alive():
             worker.send_group(signal.SIGCONT)
+
+    @property
+    def _has_failed(self) -> bool:
+        ended = [worker for worker in self.workers if worker.look() and not worker.was_stopped]
+        return any(worker.status not in (0, CHECKPOINTED) for worker in ended)
 
     def _way_out(self, worker: Worker) -> str:
         return self._watch.way_out(worker) if self._watch else ""

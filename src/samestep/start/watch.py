@@ -5,6 +5,7 @@ do not make, have left, or wait for a worker of their loader; on all nodes. Not 
 """
 
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,10 +34,11 @@ class Watch:
         say: Callable[[str], object],
         limit_s: float | None = None,
         share: Callable[[Sequence[RankState]], list[RankState]] = lambda _: [],
+        is_again: bool = False,
     ) -> None:
         """`limit_s` ends a hung run, by default init's timeout; `share` tells other nodes and hears them."""
         self._run, self._size, self._say = run, size, say
-        self._limit_s, self._share = limit_s, share
+        self._limit_s, self._share, self._is_again = limit_s, share, is_again
         self._look_at = 0.0
         self._paces: deque[float] = deque(maxlen=_MOST_PACES)
         self._step, self._step_at = -1, time.monotonic()
@@ -65,6 +67,15 @@ class Watch:
         if any(phase == "checkpoint" for phase, *_ in self._phases):
             return hang is not None and not any(state.phase == "checkpoint" for state in hang.missing)
         return hang is not None or (bool(self._paces) and still_s >= max(_STILL_S, self.least_s))
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the ranks were started again, perhaps from a state in memory alone, and have taken no step."""
+        return self._is_again and not self.has_stepped
+
+    def ask_to_stop(self, number: int) -> None:
+        """Have the ranks commit and end because of this signal, as `samestep stop` does."""
+        stop_path(self._run).write_text(signal.Signals(number).name)
 
     @property
     def is_asked_to_stop(self) -> bool:

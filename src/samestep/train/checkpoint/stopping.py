@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from samestep.errors import RankMissing
+from samestep.files import read_text
 from samestep.rundir import stop_path, time_up_path
 from samestep.train.group.group import Group
 
@@ -47,7 +48,8 @@ class StopRequests:
                     time_up_path(self._run).touch()
             return "the job's time limit"
         if self._run is not None and stop_path(self._run).exists():
-            return "samestep stop"
+            asked_by = read_text(stop_path(self._run))  # a launcher names its signal there
+            return asked_by if asked_by in signal.Signals.__members__ else "samestep stop"
         return ""
 
     def fulfilled(self) -> None:
