@@ -18,6 +18,9 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mode: int = 0o666) -> None:
     """Replace a file by these bytes, or by what `write` writes; after any error the old one is as it was."""
     handled = sys.exception()
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode) and not path.is_symlink():
+            raise OSError(EINVAL, "it is not a regular file", str(path))
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

@@ -279,7 +279,7 @@ tried("key file", lambda: open(os.path.expanduser("~root/.local/state/samestep/k
 for name in os.listdir("/tmp"):
     if name.startswith("samestep-0-"):
         tried(f"directory {name}", lambda: os.listdir("/tmp/" + name))
-        tried(f"a socket in {name}", lambda: open(f"/tmp/{name}/rank-0", "w"))
+        tried(f"a socket in {name}", lambda: open(f"/tmp/{name}/0-0", "w"))
 """
     workers = [
         one for one in _family(attacked.processes[0].pid) if "train.py" in " ".join(one.cmdline()[-1:])
@@ -334,6 +334,6 @@ def test_a_comer_with_another_key_or_none_is_never_a_rank(attempt):
 
 def knock(key: bytes, at: int) -> bytes:
     nonce = os.urandom(32)
-    said = bytearray(b"samestep-1\n" + nonce + derive(key, "knock", nonce))
+    said = bytearray(b"samestep-1\n" + nonce + derive(key, "greeting", nonce))
     said[at] ^= 1
     return bytes(said)

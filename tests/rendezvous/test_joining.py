@@ -174,7 +174,7 @@ def hosting() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
 
 def hello(number: int, **other: object) -> dict[str, object]:
     words = {"run": "r", "number": number, "size": 3, "host": "node02", "pid": 1, "script": ""}
-    words |= {"machine": "m", "places": [], "facts": {}}
+    words |= {"machine": "m", "places": [], "facts": {}, "is_near": False}
     return words | other
 
 

@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from samestep.rendezvous.listen import private_path
+from samestep.rendezvous.listen import private_folder
 
 BEGIN = """
     import json, os, sys, time
@@ -64,7 +64,7 @@ def test_all_hear_what_each_brings(ranks, size):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_a_directory_that_another_user_made_keeps_no_run_from_starting(ranks, tmp_path):
     """Its name may have been seen in an earlier run of the same name and port."""
-    folders = [private_path(b"\xab" * 32, str(tmp_path), "1", turn).parent for turn in "013"]
+    folders = [private_folder(b"\xab" * 32, str(tmp_path), "1", turn) for turn in "013"]
     for folder in folders:
         folder.mkdir()
         os.chown(folder, 65534, 65534)
@@ -195,7 +195,7 @@ def test_too_few_open_files_are_said_with_the_numbers_and_a_low_soft_limit_is_ra
     done = subprocess.run([sys.executable, "-c", dedent(ask)], capture_output=True, text=True)
     assert done.stdout == "(278, 300)\n"
     assert done.stderr.splitlines()[-1] == (
-        "samestep.errors.UsageError: 400 ranks connect, which takes about 528 open files, and this process may have "
+        "samestep.errors.UsageError: 400 ranks connect, which takes about 432 open files, and this process may have "
         "300 (`ulimit -Hn`); raise that limit, or start fewer processes"
     )
 

@@ -1,19 +1,23 @@
-"""Accepts those who join: proves them, names who is missing, and lets no flood of strangers keep them out."""
+"""Accepts those who join: proves them, says who is missing, and lets no flood of strangers keep them out.
+
+Every process accepts those that come to it, and tells the process above it which numbers have come. So number 0 hears
+of all from a few. Once all are there its answer goes down the same connections.
+"""
 
 import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, NoReturn
 
-from samestep.errors import RankMissing, RanksDiffer, SamestepError
+from samestep.errors import PlacementError, RankMissing, RanksDiffer, SamestepError, UsageError
 from samestep.rendezvous import addresses
 from samestep.rendezvous.channel import Channel
 from samestep.rendezvous.listen import allow_descriptors
-from samestep.rendezvous.member import Member, Patience
-from samestep.rendezvous.position import positions
+from samestep.rendezvous.member import Member, Patience, merged
+from samestep.rendezvous.position import Position, positions
 from samestep.rendezvous.tree import Tree
 from samestep.text import name_ranks, printable
 
@@ -23,75 +27,147 @@ _GREETING_S = 5.0
 _MOST_STRANGERS_EACH, _MOST_STRANGERS = 32, 128
 _ACCEPTED_AT_ONCE = 16
 _MOST_GREETINGS = 1 << 16
+_LONGEST_ERROR = 2000
+_WITHOUT_RANKS = {kind.__name__: kind for kind in (UsageError, PlacementError)}
 
 
 def host(listeners: Sequence[socket.socket], me: Member) -> Tree:
     """Number 0: accept all members of this run, and tell each its position; closes the listeners."""
-    allow_descriptors(me.size, f"{me.noun} 0 is connected to by {me.size} {me.noun}s")
-    admission = Admission(me, range(1, me.size))
-    try:
-        channels = admission.accept(listeners, me.limit_s)
-        hellos = [admission.hellos[number] for number in range(me.size)]
-        if objection := me.objection([hello["facts"] for hello in hellos]):
-            raise objection
-    except SamestepError as error:
-        admission.end(error)
-        raise
-    outside = (channel.connection for channel in channels.values())
-    peers = [connection.getpeername()[0] for connection in outside if connection.family != socket.AF_UNIX]
-    source = addresses.source_for(peers[0]) if peers else ""
-    own, *others = positions(hellos, source)
-    for number, position in enumerate(others, 1):
-        with suppress(OSError):
-            channels[number].send_json({"complete": position})
-        if number not in own.children:
-            channels.pop(number).close()
-    names = {number: hello["host"] for number, hello in enumerate(hellos)}
-    return Tree(0, me.size, channels, own, names, silence_s=me.silence_s, noun=me.noun)
+    allow_descriptors(me.heads, f"{me.noun} 0 is connected to by {me.heads} {me.noun}s")
+    with ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        meeting = stack.enter_context(Meeting(me, listeners))
+        meeting.run(lambda: meeting.is_complete, me.limit_s, meeting.absent)
+        return meeting.tree(meeting.tell_positions())
 
 
-class Admission:
-    """Accepts the wanted members: number 0 all of them, another process its children in the tree."""
+class Meeting:
+    """Those that have come to this process, and the one above that it came to; entered while others may come."""
 
-    def __init__(self, me: Member, wanted: Sequence[int]) -> None:
+    def __init__(self, me: Member, listeners: Sequence[socket.socket], above: Channel | None = None) -> None:
+        self._me, self._above = me, above
         self.hellos: dict[int, dict[str, Any]] = {me.number: me.hello()}
-        self._me, self._wanted, self._absent = me, set(wanted), set(wanted)
-        self._members: dict[int, Channel] = {}
+        self.members: dict[int, Channel] = {}
+        # Who has come through each member, by host, and how many of them share which cores, by machine.
+        self._told: dict[int, dict[str, Any]] = {}
+        self._count, self._is_news = 0, False
+        self._note(me.number, _told_by(self.hellos[me.number]))
         self._selector = selectors.DefaultSelector()
+        for listener in listeners:
+            listener.settimeout(0)
+            self._selector.register(listener, selectors.EVENT_READ)
+        if above is not None:
+            self._selector.register(above.connection, selectors.EVENT_READ, above)
         self._strangers: dict[Channel, str] = {}  # and from which address, the oldest first
         self._greetings: set[bytes] = set()
 
-    def accept(self, listeners: Sequence[socket.socket], limit_s: float) -> dict[int, Channel]:
-        """The channels to the wanted members; closes the listeners."""
-        patience = Patience(limit_s)
-        try:
-            for listener in listeners:
-                listener.settimeout(0)
-                self._selector.register(listener, selectors.EVENT_READ)
-            while self._absent:
-                ready = [key for key, _ in self._selector.select(_STEP_S)]
-                # Whoever has the key says so at once, and is heard before a flood of others is let in.
-                for key in sorted(ready, key=lambda key: key.data is None):
-                    self._hear(key.data) if key.data else self._open(key.fileobj)
-                self._drop_strangers()
-                if patience.left_s < 0 and self._absent:
-                    raise RankMissing(
-                        f"{self._missing()} did not come within {limit_s:g} s", ranks=sorted(self._absent)
-                    )
-                if patience.is_worth_a_line:
-                    patience.say(f"waiting for {self._missing()}")
-        finally:
-            for key in list(self._selector.get_map().values()):
-                if key.data not in self._members.values():
-                    (key.data or key.fileobj).close()  # type: ignore[union-attr]
-            self._selector.close()
-        return self._members
+    def __enter__(self) -> "Meeting":
+        return self
 
-    def end(self, error: SamestepError) -> None:
-        """Tell all who have come why there is no run."""
-        for channel in self._members.values():
-            _refuse(channel, error)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """All who have come are told of an error; without one their connections stay."""
+        if isinstance(error, SamestepError):
+            refuse([*self.members.values(), *([self._above] if self._above else [])], error)
+        for channel in [*self._strangers, *(self.members.values() if error else ())]:
             channel.close()
+        self._selector.close()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether as many have come as are counted."""
+        return self._count >= self._me.size
+
+    def answer(self) -> dict[str, Any] | None:
+        """What the process above has said: this one's position, once all have come."""
+        assert self._above is not None
+        if (message := self._above.take_json()) is None:
+            return None
+        raise_refusal(message)
+        return dict(message["complete"])
+
+    def run(
+        self, is_done: Callable[[], Any], limit_s: float, awaited: Callable[[], list[int]] | None = None
+    ) -> Any:
+        """Accept members until this is true; what it was. Says who is awaited, or raises EOFError at the limit."""
+        patience = Patience(limit_s)
+        while not (done := is_done()):
+            ready = [key for key, _ in self._selector.select(_STEP_S)]
+            # Whoever has the key says so at once, and is heard before a flood of others is let in.
+            for key in sorted(ready, key=lambda key: key.data is None):
+                self._hear(key.data) if key.data else self._open(key.fileobj)
+            self._drop_strangers()
+            if self._above is not None and self._is_news and (not ready or self._count >= self._me.below):
+                self._above.send_json({"told": self._all_told()})
+                self._is_news = False
+            if patience.left_s < 0:
+                self._give_up(awaited, limit_s)
+            if awaited and patience.is_worth_a_line:
+                patience.say(f"waiting for {self._named(awaited())}")
+        return done
+
+    def tell_positions(self) -> Position:
+        """Number 0: tell all members theirs, and give its own."""
+        self._check_twice()
+        hellos = {number: hello for number, hello in self.hellos.items() if not hello["is_near"]}
+        outside = (channel.connection for channel in self.members.values())
+        peers = [connection.getpeername()[0] for connection in outside if connection.family != socket.AF_UNIX]
+        source = addresses.source_for(peers[0]) if peers else ""
+        found = positions(hellos, self._all_told()["sharing"], source)
+        for number in hellos.keys() - {0}:
+            self._tell(number, found[number])
+            if number not in found[0].children:
+                self.members.pop(number).close()
+        self.hand_on(found[0])
+        return found[0]
+
+    def hand_on(self, position: Position) -> None:
+        """Tell the members that stay below this process theirs; what anyone says from now on is for the tree."""
+        for channel in [*self.members.values(), *([self._above] if self._above else [])]:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(channel.connection)
+        self._above = None
+        near = [number for number in self.members if self.hellos[number]["is_near"]]
+        for number in near:
+            path = [self._me.number, *position.path]
+            self._tell(number, position._replace(path=path, parent_places=(), children=()))
+
+    def tree(self, position: Position, above: Mapping[int, Channel] | None = None, host: str = "") -> Tree:
+        """This process among all, once all of its neighbours are connected."""
+        me, names = self._me, dict(self._there()) | dict.fromkeys(above or (), host)
+        names |= {number: self.hellos[number]["host"] for number in self.members}
+        channels = self.members | dict(above or {})
+        return Tree(me.number, me.size, channels, position, names, silence_s=me.silence_s, noun=me.noun)
+
+    def _note(self, number: int, told: dict[str, Any] | None) -> None:
+        """Keep who has come through a member, or that it is gone."""
+        before = self._told.pop(number, None)
+        self._count += (told["count"] if told else 0) - (before["count"] if before else 0)
+        if told:
+            self._told[number] = told
+        self._is_news = True
+
+    def _all_told(self) -> dict[str, Any]:
+        hosts: dict[str, list[list[int]]] = {}
+        sharing: dict[str, Counter[str]] = {}
+        for told in self._told.values():
+            for name, spans in told["hosts"].items():
+                hosts.setdefault(name, []).extend(spans)
+            for machine, cores in told["sharing"].items():
+                sharing.setdefault(machine, Counter()).update(cores)
+        spans_of = {name: merged(spans) for name, spans in hosts.items()}
+        return {"count": self._count, "hosts": spans_of, "sharing": sharing}
+
+    def _tell(self, number: int, position: Position) -> None:
+        with suppress(OSError):  # the tree finds out
+            self.members[number].send_json({"complete": position._asdict()})
+
+    def _give_up(self, awaited: Callable[[], list[int]] | None, limit_s: float) -> NoReturn:
+        self._check_twice()
+        if awaited is None:
+            raise EOFError("too slow")
+        missing = awaited()
+        raise RankMissing(f"{self._named(missing)} did not come within {limit_s:g} s", ranks=missing)
 
     def _open(self, listener: Any) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -104,6 +180,9 @@ class Admission:
             self._strangers[channel] = str(address[0]) if isinstance(address, tuple) else ""
 
     def _hear(self, channel: Channel) -> None:
+        if channel is self._above:
+            channel.fill()
+            return
         if channel.connection.fileno() < 0:  # closed within this turn
             return
         try:
@@ -113,10 +192,14 @@ class Admission:
                 self._note_greeting(channel.client_nonce)
             if channel.is_proven:
                 self._strangers.pop(channel, None)
-            if hello := channel.take_json():
-                self._admit(channel, hello)
+            while message := channel.take_json():
+                if "told" in message:
+                    self._note(self._number_of(channel), message["told"])
+                elif not self._admit(channel, message):
+                    break
         except RanksDiffer as error:
-            _refuse(channel, error)
+            refuse([channel], error)
+            channel.close()
             raise
         except (EOFError, ValueError, KeyError, TypeError, OSError):
             self._forget(channel)
@@ -140,26 +223,30 @@ class Admission:
                 counts[at] -= 1
                 self._forget(channel)
 
-    def _admit(self, channel: Channel, hello: dict[str, Any]) -> None:
+    def _admit(self, channel: Channel, hello: dict[str, Any]) -> bool:
+        """Whether this member may say more now: one that connects as the tree has it goes on with the tree at once."""
         me = self._me
+        raise_refusal(hello)
         if hello["run"] != me.run:
             channel.send_json({"unknown": me.run})
             self._forget(channel)
-            return
+            return False
         hello["host"], hello["pid"] = printable(hello["host"], 64), int(hello["pid"])
         hello["facts"], hello["places"] = dict(hello["facts"]), list(hello["places"])
-        number = int(hello["number"])
+        hello["machine"], hello["is_near"] = str(hello["machine"]), bool(hello["is_near"])
+        number = hello["number"] = int(hello["number"])
         self._check(number, hello)
         if number < 0:
-            number = min(self._absent)
-        if number in self._members:
-            self._forget(self._members[number])
-        self._members[number], self.hellos[number] = channel, hello
-        self._absent.discard(number)
+            number = hello["number"] = self.absent()[0]
+        if number in self.members:
+            self._forget(self.members[number])
+        self.members[number], self.hellos[number] = channel, hello
         channel.send_json({"welcome": number, "host": self.hellos[me.number]["host"]})
-        if me.number > 0:
-            # A child goes on at once; what it says next is for the tree.
+        if me.number and not hello["is_near"]:
             self._selector.unregister(channel.connection)
+            return False
+        self._note(number, _told_by(hello))
+        return True
 
     def _check(self, number: int, hello: dict[str, Any]) -> None:
         """Raises RanksDiffer where this member cannot be of this run."""
@@ -177,36 +264,79 @@ class Admission:
                 f"{here} counts {me.size} {me.noun}s and {who} counts {hello['size']}; "
                 "start all of them with the same number"
             )
-        if number < 0 and not self._absent:
+        if number < 0 and not self.absent():
             raise RanksDiffer(
                 f"{who} came, which is one too many for {me.size}; start as many as are counted"
             )
         if number >= me.size:
             raise RanksDiffer(f"{member} came, but there are {me.size}; count from 0")
         known = self.hellos.get(number, hello)
-        same = (known["host"], known["pid"]) == (hello["host"], hello["pid"])
-        if not same or number not in (-1, me.number, *self._wanted):
+        if (known["host"], known["pid"]) != (hello["host"], hello["pid"]) or number == me.number:
             raise RanksDiffer(
                 f"{member} came twice: process {known['pid']} on {known['host']} and process {hello['pid']} on "
                 f"{hello['host']}; give every {me.noun} a number of its own"
             )
+        if objection := me.objection({me.number: me.facts, number: hello["facts"]}):
+            raise objection
+
+    def _number_of(self, channel: Channel) -> int:
+        return next(number for number, member in self.members.items() if member is channel)
+
+    def _there(self) -> Iterator[tuple[int, str]]:
+        """The numbers that have come, and from which host."""
+        for told in self._told.values():
+            for name, spans in told["hosts"].items():
+                yield from ((number, name) for first, last in spans for number in range(first, last + 1))
+
+    def _check_twice(self) -> None:
+        """Raises RanksDiffer where a number came through two members."""
+        seen: dict[int, str] = {}
+        for number, name in self._there():
+            if number in seen:
+                raise RanksDiffer(
+                    f"{self._me.noun} {number} came twice, on {seen[number]} and on {name}; "
+                    f"give every {self._me.noun} a number of its own"
+                )
+            seen[number] = name
 
     def _forget(self, channel: Channel) -> None:
         is_stranger = self._strangers.pop(channel, None) is not None
-        members = {} if is_stranger else self._members
+        members = {} if is_stranger else self.members
         for number in [number for number, member in members.items() if member is channel]:
-            del self._members[number], self.hellos[number]
-            self._absent.add(number)
+            del self.members[number], self.hellos[number]
+            self._note(number, None)
         # ValueError: it was closed within this turn, when the same member came again.
         with suppress(KeyError, ValueError):
             self._selector.unregister(channel.connection)
         channel.close()
 
-    def _missing(self) -> str:
-        return name_ranks(self._absent, self._me.expected, self._me.noun)
+    def absent(self) -> list[int]:
+        """Who of the run has not come."""
+        there = {number for number, _ in self._there()}
+        return [number for number in range(self._me.size) if number not in there]
+
+    def _named(self, numbers: Sequence[int]) -> str:
+        return name_ranks(numbers, self._me.expected, self._me.noun)
 
 
-def _refuse(channel: Channel, error: SamestepError) -> None:
-    kind, ranks = type(error).__name__, getattr(error, "ranks", ())
-    with suppress(OSError):
-        channel.send_json({"error": str(error), "kind": kind, "ranks": ranks})
+def refuse(channels: Iterable[Channel], error: SamestepError) -> None:
+    """Tell these why there is no run."""
+    said = {"error": str(error), "kind": type(error).__name__, "ranks": getattr(error, "ranks", ())}
+    for channel in channels:
+        with suppress(OSError):
+            channel.send_json(said)
+
+
+def raise_refusal(message: Mapping[str, Any]) -> None:
+    """Raise what another process has said of why there is no run, if so."""
+    if "error" in message:
+        text, ranks = printable(message["error"], _LONGEST_ERROR), message.get("ranks", ())
+        if kind := _WITHOUT_RANKS.get(str(message.get("kind"))):
+            raise kind(text)
+        raise (RanksDiffer if message.get("kind") == "RanksDiffer" else RankMissing)(text, ranks=ranks)
+
+
+def _told_by(hello: Mapping[str, Any]) -> dict[str, Any]:
+    number, cores = hello["number"], str(hello["facts"].get("cores"))
+    hosts, sharing = {hello["host"]: [[number, number]]}, {hello["machine"]: {cores: 1}}
+    return {"count": 1, "hosts": hosts, "sharing": sharing}

@@ -1,21 +1,23 @@
-"""How processes started apart find each other: number 0 listens, the others connect, both say who is missing.
+"""How processes started apart find each other: number 0 listens, the others go to it or to one on the way to it.
 
-Number 0 then tells each its parent in a tree, to which it connects, and the connection to number 0 ends.
+Where many are on one machine, each goes to the one above it there. The first ones of the machines go to number 0,
+which tells each its parent in a tree; it connects to that, and its connection to number 0 ends.
 """
 
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from samestep.errors import PlacementError, RankMissing, RanksDiffer, UsageError
+from samestep.errors import PlacementError, RankMissing
+from samestep.files import is_own_directory
 from samestep.rendezvous.channel import Channel
-from samestep.rendezvous.host import Admission
-from samestep.rendezvous.listen import listen, private_path, private_socket
+from samestep.rendezvous.host import Meeting, raise_refusal
+from samestep.rendezvous.listen import listen, private_folder, private_socket
 from samestep.rendezvous.member import Member, Patience, Place, place_from, place_of
 from samestep.rendezvous.position import Position
 from samestep.rendezvous.tree import Tree
@@ -24,13 +26,17 @@ from samestep.text import printable, reason_of
 _CONNECT_S = 2.0
 _REPLY_S, _SHORT_S = 3.0, 0.05
 _TREE_S = 30.0
-_LONGEST_ERROR = 2000
+# How long a process waits before it goes past one of its machine that is not there.
+_ABOVE_S = 1.0
 _STRANGER = "found nothing with this run's key there; machines without a common home need SAMESTEP_KEY"
-_WITHOUT_RANKS = {kind.__name__: kind for kind in (UsageError, PlacementError)}
 
 
 class _NotHere(Exception):
     """Why a place does not lead to this run."""
+
+
+class _Silent(_NotHere):
+    """Somebody is there and says nothing yet."""
 
 
 def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
@@ -38,60 +44,63 @@ def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
     patience = Patience(me.limit_s)
     pause, was_told = 0.05, False
     is_first = me.number <= 1 or me.noun != "rank"
-    while True:
-        tried: dict[Place, str] = {}
-        for place in where():
-            was_told = True
-            try:
-                return _join_at(place, me, patience)
-            except _NotHere as reason:
-                tried[place] = str(reason)
-        found = _summary(tried) or me.advice
-        if not was_told and patience.waited_s > me.no_place_s:
-            raise PlacementError(me.advice)
-        if patience.left_s < 0:
-            raise RankMissing(
-                f"{me.title} found no {me.noun} 0 within {me.limit_s:g} s ({found}); "
-                f"is {me.noun} 0 started, and can {socket.gethostname()} reach it?",
-                ranks=[0],
-            )
-        if is_first and patience.is_worth_a_line:
-            patience.say(f"{me.title} looks for {me.noun} 0 ({found})")
-        time.sleep(pause)
-        pause = min(0.5, pause * 1.5)
+    with private_socket(me.path or private_folder(os.urandom(32)) / "rank") as listener:
+        while True:
+            tried: dict[Place, str] = {}
+            levels = 1 + int(patience.waited_s / _ABOVE_S)
+            near = [str(path) for paths in me.above[:levels] for path in paths]
+            for place in chain(near, where() if levels > len(me.above) else ()):
+                was_told = True
+                try:
+                    return _join_at(place, me, patience, listener, is_near=place in near)
+                except _NotHere as reason:
+                    tried[place] = str(reason)
+                    if place in near and isinstance(reason, _Silent):
+                        break  # it is on its way itself
+            found = _summary(tried) or me.advice
+            if not was_told and patience.waited_s > me.no_place_s:
+                raise PlacementError(me.advice)
+            if patience.left_s < 0:
+                raise RankMissing(
+                    f"{me.title} found no {me.noun} 0 within {me.limit_s:g} s ({found}); "
+                    f"is {me.noun} 0 started, and can {socket.gethostname()} reach it?",
+                    ranks=[0],
+                )
+            if is_first and patience.is_worth_a_line:
+                patience.say(f"{me.title} looks for {me.noun} 0 ({found})")
+            time.sleep(pause)
+            pause = min(0.5, pause * 1.5)
 
 
-def _join_at(place: Place, me: Member, patience: Patience) -> Tree:
+def _join_at(place: Place, me: Member, patience: Patience, listener: socket.socket, *, is_near: bool) -> Tree:
     """This member among all, if this place leads to them."""
-    with ExitStack() as listening, ExitStack() as unless_joined:
+    with ExitStack() as stack, ExitStack() as unless_joined:
         channel = _connect(place, me)
         unless_joined.callback(channel.close)
-        beside = Path(place).with_name(f"rank-{me.number}") if isinstance(place, str) else None
-        listeners = [listening.enter_context(private_socket(beside or private_path(os.urandom(32))))]
-        if not beside:
-            (opened,) = listen([0], [channel.connection.getsockname()[0]])
-            listeners.append(listening.enter_context(opened))
-        number, parent_host = _introduce(channel, me, listeners)
+        listeners, address = [listener], ""
+        if isinstance(place, tuple):
+            address = str(channel.connection.getsockname()[0])
+            listeners.append(stack.enter_context(listen([0], [address])[0]))
+        number, host = _introduce(channel, me, listeners, is_near=is_near)
         me = replace(me, number=number)
-        channel.connection.settimeout(max(0.1, patience.left_s + _REPLY_S))
+        meeting = stack.enter_context(Meeting(me, listeners, channel))
         try:
-            message = channel.wait_json()
+            position = Position(**meeting.run(meeting.answer, max(0.0, patience.left_s) + _REPLY_S))
         except (EOFError, ValueError, OSError):
             raise _NotHere(f"{me.noun} 0 went away") from None
-        _raise_refusal(message)
-        position, name = Position(*message["complete"]), channel.connection.getsockname()
-        if not position.address and isinstance(name, tuple):
-            position = position._replace(address=str(name[0]))
-        parent = position.path[0]
-        if parent:
+        position = position._replace(address=position.address or address)
+        meeting.hand_on(position)
+        if position.path[0] and not is_near:
             channel.close()
-            channel, parent_host = _connect_to_parent(position, me)
+            channel, host = _connect_to_parent(position, me)
             unless_joined.callback(channel.close)
-        admission = Admission(me, position.children)
-        channels = {parent: channel} | admission.accept(listeners, _TREE_S)
-        names = {child: hello["host"] for child, hello in admission.hellos.items()} | {parent: parent_host}
+
+        def awaited() -> list[int]:
+            return [child for child in position.children if child not in meeting.members]
+
+        meeting.run(lambda: not awaited(), _TREE_S, awaited)
         unless_joined.pop_all()
-        return Tree(number, me.size, channels, position, names, silence_s=me.silence_s, noun=me.noun)
+        return meeting.tree(position, {position.path[0]: channel}, host)
 
 
 def _connect_to_parent(position: Position, me: Member) -> tuple[Channel, str]:
@@ -102,7 +111,7 @@ def _connect_to_parent(position: Position, me: Member) -> tuple[Channel, str]:
         for place in position.parent_places:
             try:
                 channel = _connect(place_from(place), me)
-                return channel, _introduce(channel, me, [])[1]
+                return channel, _introduce(channel, me, [], is_near=False)[1]
             except _NotHere as reason:
                 tried[place_from(place)] = str(reason)
         time.sleep(0.02)
@@ -117,6 +126,8 @@ def _connect(place: Place, me: Member) -> Channel:
     with ExitStack() as unless_proven:
         try:
             if isinstance(place, str):
+                if not is_own_directory(Path(place).parent):
+                    raise _NotHere("no directory of this user")
                 connection = unless_proven.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 connection.settimeout(_CONNECT_S)
                 connection.connect(place)
@@ -134,33 +145,27 @@ def _connect(place: Place, me: Member) -> Channel:
                 if patience.left_s < 0:
                     raise EOFError("too slow")
         except (EOFError, ValueError, OSError):
-            raise _NotHere(_STRANGER) from None
+            raise _Silent(_STRANGER) from None
         unless_proven.pop_all()
         return channel
 
 
-def _introduce(channel: Channel, me: Member, listeners: Sequence[socket.socket]) -> tuple[int, str]:
+def _introduce(
+    channel: Channel, me: Member, listeners: Iterable[socket.socket], *, is_near: bool
+) -> tuple[int, str]:
     """Say who this is, and where its children find it; the number that it is given, and the other's host."""
     channel.connection.settimeout(_REPLY_S)
     try:
-        channel.send_json(me.hello([place_of(listener) for listener in listeners]))
+        channel.send_json(me.hello([place_of(listener) for listener in listeners], is_near=is_near))
         message = channel.wait_json()
     except (EOFError, ValueError, OSError):
         channel.close()
         raise _NotHere(_STRANGER) from None
-    _raise_refusal(message)
+    raise_refusal(message)
     if "unknown" in message:
         channel.close()
         raise _NotHere(f"found {printable(message['unknown']) or 'a run without name'} there")
     return int(message["welcome"]), str(message["host"])
-
-
-def _raise_refusal(message: Mapping[str, Any]) -> None:
-    if "error" in message:
-        text, ranks = printable(message["error"], _LONGEST_ERROR), message.get("ranks", ())
-        if kind := _WITHOUT_RANKS.get(str(message.get("kind"))):
-            raise kind(text)
-        raise (RanksDiffer if message.get("kind") == "RanksDiffer" else RankMissing)(text, ranks=ranks)
 
 
 def _summary(tried: Mapping[Place, str]) -> str:

@@ -21,7 +21,8 @@ LOOP = "127.0.0.1"
 _STEP_S = 0.25
 _TAKEN_S = 30.0
 _BACKLOG = 1024
-_OTHER_DESCRIPTORS = 128
+# What a rank has open besides, and what its script may open.
+_LEAST_DESCRIPTORS, _OTHER_DESCRIPTORS = 32, 128
 
 
 def listen(ports: Sequence[int], addresses: Sequence[str], why: str = "") -> list[socket.socket]:
@@ -74,19 +75,15 @@ def addresses_for(name: str) -> list[str]:
 def private_socket(path: Path) -> Iterator[socket.socket]:
     """Listen at a Unix socket in a directory of mode 0700, which is removed at the end."""
     folder = path.parent
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    if not is_own_directory(folder):
-        raise PlacementError(f"{folder} is not this user's own directory; remove it")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
-        try:
-            opened.connect(str(path))
-        except OSError:
-            path.unlink(missing_ok=True)  # what a crash left
-        else:
-            raise PlacementError(f"another process listens at {path}; give every rank a number of its own")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
-        opened.bind(str(path))
+        while opened.getsockname() != str(path):
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            if not is_own_directory(folder):
+                raise PlacementError(f"{folder} is not this user's own directory; remove it")
+            _remove_left(path)
+            with suppress(FileNotFoundError):  # the last of an earlier run has just removed the directory
+                opened.bind(str(path))
         opened.listen(_BACKLOG)
         try:
             yield opened
@@ -96,11 +93,22 @@ def private_socket(path: Path) -> Iterator[socket.socket]:
                 folder.rmdir()
 
 
-def private_path(key: bytes, *words: str) -> Path:
+def private_folder(key: bytes, *words: str) -> Path:
     """Where the ranks of one machine meet; nobody without their key can make a directory of that name first."""
     folder = f"samestep-{os.geteuid()}-{derive(key, 'directory', *words).hex()[:24]}"
     base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
-    return Path(base, folder, "rank-0")
+    return Path(base, folder)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove a socket that a crash left; PlacementError where a process listens at it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
+        try:
+            opened.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+        else:
+            raise PlacementError(f"another process listens at {path}; give every rank a number of its own")
 
 
 def hold_port() -> tuple[socket.socket, int]:
@@ -114,15 +122,16 @@ def hold_port() -> tuple[socket.socket, int]:
 
 def allow_descriptors(needed: int, why: str) -> None:
     """Raise the soft limit of open files until there is room for so many, or say that the hard one is too low."""
-    needed += _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    hard = 1 << 30 if hard == resource.RLIM_INFINITY else hard
+    needed += _LEAST_DESCRIPTORS
+    if hard < needed:
         raise UsageError(
             f"{why}, which takes about {needed} open files, and this process may have {hard} (`ulimit -Hn`); "
             "raise that limit, or start fewer processes"
         )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if soft != resource.RLIM_INFINITY and soft < (roomy := min(hard, needed + _OTHER_DESCRIPTORS)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (roomy, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def _bound(address: str, port: int) -> socket.socket:

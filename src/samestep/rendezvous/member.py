@@ -4,9 +4,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from samestep.errors import SamestepError
@@ -37,17 +38,25 @@ class Member:
     no_place_s: float = inf
     script: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    objection: Callable[[Sequence[Mapping[str, Any]]], SamestepError | None] = lambda ranks: None
+    objection: Callable[[Mapping[int, Mapping[str, Any]]], SamestepError | None] = lambda ranks: None
+    above: Sequence[Sequence[Path]] = ()
+    below: int = 1
+    path: Path | None = None
 
     @property
     def title(self) -> str:
         return f"{self.noun} {self.number}" + (f" of {self.run}" if self.run else "")
 
-    def hello(self, places: Sequence[Place] = ()) -> dict[str, Any]:
-        """What it says of itself; `places` are where its children in the tree find it."""
+    @property
+    def heads(self) -> int:
+        """How many connect to number 0 where each machine has as many members as this one."""
+        return -(-self.size // self.below) + self.below.bit_length()
+
+    def hello(self, places: Sequence[Place] = (), *, is_near: bool = False) -> dict[str, Any]:
+        """What it says of itself; `places` are where its children find it, unless it stays where it comes."""
         who = {"host": socket.gethostname(), "pid": os.getpid(), "machine": addresses.machine()}
         told = {"run": self.run, "number": self.number, "size": self.size, "script": self.script}
-        return who | told | {"places": list(places), "facts": dict(self.facts)}
+        return who | told | {"places": list(places), "facts": dict(self.facts), "is_near": is_near}
 
 
 class Patience:
@@ -77,6 +86,17 @@ class Patience:
 
 def say(text: str) -> None:
     print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+
+def merged(spans: Iterable[list[int]]) -> list[list[int]]:
+    """Spans of numbers, first and last, as few as possible."""
+    joined: list[list[int]] = []
+    for first, last in sorted(spans):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1][1] = max(last, joined[-1][1])
+        else:
+            joined.append([first, last])
+    return joined
 
 
 def place_of(listener: socket.socket) -> Place:

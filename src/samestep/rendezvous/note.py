@@ -18,7 +18,7 @@ from samestep.rendezvous.member import Member, Place, place_from, place_of
 from samestep.rendezvous.tree import Tree
 from samestep.text import reason_of
 
-_MOST_BYTES = 1 << 20
+_MOST_BYTES, _MOST_PLACES = 1 << 16, 64
 
 
 def meet(path: Path, me: Member) -> Tree:
@@ -37,6 +37,8 @@ def posted(path: Path, listeners: Sequence[socket.socket]) -> Iterator[None]:
     text = json.dumps(note).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(path) and not read(path):
+            raise PlacementError(f"{path} is there and is no note of a run; name a file that does not exist")
         write_atomically(path, text)
     except OSError as error:
         raise PlacementError(
@@ -54,6 +56,7 @@ def read(path: Path) -> list[Place]:
     """Where the note says that number 0 listens; nothing where there is none."""
     try:
         os.listdir(path.parent)  # a network file system may remember for a minute that the file was not there
-        return [place_from(place) for place in json.loads(read_regular(path, _MOST_BYTES))["places"]]
+        places = json.loads(read_regular(path, _MOST_BYTES))["places"]
+        return [place_from(place) for place in places[:_MOST_PLACES]]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []

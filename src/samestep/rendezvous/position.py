@@ -4,64 +4,56 @@ The first processes of the machines are a binomial tree (the parent of number i 
 are the processes of each machine. So each has at most log2(processes here) + log2(machines) + 1 links.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
 class Position(NamedTuple):
-    """A process's way to number 0 in the tree, its children, and its place among the machines of the run."""
+    """A process's way to number 0 in the tree, and its place among the machines of the run."""
 
     path: Sequence[int]  # its parent, that one's parent and so on, up to number 0
     parent_places: Sequence[Any]  # where the parent listens
-    children: Sequence[int]
+    children: Sequence[int]  # those that connect to it now; others have come through it
     node: int
     nodes: int
     local_rank: int
     local_size: int
-    sharing: int  # how many processes, this one too, may use the same cores
+    sharing: Mapping[str, int]  # by what cores a process may use, how many of this machine may use the same
     address: str  # of this machine for the others, empty where there are none or its own connection tells
 
 
-def positions(hellos: Sequence[Mapping[str, Any]], source: str) -> list[Position]:
-    """Each process's position, by number, from what they said of themselves; `source` is number 0's own address."""
+def positions(
+    hellos: Mapping[int, Mapping[str, Any]], sharing: Mapping[str, Mapping[str, int]], source: str
+) -> dict[int, Position]:
+    """The positions of those that came to number 0, and its own; `source` is its address, `sharing` by machine."""
     machines: dict[str, list[int]] = {}
-    for number, hello in enumerate(hellos):
-        machines.setdefault(str(hello["machine"]), []).append(number)
+    for number in sorted(hellos):
+        machines.setdefault(hellos[number]["machine"], []).append(number)
     nodes = list(machines.values())
-    at, parents = {}, {}
-    for node, numbers in enumerate(nodes):
-        for local_rank, number in enumerate(numbers):
-            at[number] = node, local_rank
-            parents[number] = numbers[_parent(local_rank)] if local_rank else nodes[_parent(node)][0]
+    parents = {
+        number: numbers[parent_of(local_rank)] if local_rank else nodes[parent_of(node)][0]
+        for node, numbers in enumerate(nodes)
+        for local_rank, number in enumerate(numbers)
+    }
     children: dict[int, list[int]] = {number: [] for number in parents}
-    for number in range(1, len(hellos)):
+    for number in sorted(parents.keys() - {0}):
         children[parents[number]].append(number)
-    cores = [(hello["machine"], str(hello["facts"].get("cores"))) for hello in hellos]
-    sharing = Counter(cores)
-    return [
-        Position(
-            _path(number, parents),
-            hellos[parents[number]]["places"],
-            children[number],
-            node,
-            len(nodes),
-            local_rank,
-            len(nodes[node]),
-            sharing[cores[number]],
-            "" if node else source,
-        )
-        for number, (node, local_rank) in sorted(at.items())
-    ]
+    found = {}
+    for node, (machine, numbers) in enumerate(machines.items()):
+        for local_rank, number in enumerate(numbers):
+            path = [number]
+            while path[-1]:
+                path.append(parents[path[-1]])
+            at = (node, len(nodes), local_rank, len(numbers), sharing[machine], "" if node else source)
+            found[number] = Position(path[1:], hellos[parents[number]]["places"], children[number], *at)
+    return found
 
 
-def _parent(place: int) -> int:
+def parent_of(place: int) -> int:
+    """The place of the parent of a place in a binomial tree."""
     return place & (place - 1)
 
 
-def _path(number: int, parents: Mapping[int, int]) -> list[int]:
-    path = []
-    while number:
-        number = parents[number]
-        path.append(number)
-    return path
+def below(place: int, size: int) -> int:
+    """How many of `size` places are at or below a place in a binomial tree."""
+    return min(place & -place, size - place) if place else size

@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from samestep.rendezvous import addresses, note
 from samestep.rendezvous.host import host
 from samestep.rendezvous.join import join
 from samestep.rendezvous.key import key_of_run
-from samestep.rendezvous.listen import LOOP, addresses_for, listen, private_path, private_socket
+from samestep.rendezvous.listen import LOOP, addresses_for, listen, private_folder, private_socket
 from samestep.rendezvous.member import Member
+from samestep.rendezvous.position import below, parent_of
 from samestep.rendezvous.tree import Tree
 
 _NO_NOTE_S = 120.0
-_PATHS = "01234567"
+_TURNS = "01234567"
+_FIRST = "0-0"
 
 
 def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False, **about: Any) -> Tree:
@@ -28,9 +31,10 @@ def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False
     Where torch already listens at MASTER_PORT, rank 0 takes another port that all derive from it.
     """
     key, run = key_of_run(os.environ, here.launcher), here.run or ""
-    paths = [private_path(key, run, str(here.master_port), turn) for turn in _PATHS]
+    folders = [private_folder(key, run, str(here.master_port), turn) for turn in _TURNS]
     expected = hosts_of_ranks(os.environ, here.size)
     me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, **about)
+    me = replace(me, **_on_machine(here, folders))
     is_local = is_one_machine(here)
     if not (is_local or (here.master_addr and here.master_port)):
         return _by_note(here, me)
@@ -38,16 +42,14 @@ def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False
     ports = [port] if _is_given(here, "master_port") and not is_port_used else port_choices(port)
     suffix = "" if _is_given(here, "master_addr") else os.environ.get("SAMESTEP_ADDRESS_SUFFIX", "")
     if here.rank == 0:
-        # Another user may have seen a name in an earlier run, and taken it.
-        free = (path for path in paths if not os.path.lexists(path.parent) or is_own_directory(path.parent))
-        with private_socket(next(free, paths[0])) as private:
+        with private_socket(_free(folders) / _FIRST) as private:
             listeners = [private]
             if not is_local:
                 at, why = addresses_for(f"{here.master_addr}{suffix}"), here.origin.get("master_port", "")
                 listeners += listen(ports, at, why)
             return host(listeners, me)
     if is_local or (here.node == 0 and "=" in here.origin.get("node", "")):
-        return join(lambda: map(str, paths), me)
+        return join(lambda: [str(folder / _FIRST) for folder in folders], me)
     names = addresses.resolve(here.master_addr or LOOP, suffix)
     return join(lambda: [(name, port) for port in ports for name in names], me)
 
@@ -56,6 +58,24 @@ def is_one_machine(here: Placement) -> bool:
     """Whether all ranks are known to run on one machine."""
     is_told = here.nodes == 1 and here.origin.get("local_size") != ASSUMED
     return is_told or here.master_addr in ("localhost", LOOP, "::1")
+
+
+def _on_machine(here: Placement, folders: Sequence[Path]) -> dict[str, Any]:
+    """What Member holds of a place among the ranks of a machine, where that was told."""
+    if not all("=" in here.origin.get(fact, "") for fact in ("node", "local_rank", "local_size")):
+        return {}
+    place, above = here.local_rank, []
+    while place:
+        place = parent_of(place)
+        above.append([folder / f"{here.node}-{place}" for folder in folders])
+    path = _free(folders) / f"{here.node}-{here.local_rank}"
+    return {"above": above, "below": below(here.local_rank, here.local_size), "path": path}
+
+
+def _free(folders: Sequence[Path]) -> Path:
+    """Another user may have seen a name in an earlier run, and taken it."""
+    free = (folder for folder in folders if not os.path.lexists(folder) or is_own_directory(folder))
+    return next(free, folders[0])
 
 
 def _by_note(here: Placement, me: Member) -> Tree:

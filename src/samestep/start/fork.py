@@ -101,7 +101,8 @@ class _Warm:
     def __init__(self, path: Sequence[str], env: Mapping[str, str], errors: Path, guardian: Guardian) -> None:
         self.orders, theirs = socket.socketpair()
         self._guardian = guardian
-        with theirs, errors.open("ab") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with theirs, open(os.open(errors, flags, 0o600), "ab") as file:
             self.process = Popen(
                 [scripts_python(), str(_FILE), *path],
                 bufsize=0,

@@ -15,6 +15,7 @@ from samestep.errors import UsageError
 from samestep.files import make_private_directory
 from samestep.rundir import CHECKPOINTED
 from samestep.start.profiles import Profile
+from samestep.text import reason_of
 
 LAUNCHERS = ("srun", "samestep", "torchrun")
 GPU_OPTIONS = ("gres", "gpus-per-node")
@@ -126,13 +127,18 @@ def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
 def write_script(job: Job, said: Sequence[str]) -> Path:
     """Write the script beside the job's output, and say where it is."""
     batch_script(job, said, next(job.script_paths))
-    make_private_directory(job.folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    for path in job.script_paths:
-        # another submission may take the same name at the same moment
-        with suppress(FileExistsError), open(os.open(path, flags, 0o700), "wb") as file:
-            file.write(batch_script(job, said, path).encode(errors="surrogateescape"))
-            return path
+    try:
+        make_private_directory(job.folder)
+        for path in job.script_paths:
+            # another submission may take the same name at the same moment
+            with suppress(FileExistsError), open(os.open(path, flags, 0o700), "wb") as file:
+                file.write(batch_script(job, said, path).encode(errors="surrogateescape"))
+                return path
+    except OSError as error:
+        raise UsageError(
+            f"{job.folder} cannot be written ({reason_of(error)}); name another with --run-dir"
+        ) from error
     raise UsageError(f"{job.folder} has a thousand scripts of {job.title} of this second; wait for the next")
 
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
 import psutil
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import make_private_directory, open_directory, sync_names
+from samestep.files import make_private_directory, open_directory, open_regular, sync_names
 from samestep.state import file as state_file
 from samestep.state import lease
 from samestep.state.lease import Record
 from samestep.state.slots import Slots
-from samestep.text import size
+from samestep.text import reason_of, size
 
 T = TypeVar("T")
 _AMBIGUOUS = "holds commits of two runs, or two copies of a run, and no lease; move those of the other away"
@@ -157,6 +157,9 @@ class CheckpointDirectory:
                         refused.append(str(error))
                         continue
                     self._before, self._named = one.numbered, record.commits if record else ()
+                    last = max(self._named, default=one.numbered)[0]
+                    if one.numbered[0] < last and not refused:
+                        refused = [f"commit {last}, the last that this run named, is not there"]
                     path = self.directory / one.entry.name
                     return Newest(value, path, one.numbered[1], tuple(refused))
         except FileNotFoundError:
@@ -167,6 +170,17 @@ class CheckpointDirectory:
             why = "; ".join(dict.fromkeys(refused))
             raise self._error(f"{self.directory} holds no good checkpoint: {why}")
         return None
+
+    def opened(self, found: Newest[T]) -> BinaryIO:
+        """The file that was read, if it is still there; CheckpointError where another has its name."""
+        try:
+            file = found.path.open("rb") if found.is_memory else os.fdopen(open_regular(found.path), "rb")
+            if state_file.peek(file.fileno()).root == found.root:
+                return file
+            file.close()
+        except OSError as error:
+            raise self._error(f"{found.path} cannot be read ({reason_of(error)}); start again") from error
+        raise self._error(f"{found.path} was exchanged after it was read; start again")
 
     def _recalled(
         self, read: Callable[[str | int, int | None], T], slots: Slots, record: Record

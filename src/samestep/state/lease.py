@@ -152,14 +152,15 @@ class Lease:
         began, last_age, longest = time.monotonic(), -math.inf, 0.0
         while True:
             lock, found, age = self._file.lock(), self._file.record(), self._file.age(dir_fd)
-            holder = found and found.holder
-            limit = self._patience(holder, lock, age)
+            holder, waited = found and found.holder, time.monotonic() - began
+            # what was not renewed while this process waited is as old as that, also if the server's clock was put back
+            limit = self._patience(holder, lock, max(age, waited))
             if limit <= 0:
                 record = (found or first())._replace(holder=self._me)
                 self._file.write(record)
                 if lock or holder == self._me or self._is_confirmed(dir_fd):
                     return record
-            elif age < last_age or time.monotonic() - began > max(limit, longest):
+            elif age < last_age or waited > max(limit, longest):
                 who = str(holder) if holder else "a process that has not said its name yet"
                 raise CheckpointError(
                     f"{self._directory} is held by another run ({who}, last sign of life {duration(max(age, 0.0))} "

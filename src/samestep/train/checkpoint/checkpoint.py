@@ -133,7 +133,7 @@ class Checkpoint:
             kept = kept if isinstance(kept, float) and 0 <= kept < _LONGEST_COMMIT else 0.0
             # the kept one is of the commit before; reading takes about as long as writing
             self._note_commit(max(kept, read_seconds, self._commit_seconds))
-            with found.path.open("rb") as file:
+            with self._directory.opened(found) as file:
                 self._group.hand_out(file)
         else:
             state = capture.received(size * self._world.local_size, root, self._group)

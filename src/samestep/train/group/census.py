@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from samestep.rendezvous.member import merged as merged_spans
+
 Ranks = list[list[int]]  # spans of ranks: first and last
 Add = Callable[[bytes, bytes], bytes]
 
@@ -35,7 +37,7 @@ def merged(items: Iterable[Item]) -> list[Item]:
     found: dict[tuple[str, bytes], Ranks] = {}
     for kind, ranks, value in items:
         found.setdefault((kind, value), []).extend(ranks)
-    joined = [Item(kind, _spans(ranks), value) for (kind, value), ranks in found.items()]
+    joined = [Item(kind, merged_spans(ranks), value) for (kind, value), ranks in found.items()]
     return sorted(joined, key=lambda item: item.ranks[0][0])
 
 
@@ -71,13 +73,3 @@ def added(blocks: Mapping[tuple[int, int], bytes], size: int, add: Add) -> dict[
         else:
             done[level, number] = value
     return done
-
-
-def _spans(ranks: Ranks) -> Ranks:
-    joined: Ranks = []
-    for first, last in sorted(ranks):
-        if joined and first <= joined[-1][1] + 1:
-            joined[-1][1] = max(last, joined[-1][1])
-        else:
-            joined.append([first, last])
-    return joined

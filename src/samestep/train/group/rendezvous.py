@@ -81,6 +81,11 @@ def _placed(here: Placement, position: Position) -> Placement:
 def _interface(address: str) -> dict[str, str]:
     """Gloo would ask what this machine's name resolves to, and NCCL takes the first that it finds."""
     name = addresses.interface_of(address)
+    if name is None and address == LOOP:
+        raise PlacementError(
+            f"no interface of {socket.gethostname()} has the address {LOOP}, over which ranks of one machine connect; "
+            "bring the loopback interface up (`ip link set lo up`)"
+        )
     if name is None:
         return {}
     names = {"GLOO_SOCKET_IFNAME": name} | ({} if address == LOOP else {"NCCL_SOCKET_IFNAME": f"={name}"})

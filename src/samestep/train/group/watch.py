@@ -23,8 +23,10 @@ from samestep.rendezvous.tree import Tree
 from samestep.tracebacks import of_record
 
 _LOOK_S = 1.0
+# How many messages of all ranks together reach each of them in a second, at most.
+_MESSAGES = 500
 _WORTH_TELLING_S = 2.0
-_FRESH_S = 3.0
+_FRESH_LOOKS = 3
 _LEAVE_S = 2.0
 _SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
 
@@ -33,7 +35,7 @@ class MutualWatch:
     """A thread of this rank, which is silent while no rank waits for long."""
 
     def __init__(self, group: Any, tree: Tree) -> None:
-        self._group, self._tree = group, tree
+        self._group, self._tree, self._look_s = group, tree, max(_LOOK_S, tree.size / _MESSAGES)
         self._heard: dict[int, tuple[float, RankState]] = {}  # when it came, by this rank's clock
         self._told: Hang | None = None
         self._closed = threading.Event()
@@ -46,13 +48,16 @@ class MutualWatch:
 
     def _run(self) -> None:
         # Where a rank has ended, what this one waits in says so.
-        while not self._closed.wait(_LOOK_S) and not self._tree.lost:
+        while not self._closed.wait(self._look_s) and not self._tree.lost:
             self._look()
 
     def _look(self) -> None:
         now, mine = time.monotonic(), self._state()
         self._heard |= {rank: (now, RankState(*state)) for rank, state in self._tree.take_news()}
-        known = [mine, *(state for at, state in self._heard.values() if now - at < _FRESH_S)]
+        known = [
+            mine,
+            *(state for at, state in self._heard.values() if now - at < _FRESH_LOOKS * self._look_s),
+        ]
         if any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in known):
             self._tree.tell(mine)
         hang = find_hang([*known, *self._silent(known)], self._tree.size, LEAST_S)

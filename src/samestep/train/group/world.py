@@ -20,7 +20,7 @@ from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, own_instance
 from samestep.placement.place import Placement, by_hand, exports, this_process
 from samestep.rendezvous.listen import LOOP, allow_descriptors
 from samestep.rendezvous.member import say
-from samestep.text import name_ranks
+from samestep.text import name_ranks, printable
 from samestep.train.group import rendezvous
 from samestep.train.group.control import exchange, place_of
 from samestep.train.group.device import overlaps, reads_cublas, take_device, uuid_of
@@ -166,7 +166,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
         os.environ.update(exports(here, os.environ))
         store = TreeStore(tree, timeout)
         own = own._replace(
-            cores=max(1, own_cores // tree.position.sharing),
+            cores=max(1, own_cores // tree.position.sharing[str(cores())]),
             interface=interface.get("GLOO_SOCKET_IFNAME", ""),
             address=tree.position.address or LOOP,
         )
@@ -248,15 +248,15 @@ def _facts() -> dict[str, Any]:
     return versions | {"python": platform.python_version(), "host": socket.gethostname(), "cores": cores()}
 
 
-def _objection(ranks: Sequence[Mapping[str, Any]]) -> SamestepError | None:
-    """Why these processes cannot be one world, if so."""
+def _objection(ranks: Mapping[int, Mapping[str, Any]]) -> SamestepError | None:
+    """Why these two processes cannot be of one world, if so."""
     for fact in ("torch", "samestep", "python"):
-        for rank, facts in enumerate(ranks):
-            if facts[fact] != ranks[0][fact]:
-                return RanksDiffer(
-                    f"{fact} is {ranks[0][fact]} on rank 0 ({ranks[0]['host']}) and {facts[fact]} on rank {rank} "
-                    f"({facts['host']}); start every rank from the same environment"
-                )
+        if len({str(facts[fact]) for facts in ranks.values()}) > 1:
+            said = [
+                f"{printable(facts[fact], 40)} on rank {rank} ({printable(facts['host'], 64)})"
+                for rank, facts in ranks.items()
+            ]
+            return RanksDiffer(f"{fact} is {' and '.join(said)}; start every rank from the same environment")
     return None
 
 
