@@ -30,8 +30,8 @@ BEGIN = """
 def ranks(tmp_path: Path) -> Iterator[Callable[..., list["subprocess.Popen[str]"]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(source: str, size: int) -> list["subprocess.Popen[str]"]:
-        text = dedent(BEGIN) + dedent(source)
+    def start(source: str, size: int, begin: str = BEGIN) -> list["subprocess.Popen[str]"]:
+        text = dedent(begin) + dedent(source)
         started.extend(
             subprocess.Popen(
                 [sys.executable, "-c", text, str(rank), str(size)],
@@ -52,6 +52,13 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., list["subprocess.Popen[str]"
 
 def said(started: list["subprocess.Popen[str]"]) -> list[str]:
     return [one.communicate(timeout=30)[0].strip() for one in started]
+
+
+@pytest.mark.parametrize("size", [12, 20])
+def test_ranks_that_know_no_place_on_their_machine_are_arranged_by_rank_0(ranks, size):
+    work = "print(len(tree.gather(None, 20)), len(tree._channels) < 6)\ntree.leave()"
+    found = said(ranks(work, size, BEGIN.replace("told, run", "{}, run")))
+    assert found == [f"{size} True"] * size
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])

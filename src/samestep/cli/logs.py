@@ -14,6 +14,7 @@ from samestep.measure.runs import Run, find_run, log_of, read_run
 
 _LOOK_S = 0.2
 _CHUNK = 1 << 16
+_LONGEST_LINE = 1 << 20
 
 
 @verb("samestep logs")
@@ -59,7 +60,8 @@ class Tail:
         # as a terminal's cursor would: what a progress bar writes over is a line of its own
         text = self._rest + self._decode(data).replace("\r\n", "\n").replace("\r", "\n")
         lines, self._rest = text.splitlines(keepends=True), ""
-        if lines and self._prefix and not lines[-1].endswith("\n") and (data or not is_last):
+        is_cut = lines and not lines[-1].endswith("\n") and len(lines[-1]) < _LONGEST_LINE
+        if is_cut and self._prefix and (data or not is_last):
             self._rest = lines.pop()
         shown = "".join(self._prefix + harmless(line) for line in lines)
         sys.stdout.buffer.write(shown.encode(errors="backslashreplace"))

@@ -51,8 +51,9 @@ class Meeting:
         self.members: dict[int, Channel] = {}
         # Who has come through each member, by host, and how many of them share which cores, by machine.
         self._told: dict[int, dict[str, Any]] = {}
-        self._count, self._is_news = 0, False
+        self._count = 0
         self._note(me.number, _told_by(self.hellos[me.number]))
+        self._is_news = False  # that this one is here, its hello has said
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
             listener.settimeout(0)
@@ -98,7 +99,8 @@ class Meeting:
                 self._hear(key.data) if key.data else self._open(key.fileobj)
             self._drop_strangers()
             if self._above is not None and self._is_news and (not ready or self._count >= self._me.below):
-                self._above.send_json({"told": self._all_told()})
+                with suppress(OSError):  # what it said before it went is still to be heard
+                    self._above.send_json({"told": self._all_told()})
                 self._is_news = False
             if patience.left_s < 0:
                 self._give_up(awaited, limit_s)

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from math import inf
 from pathlib import Path
 
 from samestep.errors import PlacementError, UsageError
@@ -122,16 +123,19 @@ def hold_port() -> tuple[socket.socket, int]:
 
 def allow_descriptors(needed: int, why: str) -> None:
     """Raise the soft limit of open files until there is room for so many, or say that the hard one is too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    hard = 1 << 30 if hard == resource.RLIM_INFINITY else hard
-    needed += _LEAST_DESCRIPTORS
-    if hard < needed:
+    least, roomy = needed + _LEAST_DESCRIPTORS, needed + _OTHER_DESCRIPTORS
+    soft, hard = (inf if limit == resource.RLIM_INFINITY else limit for limit in _limits())
+    if hard < least:
         raise UsageError(
-            f"{why}, which takes about {needed} open files, and this process may have {hard} (`ulimit -Hn`); "
+            f"{why}, which takes about {least} open files, and this process may have {hard} (`ulimit -Hn`); "
             "raise that limit, or start fewer processes"
         )
-    if soft != resource.RLIM_INFINITY and soft < (roomy := min(hard, needed + _OTHER_DESCRIPTORS)):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (roomy, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    if soft < roomy:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(hard, roomy)), _limits()[1]))
+
+
+def _limits() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def _bound(address: str, port: int) -> socket.socket:

@@ -58,5 +58,5 @@ def read(path: Path) -> list[Place]:
         os.listdir(path.parent)  # a network file system may remember for a minute that the file was not there
         places = json.loads(read_regular(path, _MOST_BYTES))["places"]
         return [place_from(place) for place in places[:_MOST_PLACES]]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return []

@@ -62,7 +62,8 @@ def is_one_machine(here: Placement) -> bool:
 
 def _on_machine(here: Placement, folders: Sequence[Path]) -> dict[str, Any]:
     """What Member holds of a place among the ranks of a machine, where that was told."""
-    if not all("=" in here.origin.get(fact, "") for fact in ("node", "local_rank", "local_size")):
+    told = [fact for fact in ("node", "local_rank", "local_size") if "=" in here.origin.get(fact, "")]
+    if "local_rank" not in told or not (len(told) == 3 or is_one_machine(here)):
         return {}
     place, above = here.local_rank, []
     while place:

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Generic, NamedTuple, TypeVar
@@ -23,7 +23,7 @@ from samestep.state import file as state_file
 from samestep.state import lease
 from samestep.state.lease import Record
 from samestep.state.slots import Slots
-from samestep.text import reason_of, size
+from samestep.text import size
 
 T = TypeVar("T")
 _AMBIGUOUS = "holds commits of two runs, or two copies of a run, and no lease; move those of the other away"
@@ -173,14 +173,16 @@ class CheckpointDirectory:
 
     def opened(self, found: Newest[T]) -> BinaryIO:
         """The file that was read, if it is still there; CheckpointError where another has its name."""
-        try:
-            file = found.path.open("rb") if found.is_memory else os.fdopen(open_regular(found.path), "rb")
-            if state_file.peek(file.fileno()).root == found.root:
-                return file
-            file.close()
-        except OSError as error:
-            raise self._error(f"{found.path} cannot be read ({reason_of(error)}); start again") from error
-        raise self._error(f"{found.path} was exchanged after it was read; start again")
+        with ExitStack() as unless_same:
+            try:
+                fd = os.open(found.path, os.O_RDONLY) if found.is_memory else open_regular(found.path)
+                file = unless_same.enter_context(os.fdopen(fd, "rb"))
+                if state_file.peek(fd).root == found.root:
+                    unless_same.pop_all()
+                    return file
+            except (OSError, CheckpointError) as error:
+                raise self._error(f"{found.path} cannot be read any more ({error}); start again") from error
+            raise self._error(f"{found.path} was exchanged after it was read; start again")
 
     def _recalled(
         self, read: Callable[[str | int, int | None], T], slots: Slots, record: Record

@@ -1,18 +1,15 @@
-"""Attacks at the edges of a run: file modes, limits, leases, notes, memory, squatted names, and floods of addresses."""
+"""Forged notes, leases, key files, commits in memory and headers: each is refused with a sentence."""
 
 import json
 import os
-import resource
 import shutil
 import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
@@ -21,10 +18,6 @@ import samestep
 from samestep.errors import CheckpointError, PlacementError
 from samestep.files import open_directory, write_atomically
 from samestep.rendezvous import note
-from samestep.rendezvous.host import host
-from samestep.rendezvous.join import join
-from samestep.rendezvous.listen import listen, private_folder, private_socket
-from samestep.rendezvous.member import Member
 from samestep.rundir import SLOTS
 from samestep.state import file, lease
 from samestep.state.directory import CheckpointDirectory, examine
@@ -37,152 +30,6 @@ AS_ROOT = [
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user"),
 ]
-TRAIN = """
-    import hashlib, os, signal, sys
-    import torch, samestep
-    world = samestep.init()
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(24, 8), torch.arange(24) % 2)
-    train = samestep.loader(data, batch_size=8, shuffle=True)
-    net = torch.nn.Linear(8, 2)
-    model = samestep.replicate(net)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-    run = samestep.Checkpoint("ck", every=1, model=net, optimizer=optimizer, train=train)
-    first = run.resume()
-    for epoch in train.epochs(2):
-        for x, y in train:
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.step()
-            if os.environ.get("DIES") == str(run.steps) and not first and world.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-    if world.rank == 0:
-        print("bits", hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest(), flush=True)
-"""
-
-
-def run_in(home, *words, before="", **variables):
-    (home / "train.py").write_text(dedent(TRAIN))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
-    command = f"{before} exec {sys.executable} -m samestep run {' '.join(words)} train.py"
-    return subprocess.run(
-        ["bash", "-c", command], cwd=home, env=clean | variables, capture_output=True, text=True, timeout=50
-    )
-
-
-def bits(done):
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("bits ")]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return bits(run_in(tmp_path_factory.mktemp("undisturbed"), "-n 2"))
-
-
-# Files that a run leaves
-
-
-def test_no_file_of_a_run_is_open_to_others_whatever_the_umask(attempt, tmp_path, undisturbed):
-    done = run_in(tmp_path, "-n 2 --max-restarts 1", before="umask 0;", DIES="3")
-    assert bits(done) == undisturbed
-    made = [path for name in ("ck", "runs") for path in [tmp_path / name, *(tmp_path / name).rglob("*")]]
-    assert len(made) > 10
-    for path in made:
-        attempt(f"umask 0: {path.name}")
-        assert not stat.S_IMODE(path.lstat().st_mode) & 0o077, path
-
-
-def test_a_killed_run_leaves_nothing_in_the_memory_of_the_machine(attempt, tmp_path, undisturbed):
-    before = {Path("/dev/shm"): set(os.listdir("/dev/shm")), Path("/tmp"): set(os.listdir("/tmp"))}
-    for step in (1, 3, 5):
-        attempt(f"killed in step {step}, and again while it resumes")
-        home = tmp_path / str(step)
-        home.mkdir()
-        assert bits(run_in(home, "-n 2 --max-restarts 2", DIES=str(step))) == undisturbed
-    for folder, names in before.items():
-        left = {
-            name for name in set(os.listdir(folder)) - names if name.startswith(("samestep", "ss", "torch"))
-        }
-        assert not {name for name in left if (folder / name).exists()}, left
-
-
-# Limits of the process and the machine
-
-
-@pytest.mark.parametrize(
-    ("before", "says"),
-    [
-        ("ulimit -n 20;", "too many open files|open files"),
-        ("ulimit -n 64;", None),
-        ("ulimit -f 0;", "cannot be written"),
-        ("mkdir ck; ulimit -f 10;", "File too large"),
-        ("mkdir -p small; mount -t tmpfs -o size=100k tmpfs small; ln -s small ck;", "checkpoint skipped"),
-        ("mkdir -p small; mount -t tmpfs -o size=4k tmpfs small; ln -s small runs;", "cannot be written"),
-        ("mkdir -p runs; mount -t tmpfs -o ro tmpfs runs;", "cannot be written"),
-        ("mkdir -p ck; mount -t tmpfs -o ro tmpfs ck;", "checkpoint skipped"),
-    ],
-    ids=str,
-)
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_limit_ends_in_a_sentence_or_in_the_right_bits(attempt, tmp_path, undisturbed, before, says):
-    attempt(before)
-    inner = f"{before} exec {sys.executable} -m samestep run -n 2 train.py"
-    (tmp_path / "train.py").write_text(dedent(TRAIN))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
-    command = ["unshare", "-m", "bash", "-c", inner]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=50)
-    if says is None:
-        assert bits(done) == undisturbed
-        return
-    assert done.returncode in (1, 2)
-    assert any(word in done.stderr for word in says.split("|")), done.stderr
-    assert "checkpoint" not in says or undisturbed[0] in done.stdout
-    assert "samestep/" not in done.stderr.replace("samestep/bin", ""), done.stderr
-
-
-@pytest.mark.parametrize("up", [False, True])
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network")
-def test_a_run_in_a_network_of_its_own_says_that_the_loop_is_down_or_goes_on(
-    attempt, tmp_path, undisturbed, up
-):
-    attempt(f"a network namespace whose loop is {'up' if up else 'down'}")
-    bring = "ip link set lo up;" if up else ""
-    (tmp_path / "train.py").write_text(dedent(TRAIN))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
-    inner = f"{bring} exec {sys.executable} -m samestep run -n 2 train.py"
-    command = ["unshare", "-n", "bash", "-c", inner]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=50)
-    if up:
-        assert bits(done) == undisturbed
-    else:
-        assert "bring the loopback interface up (`ip link set lo up`)" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["\x1b[31mevil", "x\ny", "\udcff\udcfe", "%s%n", "$(touch canary)"])
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can name a machine")
-def test_a_hostile_name_of_the_machine_is_printed_as_text(attempt, tmp_path, undisturbed, name):
-    attempt(f"a machine named {name!r}")
-    (tmp_path / "name").write_bytes(os.fsencode(name))
-    (tmp_path / "train.py").write_text(dedent(TRAIN))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
-    ours = f"{sys.executable} -m samestep"
-    inner = f"cat name > /proc/sys/kernel/hostname; {ours} run -n 2 train.py; touch ck/x; rm -r ck; touch ck;"
-    inner += f"{ours} run -n 2 train.py; {ours} runs; {ours} status; {ours} runs --json"
-    done = subprocess.run(
-        ["unshare", "-u", "bash", "-c", inner], cwd=tmp_path, env=clean, capture_output=True, timeout=50
-    )
-    said = done.stdout.decode(errors="surrogateescape") + done.stderr.decode(errors="surrogateescape")
-    assert undisturbed[0] in said
-    assert not {"\x1b", "\udcff"} & set(said)
-    assert "samestep/" not in said.replace(str(tmp_path), "")
-    assert not (tmp_path / "canary").exists()
-
 
 # Notes, and files that are written over
 
@@ -390,7 +237,7 @@ def test_a_commit_that_is_exchanged_after_it_was_read_is_not_sent(attempt, tmp_p
         os.mkfifo(found.path)
     elif name == "a directory":
         found.path.mkdir()
-    with pytest.raises(CheckpointError, match=r"exchanged after it was read|cannot be read|is torn"):
+    with pytest.raises(CheckpointError, match=r"exchanged after it was read|cannot be read any more"):
         directory.opened(found).close()
     directory.release()
 
@@ -464,158 +311,6 @@ def test_a_header_of_the_right_digest_that_says_what_none_can_is_refused(attempt
         with pytest.raises(CheckpointError) as raised:
             look(path)
         assert len(str(raised.value)) < 1000
-
-
-# Other users while ranks meet
-
-OTHER_USER = """
-import os, socket, sys
-path = sys.argv[1]
-os.setgroups([]), os.setgid(65534), os.setuid(65534)
-def tried(name, act):
-    try:
-        act()
-    except OSError:
-        print(name, "refused")
-    else:
-        print(name, "got in")
-tried("connect", lambda: socket.socket(socket.AF_UNIX).connect(path))
-tried("listen in its place", lambda: socket.socket(socket.AF_UNIX).bind(path))
-tried("listen beside it", lambda: socket.socket(socket.AF_UNIX).bind(os.path.dirname(path) + "/0-1"))
-tried("remove it", lambda: os.unlink(path))
-tried("rename it", lambda: os.rename(path, path + "x"))
-tried("list the directory", lambda: os.listdir(os.path.dirname(path)))
-tried("remove the directory", lambda: os.rmdir(os.path.dirname(path)))
-tried("rename the directory", lambda: os.rename(os.path.dirname(path), os.path.dirname(path) + "x"))
-tried("open the directory to all", lambda: os.chmod(os.path.dirname(path), 0o777))
-tried("link into the directory", lambda: os.symlink("/etc/passwd", os.path.dirname(path) + "/x"))
-"""
-
-
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-@pytest.mark.parametrize("place", ["0-0", "0-1", "0-4"])
-def test_another_user_reaches_no_socket_at_which_ranks_of_a_machine_meet(attempt, place):
-    path = private_folder(os.urandom(32)) / place
-    with private_socket(path):
-        words = [shutil.which("python3"), "-I", "-c", OTHER_USER, path]
-        done = subprocess.run(words, capture_output=True, text=True, cwd="/")
-        assert done.returncode == 0, done.stderr
-        for line in done.stdout.splitlines():
-            attempt(f"{place}: {line}")
-            assert line.endswith("refused"), line
-    assert not path.parent.exists()
-
-
-IMPOSTOR = """
-import os, socket, sys, time
-folder, kind = sys.argv[1:]
-os.setgroups([]), os.setgid(65534), os.setuid(65534)
-os.mkdir(folder, 0o777)
-os.chmod(folder, 0o777)
-for name in ("0-0", "0-1", "0-2"):
-    line = socket.socket(socket.AF_UNIX)
-    line.bind(f"{folder}/{name}")
-    os.chmod(f"{folder}/{name}", 0o777)
-    line.listen(50)
-    globals()["kept" + name] = line
-print("ready", flush=True)
-time.sleep(30)
-"""
-RANK = """
-import sys
-from samestep.placement.place import Placement
-from samestep.rendezvous.ranks import connect_ranks
-rank, size = int(sys.argv[1]), int(sys.argv[2])
-told = {"node": "GROUP_RANK=0", "local_rank": "LOCAL_RANK=0", "local_size": "LOCAL_WORLD_SIZE=1"}
-here = Placement(rank, size, rank, size, 0, 1, "torchrun", "127.0.0.1", int(sys.argv[3]), told, run="squatted")
-tree = connect_ranks(here, 20)
-print(tree.gather(rank, 20))
-tree.leave()
-"""
-
-
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-@pytest.mark.parametrize("turns", [1, 3])
-def test_sockets_of_another_user_in_our_place_do_not_even_slow_a_start(attempt, turns):
-    attempt(f"{turns} directories of known names with sockets that stay silent")
-    port = "23456"
-    folders = [private_folder(KEY, "squatted", port, str(turn)) for turn in range(turns)]
-    with ExitStack() as stack:
-        for folder in folders:
-            words = [shutil.which("python3"), "-I", "-c", IMPOSTOR, folder, "silent"]
-            squatter = stack.enter_context(
-                subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd="/")
-            )
-            stack.callback(shutil.rmtree, folder)
-            stack.callback(squatter.kill)
-            assert squatter.stdout.readline() == "ready\n"
-        env = {**os.environ, "SAMESTEP_KEY": KEY.hex()}
-        began = time.monotonic()
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(rank), "4", port], env=env, stdout=-1, text=True
-            )
-            for rank in range(4)
-        ]
-        assert [one.communicate(timeout=30)[0] for one in ranks] == ["[0, 1, 2, 3]\n"] * 4
-        assert time.monotonic() - began < 6
-
-
-@pytest.mark.parametrize("kind", ["silent", "babbling"])
-def test_a_flood_from_400_addresses_keeps_nobody_out(attempt, kind):
-    attempt(f"{kind} connections from 400 addresses at once")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    (opened,) = listen([0], ["127.0.0.1"])
-    place, found, ended = opened.getsockname(), [], threading.Event()
-
-    def flood():
-        kept = []
-        while not ended.is_set():
-            for number in range(400):
-                with suppress(OSError):
-                    line = socket.socket()
-                    line.settimeout(0.2)
-                    line.bind((f"127.1.{number // 200}.{number % 200 + 1}", 0))
-                    line.connect(place)
-                    if kind == "babbling":
-                        line.send(b"samestep-1\n" + os.urandom(64))
-                    kept.append(line)
-            for line in kept[:-400]:
-                line.close()
-            del kept[:-400]
-        for line in kept:
-            line.close()
-
-    hosting = threading.Thread(
-        target=lambda: found.append(host([opened], Member("r", 0, 4, KEY, limit_s=40)))
-    )
-    flooding = threading.Thread(target=flood)
-    flooding.start()
-    hosting.start()
-    time.sleep(0.5)
-    began = time.monotonic()
-    coming = []
-    joins = [
-        threading.Thread(
-            target=lambda n=n: coming.append(join(lambda: [place], Member("r", n, 4, KEY, limit_s=40)))
-        )
-        for n in (1, 2, 3)
-    ]
-    try:
-        for one in joins:
-            one.start()
-        for one in (*joins, hosting):
-            one.join(40)
-    finally:
-        ended.set()
-        flooding.join(20)
-    assert len(found) == 1
-    assert len(coming) == 3
-    assert time.monotonic() - began < 30
-    for tree in (*found, *coming):
-        tree.leave()
 
 
 @pytest.mark.parametrize(
