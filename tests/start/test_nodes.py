@@ -247,7 +247,7 @@ def test_what_may_differ_between_machines_does_not_keep_nodes_apart(launcher, ki
 def test_a_stale_rendezvous_file_is_replaced(launcher):
     launcher.write(SHOW)
     meet = launcher.home / "meet"
-    meet.write_text(json.dumps({"addresses": ["127.0.0.1"], "port": free_port()}))
+    meet.write_text(json.dumps({"places": [["127.0.0.1", free_port()]], "mark": "00"}))
     where = ["--nodes", "2", "--rendezvous", f"file://{meet}"]
     nodes = [launcher.start("-n", "1", *where, "--node-rank", str(node), "train.py") for node in (1, 0)]
     assert [one.finish()[0] for one in nodes] == [0, 0]

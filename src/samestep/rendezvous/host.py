@@ -19,7 +19,7 @@ from samestep.rendezvous.listen import allow_descriptors
 from samestep.rendezvous.member import Member, Patience, merged
 from samestep.rendezvous.position import Position, positions
 from samestep.rendezvous.tree import Tree
-from samestep.text import name_ranks, printable
+from samestep.text import counted, name_ranks, printable
 
 _STEP_S = 0.25
 # Of those who have not proved that they have the key: how long, how many of one address, how many in all.
@@ -33,7 +33,7 @@ _WITHOUT_RANKS = {kind.__name__: kind for kind in (UsageError, PlacementError)}
 
 def host(listeners: Sequence[socket.socket], me: Member) -> Tree:
     """Number 0: accept all members of this run, and tell each its position; closes the listeners."""
-    allow_descriptors(me.heads, f"{me.noun} 0 is connected to by {me.heads} {me.noun}s")
+    allow_descriptors(me.heads, f"{counted(me.heads, me.noun)} connect to {me.noun} 0")
     with ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener)

@@ -50,7 +50,7 @@ class Member:
     @property
     def heads(self) -> int:
         """How many connect to number 0 where each machine has as many members as this one."""
-        return -(-self.size // self.below) + self.below.bit_length()
+        return -(-self.size // self.below) - 1 + (self.below - 1).bit_length()
 
     def hello(self, places: Sequence[Place] = (), *, is_near: bool = False) -> dict[str, Any]:
         """What it says of itself; `places` are where its children find it, unless it stays where it comes."""

@@ -135,7 +135,16 @@ def _wrong_in_part(part: Part, state: Any) -> list[str]:
             "facts": _are_facts({name: state.get(name) for name in part.facts()}),
         }
     elif isinstance(part, Module | Optimizer | LRScheduler):
-        is_right = {name: _fits(now, state.get(name)) for name, now in part.state_dict().items()}
+        now = part.state_dict()
+        is_right = {name: _fits(value, state.get(name)) for name, value in now.items()}
+        if isinstance(part, Module):
+            tensors = [name for name in now if isinstance(now[name], Tensor) and name in state]
+            is_right |= {name: isinstance(state[name], Tensor) for name in tensors}
+        if isinstance(part, Optimizer):
+            kept = state.get("state")
+            is_right["state"] = isinstance(kept, dict) and all(
+                isinstance(held, dict) for held in kept.values()
+            )
     return [name for name, right in is_right.items() if not right]
 
 

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from samestep.errors import SamestepError, UsageError
 from samestep.failure import add_remedy, write_failure
+from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
+from samestep.text import reason_of
 from samestep.train.group.census import Add, Item, added, by_rank, merged, of_kind
 from samestep.train.group.control import Join, exchange, place_of, users_line
 from samestep.train.group.store import TreeStore
@@ -54,9 +56,15 @@ class Group:
     ) -> None:
         """`variables` are those that opening this group has set, with their values before: closing brings them back."""
         self.world, self.timeout = world, timeout
-        path = pulse_of(os.environ, world.rank)
-        self.pulse = Pulse(path, str(world.device), timeout.total_seconds()) if path else None
-        self._stacks = _listen_for_stacks(path, world.rank) if path else None
+        self.pulse, self._stacks = None, None
+        if path := pulse_of(os.environ, world.rank):
+            try:
+                self.pulse = Pulse(path, str(world.device), timeout.total_seconds())
+                self._stacks = _listen_for_stacks(path, world.rank)
+            except OSError as error:
+                say(
+                    f"{path} cannot be written ({reason_of(error)}); the run goes on without telling its steps there"
+                )
         self.step: int | None = None
         self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
         self._phases_heard: list[Callable[[str, str], None]] = []
