@@ -175,7 +175,8 @@ def _are_facts(facts: object) -> bool:
 
 
 def _length(state: Mapping[str, Any]) -> float:
-    return state["length"] if _is_count(state.get("length")) else math.inf
+    length = state.get("length")
+    return math.inf if length is None else length if _is_count(length) else -1
 
 
 def _is_order(order: Any) -> bool:
