@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from numbers import Integral
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -131,9 +130,9 @@ class Loader(Generic[Item]):
     ) -> None:
         world = group.world
         if options.get("batch_sampler") is None:
-            batch_size = as_int(batch_size) * (world.size if os.environ.get("SAMESTEP_WEAK") else 1)
+            batch_size = share.as_int(batch_size) * (world.size if os.environ.get("SAMESTEP_WEAK") else 1)
             share.check_batch_size(batch_size, world.size)
-        if seed is not None and type(seed := as_int(seed)) is not int:
+        if seed is not None and type(seed := share.as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is not an integer; use one, such as seed=0")
         check_dataset(dataset)
         check_options(options)
@@ -398,8 +397,3 @@ class _Begun(Member):
         self.at: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], int | None]] = (
             weakref.WeakKeyDictionary()
         )
-
-
-def as_int(value: Any) -> Any:
-    """NumPy's whole numbers are whole numbers too."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value

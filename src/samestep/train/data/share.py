@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -83,3 +85,8 @@ def check_batch_size(batch_size: int, size: int) -> None:
             f"batch_size {batch_size} is smaller than the {size} ranks that share it; "
             f"use at least {size}, or fewer processes"
         )
+
+
+def as_int(value: Any) -> Any:
+    """NumPy's whole numbers are whole numbers too."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value

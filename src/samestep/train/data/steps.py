@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.errors import UsageError
 from samestep.train.data.batches import Batch, Planned
-from samestep.train.data.loader import Loader, agree, as_int
+from samestep.train.data.loader import Loader, agree
 from samestep.train.data.order import Drawn
-from samestep.train.data.share import Piece
+from samestep.train.data.share import Piece, as_int
 from samestep.train.data.source import Data, Item, Options
 from samestep.train.group.world import joined
 from samestep.train.step import Pass, Share, cut
