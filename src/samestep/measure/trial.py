@@ -6,6 +6,7 @@ as Ctrl-C, and, under `samestep run`, when this process is killed.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,10 +47,9 @@ class Result:
     def checked(self) -> "Result":
         """The same; a WorkerFailed with the report where the script failed."""
         if self.code:
-            lines = self.text.splitlines()
-            own = (at for at, line in enumerate(lines) if " failed on rank " in line)
-            begin = next(own, len(lines) - _MOST_LINES)  # the launcher's own words are long
-            raise WorkerFailed(self.failure or "\n".join(lines[max(0, begin) :][:_MOST_LINES]))
+            # under another launcher a rank reports itself, and the launcher's own words are long
+            own = re.search(rf"^.* failed on rank (.*\n){{1,{_MOST_LINES}}}", self.text, re.MULTILINE)
+            raise WorkerFailed(self.failure or (own[0] if own else self.text))
         return self
 
     def printed(self, rank: int = 0) -> list[str]:
