@@ -62,7 +62,7 @@ _REMEDIES = {
     "SyncBatchNorm layers only work with GPU": (
         "leave convert_sync_batchnorm out, and write replicate(model, sync_batchnorm=True), which works on a CPU too"
     ),
-    "'NoneType' object has no attribute 'set_epoch'": "each pass over a loader is the next epoch; leave set_epoch out",
+    "has no attribute 'set_epoch'": "each pass over a loader is the next epoch; leave set_epoch out",
     "'Checkpoint' object has no attribute 'save'": "step() commits when it is time, commit() now",
     "'Checkpoint' object has no attribute 'load'": "resume() loads the newest commit",
     "load() got an unexpected keyword argument 'map_location'": "samestep.load gives tensors on the CPU; leave it out",

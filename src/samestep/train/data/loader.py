@@ -163,10 +163,6 @@ class Loader(Generic[Item]):
         is_stream = isinstance(self._order, Stream)
         self._source = None if is_stream else source_of(dataset, options, world.device, world.cores)
 
-    def __getattr__(self, name: str) -> Any:
-        remedy = "; each pass is the next epoch, so leave the call out" if name == "set_epoch" else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{remedy}")
-
     def __len__(self) -> int:
         return self._order.count(self.batch_size, drop_last=self.drop_last)
 
@@ -394,6 +390,4 @@ class _Begun(Member):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.at: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], int | None]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.at = weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], int | None]]()
