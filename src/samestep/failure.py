@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from samestep.files import write_atomically
 from samestep.rundir import failure_path, own_run, pulse_path, read_pulse, read_record
-from samestep.text import duration
+from samestep.text import duration, printable
 
 _MOST_FRAMES = 20
 _MOST_CHARACTERS = 1 << 14
@@ -100,7 +100,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 def heading(script: str, rank: int, size: int, place: str, seconds: float, step: int | None) -> str:
     """The first line of a report."""
     when = duration(seconds) + ("" if step is None else f", in step {step}")
-    return f"{script} failed on rank {rank} of {size} ({place}) after {when}"
+    return f"{printable(script)} failed on rank {rank} of {size} ({printable(place)}) after {when}"
 
 
 def location(frame: Frame) -> list[str]:
