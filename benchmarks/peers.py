@@ -85,8 +85,8 @@ def commands(system: str, at: Network | None) -> list[list[str]]:
     ]
 
 
-def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
-    """One run from shell to exit, with the CPU time of everything that it started."""
+def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any] | None:
+    """One run from shell to exit, with the CPU time of everything that it started; None where it did not train."""
     notes = Path(folder, "notes.json")
     notes.unlink(missing_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(notes), "SAMESTEP_RUN_DIR": folder}
@@ -96,11 +96,18 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     with open(Path(folder, "said"), "w+") as said:
         started = [subprocess.Popen(one, cwd=PEERS, env=env, stdout=said, stderr=said) for one in starts]
-        codes = [one.wait(180) for one in started]
+        try:
+            codes = [one.wait(90) for one in started]
+        except subprocess.TimeoutExpired:
+            codes = [124]
+            for one in started:
+                one.kill()
+                one.wait()
         seconds = time.time() - began
         said.seek(0)
         if not notes.exists():
-            sys.exit(f"{' '.join(starts[0])} ended with {codes}:\n{said.read()}")
+            print(f"{' '.join(starts[0])} ended with {codes}:\n{said.read()[-2000:]}", file=sys.stderr)
+            return None
     time.sleep(0.1)
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:  # what a launcher left behind; the nodes' holders stay
@@ -180,7 +187,8 @@ def main() -> None:
             systems = [system for system in (*COMMANDS, *of_nodes) if system in chosen]
             shift, round_began = number % len(systems), time.monotonic()
             for system in [*systems[shift:], *systems[:shift]]:
-                runs[system].append(run(commands(system, at), folder))
+                if facts := run(commands(system, at), folder):
+                    runs[system].append(facts)
             print(f"round {number + 1} of {asked.rounds}: {time.monotonic() - began:.0f} s", flush=True)
             if 2 * time.monotonic() - round_began - began > 60 * asked.minutes:
                 break
