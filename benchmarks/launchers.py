@@ -67,7 +67,11 @@ def table(rows: Rows) -> list[str]:
             f"{1e3 * row['step_s']:.2f} | {row['ratio']:.2f} | {row['start_s']:.2f} | {row['seconds']:.2f}"
         )
         lines.append(f"| {row['kind']} | {row['launcher']} | {row['threads']} | {row['cores']} | {times} |")
-    return lines
+    return [
+        *lines,
+        "",
+        f"Medians of {max(row['runs'] for row in rows)} round(s) on cores that other programs used too.",
+    ]
 
 
 def write(rows: Rows) -> None:

@@ -1,5 +1,6 @@
 """As a course's script: plain DDP that takes rank and size from whatever started it, and says what it was given."""
 
+import gc
 import json
 import os
 import sys
@@ -35,5 +36,7 @@ if __name__ == "__main__":
              "cores": len(os.sched_getaffinity(0))}  # fmt: skip
     if rank == 0:
         print(json.dumps(facts), flush=True)
+    del model, optimizer  # DDP's threads would abort the exit of some runs
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
