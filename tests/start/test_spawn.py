@@ -95,7 +95,7 @@ def test_an_exception_whose_class_takes_other_arguments_travels_too():
 
 @pytest.mark.parametrize(("fn", "size"), [(who, "2"), (who, 1.5), (who, None), (who, True), ("who", 2)])
 def test_what_cannot_be_launched_is_one_sentence(fn, size):
-    with pytest.raises(UsageError, match="cannot be"):
+    with pytest.raises(UsageError, match=r"cannot be|is not a number of processes"):
         launch(fn, size)
 
 

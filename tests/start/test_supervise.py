@@ -142,7 +142,7 @@ def test_the_cause_is_not_a_rank_that_only_lost_its_peer(launcher):
     assert code == 1
     assert "failed on rank 1 of 3" in err
     assert "closed by peer" not in err
-    assert "ranks 0, 2 failed too" in err
+    assert "ranks 0, 2 were stopped" in err
 
 
 def test_a_rank_that_prints_its_exception_and_exits_is_the_cause_and_not_who_missed_it(launcher):

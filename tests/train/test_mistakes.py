@@ -271,7 +271,8 @@ def test_a_collective_in_a_forked_child_is_named(world):
         os._exit(0)
     os.waitpid(child, 0)
     assert (
-        f"was called in a child process of rank {world.rank}, which is no rank" in os.read(read, 999).decode()
+        f"was called in a child process of rank {world.rank}, which is not a rank"
+        in os.read(read, 999).decode()
     )
     os.close(read)
     os.close(write)

@@ -23,15 +23,13 @@ _VERBS = {
         "verify": "Test whether a script takes the same step at any number of processes.",
         "compare": "Show which tensors differ between weights files, and by how much.",
     },
-    "Look": {
+    "Look and measure": {
         "runs": "List the runs here: state, step, speed.",
         "status": "Show what each rank of a run does.",
         "logs": "Show a run's output by rank; -f follows it.",
         "env": "Print this process's rank and size, and the variables they come from.",
         "checkpoints": "List the checkpoints in a directory: step, time, size, script.",
         "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",
-    },
-    "Measure": {
         "scale": "Measure a script on N processes: how fast, what limits it, is it worth it.",
         "profile": "Record some steps on all ranks as one trace for Perfetto or Chrome.",
     },

@@ -173,7 +173,7 @@ class WorkerGroup:
                 self._asked, self.asked_late = None, self._asked  # no script ends so because it was asked to
             if self._asked is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
-            elif worker.is_echo and self._alive():
+            elif self._alive() and (worker.is_echo or self._blames_another(worker)):
                 wait_s = _LEAVE_S if any(map(self._way_out, self._alive())) else _ECHO_S
             self._stop_at = min(self._stop_at, now + wait_s)
         if now >= self._stop_at:
@@ -183,6 +183,10 @@ class WorkerGroup:
             self._kill_at = inf
             for worker in self._alive():
                 worker.send_group(signal.SIGKILL)
+
+    def _blames_another(self, worker: Worker) -> bool:
+        """Whether its exception names a rank that is about to raise the same."""
+        return any(other.rank in worker.blamed for other in self._alive())
 
     def _stop(self, now: float) -> None:
         """Ask the workers that are left to end."""

@@ -253,7 +253,7 @@ def test_a_batch_sampler_that_is_none_is_a_sentence(world):
             range(12),
             "the batch_sampler, range, yielded 0, which is not a batch; let it yield lists of indices",
         ),
-        ([[0], []], r"list, yielded \[\], which is no batch"),
+        ([[0], []], r"list, yielded \[\], which is not a batch"),
         ([["a"]], "yielded a str, which is not the index of a sample"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -93,7 +93,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
 def test_gradients_are_those_of_the_whole_batch(world, way, count, norm):
     plain = Net(norm)
-    model = samestep.replicate(copy.deepcopy(plain), sync_batchnorm=norm, same=True)
+    model = samestep.replicate(copy.deepcopy(plain), sync_batchnorm=norm)
     way(plain, rows(count))
     for (x,) in samestep.loader(TensorDataset(rows(count)), 13):
         way(model, x)

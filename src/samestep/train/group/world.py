@@ -159,8 +159,8 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     if keeps_no_run(here.launcher) and (run := share_run(here, tree, timeout.total_seconds())):
         os.environ["SAMESTEP_RUN"] = run
         output = Output(here.rank)
-    backend = backend or dist.get_default_backend_for_device(device)
-    own = Place(here.node, socket.gethostname(), str(device), own_cores, backend if tree else "", "", "")
+    backend = (backend or dist.get_default_backend_for_device(device)) if tree else ""
+    own = Place(here.node, socket.gethostname(), str(device), own_cores, backend, "", "")
     places = [own]
     if tree is not None:
         os.environ.update(exports(here, os.environ))

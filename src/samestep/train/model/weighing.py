@@ -96,7 +96,12 @@ def share_weight(share: Share | None, size: int, *, sums: bool) -> float:
 
 def drop_gradient(at: Spine, gradient: torch.Tensor) -> torch.Tensor | None:
     """As a parameter's hook: where the loss counts for nothing, it may be no number."""
-    return None if at.root else torch.zeros_like(gradient)
+    if at.root:
+        return None
+    if not torch.is_grad_enabled():
+        return torch.zeros_like(gradient)
+    # a gradient that is derived again keeps its graph: every rank reaches the sums over ranks in it
+    return gradient.masked_fill(gradient.new_ones((), dtype=torch.bool), 0.0)
 
 
 def only_in(microbatch: Share, at: Spine, output: Any) -> Any:
