@@ -27,7 +27,7 @@ def cases(count, seed):
 def check(length, batch_size, size, *, drop_last, even, start):
     """The batches [(start, stop)] of all ranks, after what has to hold for each was found to hold."""
     arguments = {"drop_last": drop_last, "even": even, "start": start}
-    ranks = [list(share.pieces(length, batch_size, size, rank, **arguments)) for rank in range(size)]
+    ranks = [list(share.Pieces(length, batch_size, size, rank, **arguments)) for rank in range(size)]
     for together in zip(*ranks, strict=True):
         assert len({(piece.start, piece.stop) for piece in together}) == 1
         ends = [together[0].start, *(piece.mine_stop for piece in together)]
@@ -60,6 +60,13 @@ def test_evaluation_covers_every_sample_once_and_leaves_no_rank_without():
         assert all(stop - start <= batch_size for start, stop in batches[:-1])
         # what is filled from the batch before is one with it only where two would leave a rank without
         assert all(stop - start <= batch_size or stop - start < 2 * size for start, stop in batches[-1:])
+
+
+def test_an_epoch_of_many_batches_is_cut_as_it_is_taken():
+    many = share.Pieces(10**12, 4, 3, 1, even=True)
+    assert len(many) == 250_000_000_000
+    assert next(iter(many)) == share.Piece(0, 4, 2, 3)
+    assert many[-1] == share.Piece(10**12 - 4, 10**12, 10**12 - 2, 10**12 - 1)
 
 
 def test_going_on_from_any_batch_gives_the_same_rest_at_any_size():

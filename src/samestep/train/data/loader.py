@@ -261,9 +261,9 @@ class Loader(Generic[Item]):
             self._remark_lending(pieces[-1].all)
         return pieces
 
-    def _pieces(self, size: int, rank: int, *, even: bool = False) -> list[Piece]:
+    def _pieces(self, size: int, rank: int, *, even: bool = False) -> share.Pieces:
         cuts: Any = {"start": self._position, "drop_last": self.drop_last, "even": even}
-        return list(share.pieces(self._length or 0, self.batch_size or 1, size, rank, **cuts))
+        return share.Pieces(self._length or 0, self.batch_size or 1, size, rank, **cuts)
 
     def _found(self, order: TakenBatches | Reading) -> Iterator[Piece]:
         """The batches of a pass as a batch_sampler or a stream gives them."""

@@ -1,6 +1,6 @@
 """Which samples of a step are this rank's: a pure function of length, seed, epoch and step, cut evenly."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -38,41 +38,63 @@ class Piece:
         return self.stop - self.start
 
 
-def pieces(
-    length: int,
-    batch_size: int,
-    size: int,
-    rank: int,
-    *,
-    start: int = 0,
-    drop_last: bool = False,
-    even: bool = False,
-) -> Iterator[Piece]:
-    """The batches from position start on; with even, a last one below size is filled from the one before."""
-    stops = list(range(start + batch_size, length + 1, batch_size))
-    if not drop_last and start < length and (not stops or stops[-1] < length):
-        stops.append(length)
-    if even and len(stops) > 1 and stops[-1] - stops[-2] < size:
-        before = stops[-3] if len(stops) > 2 else start
-        stops[-2:] = [stops[-1] - size, stops[-1]] if stops[-1] - before >= 2 * size else [stops[-1]]
-    return pieces_at(stops, size, rank, start=start)
+class Pieces(Sequence[Piece]):
+    """The batches from position start on, each made when it is asked for: an epoch may have 10^8 of them."""
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        size: int,
+        rank: int,
+        *,
+        start: int = 0,
+        drop_last: bool = False,
+        even: bool = False,
+    ) -> None:
+        """With even, a last batch below size is filled from the one before, or added to it."""
+        stops = range(start + batch_size, length + 1, batch_size)
+        last = [length] if not drop_last and (stops[-1] if stops else start) < length else []
+        if even and last and stops and length - stops[-1] < size:
+            stops = stops[:-1]
+            before = stops[-1] if stops else start
+            last = [length - size, length] if length - before >= 2 * size else [length]
+        self._start, self._stops, self._last = start, stops, last
+        self._size, self._rank = size, rank
+
+    def __len__(self) -> int:
+        return len(self._stops) + len(self._last)
+
+    def __getitem__(self, at: Any) -> Any:
+        at = range(len(self))[at]
+        return piece(self._stop(at - 1), self._stop(at), self._size, self._rank)
+
+    def _stop(self, at: int) -> int:
+        if at < 0:
+            return self._start
+        return self._stops[at] if at < len(self._stops) else self._last[at - len(self._stops)]
+
+
+def piece(start: int, stop: int, size: int, rank: int) -> Piece:
+    """A batch, and rank's part of it."""
+    first, last = cut(stop - start, size, rank)
+    return Piece(start, stop, start + first, start + last)
 
 
 def pieces_at(stops: Iterable[int], size: int, rank: int, *, start: int) -> Iterator[Piece]:
     """The batches that end at these positions."""
     for stop in stops:
-        first, last = cut(stop - start, size, rank)
-        yield Piece(start, stop, start + first, start + last)
+        yield piece(start, stop, size, rank)
         start = stop
 
 
-def weight(piece: Piece, length: int | None, batch_size: int) -> float:
+def weight(of: Piece, length: int | None, batch_size: int) -> float:
     """This rank's samples as parts of the serial script's batches, also where a last batch is filled."""
     if length is None:
-        return piece.mine / piece.all
+        return of.mine / of.all
     full = length - length % batch_size
-    of_last = max(0, piece.mine_stop - max(piece.mine_start, full))
-    return (piece.mine - of_last) / batch_size + (of_last / (length - full) if of_last else 0.0)
+    of_last = max(0, of.mine_stop - max(of.mine_start, full))
+    return (of.mine - of_last) / batch_size + (of_last / (length - full) if of_last else 0.0)
 
 
 def check_batch_size(batch_size: int, size: int) -> None:
