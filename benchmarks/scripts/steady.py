@@ -14,15 +14,16 @@ STEP_S = 0.01
 home = Path(sys.argv[1])
 world = samestep.init()
 torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(1 << 12, 64))
 model = samestep.replicate(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)))
 optimizer = torch.optim.AdamW(model.parameters())
-train = samestep.loader(torch.utils.data.TensorDataset(torch.randn(1 << 12, 64)), 16, shuffle=True, seed=1)
+train = samestep.loader(data, 16, shuffle=True, seed=1)
 every = timedelta(minutes=10)
 run = samestep.Checkpoint(home / "commits", every=every, model=model, optimizer=optimizer, train=train)
 run.resume()
 with open(home / "steps", "a", buffering=1) as notes:
     for epoch in train.epochs(1 << 20):
-        for number, (x,) in enumerate(train):
+        for (x,) in train:
             began = time.monotonic()
             model(x).square().mean().backward()
             optimizer.step()
@@ -30,4 +31,5 @@ with open(home / "steps", "a", buffering=1) as notes:
             run.step()
             time.sleep(max(0.0, STEP_S - (time.monotonic() - began)))
             if world.rank == 0:
-                print(epoch, number, time.monotonic(), file=notes)
+                # the optimizer's own count goes on after a resume
+                print(epoch, int(optimizer.state[model[0].weight]["step"]), time.monotonic(), file=notes)
