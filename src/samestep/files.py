@@ -19,7 +19,8 @@ def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mo
     """Replace a file by these bytes, or by what `write` writes; after any error the old one is as it was."""
     handled = sys.exception()
     with suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode) and not path.is_symlink():
+        mode_there = path.lstat().st_mode
+        if not (stat.S_ISREG(mode_there) or stat.S_ISLNK(mode_there)):
             raise OSError(EINVAL, "it is not a regular file", str(path))
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -91,8 +91,9 @@ def agree(call: str, made: Kind) -> Kind:
     """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
     indices, floats = chosen(made.dataset)
     group, mine = joined(), {**made.facts(), "": indices}
-    said = group.all_gather(call, json.dumps({**mine, "floats": floats}).encode())
-    for rank, theirs in enumerate(map(json.loads, said)):
+    gathered = group.all_gather(call, json.dumps({**mine, "floats": floats}).encode())
+    said = [json.loads(facts) for facts in gathered]
+    for rank, theirs in enumerate(said):
         for name, value in mine.items():
             if theirs[name] != value and name:
                 raise RanksDiffer(
@@ -104,7 +105,7 @@ def agree(call: str, made: Kind) -> Kind:
                     f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
                     "or the labels differ; draw the split before replicate, or from a generator with a seed"
                 )
-    if apart := [rank for rank, theirs in enumerate(map(json.loads, said)) if theirs["floats"] != floats]:
+    if apart := [rank for rank, theirs in enumerate(said) if theirs["floats"] != floats]:
         group.say(
             f"the samples of {call} are other numbers on rank {apart[0]} than on rank 0, so each rank trains on data "
             "of its own; draw them before replicate from the seeded stream, or from a generator with a seed"

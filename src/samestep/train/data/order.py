@@ -45,8 +45,11 @@ class Order:
 
     def count(self, batch_size: int | None, *, drop_last: bool) -> int:
         """The batches of a pass; a TypeError where nobody knows, as of torch's DataLoader."""
-        full, rest = divmod(self.length or 0, batch_size or 1)
+        full, rest = divmod(self._samples(), batch_size or 1)
         return full + (rest > 0 and not drop_last)
+
+    def _samples(self) -> int:
+        return self.length or 0
 
     def begin(self, *, again: bool) -> None:
         """A pass begins: draw what a new iterator of torch's DataLoader draws; `again` is one that is kept."""

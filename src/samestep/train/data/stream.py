@@ -48,15 +48,14 @@ class Stream(Order):
         """The workers take turns, so the order of samples is a function of their number."""
         return {"num_workers": self.options.get("num_workers", 0)}
 
-    def count(self, batch_size: int | None, *, drop_last: bool) -> int:
-        full, rest = divmod(len(self.dataset), batch_size or 1)  # type: ignore[arg-type]
-        return full + (rest > 0 and not drop_last)
+    def _samples(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def begin(self, *, again: bool) -> None:
         self._drawn_in = streams.capture()
         super().begin(again=again)
 
-    def draw(self, epoch: int, *, alike: bool, lazily: bool = False) -> "Reading":
+    def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Reading":
         """Begin to read; with `lazily`, what a collate_fn makes of the whole batch is cut into shares."""
         expected, self._expected = self._expected, {}
         generator = torch.Generator()
