@@ -1,11 +1,14 @@
 """A script that would train copies of one model, or start ranks itself, is said before it is started."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from samestep.errors import UsageError
+from samestep.start.memory import check_room
 from samestep.start.scan import names_early_variable, remark_on
 
 SERIAL = "import torch\nfrom torch.utils.data import DataLoader\nprint(1)\n"
@@ -90,3 +93,23 @@ def test_samestep_run_says_it_before_the_copies_start(tmp_path):
     assert "these 2 processes train 2 copies of one model" in ran.stderr
     alone = subprocess.run([*command[:5], "1", *command[6:]], cwd=tmp_path, capture_output=True, text=True)
     assert "copies" not in alone.stderr
+
+
+def test_more_processes_with_torch_than_fit_into_memory_are_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys\n")
+    check_room(100_000_000, script)
+    script.write_text("import torch\n")
+    with pytest.raises(
+        UsageError, match=r"more than 13421772.8 GB of memory, and this machine has .*; use at most"
+    ):
+        check_room(100_000_000, script)
+    check_room(1, script)
+
+
+def test_samestep_run_starts_nothing_where_the_processes_do_not_fit(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\n")
+    command = [sys.executable, "-m", "samestep", "run", "-n", "9999", "train.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    is_large = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 9999 * (128 << 20)
+    assert is_large or (ran.returncode == 2 and "9999 processes that import torch need" in ran.stderr)

@@ -2,13 +2,20 @@
 
 import os
 import re
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from samestep.errors import UsageError
 from samestep.files import read_text
 from samestep.placement.cores import control_groups
+from samestep.start.scan import imports_torch
+from samestep.text import size
 
 _GIB = 1 << 30
+# What a process that has imported torch holds for itself, at least.
+_OF_A_RANK = 128 << 20
 
 
 class Kills(NamedTuple):
@@ -16,6 +23,20 @@ class Kills(NamedTuple):
 
     total: int | None
     log: int | None
+
+
+def check_room(count: int, script: Path | None = None) -> None:
+    """Refuse more processes with torch than fit into memory: they would stop the machine, and not the run alone.
+
+    Without a script they have torch.
+    """
+    have = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _limit() or sys.maxsize)
+    most = max(1, have // _OF_A_RANK)
+    if count > most and (script is None or imports_torch(script)):
+        raise UsageError(
+            f"{count} processes that import torch need more than {size(count * _OF_A_RANK)} of memory, and this "
+            f"machine has {size(have)}; use at most {most}"
+        )
 
 
 def watch_kills() -> Kills:
@@ -35,8 +56,7 @@ def explain_kill(pid: int, before: Kills) -> str:
     if record or (is_counted and after != before.total):
         held = re.search(r"anon-rss:(\d+)kB", record or "")
         size = f", it held {int(held[1]) * 1024 / _GIB:.1f} GiB" if held else ""
-        # Version 1 writes a longer number for no limit.
-        limit = _first_number(("memory.max", "memory.limit_in_bytes"), r"^(\d{1,18})$")
+        limit = _limit()
         return f"killed by SIGKILL: out of memory{size}" + (
             f" (limit {limit / _GIB:.1f} GiB)" if limit else ""
         )
@@ -63,6 +83,11 @@ def _record(pid: int, log: int | None) -> str | None:
 
 def _count() -> int | None:
     return _first_number(("memory.events", "memory.oom_control"), r"^oom_kill (\d+)$")
+
+
+def _limit() -> int | None:
+    # Version 1 writes a longer number for no limit.
+    return _first_number(("memory.max", "memory.limit_in_bytes"), r"^(\d{1,18})$")
 
 
 def _first_number(names: Sequence[str], pattern: str) -> int | None:

@@ -37,6 +37,12 @@ def remark_on(script: Path, size: int) -> str | None:
     )
 
 
+def imports_torch(script: Path) -> bool:
+    """Whether it, or what it imports from beside it, imports torch or samestep."""
+    names = {name.partition(".")[0] for _, tree in _files(script) for name in imported(tree)}
+    return bool(names & {"torch", "samestep"})
+
+
 def names_early_variable(script: Path) -> bool:
     """Whether a text in it names a variable that is read when torch is imported; the script may be about to set it."""
     constants = (

@@ -34,7 +34,7 @@ from samestep.rundir import (
 )
 from samestep.start.ending import ending, step_of, summarised
 from samestep.start.fork import Warm
-from samestep.start.memory import watch_kills
+from samestep.start.memory import check_room, watch_kills
 from samestep.start.nodes import End, Launchers, NodeMeeting
 from samestep.start.output import Log, Terminal
 from samestep.start.python import scripts_python
@@ -83,6 +83,8 @@ class Script:
 
 def run_script(script: Script) -> int:
     """Run it, say how it ended, and give the exit code; OSError where it cannot be executed."""
+    if path := next((word for word in script.command if word.endswith(".py")), None):
+        check_room(script.size, Path(path))
     fill_standard_descriptors()
     with ExitStack() as stack:
         return _Run(script, stack).code()

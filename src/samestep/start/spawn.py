@@ -20,7 +20,7 @@ from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.start.call import BOOT
 from samestep.start.fork import Warm
-from samestep.start.memory import explain_kill, watch_kills
+from samestep.start.memory import check_room, explain_kill, watch_kills
 from samestep.start.nodes import NodeRanks
 from samestep.start.output import OUT
 from samestep.start.script import defaults, worker_env
@@ -52,6 +52,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         raise UsageError(
             f"launch got size {size!r}, which is not a number of processes; use a whole number of at least 1"
         )
+    check_room(size)
     text = _pickled(fn, args, kwargs)
     fill_standard_descriptors()
     kills = watch_kills()
