@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -58,10 +59,15 @@ def test_a_forked_rank_has_all_that_python_gives_a_script(launcher, module, size
 def test_what_ends_a_forked_script_ends_it_as_python_would(launcher):
     launcher.write(
         """
-        import atexit, os, sys
+        import atexit, ctypes, os, sys, torch
+        class Tensors:
+            def __del__(self):
+                os.close(os.open(f"deleted {torch.ones(2).sum():g}", os.O_CREAT))
+        held = Tensors()
         file = open("unflushed", "w")
         file.write("kept")
         atexit.register(lambda: open("atexit", "w").close())
+        ctypes.CDLL(None).printf(b"printed in C\\n")
         exec(sys.argv[1])
         """
     )
@@ -79,9 +85,21 @@ def test_what_ends_a_forked_script_ends_it_as_python_would(launcher):
             said.append([line for line in report if "Logs" not in line])
             assert (end, code) == (end, expected)
             assert (launcher.home / "unflushed").read_text() == "kept"
-            for name in ("unflushed", "atexit"):
+            assert "printed in C" in out
+            for name in ("unflushed", "atexit", "deleted 2"):
                 (launcher.home / name).unlink()
         assert said[0] == said[1]
+
+
+def test_a_forked_rank_ends_without_a_copy_of_what_it_was_forked_from(launcher):
+    launcher.write("import torch")
+    pages = []
+    for size in ("1", "4"):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+        assert launcher.run("-n", size, "--fork", "train.py")[0] == 0
+        pages.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before)
+    # 22,000 for each rank with torch 2.13; 43,000 where Python takes torch apart at the end of each
+    assert pages[1] - pages[0] < 3 * 32_000
 
 
 LOADERS = """

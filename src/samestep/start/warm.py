@@ -10,6 +10,7 @@ import sys
 if not sys.flags.safe_path:
     sys.path[:1] = sys.argv[1:]
 
+import atexit
 import builtins
 import ctypes
 import gc
@@ -48,7 +49,10 @@ def main() -> None:
     libc = ctypes.CDLL(None)
     if sys.platform == "linux":
         libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    kept: dict[str, ModuleType] = {}
+    atexit.register(_leave_whole, kept)  # before torch's own functions, and so called after them
     _load()
+    kept |= {name: sys.modules[name] for name in sys.modules.keys() - sys.stdlib_module_names - {"__main__"}}
     orders.sendall(b"forks" if _is_forkable() else b"spare")
     while (received := _received(orders)) is not None:
         order, descriptors = received
@@ -74,6 +78,13 @@ def _load() -> None:
     # what is here now is no garbage, and looking at it would copy every page of it in every rank
     gc.collect()
     gc.freeze()
+
+
+def _leave_whole(modules: dict[str, ModuleType]) -> None:
+    """Python takes apart what it has loaded when it ends, which would copy every page of it in every rank."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+    for name in modules:
+        sys.modules.pop(name, None)
 
 
 def _is_forkable() -> bool:
@@ -127,6 +138,10 @@ def _become(order: dict[str, Any], descriptors: list[int], orders: socket.socket
         os.close(descriptor)
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
+    if hasattr(libc, "on_exit"):
+        # the last is called first: what C++ has loaded before the fork stays whole too
+        libc.on_exit(libc._exit, None)
+        libc.on_exit(libc.fcloseall, None)
     named = {name: str(kept) for name, kept in zip(order["named"], descriptors[3:], strict=True)}
     os.environ.clear()
     os.environ.update(order["env"] | named)
