@@ -53,7 +53,7 @@ def test_checkpoints_are_listed_newest_first_with_what_made_them(directory):
     head, four, two = result.output.splitlines()
     assert head.split() == ["step", "committed", "size", "state", "from"]
     assert four.split()[0] == "4"
-    assert "whole  script=train.py seed=0 evil=\\x1b[31m\\n" in four
+    assert "complete  script=train.py seed=0 evil=\\x1b[31m\\n" in four
     assert two.split()[0] == "2"
 
 
@@ -72,7 +72,7 @@ def test_the_list_is_there_for_programs_too(directory):
     result = run("checkpoints", directory, "--json")
     assert result.exit_code == 1
     rows = [json.loads(line) for line in result.output.splitlines()]
-    assert [(row["step"], row["state"]) for row in rows] == [(9, "bad"), (4, "whole"), (2, "bad")]
+    assert [(row["step"], row["state"]) for row in rows] == [(9, "bad"), (4, "complete"), (2, "bad")]
     assert [row.get("why") for row in rows] == ["is a symbolic link", None, "is not a samestep checkpoint"]
     assert rows[1]["meta"] == META
 

@@ -79,6 +79,13 @@ def test_the_last_line_is_the_verdict_and_the_table_fits_80_columns() -> None:
     assert any("Use replicate(model," in line for line in lines)
 
 
+def test_a_narrow_terminal_gets_each_difference_in_lines_of_its_own() -> None:
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(command, [A, B])
+    lines = result.stdout.splitlines()
+    assert all(len(line) <= 40 for line in lines[:-1]), result.stdout
+    assert any("running_mean 4 of 4, largest" in line for line in lines)
+
+
 def test_each_layer_stands_once_over_its_tensors() -> None:
     lines = _compare(A, B).stdout.splitlines()
     layer = lines.index("1")

@@ -40,5 +40,5 @@ def test_a_batch_script_that_a_rank_submitted_is_not_in_that_ranks_step(isolated
         assert time.monotonic() < until
         time.sleep(0.1)
     script, *ranks = said.read_text().split("\n")
-    assert script == "rank 0 of 1, local rank 0 of 1, node 0 of 1, started by alone"
+    assert script == "rank 0 of 1, local rank 0 of 1, node 0 of 1, started alone"
     assert sorted(rank.partition(",")[0] for rank in ranks if rank) == ["rank 0 of 2", "rank 1 of 2"]

@@ -116,8 +116,48 @@ def test_a_script_that_is_not_there_is_said_before_anything_runs(tmp_path):
         done = subprocess.run(
             [sys.executable, "-m", "samestep", command, "no.py"], cwd=tmp_path, capture_output=True
         )
-        assert b"script 'no.py' is not in" in done.stderr
+        assert b"script 'no.py' is not a file in" in done.stderr
         assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--predict", "x"), "--predict x is not a list"),
+        (("--predict", "8", "--link", "25GB/s"), "--link 25GB/s is not a bandwidth and a latency"),
+        (("-n", "0"), "-n 0 contains 0 processes"),
+        (("--cores", "999"), "--cores 999 is more than the"),
+    ],
+)
+def test_a_mistake_in_an_option_is_said_before_anything_runs(tmp_path, wrong, said):
+    (tmp_path / "train.py").write_text("")
+    _, err, code = ended(scale(tmp_path, *wrong, "train.py"))
+    assert (code, err.startswith(f"samestep scale: {said}")) == (2, True), err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+COMMITS = """
+import torch, samestep
+model = samestep.replicate(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+train = samestep.loader(torch.utils.data.TensorDataset(torch.ones(64, 8)), 4)
+checkpoint = samestep.Checkpoint("commits", every=4, model=model, optimizer=optimizer, train=train)
+checkpoint.resume()
+for _ in train.epochs(1):
+    for (x,) in train:
+        model(x).mean().backward()
+        optimizer.step()
+        checkpoint.step()
+"""
+
+
+def test_a_measured_run_begins_at_the_first_step_and_leaves_the_scripts_commits_alone(tmp_path):
+    (tmp_path / "commits.py").write_text(COMMITS)
+    subprocess.run([sys.executable, "commits.py"], cwd=tmp_path, check=True, capture_output=True)
+    before = sorted(path.name for path in (tmp_path / "commits").iterdir())
+    words = ("-n", "1", "--repeat", "1", "--steps", "12", "--json", "commits.py")
+    assert json.loads(finished(scale(tmp_path, *words))[0])["rows"]
+    assert sorted(path.name for path in (tmp_path / "commits").iterdir()) == before
 
 
 def test_settings_become_variables_and_options_of_ddp():

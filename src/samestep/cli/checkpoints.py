@@ -31,7 +31,7 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
     samestep checkpoints runs/checkpoints
     samestep checkpoints runs/checkpoints --verify
 
-    Without --verify only each header is checked. "whole": no byte is missing; "good": every byte is right.
+    Without --verify only each header is checked. "complete": no byte is missing; "good": every byte is right.
     """
     with open_directory(directory) as dir_fd:
         listed: Iterable[Found] = examine(dir_fd)
@@ -63,7 +63,7 @@ def _row(dir_fd: int, found: Found, verify: bool) -> dict[str, Any]:
     if outline is None or why:
         return {**row, "state": "bad", "why": why.removeprefix(f"{entry.name} ")}
     facts = {"run": outline.seal.run.hex(), "meta": outline.meta, "digest": outline.digest}
-    return {**row, "state": "good" if verify else "whole", **facts}
+    return {**row, "state": "good" if verify else "complete", **facts}
 
 
 def _table(rows: list[dict[str, Any]]) -> None:

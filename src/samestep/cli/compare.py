@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import count, groupby, islice, product
 from string import ascii_uppercase
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import print_json, verb
+from samestep.cli.output import print_json, room, verb
 from samestep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from samestep.compare.weights import Weights
 
 _LINES = 20
+_WIDE = 80  # columns of the table; on a narrower terminal each difference is a line or two
 _DIFFERENT, _UNREADABLE = 1, 2
 
 
@@ -125,7 +127,7 @@ def _print(report: _Report, limit: int | None) -> None:
         if comparison.differences:
             click.echo("\n" + "\n".join(_table(comparison, limit)))
         if comparison.cause:
-            click.echo(f"\n{click.wrap_text(comparison.cause, width=80)}")
+            click.echo(f"\n{click.wrap_text(comparison.cause, width=room(_WIDE))}")
     click.echo()
     verdict = str(report.comparisons[0])
     if len(report.files) > 2:
@@ -152,7 +154,8 @@ def _table(comparison: "Comparison", limit: int | None) -> Iterator[str]:
     kept = set(map(id, largest))
     shown = [difference for difference in comparison.differences if id(difference) in kept]
     one, other = comparison.names
-    yield f"{f'{other} against {one}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
+    heading = f"{f'{other} against {one}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
+    yield heading if room(_WIDE) >= _WIDE else f"{other} against {one}"
     for layer, members in groupby(shown, key=lambda difference: difference.layer):
         if layer:
             yield layer
@@ -178,9 +181,14 @@ def _row(d: "Difference", one: str, other: str) -> str:
             text = f"{d.a} and {d.b}"
         case _:
             elements = f"{d.elements} of {d.size}"
+            if room(_WIDE) < _WIDE:
+                text = (
+                    f"{elements}, largest {amount(d.absolute, d.nans)}, relative {amount(d.relative, d.nans)}"
+                )
+                return fill(f"{label.strip()} {text}, bits {d.bits}", room(_WIDE), subsequent_indent="    ")
             numbers = f"{amount(d.absolute, d.nans):>11}{amount(d.relative, d.nans):>11}{d.bits:>10}"
             return f"{label:26}{elements:>{max(0, 48 - max(26, len(label)))}}{numbers}"
-    return f"{label:26}  {text}"
+    return f"{label:26}  {text}" if room(_WIDE) >= _WIDE else f"{label} {text}"
 
 
 def _document(report: _Report, tolerance: float | None) -> dict[str, Any]:

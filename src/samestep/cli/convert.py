@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from samestep.cli.output import verb
+from samestep.cli.output import check_script, verb
 from samestep.convert.convert import Conversion, convert
 from samestep.errors import UsageError
 from samestep.files import write_atomically
@@ -27,8 +27,7 @@ def command(script: Path, write: bool) -> None:
 
     Exit code: 0 all is converted; 1 something is left to do; 2 SCRIPT cannot be converted.
     """
-    if not script.is_file():
-        raise UsageError(f"{script} is not a file in {Path.cwd()}; name the script to convert")
+    check_script(str(script), is_module=False)
     found = convert(script)
     if not found.files:
         click.echo(f"samestep convert: nothing in {script} could be converted", err=True)

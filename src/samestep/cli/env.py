@@ -15,7 +15,7 @@ from samestep.placement.place import this_process
 @click.option("--all", "all_ranks", is_flag=True, help="Wait for all ranks; rank 0 prints a line for each.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(explain: bool, all_ranks: bool, as_json: bool) -> None:
-    """Say who this process is: its rank, its node, and where the ranks meet.
+    """Print this process's rank, its node, and the address at which the ranks meet.
 
     \b
     samestep env
@@ -32,9 +32,10 @@ def command(explain: bool, all_ranks: bool, as_json: bool) -> None:
         print_json(asdict(p))
     else:
         meeting = f", meeting at {p.master_addr}:{p.master_port}" if p.master_addr and p.master_port else ""
+        started = "started alone" if p.launcher == "alone" else f"started by {p.launcher}"
         click.echo(
             f"rank {p.rank} of {p.size}, local rank {p.local_rank} of {p.local_size}, "
-            f"node {p.node} of {p.nodes}, started by {p.launcher}{meeting}"
+            f"node {p.node} of {p.nodes}, {started}{meeting}"
         )
     if explain and not as_json:
         said = {name: value for name, value in asdict(p).items() if name in p.origin}

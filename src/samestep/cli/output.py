@@ -21,7 +21,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-_NUMBER = re.compile(r"[0-9.,:]*( [kMG]B| %)?|-")
+_NUMBER = re.compile(r"[0-9.,:]*(e[+-][0-9]+)?( [kMG]B| %)?|-")
 _LAST_COLUMN = 10  # characters that the last column of a table has at least
 
 
@@ -116,7 +116,14 @@ def harmless(text: object) -> str:
 def check_script(script: str, is_module: bool) -> None:
     """Find a mistyped name now, not after minutes or in a queue."""
     if not (is_module or Path(script).is_file()):
-        raise UsageError(f"script {script!r} is not in {Path.cwd()}; write its path")
+        raise UsageError(f"script {script!r} is not a file in {Path.cwd()}; write its path")
+
+
+def sizes_of(option: str, text: str) -> list[int]:
+    """The numbers of processes in an option's value, each once."""
+    if not all(sizes := list(dict.fromkeys(numbers(option, text, "numbers of processes")))):
+        raise UsageError(f"{option} {text} contains 0 processes; write numbers such as 1,2")
+    return sizes
 
 
 def numbers(option: str, text: str, noun: str) -> list[int]:

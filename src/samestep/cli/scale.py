@@ -1,12 +1,13 @@
 """`samestep scale`: measures a script at several numbers of processes, or under several settings, and judges."""
 
 import os
+from collections.abc import Mapping
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import check_script, numbers, print_json, print_table, progress, room, verb
+from samestep.cli.output import check_script, print_json, print_table, progress, room, sizes_of, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.placement.cores import cores
@@ -14,9 +15,7 @@ from samestep.placement.devices import visible_devices
 from samestep.placement.launchers import count
 
 if TYPE_CHECKING:
-    from samestep.measure.predict import Prediction
-    from samestep.measure.scale import Plan
-    from samestep.measure.verdict import Row
+    from samestep.measure.predict import Link
 
 
 @verb("samestep scale", allow_interspersed_args=False)
@@ -58,26 +57,25 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     SCRIPT runs unchanged, in turns at each size, and each run ends after --steps steps. Every process has as many
     cores at every size. A measurement that was interrupted goes on when the same command is given again.
     """
+    from samestep.measure.predict import model_of
     from samestep.measure.report import Report
     from samestep.measure.scale import Plan, measure, variants
     from samestep.measure.verdict import rows_of, verdict
 
     check_script(script, options["module"])
     words = [*(["-m"] * options["module"]), script, *args]
-    chosen = variants(_sizes(options["sizes"], bool(options["vary"])), options["vary"], options["each"])
+    sizes, predicted_sizes, link = check(options)
+    chosen = variants(sizes or _usual_sizes(bool(options["vary"])), options["vary"], options["each"])
     lacking = [why for one in chosen if (why := one.lacks)]
     chosen = [one for one in chosen if not one.lacks]
     if not chosen:
         raise UsageError(f"{lacking[0]}; leave it out")
     plan = Plan(words, chosen, options["repeat"], options["steps"], options["weak"])
-    if options["link"] and not options["predict"]:
-        raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
-    if options["vary"] and options["predict"]:
-        raise UsageError("--predict is about sizes and --vary about settings; leave one of them out")
     with end_on_signals():
         with progress(len(chosen) * plan.repeat) as told:
             rows = rows_of(measure(plan, told), chosen, plan.weak)
-        predicted = _predicted(plan, rows, options["predict"], options["link"])
+        model = model_of(plan, rows, link) if predicted_sizes else None
+    predicted = [model.predict(size) for size in predicted_sizes] if model else []
     said = " ".join([verdict(rows), *(f"{why}." for why in lacking)])
     report = Report(rows, said, predicted)
     document: dict[str, object] = {
@@ -102,21 +100,23 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         click.echo(f"Report: {written}")
 
 
-def _predicted(plan: "Plan", rows: "list[Row]", sizes: str | None, link: str | None) -> "list[Prediction]":
-    from samestep.measure.predict import link_of, model_of
+def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | None]":
+    """What -n, --predict and --link say: a mistake in them is found before anything runs."""
+    from samestep.measure.predict import link_of
 
-    if sizes is None:
-        return []
-    given = link_of(link, is_gloo=not visible_devices(os.environ)) if link else None
-    model = model_of(plan, rows, given)
-    return [model.predict(size) for size in numbers("--predict", sizes, "numbers of processes")]
+    if options["link"] and not options["predict"]:
+        raise UsageError("--link is for --predict; add the sizes to predict, such as --predict 8,16")
+    if options["vary"] and options["predict"]:
+        raise UsageError("--predict is about sizes and --vary about settings; leave one of them out")
+    given, predicted = (
+        sizes_of(option, options[name]) if options[name] is not None else []
+        for option, name in (("-n", "sizes"), ("--predict", "predict"))
+    )
+    link = link_of(options["link"], is_gloo=not visible_devices(os.environ)) if options["link"] else None
+    return sorted(given), predicted, link
 
 
-def _sizes(text: str | None, varies: bool) -> list[int]:
-    if text is not None:
-        if not all(sizes := sorted(set(numbers("-n", text, "numbers of processes")))):
-            raise UsageError(f"-n {text} contains 0 processes; write numbers such as 1,2")
-        return sizes
+def _usual_sizes(varies: bool) -> list[int]:
     most = count(os.environ, "SLURM_NTASKS") or len(visible_devices(os.environ)) or len(cores())
     sizes = [1]
     while sizes[-1] * 2 <= most:

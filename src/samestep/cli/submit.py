@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from samestep.cli.output import check_script, verb
+from samestep.cli.scale import check
 from samestep.cli.scale import command as scale_command
 from samestep.errors import UsageError
 from samestep.rundir import better_place
@@ -66,7 +67,7 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
     if (scale := given.pop("scale")) is not None:
         job_has["scale"] = tuple(shlex.split(scale))
         # a wrong option is found now, not after hours in the queue
-        scale_command.make_context("samestep scale", [*job_has["scale"], script])
+        check(scale_command.make_context("samestep scale", [*job_has["scale"], script]).params)
     folder = given.pop("run_dir") or os.environ.get("SAMESTEP_RUN_DIR")
     chosen = _over(load_profile(profile, os.environ), given)
     is_elsewhere = chosen.container or chosen.setup or script.startswith("-")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import numbers, print_json, verb
+from samestep.cli.output import check_script, print_json, print_table, sizes_of, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.placement.devices import visible_devices
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from samestep.verify.verify import Report
 
 _SIZES = (1, 2, 3)
-_ROW = "{:>9}  {:>5}  {:>7}  {:>9}  {:30}  {:>7}"
+_HEADING = ("processes", "steps", "samples", "last loss", "first difference", "size")
 
 
 @verb("samestep verify", allow_interspersed_args=False)
@@ -70,8 +70,7 @@ def command(
     from samestep.verify.verify import SerialScript, verify
 
     try:
-        if not module and not os.path.isfile(script):
-            raise UsageError(f"{script} is not a file in {Path.cwd()}; name the script to verify")
+        check_script(script, module)
         with end_on_signals():
             report = verify(
                 [*(["-m"] * module), script, *args],
@@ -94,19 +93,15 @@ def command(
     if as_json:
         print_json(_document(report), indent=2)
     else:
-        click.echo(_ROW.format("processes", "steps", "samples", "last loss", "first difference", "size"))
-        for size, outcome in report.outcomes.items():
-            click.echo(_row(size, outcome))
+        print_table([_HEADING, *(_row(size, outcome) for size, outcome in report.outcomes.items())])
         click.echo("\n" + "\n".join(report.lines))
     raise SystemExit(report.exit_code)
 
 
 def _sizes(text: str | None, least: int) -> list[int]:
     devices = len(visible_devices(os.environ))
-    if text is None:
-        sizes = [size for size in _SIZES if not devices or size <= devices]
-    elif not all(sizes := list(dict.fromkeys(numbers("-n", text, "numbers of processes")))):
-        raise UsageError(f"-n {text} contains 0 processes; write numbers such as 1,2")
+    usual = [size for size in _SIZES if not devices or size <= devices]
+    sizes = usual if text is None else sizes_of("-n", text)
     if devices and max(sizes) > devices:
         raise UsageError(
             f"-n {text} needs {max(sizes)} devices and {devices} are visible; use at most {devices}"
@@ -126,14 +121,14 @@ def _conversion(script: str, module: bool) -> str:
     return SEVEN_LINES if module else conversion(Path(script))
 
 
-def _row(size: int | None, outcome: "Compared") -> str:
+def _row(size: int | None, outcome: "Compared") -> tuple[object, ...]:
     name = size or "untouched"
     if outcome.verdict == "failed":
-        return f"{name:>9}  failed"
+        return (name, "failed", "", "", "", "")
     run, found = outcome.run, outcome.difference or outcome.bits
     loss = f"{run.losses[-1]:.5g}" if run.losses else ""
     distance = f"{outcome.distance:.1e}" if found and math.isfinite(outcome.distance) else ""
-    return _ROW.format(name, run.length, run.samples, loss, str(found or ""), distance).rstrip()
+    return (name, run.length, run.samples, loss, found or "", distance)
 
 
 def _document(report: "Report") -> dict[str, Any]:

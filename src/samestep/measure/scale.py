@@ -150,6 +150,10 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
                 f"--vary {name}={min(unknown)} is unknown; choose from {', '.join(_CHOICES[name])}"
             )
         choices.append([(name, value) for value in values.split(",")])
+    if each and "SLURM_JOB_ID" not in os.environ and each > (here := len(usable_cores())):
+        raise UsageError(
+            f"--cores {each} is more than the {counted(here, 'core')} here; write at most {here}"
+        )
     cores = each or count(os.environ, "SLURM_CPUS_PER_TASK") or max(1, len(usable_cores()) // max(sizes))
     return [Variant(size, cores, settings) for size in sizes for settings in product(*choices)]
 

@@ -93,7 +93,7 @@ class Trial:
         if self.launcher:
             command, run = [*self.launcher, *self.script], self.directory.absolute() / "run"
             begin_run(run, start_record(command, self.size, time.time()))
-            env |= {**self.env, "SAMESTEP_RUN": str(run)}
+            env |= {**self._env, "SAMESTEP_RUN": str(run)}
         with _on_cores(self.cores):
             process = subprocess.Popen(
                 command,
@@ -117,6 +117,11 @@ class Trial:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
 
+    @property
+    def _env(self) -> dict[str, str]:
+        """Its commits are its own: it starts at the first step, and the script's commits stay as they are."""
+        return {"SAMESTEP_CHECKPOINTS": str(self.directory.absolute() / "commits"), **self.env}
+
     def _order(self) -> dict[str, object]:
         """What the launcher process reads from its stdin."""
         through = ["-m", *self.through] if self.through else []
@@ -125,7 +130,7 @@ class Trial:
             "command": [scripts_python(), *through, *self.script],
             "size": self.size,
             "run_dir": str(self.directory),
-            "env": dict(self.env),
+            "env": self._env,
             "fork": self.size > 1 and not names_early_variable(Path(self.script[0])),
         }
 

@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import samestep
-from samestep.state.directory import CheckpointDirectory
 from samestep.train import streams, totals
 from samestep.train.group.control import users_line
 from samestep.train.loss import reduction_of
@@ -95,7 +94,6 @@ class Recorder:
         wrap(BaseProcess, "start", self._start_process)
         wrap(Spine, "hand_out", self._hand_out)
         wrap(Spine, "leave_pass", self._leave_pass)
-        wrap(CheckpointDirectory, "__init__", self._open_checkpoints)
         wrap(replicate, "no_sync", self._no_sync, samestep)
 
     def finish(self) -> None:
@@ -227,17 +225,6 @@ class Recorder:
         self._evaluated = not passed.training
         if passed.training:
             self._given = []
-
-    def _open_checkpoints(
-        self,
-        original: Callable[..., None],
-        commits: CheckpointDirectory,
-        place: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Every recorded run starts at the beginning, and leaves the script's own checkpoints alone."""
-        original(commits, self._directory / "checkpoints" / Path(place).name, *args, **kwargs)
 
     def _start_process(self, original: Callable[..., None], process: BaseProcess) -> None:
         if not self._depth and not type(process).__module__.startswith("torch.utils.data"):
