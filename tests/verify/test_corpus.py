@@ -13,6 +13,8 @@ SAMPLE = [
     "dcgan_sum",
     "key_bias",
     "lr_by_ranks",
+    "negative_words",
+    "noisy_gradients",
     "sum_and_centered",
     "three_mistakes",
     "unseeded_split",

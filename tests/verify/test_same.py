@@ -63,12 +63,21 @@ _SERIAL = (
 )
 
 
+_EVALUATED_IN_A_STEP = (
+    "        loss = F.cross_entropy(model(x), y)\n",
+    "        with torch.no_grad():\n"
+    "            losses = [F.cross_entropy(model(a), b) for a, b in samestep.loader(data, 11)]\n"
+    "        loss = F.cross_entropy(model(x), y)\n",
+)
+_SERIALLY = ("samestep.loader(data, 11)", "DataLoader(data, 11)")
+
+
 @pytest.mark.parametrize(
     ("script", "sizes"), [("dropout", "1,2"), pytest.param("batchnorm", "2", marks=pytest.mark.long)]
 )
 def test_a_conversion_is_compared_with_the_untouched_script(script: str, sizes: str) -> None:
-    serial = Path(_edited(script, *_SERIAL)).rename("serial.py")
-    result = _verify("--against", str(serial), "-n", sizes, str(MISTAKES / f"{script}.py"))
+    serial = Path(_edited(script, _EVALUATED_IN_A_STEP, _SERIALLY, *_SERIAL)).rename("serial.py")
+    result = _verify("--against", str(serial), "-n", sizes, _edited(script, _EVALUATED_IN_A_STEP))
     assert result.exit_code == 0, result.output
     verdict = result.stdout.splitlines()[-1]
     assert verdict.startswith("your conversion takes the serial script's step: same to rounding: ")

@@ -84,9 +84,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_given(self, share: Share, given: Sequence[torch.Tensor]) -> None:
         """A view of a tensor of the batch has the samples where their stride is; other tensors in front or second."""
         in_front = any(tensor.dim() and tensor.shape[0] == share.mine for tensor in given)
-        of_batch = {_memory(tensor): (tensor, share.dim_in(name)) for name, tensor in share.of.tensors()}
+        of_batch = {memory_of(tensor): (tensor, share.dim_in(name)) for name, tensor in share.of.tensors()}
         for tensor in given:
-            laid, dim = of_batch.get(_memory(tensor), (None, int(not in_front)))
+            laid, dim = of_batch.get(memory_of(tensor), (None, int(not in_front)))
             if laid is not None and (laid.shape, laid.stride()) != (tensor.shape, tensor.stride()):
                 stride = laid.stride(dim) if laid.dim() else None
                 dims = (at for at in range(tensor.dim()) if tensor.stride(at) == stride)
@@ -284,8 +284,8 @@ def _has_tensor(args: Sequence[Any]) -> bool:
     return any(isinstance(one, torch.Tensor) for one in args)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def _key(tensor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Where in the script a random draw is made, and whether its size is written out there."""
+"""Where in the script a random draw is made, and what its call names there: a size that is written out, or tensors."""
 
 import ast
 import contextlib
@@ -41,24 +41,7 @@ def line_of_draw() -> tuple[Any, ...]:
 
 def has_fixed_size() -> bool:
     """Whether the script's line draws with a size that is written out, such as torch.rand(1)."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
-        frame = frame.f_back
-    return frame is not None and _is_written_out(frame.f_code, frame.f_lasti)
-
-
-@functools.cache
-def _is_written_out(code: CodeType, instruction: int) -> bool:
-    lines = linecache.getlines(code.co_filename)
-    first, last, begin, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    if not lines or first is None or last is None or last > len(lines):
-        return False
-    encoded = [line.encode() for line in lines[first - 1 : last]]
-    encoded[-1] = encoded[-1][:end]
-    try:
-        call: ast.AST = ast.parse(b"".join([encoded[0][begin:], *encoded[1:]]).decode(), mode="eval").body
-    except (SyntaxError, UnicodeDecodeError):
-        return False
+    call = _call_at(*_place_of_call(sys._getframe(2)))
     # in torch.empty(3).normal_() the size stands in the first call
     while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         if not isinstance(call.func.value, ast.Call):
@@ -70,3 +53,65 @@ def _is_written_out(code: CodeType, instruction: int) -> bool:
     sizes = (*call.args, *(word.value for word in call.keywords if word.arg == "size"))
     fixed = (ast.Constant, ast.Tuple, ast.List, ast.Load, ast.UnaryOp, ast.USub)
     return name in _SIZED_CALLS and all(isinstance(node, fixed) for one in sizes for node in ast.walk(one))
+
+
+def named_in_call() -> list[Any]:
+    """The values of variables that the script's line names in its draw, such as p and p.grad in randn_like(p.grad)."""
+    frame = _scripts_frame(sys._getframe(2))
+    call = _call_at(*_place_of_call(frame)) if frame else None
+    return [_value(node, frame) for node in ast.walk(call)] if call and frame else []
+
+
+def _value(node: ast.AST, frame: FrameType) -> Any:
+    """What stands there, as far as looking it up runs no code of the script; else None."""
+    match node:
+        case ast.Name(id=name):
+            return frame.f_locals.get(name, frame.f_globals.get(name))
+        case ast.Attribute(value=inner, attr=name):
+            of = _value(inner, frame)
+            if isinstance(of, torch.Tensor):
+                return getattr(of, name) if name in ("data", "grad", "shape") else None
+            held = getattr(of, "__dict__", {})
+            kinds = (held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")))
+            return next((kind[name] for kind in kinds if name in kind), None)
+        case (
+            ast.Subscript(value=inner, slice=at)
+            | ast.Call(func=ast.Attribute(value=inner, attr="size"), args=[at])
+        ):
+            of = _value(inner, frame)
+            of = of.shape if isinstance(node, ast.Call) and isinstance(of, torch.Tensor) else of
+            key: Any = at.value if isinstance(at, ast.Constant) else _value(at, frame)
+            with contextlib.suppress(LookupError, TypeError):
+                return of[key] if type(of) in (list, tuple, dict, torch.Size) else None
+        case ast.Call(func=ast.Name(id="len"), args=[inner]):
+            of = _value(inner, frame)
+            return len(of) if isinstance(of, torch.Tensor) and of.dim() else None
+    return None
+
+
+def _scripts_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
+        frame = frame.f_back
+    return frame
+
+
+def _place_of_call(frame: FrameType | None) -> tuple[CodeType | None, int]:
+    found = _scripts_frame(frame)
+    return (found.f_code, found.f_lasti) if found else (None, 0)
+
+
+@functools.cache
+def _call_at(code: CodeType | None, instruction: int) -> ast.AST | None:
+    """The expression that this instruction evaluates."""
+    if code is None:
+        return None
+    lines = linecache.getlines(code.co_filename)
+    first, last, begin, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    if not lines or first is None or last is None or last > len(lines):
+        return None
+    encoded = [line.encode() for line in lines[first - 1 : last]]
+    encoded[-1] = encoded[-1][:end]
+    try:
+        return ast.parse(b"".join([encoded[0][begin:], *encoded[1:]]).decode(), mode="eval").body
+    except (SyntaxError, UnicodeDecodeError):
+        return None

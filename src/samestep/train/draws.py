@@ -19,13 +19,13 @@ import torch
 
 from samestep.text import name_ranks
 from samestep.train import streams
-from samestep.train.batch_places import BatchPlaces, Place
-from samestep.train.draw_lines import has_fixed_size, line_of_draw
+from samestep.train.batch_places import BatchPlaces, Place, memory_of
+from samestep.train.draw_lines import has_fixed_size, line_of_draw, named_in_call
 from samestep.train.draw_parts import Memory, Part, part_at
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.nested import named_tensors
-from samestep.train.step import Share, Spine
+from samestep.train.step import Rows, Share, Spine
 
 _FILLS = (
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
@@ -115,7 +115,7 @@ class Draws(Member):
         self._replace("bernoulli_.Tensor", key, self._of_whole("bernoulli_", 0.5, 0.5))
         for kinds in ("Tensor_float", "float_Tensor", "Tensor_Tensor"):
             self._replace(f"normal.{kinds}", key, self._of_whole("normal", 0.0, 1.0))
-        self._replace("multinomial", key, self._of_whole("multinomial", 1.0))
+        self._replace("multinomial", key, self._multinomial)
         self._replace("native_dropout", key, self._native_dropout)
         self._replace("randperm.generator_out", key, self._randperm)
         for name in _DEPENDENT:
@@ -161,7 +161,7 @@ class Draws(Member):
             like = torch.broadcast_tensors(*tensors)[0]  # type: ignore[no-untyped-call]
             shape = like.shape
             part = self._part(name, like) if generator is None else None
-            if name == "multinomial" and (len(shape) < 2 or (part is not None and part.dim)):
+            if name == "multinomial" and part is not None and part.dim:
                 part = None
             with self._quiet():
                 if part is None:
@@ -177,6 +177,23 @@ class Draws(Member):
 
         return draw
 
+    def _multinomial(
+        self, original: Any, weights: torch.Tensor, count: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        share = self._spine.at_hand
+        is_ours = kwargs.get("generator") is None and share is not None and 0 < share.mine < share.all
+        if weights.dim() > 1 or not is_ours:
+            return self._of_whole("multinomial", 1.0)(original, weights, count, *args, **kwargs)
+        assert share is not None
+        rows, named = share.rows, named_in_call()
+        if len(weights) == rows.mine and not self._is_of_weights("multinomial", weights.shape, share):
+            self.say_other("multinomial", "a choice among this rank's samples is none among the whole batch")
+        elif count == rows.mine and count in [one for one in named if type(one) is int]:
+            return original(weights, rows.all, *args, **kwargs)[rows.start :][:count].clone()
+        else:
+            self._look_for_multiple("multinomial", torch.Size([count]), rows)
+        return original(weights, count, *args, **kwargs)
+
     def _native_dropout(self, original: Any, input: torch.Tensor, p: float, train: bool | None) -> Any:
         """CUDA's fused dropout: its mask for the whole batch, of which this rank's part is used."""
         part = self._part("native_dropout", input) if train in (None, True) and 0 < p < 1 else None
@@ -189,7 +206,7 @@ class Draws(Member):
         share = self._spine.at_hand
         if generator is not None or share is None or not 0 < share.mine == n < share.all or has_fixed_size():
             return original(n, *args, generator=generator, **kwargs)
-        self._say_other("randperm", "a permutation of this rank's share is none of the whole batch")
+        self.say_other("randperm", "a permutation of this rank's share is none of the whole batch")
         # all ranks draw that of the whole batch, so that their streams stay alike
         out, first = kwargs["out"], share.start - share.batch_start
         whole = original(share.all, generator=None, out=torch.empty_like(out))
@@ -198,7 +215,7 @@ class Draws(Member):
     def _dependent(self, name: str) -> Callable[..., Any]:
         def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
             if self._spine.at_hand is not None and not self._is_without_draw(name, args, kwargs):
-                self._say_other(
+                self.say_other(
                     name, "how many numbers it draws depends on its input or is its kernel's secret"
                 )
             return original(*args, **kwargs)
@@ -214,9 +231,11 @@ class Draws(Member):
             )
         return name == "_cudnn_rnn" and not float(kwargs.get("dropout", args[11] if len(args) > 11 else 0.0))
 
-    def _say_other(self, name: str, why: str) -> None:
-        text = f"{name} ({users_line()}) does not draw the serial script's numbers under same=True: {why}"
+    def say_other(self, name: str, why: str, does_not: str = "does not") -> str:
+        """Say of a draw that it is not the serial script's; returns what is said."""
+        text = f"{name} ({users_line()}) {does_not} draw the serial script's numbers under same=True: {why}"
         self.group.say(text, what=f"{name} under same=True")
+        return text
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -259,7 +278,7 @@ class Draws(Member):
         is_new = self._in_model and (name, len(shape), line) not in self._places
         if is_new and not fixed and shape[:2] == (rows.mine, rows.mine):
             why = "it was not made in the first call, and its first two dimensions have the size of this rank's share"
-            self._say_other(name, f"{why}; from the next call on it does")
+            self.say_other(name, f"{why}; from the next call on it does")
         for (_, dims, _), place in self._places.items() if self._in_model else ():
             if (
                 dims == len(shape)
@@ -269,6 +288,9 @@ class Draws(Member):
             ):
                 return part
         known = name, tuple(shape), line
+        is_beside = not self._in_model and not fixed
+        if is_beside and rows.mine in shape[:2] and self._is_of_weights(name, shape, share):
+            return None
         if rows.mine in shape[:2] and known not in self._of_all:
             # where a batch has the time in front, so has what the loop draws for it
             in_front = shape[0] == rows.mine and not any(
@@ -279,8 +301,50 @@ class Draws(Member):
             return None if fixed else Part(int(not in_front), rows)
         if self._in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
             return Part(0, rows, shape[0] // rows.mine)
+        if is_beside:
+            self._look_for_multiple(name, shape, rows)
+        elif name in _OF_ACTIVATIONS and not fixed and self._places.get((name, len(shape), line)) is None:
+            why = f"where among those of all ranks its {shape[0]} rows are, as a mask chooses them, is not known"
+            self.say_other(name, why, "may not")
         self._of_all.add(known)
         return None
+
+    def _is_of_weights(self, name: str, shape: torch.Size, share: Share) -> bool:
+        """Whether a draw beside the model is for weights, though it has a size of this rank's share: what its call
+        names tells it, and where that may be both, it is said."""
+        weights = list(self._spine.models.parameters())
+        memory = {memory_of(one) for weight in weights for one in (weight, weight.grad) if one is not None}
+        named = [one for one in named_in_call() if isinstance(one, torch.Tensor)]
+        others = [one for one in named if memory_of(one) not in memory]
+        if named and not others:
+            return True
+        batch = [tensor for _, tensor in share.of.tensors()]
+        is_computed = any(one.grad_fn is not None or any(one is given for given in batch) for one in others)
+        if is_computed or shape not in {weight.shape for weight in weights}:
+            return False
+        is_of_weights = bool(others) and not any(given.shape == shape for given in batch)
+        self.say_other(
+            name,
+            f"its shape is a parameter's and may be that of this rank's samples, and it is taken for "
+            f"{'a draw for weights' if is_of_weights else 'one for samples'}; name the parameter or the batch in the "
+            "call, as in torch.randn_like(parameter)",
+            "may not",
+        )
+        return is_of_weights
+
+    def _look_for_multiple(self, name: str, shape: torch.Size, rows: Rows) -> None:
+        """Say that a draw has several numbers for each sample in one dimension: in which order, is not known."""
+        if rows.mine < 2 or shape[0] <= rows.mine or shape[0] % rows.mine:
+            return
+        named, times = named_in_call(), shape[0] // rows.mine
+        is_sized = rows.mine in [one for one in named if type(one) is int]
+        if is_sized or any(isinstance(one, torch.Tensor) and one.shape == shape for one in named):
+            self.say_other(
+                name,
+                f"{shape[0]} numbers are {times} for each of this rank's {rows.mine} samples, in an order that is not "
+                f"known; give the samples a dimension of their own, as in ({rows.mine}, {times})",
+                "does not" if is_sized else "may not",
+            )
 
     @contextmanager
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:

@@ -63,13 +63,16 @@ _OF_THE_SHARE = {
     f"the dataset, for each sample, or {_STEPS}, with replicate(exact=True)",
     "loop": "the loop changes the inputs by values of the rank's share, such as its mean or other samples of it, or by "
     f"the rank; use values of the whole data set, or {_STEPS}",
+    "given": "the same samples are other numbers: the dataset or its collate_fn draws from a generator of its own, or "
+    "computes from the other samples of a batch; draw from torch's, Python's or NumPy's own stream, which is seeded "
+    "for each sample, and compute on each sample alone",
     "outputs": "the model computes over all samples of its input together (a mean, a normalization, a maximum), and "
     f"each rank has only its share; compute on each sample, or use samestep.gather or mean inside, or {_STEPS}",
     "picked": "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
     f"term by itself, or {_STEPS}",
     "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
     "(pairs, statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean",
-    "buffer": "take samestep.mean(...) there of what it is made of",
+    "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
 }
 # Where an experiment of its own shows it.
 _UNSTABLE = {
@@ -221,11 +224,15 @@ def _of_the_share(first: Run, other: Run, found: Difference) -> str:
         return f"{said}; {_DECIDED}"
     if not _is_in_a_step(first, other, found):
         return _DECIDED
+    if drawn := other.fact("apart"):
+        return f"{drawn}; without that draw verify can tell what else differs"
     step = found.step or 0
     parts = shares(other.parts(step))
     if _rows_differ(first, other, step, "rows"):
         if _changed_in_the_loop(first, other, step):
             return _OF_THE_SHARE["loop drew" if any(part.get("loop_drew") for part in parts) else "loop"]
+        if first.batch("given", step):
+            return _OF_THE_SHARE["given"]
     elif _rows_differ(first, other, step, "out"):
         return _OF_THE_SHARE["outputs"]
     is_picked = bool(parts) and all(part.get("picked") for part in parts)

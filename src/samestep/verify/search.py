@@ -20,7 +20,7 @@ from samestep.verify.causes import (
 )
 from samestep.verify.experiments import Experiments, Removed
 from samestep.verify.read import Run
-from samestep.verify.trajectory import SOFT, Compared, first_fact, follow
+from samestep.verify.trajectory import SOFT, Compared, first_apart, first_fact, follow
 
 _MOST_CAUSES = 8
 _MOST_LINES = 2
@@ -56,8 +56,9 @@ class Search:
         if found.is_failed or (after := self.without(size, "draws")).is_failed:
             return found
         self.removed = (*self.removed, "draws")
-        if found.difference.kind == "apart" and after.place > found.place:
-            self.causes.append(Cause(OWN_DRAWS if found.difference.step else OWN_WEIGHTS, "draws"))
+        # draws of a rank's own make a loss differ first, where the model has dropout too
+        if (apart := first_apart(found.run)) and not first_apart(after.run):
+            self.causes.append(Cause(OWN_DRAWS if apart.step else OWN_WEIGHTS, "draws"))
         return after
 
     def _find_next(self, found: Compared, size: int) -> Compared | None:

@@ -118,6 +118,16 @@ def first_fact(first: Run, other: Run) -> Difference | None:
     return next(found, None)
 
 
+def first_apart(run: Run) -> Difference | None:
+    """Where the ranks of a run, all of which took as many steps, first have unlike weights."""
+    steps = ([rank[step].param for rank in run.ranks] for step in range(run.length))
+    at_the_end = [facts.get("param", {}) for facts in run.facts]
+    found = (
+        one for step, params in enumerate([*steps, at_the_end]) for one in _apart_ranks(run, step, params)
+    )
+    return next(found, None) if run.length == run.longest else None
+
+
 def _is_beyond(found: Difference, bound: float, noise: float) -> bool:
     """Whether rounding cannot have caused this; a gradient that is as small as rounding of the others is all noise."""
     return (found.kind != "grad" or found.distance > bound / 10) and found.own > max(bound, _NOISE * noise)

@@ -101,6 +101,78 @@ def test_a_sampler_that_draws_for_each_sample_draws_when_torchs_dataloader_lets_
     assert walk(make(samestep.loader), samestep.loader(DATA, 5)) == serially(make)
 
 
+class InBlocks:
+    """Draws for a thousand samples when it is asked for the first of them."""
+
+    def __init__(self, length):
+        self.length, self.taken = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for _ in range(0, self.length, 1000):
+            for index in torch.randint(min(self.length, 10**6), (1000,)).tolist():
+                self.taken += 1
+                yield index
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 10**8
+
+    def __getitem__(self, index):
+        return torch.tensor(index * index)
+
+
+def test_a_sampler_of_1e8_samples_is_taken_as_far_as_batches_need_it(world):
+    sampler = InBlocks(10**8)
+    assert len(next(iter(samestep.loader(Squares(), batch_size=8, sampler=sampler, num_workers=0)))) > 0
+    assert sampler.taken < 10**6
+
+
+def test_a_sampler_longer_than_what_is_asked_at_once_draws_the_serial_scripts_order(world):
+    data = TensorDataset(torch.arange(140_000))
+
+    def passes(loader):
+        torch.manual_seed(3)
+        batches = loader(data, batch_size=30_000, sampler=InBlocks(140_000), num_workers=0)
+        taken = [samestep.gather(rows) for _ in range(2) for (rows,) in batches]
+        return [hash(tuple(rows.tolist())) for rows in taken], torch.rand(1).item()
+
+    mine = passes(samestep.loader)
+    torch.manual_seed(3)
+    order, sampler = [], InBlocks(140_000)
+    for _ in range(2):
+        torch.empty((), dtype=torch.int64).random_()  # the seed that a new iterator of DataLoader draws
+        indices = list(sampler)
+        order += [hash(tuple(indices[at : at + 30_000])) for at in range(0, 140_000, 30_000)]
+    assert mine == (order, torch.rand(1).item())
+
+
+def test_a_sampler_that_follows_each_ranks_losses_is_an_error_at_the_end_of_the_pass(world):
+    data = TensorDataset(torch.arange(140_000))
+    samestep.replicate(torch.nn.Linear(1, 1))  # so that it is a pass of training
+
+    class Following(InBlocks):
+        def __iter__(self):
+            self.at = 0
+            for at in range(self.length):
+                yield (at + self.at) % self.length
+
+    sampler = Following(140_000)
+
+    def follow():
+        for (rows,) in samestep.loader(data, batch_size=30_000, sampler=sampler, num_workers=0):
+            sampler.at = int(rows[0]) + 1
+
+    if world.size == 1:
+        follow()
+        return
+    with pytest.raises(samestep.RanksDiffer, match=r"gives rank . another order than rank"):
+        follow()
+
+
 def test_a_sampler_with_a_generator_of_its_own_goes_on_in_it(world):
     def make(loader):
         generator = torch.Generator().manual_seed(7)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
 from samestep.train.data.batches import Batch, Planned, content, on_device
-from samestep.train.data.order import Drawn, TakenBatches
+from samestep.train.data.order import Drawn, Taken, TakenBatches
 from samestep.train.data.share import Piece
 from samestep.train.data.source import (
     Data,
@@ -292,6 +292,8 @@ class Loader(Generic[Item]):
                     yield given
                     spine.end_step(handed_out)
             next(batches, None)
+            if isinstance(order, Taken):
+                order.compare_last()
             spine.end_pass(this)
             self._has_evaluated = not torch.is_grad_enabled()
         finally:

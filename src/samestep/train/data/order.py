@@ -8,6 +8,7 @@ that goes on from its last pass, one with `set_epoch`, one with a `state_dict`. 
 
 import hashlib
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -19,6 +20,9 @@ from samestep.errors import RanksDiffer, UsageError
 from samestep.train import streams
 from samestep.train.data import share
 from samestep.train.group.group import Group
+
+# of a sampler that ranks ask apart: what they ask at once of an epoch, which most have no more of
+_AT_ONCE = 1 << 16
 
 
 class Drawn(Protocol):
@@ -59,7 +63,7 @@ class Order:
     def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Drawn":
         """The samples of this epoch; collective where it is drawn, and where it has to be `alike` on all ranks.
 
-        With `lazily`, ranks whose random streams are alike take a sampler as far as they need it.
+        With `lazily`, the ranks' random streams are alike, and a sampler draws from the script's as it is asked.
         """
         expected, self._expected = self._expected, {}
         if self._seed is None and self._shuffle:
@@ -122,8 +126,8 @@ class Sampled(Order):
             taken = self._begin(epoch, drawn_in)
         else:
             # what was not asked for before the resume is drawn from the streams as they are now
-            asked = expected.get("asked", self.length) if lazily else self.length
-            taken = self._take(epoch, drawn_in, asked)
+            asked = expected.get("asked", self.length if lazily else _AT_ONCE)
+            taken = self._take(epoch, drawn_in, asked, goes_on=not lazily)
         if expected and _digest(taken[: expected["count"]]) != expected["digest"]:
             raise UsageError(
                 f"the {self.kind} gives epoch {epoch} another order than before the run was resumed; make the order a "
@@ -140,11 +144,14 @@ class Sampled(Order):
         counts = {"count": len(consumed), "asked": self._taken.asked}
         return {"order": {"digest": _digest(consumed), **counts, **self._begun_in}}
 
-    def _take(self, epoch: int, drawn_in: dict[str, Any] | None, count: int | None) -> "Taken":
+    def _take(
+        self, epoch: int, drawn_in: dict[str, Any] | None, count: int | None, *, goes_on: bool = False
+    ) -> "Taken":
         """A pass of the sampler, up to this sample; without a seed it draws from rank 0's stream, as that is or was."""
         with self._drawing(epoch, drawn_in) as drawn_in:
             taken = self._begin(epoch, drawn_in)
             taken.take(count)
+            taken.left_at = streams.capture() if goes_on else None
         return taken
 
     def _begin(self, epoch: int, drawn_in: dict[str, Any]) -> "Taken":
@@ -225,13 +232,15 @@ class Taken:
 
     def __init__(self, of: Sampled, iterator: Iterator[Any], group: Group) -> None:
         self._is_to_compare = False
+        self._compared = 0
+        # where its streams are that it goes on drawing from; None where it draws from the script's as it is asked
+        self.left_at: bytes | None = None
         self._name, self._length = f"the {of.kind}, {type(of.sampler).__name__},", of.length
         self._iterator, self._group = iterator, group
-        self._indices: list[int] = []
+        self._indices = array("q")
 
     def __getitem__(self, part: slice) -> torch.Tensor:
-        if part.stop > len(self._indices):
-            self.take(part.stop)
+        self.ask(part.stop)
         if self._is_to_compare:
             self._compare()
         return torch.tensor(self._indices[part], dtype=torch.int64, device="cpu")
@@ -241,10 +250,25 @@ class Taken:
         """How many samples the sampler was asked for."""
         return len(self._indices)
 
+    def ask(self, stop: int) -> None:
+        """Have its samples up to this one."""
+        if stop <= self.asked:
+            return
+        if self.left_at is None:
+            return self.take(stop)
+        own = streams.capture()
+        # what the script has not drawn from since is one stream for it and the sampler, as in the serial script
+        brought_back = streams.different(own, self.left_at)
+        streams.restore(self.left_at)
+        self.take(max(stop, self.asked + _AT_ONCE))
+        self.left_at = streams.capture()
+        streams.restore(own, brought_back)
+
     def take(self, stop: int | None) -> None:
         """Ask the sampler for its samples up to this one, and at the end for all."""
-        stop, length = stop or 0, self._length or 0
-        is_end = stop >= length
+        length = self._length or 0
+        stop = min(stop or 0, length)
+        is_end = stop == length
         drawn = list(itertools.islice(self._iterator, None if is_end else stop - len(self._indices)))
         self._add(drawn, "pass batches as batch_sampler=")
         count = len(self._indices)
@@ -255,7 +279,7 @@ class Taken:
 
     def _add(self, drawn: Sequence[Any], remedy: str) -> None:
         try:
-            self._indices += map(index, drawn)
+            self._indices.extend(map(index, drawn))
         except TypeError as error:
             raise UsageError(
                 f"{self._name} yielded a {type(drawn[0]).__name__}, which is not the index of a sample; let it yield "
@@ -268,9 +292,14 @@ class Taken:
         if self._indices:
             self._compare()
 
+    def compare_last(self) -> None:
+        """Collective. Compare what ranks took apart after the first comparison; a sampler may follow the losses."""
+        if 0 < self._compared < self.asked and self.left_at is not None:
+            self._compare()
+
     def _compare(self) -> None:
         """Collective. Raise RanksDiffer where another rank's sampler gave another order."""
-        self._is_to_compare = False
+        self._is_to_compare, self._compared = False, self.asked
         mine = _digest(torch.tensor(self._indices, device="cpu"))
         for other, digest in enumerate(self._group.all_gather("samestep.loader's sampler", mine.encode())):
             if digest.decode() != mine:
@@ -291,7 +320,7 @@ class TakenBatches(Taken):
         """Where the batches after this position end."""
         for at in itertools.count():
             if at == len(self._stops):
-                self.take(self.asked + 1)
+                self.ask(self.asked + 1)
             if at == len(self._stops):
                 return
             if self._stops[at] > position:

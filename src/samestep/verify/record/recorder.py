@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import samestep
 from samestep.train import streams, totals
+from samestep.train.draws import Draws
 from samestep.train.group.control import users_line
 from samestep.train.loss import reduction_of
 from samestep.train.model import replicate
@@ -95,6 +96,7 @@ class Recorder:
         wrap(Spine, "hand_out", self._hand_out)
         wrap(Spine, "leave_pass", self._leave_pass)
         wrap(replicate, "no_sync", self._no_sync, samestep)
+        wrap(Draws, "say_other", self._draw_apart)
 
     def finish(self) -> None:
         """Write the facts, and what the parameters and buffers are at the end."""
@@ -206,7 +208,9 @@ class Recorder:
             if torch.is_grad_enabled():
                 self._note_batch(batch)
             yield batch
-        self._note_batch(None)
+        # an evaluation may end inside a step, whose batch stays the one to train on
+        if torch.is_grad_enabled():
+            self._note_batch(None)
 
     def _hand_out(
         self, original: Callable[..., None], spine: Spine, share: Share, batch: Any = None, *more: Any
@@ -234,6 +238,9 @@ class Recorder:
     def _no_sync(self, original: Callable[..., Any], model: nn.Module, enabled: bool = True) -> Any:
         self._facts["no_sync"] = users_line()
         return original(model, enabled)
+
+    def _draw_apart(self, original: Callable[..., str], draws: Draws, *said: str) -> None:
+        self._facts.setdefault("apart", original(draws, *said))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._taken.setdefault(optimizer, 0)
