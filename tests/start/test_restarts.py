@@ -92,3 +92,19 @@ def test_a_run_that_gets_further_has_all_its_restarts_again(launcher):
     code, _, err = launcher.run("-n", "1", "--max-restarts", "2", "train.py")
     assert code == 137
     assert (err.count("restart 1 of 2"), err.count("restart 2 of 2")) == (5, 1)
+
+
+def test_a_run_whose_directory_was_removed_is_restarted_and_says_what_failed(launcher):
+    launcher.write(
+        """
+        import os, shutil
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            shutil.rmtree("runs")
+            raise ValueError("mine")
+        print("went on")
+        """
+    )
+    code, out, err = launcher.run("-n", "1", "--max-restarts", "2", "train.py")
+    assert (code, out) == (0, "went on\n")
+    assert "(ValueError: mine): restart 1 of 2" in err
+    assert "cannot be written any more (no such file or directory); the run goes on" in err

@@ -29,7 +29,8 @@ def ending(
     if outcome.cause is None:
         after = f"after {duration(seconds)}"
         if outcome.status == CHECKPOINTED:
-            how = f"stopped at a checkpoint {after} (exit code {CHECKPOINTED}: run it again)."
+            code = "" if outcome.asked == signal.SIGINT else f"exit code {CHECKPOINTED}: "
+            how = f"stopped at a checkpoint {after} ({code}run it again)."
         elif outcome.asked is not None:
             how = f"was stopped by {signal.Signals(outcome.asked).name} {after}."
         else:

@@ -132,7 +132,11 @@ class Log:
 
     def __init__(self, path: Path, lost: Callable[[str], None]) -> None:
         self._lost = lost
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        self._file: int | None = None
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            lost(reason_of(error))
 
     def write(self, data: bytes) -> None:
         """Append all of it; a full disk ends the log, not the run."""

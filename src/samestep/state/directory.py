@@ -80,6 +80,7 @@ class CheckpointDirectory:
         if keep < 2:
             raise UsageError(f"keep={keep} leaves nothing to go back to when one file is damaged; use keep=2")
         self.directory = Path(directory)
+        self._at = self.directory.absolute()  # the script may change its working directory
         self.keep = keep
         self._made = False
         self._good: dict[str, tuple[int, int, int]] = {}
@@ -96,7 +97,7 @@ class CheckpointDirectory:
         self._me, self._say, self._remedy = me, say, remedy
         try:
             self._make()
-            with open_directory(self.directory) as dir_fd:
+            with open_directory(self._at) as dir_fd:
                 self._hold(dir_fd)
         except OSError:
             # a disk that is full or read-only can be read from; the first commit says what is wrong with it
@@ -105,7 +106,7 @@ class CheckpointDirectory:
     def release(self) -> None:
         """Let another process write here."""
         if self._lease is not None:
-            with suppress(OSError), open_directory(self.directory) as dir_fd:
+            with suppress(OSError), open_directory(self._at) as dir_fd:
                 self._lease.release(dir_fd)
             self._lease = None
 
@@ -116,7 +117,7 @@ class CheckpointDirectory:
         try:
             self._make()
             # every later name is looked up in this descriptor, so no link put in its way leads out of it
-            with open_directory(self.directory) as dir_fd:
+            with open_directory(self._at) as dir_fd:
                 held = self._hold(dir_fd)
                 self._sweep(dir_fd)
                 if _free(os.fstatvfs(dir_fd)) < packed.size * _MARGIN:
@@ -129,7 +130,7 @@ class CheckpointDirectory:
 
     def remember(self, packed: state_file.Packed, step: int, slots: Slots) -> None:
         """Keep a state in memory, as what follows the newest commit."""
-        with open_directory(self.directory) as dir_fd:
+        with open_directory(self._at) as dir_fd:
             slots.write(packed, self._seal(dir_fd, step, self._hold(dir_fd)))
 
     def newest(
@@ -141,7 +142,7 @@ class CheckpointDirectory:
         """
         refused: list[str] = []
         try:
-            with open_directory(self.directory) as dir_fd:
+            with open_directory(self._at) as dir_fd:
                 record = self._lease.record if self._lease else lease.read(dir_fd)
                 found = examine(dir_fd, record)
                 if slots and self._lease and (kept := self._recalled(read, slots, self._lease.record)):
@@ -213,7 +214,7 @@ class CheckpointDirectory:
     def _make(self) -> None:
         # once: under a mount that went away the same path is another disk
         if not self._made:
-            make_private_directory(self.directory)
+            make_private_directory(self._at)
             self._made = True
 
     def _hold(self, dir_fd: int) -> lease.Lease:
@@ -301,11 +302,11 @@ class CheckpointDirectory:
         return os.fstat(dir_fd).st_mtime - os.stat(name, dir_fd=dir_fd).st_mtime > _ABANDONED_SECONDS
 
     def _why(self, error: OSError, num_bytes: int) -> str:
-        if not self.directory.is_dir():
+        if not self._at.is_dir():
             return f"{self.directory} is gone"
         if error.errno == errno.ENOSPC:
             with suppress(OSError):
-                free = _free(os.statvfs(self.directory))
+                free = _free(os.statvfs(self._at))
                 if free < num_bytes * _MARGIN:
                     return f"{size(free, of=num_bytes * _MARGIN)} free on {self.directory}"
         return f"{self.directory} cannot be written ({error.strerror})"

@@ -67,7 +67,14 @@ def steps(directory):
 
 @pytest.mark.parametrize(
     ("name", "size", "rank"),
-    [("SIGTERM", 1, 0), ("SIGTERM", 2, 1), ("SIGTERM", 3, 2), ("SIGUSR1", 3, 0), ("SIGINT", 2, 0)],
+    [
+        ("SIGTERM", 1, 0),
+        ("SIGTERM", 2, 1),
+        ("SIGTERM", 3, 2),
+        ("SIGUSR1", 3, 0),
+        ("SIGINT", 2, 0),
+        ("SIGHUP", 2, 1),
+    ],
 )
 def test_a_signal_that_one_rank_hears_stops_all_after_one_step_and_costs_no_bit(
     nest, undisturbed, tmp_path, name, size, rank

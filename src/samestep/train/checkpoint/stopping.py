@@ -18,7 +18,8 @@ from samestep.train.group.group import Group
 _LOOK_S = 0.3
 _ANSWER_S = 0.01
 _LEAVE_S = 2.0
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# SIGHUP: the terminal or the connection to it was closed
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequests:

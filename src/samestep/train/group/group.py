@@ -290,12 +290,12 @@ class Group:
         if self._tree is not None:
             self.failed = code
         add_remedy(error)
+        write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
         show = partial(self._excepthook, kind, error, traceback)
         if self._watch is None or code != 1:
             show()
         else:
             tell_failure(self, error, show)
-        write_failure(os.environ, error, code)
 
 
 def restore_environment(before: Mapping[str, str | None]) -> None:

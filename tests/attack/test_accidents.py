@@ -1,0 +1,61 @@
+"""What a script does by accident to its own process or run, and what becomes of the run."""
+
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+pytestmark = pytest.mark.timeout(170)
+TRAIN = """
+    import os, shutil, sys, time
+    import torch, samestep
+    world = samestep.init()
+    net = torch.nn.Linear(2, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(24, 2))
+    train = samestep.loader(data, batch_size=8)
+    model = samestep.replicate(net)
+    run = samestep.Checkpoint("ck", every=1, model=net, train=train)
+    run.resume()
+    for epoch in train.epochs(2):
+        for x, in train:
+            model(x).mean().backward()
+            ACCIDENT
+            run.step()
+    if world.rank == 0:
+        print("ended after step", run.steps)
+"""
+
+
+@pytest.fixture
+def launched(attempt, tmp_path):
+    def start(accident, *words, name="train.py", **variables):
+        attempt(accident)
+        (tmp_path / name).write_text(dedent(TRAIN.replace("ACCIDENT", accident)))
+        env = {key: value for key, value in os.environ.items() if not key.startswith(("SAMESTEP", "OMP"))}
+        command = [sys.executable, "-m", "samestep", "run", "-n", "2", *words, name]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env | variables, capture_output=True, text=True, errors="replace"
+        )
+
+    return start
+
+
+def test_a_script_that_changes_its_directory_commits_where_it_began(launched, tmp_path):
+    done = launched("os.chdir('/')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended after step 6\n", "")
+    assert len(list((tmp_path / "ck").glob("*.samestep"))) == 2
+
+
+@pytest.mark.parametrize("loss", ["sys.stderr = None", "sys.stderr.close()"])
+def test_a_failure_is_told_of_a_script_that_lost_its_stderr(launched, loss):
+    done = launched(f"{loss}; int('mine')")
+    assert done.returncode == 1
+    assert "ValueError: invalid literal for int() with base 10: 'mine'\n\n" in done.stderr
+
+
+def test_a_script_runs_whose_name_its_locale_cannot_write(launched):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = launched("pass", name="trüin.py", **ascii_only)
+    assert (done.returncode, done.stdout) == (0, "ended after step 6\n"), done.stderr
