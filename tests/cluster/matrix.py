@@ -174,7 +174,7 @@ def _submitted(*words: str) -> Callable[[Cluster, Path], str]:
     def start(cluster: Cluster, folder: Path) -> str:
         said = cluster.run(_SAMESTEP, "submit", *words, "train.py", cwd=folder)
         job = said.split("job ", 1)[1].split(";")[0]
-        jobs = [f"{job}_{k}" for k in range(3)] if "--array-ranks" in words else [job]
+        jobs = [f"{job}_{k}" for k in range(2)] if "--array-ranks" in words else [job]
         for one in jobs:
             output = _output(
                 cluster, one, lambda: "".join(path.read_text() for path in (folder / "runs").glob("*.out"))
@@ -265,13 +265,13 @@ WAYS = {
         "slurm", "0.0 1.0", _submitted("--profile=cpu-node", "--nodes=2", "--tasks-per-node=1")
     ),
     "samestep submit --array-ranks": Way(
-        "samestep", "0.0 1.0 2.0", _submitted("--profile=cpu-node", "--array-ranks", "--tasks-per-node=3")
+        "samestep", "0.0 1.0", _submitted("--profile=cpu-node", "--array-ranks", "--tasks-per-node=2")
     ),
     "IDRIS script": Way("slurm", _SQUARE, _batch(_IDRIS)),
     "ENCCS script, srun": Way("slurm", _SQUARE, _batch(_ENCCS_SRUN)),
     "ENCCS script, torchrun": Way("torchrun", _SQUARE, _batch(_ENCCS_TORCHRUN)),
     "mpirun (Open MPI)": Way("openmpi", _TWO, _mpi("openmpi", 2)),
-    "mpirun (Open MPI), 2 nodes": Way("openmpi", _UNEVEN, _mpi("openmpi", 3, "salloc", "-N2", "-n3")),
+    "mpirun (Open MPI), 2 nodes": Way("openmpi", "0.0 1.0", _mpi("openmpi", 2, "salloc", "-N2", "-n2")),
     "mpirun (MPICH)": Way("mpich", _TWO, _mpi("mpich", 2)),
     "mpirun (MPICH), 2 nodes": Way("mpich", _UNEVEN, _mpi("mpich", 3, "salloc", "-N2", "-n3")),
     "by hand, tcp": Way(

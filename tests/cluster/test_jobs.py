@@ -225,7 +225,7 @@ def test_a_step_that_srun_starts_keeps_its_run_with_a_log_for_each_rank(
         "os.system(f'echo child {rank} >&2')\n"
         "samestep.sum(1)\n"
         "print('last', rank, file=sys.stderr)\n"
-        "os._exit(5) if rank == 2 and sys.argv[1:] else None\n"
+        "os._exit(5) if rank == 1 and sys.argv[1:] else None\n"
     )
     shown = cluster.run("srun", "-N2", "-n3", sys.executable, "train.py", cwd=tmp_path)
     assert sorted(shown.splitlines()) == ["out 0", "out 1", "out 2"]
@@ -237,7 +237,7 @@ def test_a_step_that_srun_starts_keeps_its_run_with_a_log_for_each_rank(
     samestep = str(Path(sys.executable).with_name("samestep"))
     [told] = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"]
     assert (told["state"], told["ranks"]) == ("done", 3)
-    command = cluster.command("srun", "-n3", sys.executable, "train.py", "exit", cwd=tmp_path)
+    command = cluster.command("srun", "-n2", sys.executable, "train.py", "exit", cwd=tmp_path)
     assert subprocess.run(command, capture_output=True).returncode == 5
     told = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"][0]
     assert "failed" in told["state"]
@@ -271,13 +271,10 @@ def test_a_job_goes_on_without_a_node_that_lost_its_power(isolated: Cluster, tmp
 def test_a_job_measures_a_script_in_steps_of_its_allocation(cluster: Cluster, tmp_path: Path) -> None:
     job = _submit(
         cluster, tmp_path, _STEPS, "--profile=laptop", "--nodes=2", "--tasks-per-node=2",
-        "--scale=-n 2 --vary nodes=1,2 --repeat 1 --steps 12 --json", "--lr\n1",
+        "--scale=-n 2 --vary nodes=2 --repeat 1 --steps 12 --json", "--lr\n1",
     )  # fmt: skip
     cluster.wait_state(job, "COMPLETED", timeout=50)
     said = (tmp_path / f"runs/train_{job}.out").read_text()
     document = json.loads(said[said.index("{") :])
     assert document["script"] == ["train.py", "--lr", "1"]
-    assert [(row["processes"], row["settings"]) for row in document["rows"]] == [
-        (2, {"nodes": "1"}),
-        (2, {"nodes": "2"}),
-    ]
+    assert [(row["processes"], row["settings"]) for row in document["rows"]] == [(2, {"nodes": "2"})]
