@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-SAY = "print(w.rank, w.size, w.local_rank, samestep.sum(1), flush=True)\n"
+# One write: torchrun's Pythons are unbuffered, and all write to one pipe.
+SAY = r"print(f'{w.rank} {w.size} {w.local_rank} {samestep.sum(1)}\n', end='', flush=True)"
 SPAWNED = f"""
 import sys, torch.multiprocessing as mp, samestep
 def main(rank, at):
-    w = samestep.init(rank=rank, size=3, rendezvous=at)
+    w = samestep.init(rank=rank, size=2, rendezvous=at)
     {SAY}
 if __name__ == "__main__":
-    mp.spawn(main, args=(sys.argv[1],), nprocs=3)
+    mp.spawn(main, args=(sys.argv[1],), nprocs=2)
 """
 FLAGS = f"""
 import argparse, samestep
@@ -24,7 +25,9 @@ for name in ("rank", "world-size", "local-rank"):
     parser.add_argument(f"--{{name}}", type=int)
 args = parser.parse_args()
 w = samestep.init(rank=args.rank, size=args.world_size)
-{SAY}"""
+{SAY}
+"""
+SHOW = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
 
 
 def port() -> str:
@@ -52,25 +55,33 @@ def lines(*processes: subprocess.Popen[str]) -> list[str]:
 
 def test_processes_that_a_script_spawns_are_given_rank_size_and_place_by_it(tmp_path):
     spawned = start(tmp_path, SPAWNED, f"tcp://127.0.0.1:{port()}")
-    assert lines(spawned) == [f"{rank} 3 {rank} 3" for rank in range(3)]
+    assert lines(spawned) == [f"{rank} 2 {rank} 2" for rank in range(2)]
 
 
-def test_processes_that_are_started_by_hand_hand_their_flags_on(tmp_path):
+def test_processes_that_are_started_by_hand_hand_their_flags_on(nest, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(FLAGS)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
-    ranks = [start(tmp_path, FLAGS, "--rank", str(rank), "--world-size", "2", **env) for rank in (1, 0)]
-    assert lines(*ranks) == ["0 2 0 2", "1 2 1 2"]
+    flags = [("--rank", rank, "--world-size", 2) for rank in (1, 0)]
+    ranks = [rank for words in flags for rank in nest.start(script, 0, *words, env=env)]
+    assert nest.wait(ranks) == [0, 0], [rank.said for rank in ranks]
+    assert [rank.said for rank in ranks] == ["1 2 1 2\n", "0 2 0 2\n"]
 
 
-def test_the_launcher_before_torchrun_starts_a_script_that_takes_its_flag(tmp_path):
+def test_torchrun_is_adopted_also_by_its_older_name_which_gives_a_flag(tmp_path):
     before = ("-m", "torch.distributed.launch", "--nproc-per-node=2", f"--master-port={port()}")
-    assert lines(start(tmp_path, FLAGS, before=before)) == ["0 2 0 2", "1 2 1 2"]
+    also = r"print(f'{w.rank} {w.launcher} {torch.get_num_threads()}\n', end='', flush=True)"
+    source = f"{FLAGS}import torch\n{also}\n"
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    said = [line for rank in range(2) for line in (f"{rank} 2 {rank} 2", f"{rank} torchrun {threads}")]
+    assert lines(start(tmp_path, source, before=before)) == said
 
 
 def test_nodes_meet_where_the_environment_says(tmp_path):
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
     before = ("-m", "samestep", "run", "-n1", "--nodes=2", "--rendezvous=env://")
-    nodes = [start(tmp_path, FLAGS, before=(*before, f"--node-rank={k}"), **env) for k in (1, 0)]
-    assert lines(*nodes) == ["0 2 0 2"]
+    nodes = [start(tmp_path, SHOW, before=(*before, f"--node-rank={k}"), **env) for k in (1, 0)]
+    assert lines(*nodes) == ["0 2"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +92,9 @@ def test_nodes_meet_where_the_environment_says(tmp_path):
         ("rank=2, size=2, rendezvous='tcp://127.0.0.1:1'", "RANK is 2 but WORLD_SIZE is 2; count from 0"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(tmp_path, given, said):
-    process = start(tmp_path, f"import samestep\nsamestep.init({given})\n")
-    assert said in process.communicate(timeout=30)[1]
-    assert process.returncode == 1
+def test_numbers_that_cannot_be_are_refused(nest, tmp_path, given, said):
+    script = tmp_path / "train.py"
+    script.write_text(f"import samestep\nsamestep.init({given})\n")
+    (process,) = nest.start(script, 0)
+    assert nest.wait([process]) == [1]
+    assert said in process.said

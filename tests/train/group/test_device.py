@@ -32,20 +32,22 @@ registration._setup_privateuseone_for_python_backend("private", backend_module=T
 """
 
 
-def started(source, **env):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        env=clean | env,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+@pytest.fixture
+def alone(nest, tmp_path):
+    """Runs a script on a process that belongs to no world: what it printed."""
+
+    def run(source, **env):
+        script = tmp_path / "alone.py"
+        script.write_text(source)
+        (process,) = nest.start(script, 0, env=env, apart=True)
+        assert nest.wait([process]) == [0], process.complained
+        return process
+
+    return run
 
 
-def test_a_kind_of_device_that_nobody_named_here_is_taken():
-    done = started(
+def test_a_kind_of_device_that_nobody_named_here_is_taken(alone):
+    done = alone(
         PRIVATE
         + """
 import samestep
@@ -56,8 +58,7 @@ print(samestep.init().device, joined().the(SideStreams).of_copies.device)
 print(sorted(__import__("json").loads(streams.capture())))
 """
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "private:0 private:0\n['numpy', 'private', 'python', 'torch']\n"
+    assert done.said == "private:0 private:0\n['numpy', 'private', 'python', 'torch']\n"
 
 
 def test_only_one_file_of_train_names_kinds_of_devices():
@@ -73,15 +74,15 @@ def test_only_one_file_of_train_names_kinds_of_devices():
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use the devices of this machine")
-def test_devices_that_torch_cannot_use_are_said_and_the_run_goes_on():
-    done = started("import samestep; print(samestep.init().device)", ZE_AFFINITY_MASK="0")
-    assert done.stdout == "cpu\n"
+def test_devices_that_torch_cannot_use_are_said_and_the_run_goes_on(alone):
+    done = alone("import samestep; print(samestep.init().device)", ZE_AFFINITY_MASK="0")
+    assert done.said == "cpu\n"
     assert re.fullmatch(
         r"samestep: 1 device is visible, and torch \S+ cannot train on it \(.*xpu.*\); install a torch for "
         r"this driver; this run trains on the cores\n",
-        done.stderr,
+        done.complained,
         re.IGNORECASE,
-    ), done.stderr
+    ), done.complained
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use the devices of this machine")
@@ -188,11 +189,13 @@ made = source_of(Rows(), {}, torch.device("cpu"), 3)
 print(made._loader.num_workers, made._loader.multiprocessing_context)
 plan = iter([(torch.tensor([0, 1]), None), (torch.tensor([2, 3]), None)])
 print([batch[1].tolist() for batch, _ in made.batches(plan, 0, 0)])
+multiprocessing.set_start_method("forkserver")  # by the script's own choice
+print(source_of(Rows(), {}, torch.device("cpu"), 3)._loader.num_workers)
 """
-    done = started(AS_3_14 + source)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_3_14 + source], capture_output=True, text=True, timeout=50, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 <multiprocessing.context.ForkContext")
-    assert lines[1] == "[[True, True], [True, True]]"
-    chosen = started(AS_3_14 + "multiprocessing.set_start_method('forkserver')\n" + source)
-    assert chosen.stdout.startswith("0 None\n"), chosen.stderr
+    assert lines[1:] == ["[[True, True], [True, True]]", "0"]
