@@ -27,7 +27,7 @@ def test_a_failure_is_told_by_the_workers_record_where_stderr_shows_none(launche
 
 def test_the_record_of_an_earlier_attempt_is_not_believed(launcher):
     launcher.write(_SILENT)
-    code, _, err = launcher.run("-n", "2", "--max-restarts", "1", "train.py")
+    code, _, err = launcher.run("-n", "2", "--fork", "--max-restarts", "1", "train.py")
     assert code == 3
     assert "ValueError: no shard 7): restart 1 of 1" in err
     assert "no shard 7" not in err[err.index("failed on rank 1 of 2") :]
@@ -39,7 +39,7 @@ def test_a_rank_that_ends_early_is_told_with_the_line_where_another_waited(launc
         if samestep.init().rank == 1:
             samestep.save("best.pt", {})
     """)
-    code, _, err = launcher.run("-n", "2", "train.py")
+    code, _, err = launcher.run("-n", "2", "--fork", "train.py")
     assert code == 1
     assert "failed on rank 0 of 2" in err
     assert err.splitlines()[-6:-2] == [
