@@ -57,14 +57,14 @@ def bits(done):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return bits(run_in(tmp_path_factory.mktemp("undisturbed"), "-n 2"))
+    return bits(run_in(tmp_path_factory.mktemp("undisturbed"), "--fork -n 2"))
 
 
 # Files that a run leaves
 
 
 def test_no_file_of_a_run_is_open_to_others_whatever_the_umask(attempt, tmp_path, undisturbed):
-    done = run_in(tmp_path, "-n 2 --max-restarts 1", before="umask 0;", DIES="3")
+    done = run_in(tmp_path, "--fork -n 2 --max-restarts 1", before="umask 0;", DIES="3")
     assert bits(done) == undisturbed
     made = [path for name in ("ck", "runs") for path in [tmp_path / name, *(tmp_path / name).rglob("*")]]
     assert len(made) > 10
@@ -79,9 +79,7 @@ def test_a_killed_run_leaves_nothing_in_the_memory_of_the_machine(attempt, tmp_p
     attempt("killed in step 3, and resumed")
     (tmp_path / "train.py").write_text(dedent(TRAIN))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
-    inner = (
-        f"mount -t tmpfs tmpfs /dev/shm; {sys.executable} -m samestep run -n 2 --max-restarts 2 train.py; "
-    )
+    inner = f"mount -t tmpfs tmpfs /dev/shm; {sys.executable} -m samestep run --fork -n 2 --max-restarts 2 train.py; "
     done = subprocess.run(
         ["unshare", "-m", "bash", "-c", f"{inner} echo left: $(ls /dev/shm)"],
         cwd=tmp_path, env=clean | {"DIES": "3"}, capture_output=True, text=True, timeout=150,
@@ -111,7 +109,7 @@ def test_a_killed_run_leaves_nothing_in_the_memory_of_the_machine(attempt, tmp_p
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_limit_ends_in_a_sentence_or_in_the_right_bits(attempt, tmp_path, undisturbed, before, says):
     attempt(before)
-    inner = f"{before} exec {sys.executable} -m samestep run -n 2 train.py"
+    inner = f"{before} exec {sys.executable} -m samestep run --fork -n 2 train.py"
     (tmp_path / "train.py").write_text(dedent(TRAIN))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
     command = ["unshare", "-m", "bash", "-c", inner]
@@ -135,7 +133,7 @@ def test_a_run_in_a_network_of_its_own_says_that_the_loop_is_down_or_goes_on(
     bring = "ip link set lo up;" if up else ""
     (tmp_path / "train.py").write_text(dedent(TRAIN))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
-    inner = f"{bring} exec {sys.executable} -m samestep run -n 2 train.py"
+    inner = f"{bring} exec {sys.executable} -m samestep run --fork -n 2 train.py"
     command = ["unshare", "-n", "bash", "-c", inner]
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=150)
     if up:
@@ -144,7 +142,7 @@ def test_a_run_in_a_network_of_its_own_says_that_the_loop_is_down_or_goes_on(
         assert "bring the loopback interface up (`ip link set lo up`)" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["\x1b[31mevil", "x\ny", "\udcff\udcfe", "%s%n", "$(touch canary)"])
+@pytest.mark.parametrize("name", ["\x1b[31mevil %s%n $(touch canary)", "\udcff\udcfe"])
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can name a machine")
 def test_a_hostile_name_of_the_machine_is_printed_as_text(attempt, tmp_path, undisturbed, name):
@@ -153,8 +151,8 @@ def test_a_hostile_name_of_the_machine_is_printed_as_text(attempt, tmp_path, und
     (tmp_path / "train.py").write_text(dedent(TRAIN))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
     ours = f"{sys.executable} -m samestep"
-    inner = f"cat name > /proc/sys/kernel/hostname; {ours} run -n 2 train.py; touch ck/x; rm -r ck; touch ck;"
-    inner += f"{ours} run -n 2 train.py; {ours} runs; {ours} status; {ours} runs --json"
+    inner = f"cat name > /proc/sys/kernel/hostname; {ours} run --fork -n 2 train.py; touch ck/x; rm -r ck; touch ck;"
+    inner += f"{ours} run --fork -n 2 train.py; {ours} runs; {ours} status; {ours} runs --json"
     done = subprocess.run(
         ["unshare", "-u", "bash", "-c", inner], cwd=tmp_path, env=clean, capture_output=True, timeout=150
     )
