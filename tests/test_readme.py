@@ -68,7 +68,8 @@ for x, y in train:
     (model(x) - y).square().mean().backward()
 """
 
-WORKS = "import samestep\nassert samestep.sum(1) == samestep.init().size\n"
+# Without torch: that ranks find each other under every launcher is tested elsewhere.
+WORKS = "from samestep.placement.place import this_process\nassert this_process().size in (1, 2)\n"
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:

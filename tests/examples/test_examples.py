@@ -37,7 +37,7 @@ SEVEN_LINES = """\
 def run(directory: Path, size: int, script: str, *args: object) -> str:
     """What an example prints, started as a user starts it."""
     done = subprocess.run(
-        [str(one) for one in (SAMESTEP, "run", "-n", size, EXAMPLES / script, *args)],
+        [str(one) for one in (SAMESTEP, "run", "--fork", "-n", size, EXAMPLES / script, *args)],
         cwd=directory,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
         capture_output=True,

@@ -81,8 +81,9 @@ def test_a_report_fits_60_columns_and_its_page_needs_nothing_else(tmp_path):
     assert {one.name for one in page.parent.glob("*.png")} == {"throughput.png", "speedup.png", "step.png"}
 
 
-def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path):
-    words = ("-n", "1", "--repeat", "2", "--steps", "12", str(PLANTED), "nothing")
+def test_an_interrupted_measurement_goes_on_where_it_was_and_says_what_had_no_devices(tmp_path):
+    several = ("--repeat", "2", "--vary", "method=ddp,dataparallel")
+    words = ("-n", "1", *several, "--steps", "12", str(PLANTED), "nothing")
     first = scale(tmp_path, *words)
     until = time.monotonic() + 40
     while not [path for path in tmp_path.glob("runs/*/runs.jsonl") if path.read_text().count("\n")]:
@@ -91,8 +92,10 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path):
     first.send_signal(signal.SIGINT)
     assert ended(first)[2] == 130
     done = next(tmp_path.glob("runs/*/runs.jsonl")).read_text().count("\n")
-    _, err = finished(scale(tmp_path, *words))
+    out, err = finished(scale(tmp_path, *words))
     assert err.count("run ") == 2 - done
+    said = " ".join(out.split())
+    assert "1 process, method=dataparallel was not measured: it needs 2 devices, and 0 are visible." in said
     assert [one for one in next(tmp_path.glob("runs/*/")).iterdir() if one.name.startswith("run-")] == []
 
 
@@ -168,13 +171,6 @@ def test_settings_become_variables_and_options_of_ddp():
     ]
     assert {one.env["NCCL_ALGO"] for one in found} == {"Ring"}
     assert {(one.env["SAMESTEP_BACKEND"], one.env["SAMESTEP_METHOD"]) for one in found} == {("gloo", "ddp")}
-
-
-def test_what_has_no_devices_to_run_on_is_told_beside_what_was_measured(tmp_path):
-    words = ("-n", "1", "--repeat", "1", "--steps", "12", "--vary", "method=ddp,dataparallel")
-    out, _ = finished(scale(tmp_path, *words, str(PLANTED), "nothing"))
-    said = " ".join(out.split())
-    assert "1 process, method=dataparallel was not measured: it needs 2 devices, and 0 are visible." in said
 
 
 def test_one_process_drives_all_devices_of_dataparallel(monkeypatch):
