@@ -10,7 +10,6 @@ LONG = bool(os.environ.get("LONG"))
 SAMPLE = [
     "averaged_by_hand",
     "by_hand",
-    "dcgan_sum",
     "key_bias",
     "lr_by_ranks",
     "negative_words",
