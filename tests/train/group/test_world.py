@@ -206,6 +206,16 @@ def test_an_exception_in_the_block_of_the_first_does_not_leave_the_others_waitin
     assert ranks[1][1] == ""
 
 
+@pytest.mark.parametrize(
+    ("seed", "draws"),
+    [("torch.default_generator.seed()", 1), ("torch.manual_seed(int(os.environ['RANK']))", 3)],
+)
+def test_from_init_on_ranks_draw_alike_where_the_script_has_not_seeded_them(script, seed, draws):
+    begun = START.replace("    world =", f"    {seed}\n    world =")
+    ranks = script.run(begun + "    print(torch.rand(1).item(), torch.randperm(9).tolist())", 3)
+    assert len({out for _, out, _ in ranks}) == draws
+
+
 def test_own_exit_codes_stay(script):
     assert codes(run(script, 3, "    sys.exit(3 if world.rank == 1 else 0)")) == [0, 3, 0]
 

@@ -103,12 +103,14 @@ def agree(call: str, made: Kind) -> Kind:
             if theirs[name] != value:
                 raise RanksDiffer(
                     f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
-                    "or the labels differ; draw the split before replicate, or from a generator with a seed"
+                    "or the labels differ; seed what draws them (torch, NumPy, random) with the same number on every "
+                    "rank, and draw them before replicate"
                 )
     if apart := [rank for rank, theirs in enumerate(said) if theirs["floats"] != floats]:
         group.say(
             f"the samples of {call} are other numbers on rank {apart[0]} than on rank 0, so each rank trains on data "
-            "of its own; draw them before replicate from the seeded stream, or from a generator with a seed"
+            "of its own; seed what draws them (torch, NumPy, random) with the same number on every rank, and draw them "
+            "before replicate"
         )
     return made
 

@@ -22,7 +22,6 @@ from samestep.rendezvous.listen import LOOP, allow_descriptors
 from samestep.rendezvous.member import say
 from samestep.text import name_ranks, printable
 from samestep.train.group import rendezvous
-from samestep.train.group.control import exchange, place_of
 from samestep.train.group.device import overlaps, reads_cublas, take_device, uuid_of
 from samestep.train.group.group import Group, restore_environment
 from samestep.train.group.layout import Place, say_layout
@@ -30,6 +29,7 @@ from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output, keeps_no_run, share_run
 
 _GLOO_FILES = 2
+_DRAWN_SEED = 1 << 48  # torch draws its own seed of 64 bits; people write smaller ones
 
 _group: Group | None = None
 
@@ -182,6 +182,8 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
     world = World(*at, device, here.launcher, own.cores, own.host, hosts)
     _group = Group(world, store, changed, timeout, output)
+    if tree is not None:
+        _draw_alike(_group)
 
 
 def _open_process_group(
@@ -207,8 +209,15 @@ def _open_process_group(
             timeout=timeout,
             device_id=device if of_nccl else None,
         )
-    exchange(tree, place_of("samestep.init"), [], list, limit_s)
     return places
+
+
+def _draw_alike(group: Group) -> None:
+    """Collective. Where the script has given torch no seed, all ranks go on in rank 0's stream, as if seeded alike."""
+    own = torch.get_rng_state().numpy().tobytes() if torch.initial_seed() >= _DRAWN_SEED else b""
+    first = group.broadcast("samestep.init", own)
+    if own and first:
+        torch.set_rng_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
 
 
 def _leave(pid: int) -> None:
