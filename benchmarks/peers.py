@@ -47,6 +47,7 @@ COMMANDS = {
     "Fabric": [*PYTHON, "fabric.py"],
     "Ignite": [*PYTHON, "ignite_.py"],
     "samestep": [*SAMESTEP, "-n", "2", "samestep_.py"],
+    "samestep --fork": [*SAMESTEP, "-n", "2", "--fork", "samestep_.py"],
 }
 TWO_NODES = {
     "torchrun on 2 nodes": [*TORCHRUN, "--nproc-per-node=1", "--nnodes=2", "--master-addr={at}", "--master-port={port}",
@@ -57,6 +58,7 @@ TWO_NODES = {
 STARTED_BY = {
     "serial": "-", "DDP": "`mp.spawn`", "torchrun": "`torchrun`", "Accelerate": "`torchrun`",
     "Fabric": "its own launcher", "Ignite": "its own launcher", "samestep": "`samestep run`",
+    "samestep --fork": "`samestep run --fork`",
     "torchrun on 2 nodes": "`torchrun` on each", "samestep on 2 nodes": "`samestep run` on each",
 }  # fmt: skip
 _FEW = 3
