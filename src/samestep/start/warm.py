@@ -66,6 +66,7 @@ def main() -> None:
 
 
 def _load() -> None:
+    gc.disable()  # it looks for garbage a third of the time, in what has none
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in _LOADED:
@@ -75,9 +76,9 @@ def _load() -> None:
             samestep = importlib.import_module("samestep")
             for name in samestep.__all__:
                 getattr(samestep, name)
-    # what is here now is no garbage, and looking at it would copy every page of it in every rank
-    gc.collect()
+    # nor must a rank look there, which would copy every page of it
     gc.freeze()
+    gc.enable()
 
 
 def _leave_whole(modules: dict[str, ModuleType]) -> None:
