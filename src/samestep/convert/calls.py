@@ -253,6 +253,8 @@ class Calls(Rewrites, Expressions):
         rule: Callable[..., Value] | None = getattr(self, f"_python_{name}", None)
         if rule is not None:
             return rule(node, values, first)
+        if name in NAMED["fact"]:
+            return Value()
         if name in ("sum", "max", "min", "any", "all") and first.kind in ROWS and len(values) == 1:
             return of_tensors(name, values, True, self.batches, self.in_forward)
         if name in ("chain", "filter", "map"):
@@ -310,9 +312,12 @@ class Calls(Rewrites, Expressions):
 
     def opaque(self, node: ast.Call, values: Values) -> Value:
         """A call whose body is not in the project: it is given the values of all ranks, if nothing is done with it."""
+        known = dict(self.found.alike)
         for function in [one.of for one in values if one.kind == "function"]:
             self.run(function, [function.bound] if function.bound else [], {}, node)
+        self.found.alike = known
         if not any(one.is_shared for one in values):
+            self.found.alike[self.span(node)] = None
             return Value(models=models_of(*values))
         if name_of(node) in NAMED["bar"] and not self.may_total():
             self.found.note(self.source, node, "the progress bar shows numbers of rank 0's share")

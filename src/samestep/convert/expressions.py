@@ -160,10 +160,10 @@ class Expressions(Totals):
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, at)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
             return self._rows_at(node, base, index)
-        if base.kind == Kind.ALIKE and isinstance(index.made and index.made[0], ast.Compare):
-            edits = index.edits or self.edits_of(node.slice, index)
-            return replace(other("is chosen by a mask of a share"), edits=edits)
         if base.kind == Kind.ALIKE and index.is_shared:
+            if isinstance(index.made and index.made[0], ast.Compare):
+                edits = index.edits or self.edits_of(node.slice, index)
+                return replace(other("is chosen by a mask of a share"), edits=edits)
             return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
         if base.kind in (Kind.BATCH, Kind.COLUMNS):
             return Value(
@@ -263,7 +263,7 @@ class Expressions(Totals):
             each = self.each(self.value(part.iter))
             self.bind(part.target, (*each.objects, each.element)[0])
             tests = [self.value(test) for test in part.ifs]
-            self.enter(replace(each, kind="rows" if any(test.is_shared for test in tests) else each.kind))
+            self.enter(replace(each, kind="rows" if any(test.is_shared for test in tests) else each.kind), node)
         found = self.kept(self.value(element))
         for one in each.objects[1:] if len(node.generators) == 1 else ():
             self.bind(part.target, one)
@@ -295,7 +295,8 @@ class Expressions(Totals):
             return found
         if over.kind in ("loader", Kind.BATCH):
             is_loader = over.kind == "loader"
-            return Loop(Value(Kind.BATCH), "batches", over.of) if is_loader else Loop(Value(Kind.ROWS))
+            call = over.made[0] if is_loader and over.made else None
+            return Loop(Value(Kind.BATCH), "batches", over.of, call) if is_loader else Loop(Value(Kind.ROWS))  # type: ignore[arg-type]
         if over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT):
             return Loop(Value(Kind.ROW), "rows")
         if over.kind in ("list", "dict"):
@@ -325,7 +326,8 @@ class Expressions(Totals):
             del scope.names[known]
         if value.kind == Kind.ROWS and self.batches and name != "_":
             self.batches.rows = self.batches.rows or name
-        given = (made, self.source, self.since) if made is not None else value.made
+        is_new = made is not None and value.kind != "loader"
+        given = (made, self.source, self.since) if is_new else value.made  # type: ignore[assignment]
         scope.names[name] = replace(value, since=self.since, made=given)
 
     def _index_all(self, index: ast.expr, filled: Value) -> None:

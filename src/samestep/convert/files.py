@@ -12,10 +12,6 @@ _WRITERS = {
     "SummaryWriter": "make it on rank 0 only, and call it there only",
     "wandb.init": 'pass mode="disabled" on other ranks',
 }
-_ALSO_ALONE = (
-    "this line runs in training, where its total is needed, and in an evaluation, of which ranks may have unlike "
-    "numbers of batches; take the total in the loop that trains"
-)
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
@@ -40,20 +36,10 @@ def finish(followed: Follower, source: Source, is_script: bool) -> None:
             _function(followed, source, node)
         elif isinstance(node, ast.Attribute):
             _without_module(followed, source, node)
-    _check_totals(followed, source)
     changed = [edit.text for edit in found.edits if edit.source is source]
     begins = b"cuda" in source.data and not has_device and bool(changed) and is_script
     if begins or any("samestep." in text for text in changed):
         _import(followed, source, aliases, begins)
-
-
-def _check_totals(followed: Follower, source: Source) -> None:
-    """No total may stand where a rank may come without the others, as in a function that an evaluation calls too."""
-    for edit in followed.found.edits:
-        is_total = edit.text.startswith(("samestep.sum(", "samestep.mean(", "samestep.gather("))
-        if is_total and edit.source is source and (source, edit.start) in followed.found.alone:
-            line = source.data.count(b"\n", 0, edit.start) + 1
-            followed.found.gaps.setdefault((source, line), _ALSO_ALONE)
 
 
 def _without_module(followed: Follower, source: Source, node: ast.Attribute) -> None:

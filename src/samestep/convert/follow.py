@@ -12,6 +12,14 @@ from samestep.convert.values import NUMBERS, Kind, Loop, Sum, Value, join
 
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
+_ALSO_ALONE = (
+    "this line runs in training, where its total is needed, and in an evaluation, of which ranks may have unlike "
+    "numbers of batches; take the total in the loop that trains"
+)
+_ALSO_ALIKE = (
+    "this line is reached with numbers of a share, and with numbers that all processes have, which a total would "
+    "count once for each process; take the total before the call"
+)
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
@@ -19,12 +27,28 @@ _NOT_SHARED = (
 
 
 def follow(script: Source, find: Find) -> "Follower":
+    """Follow a script; where its evaluation has numbers without a total, every process evaluates all samples."""
+    found = _followed(script, find, Learnt())
+    loops = [loop for loop in found.passes if loop.call]
+    for call in dict.fromkeys(loop.call for loop in loops):
+        trains = any(loop.trains or loop.lends for loop in loops if loop.call is call)
+        if trains or call is None or not (gaps := found.found.gaps):
+            continue
+        (source, line), reason = next(iter(gaps.items()))
+        text = f"is of an evaluation with numbers that have no total ({source.path.name}:{line}: {reason})"
+        learnt = Learnt(serial={**found.learnt.serial, call: text})
+        without = _followed(script, find, learnt)
+        found = without if len(without.found.gaps) < len(gaps) else found
+    return found
+
+
+def _followed(script: Source, find: Find, learnt: Learnt) -> "Follower":
     """Follow a script until following it again teaches nothing."""
-    learnt = Learnt()
     for _ in range(_MOST_TIMES):
         before = copied(learnt)
         follower = Follower(script, find, learnt)
         if learnt == before:
+            follower.check_totals()
             return follower
     follower.found.gap(
         script, script.tree, "what the script shows in its loops could not be followed to an end"
@@ -40,6 +64,19 @@ class Follower(Calls):
         self.find = find
         self.modules: dict[Source, Scope] = {}
         self.follow_module(script)
+
+    def check_totals(self) -> None:
+        """No total may stand where a rank may come without the others, or with what all ranks have."""
+        found = self.found
+        for edit in found.edits:
+            source, kind = edit.source, edit.text.partition("(")[0]
+            adds = kind in ("samestep.sum", "samestep.gather")
+            spans = found.alike if adds else found.mixed if ".share" in edit.text else ()
+            is_alike = any(of is source and start <= edit.start < end for of, start, end in spans)
+            is_alone = (adds or kind == "samestep.mean") and (source, edit.start) in found.alone
+            if is_alike or is_alone:
+                line = source.data.count(b"\n", 0, edit.start) + 1
+                found.gaps.setdefault((source, line), _ALSO_ALONE if is_alone else _ALSO_ALIKE)
 
     def follow_module(self, source: Source) -> Scope:
         if source in self.modules:
@@ -133,6 +170,8 @@ class Follower(Calls):
             parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
             found = [self._given_back(part) for part in parts]
             value = Value("list", dict(enumerate(found))) if len(found) > 1 else found[0]
+        elif not value.is_shared:
+            self.found.alike[self.span(node.value)] = None
         frame.returned.append(self.kept(value))
         frame.has_ended = self.depth == frame.depth and len(self.loops) == frame.loops_before
 
@@ -217,7 +256,7 @@ class Follower(Calls):
 
     def _if(self, node: ast.If) -> None:
         is_uneven = self.value(node.test).is_shared
-        if is_uneven and self.may_total():
+        if not is_uneven or self.may_total():
             is_uneven = self.total(node.test).is_shared
         is_main = ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING")
         if (known := True if is_main else self.is_none(node.test)) is not None:
@@ -250,8 +289,7 @@ class Follower(Calls):
         self.statements(node.orelse)
 
     def _while(self, node: ast.While) -> None:
-        if self.value(node.test).is_shared:
-            self.total(node.test)
+        self.total(node.test)
         self._repeated(node, Loop())
 
     def _repeated(self, node: ast.For | ast.While, loop: Loop) -> None:
@@ -276,8 +314,7 @@ class Follower(Calls):
             if is_number and value.made and loop.number in value.made[2]:
                 # what a turn left belongs to an earlier batch in the next: it is totalled where it was made
                 names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.made[0],))
-        loop.lends = not (self.without_gradients or self.in_eval)
-        self.enter(loop)
+        self.enter(loop, node)
         for element in loop.objects or (loop.element,):
             if isinstance(node, ast.For):
                 self.bind(node.target, element)

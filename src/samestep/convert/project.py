@@ -91,6 +91,9 @@ class Frame:
     had_batches: bool = False  # whether it has gone through a loader
 
 
+Span = tuple[Source, int, int]
+
+
 @dataclass
 class Learnt:
     """What only a later line tells: the script is followed again from its beginning until this stays."""
@@ -99,6 +102,7 @@ class Learnt:
         default_factory=set
     )  # what is totalled in the loop, as its sum is shown there
     trains: dict[Any, int] = field(default_factory=dict)
+    serial: dict[ast.Call, str] = field(default_factory=dict)  # loaders that stay torch's own, and why
 
 
 @dataclass
@@ -113,6 +117,10 @@ class Findings:
     alone: dict[tuple[Source, int], None] = field(
         default_factory=dict
     )  # where a rank may come without others
+
+    alike: dict[Span, None] = field(default_factory=dict)  # what is shown or decided by, and all ranks have
+    over: dict[Span, str] = field(default_factory=dict)  # what loops go over
+    mixed: dict[Span, None] = field(default_factory=dict)  # loops that go over batches, and over other things
 
     def edit(self, *edits: Edit | None) -> None:
         self.edits.update({edit: None for edit in edits if edit is not None})
@@ -146,6 +154,7 @@ class Following:
         self.learnt, self.found = learnt, Findings()
         self.frames: list[Frame] = []
         self.loops: list[Loop] = []
+        self.passes: list[Loop] = []  # over loaders without an order of their own
         self.known: dict[ast.AST, Value] = {}  # what was last known of each expression
         self.reached: set[ast.AST] = set()  # functions, loaders
         self.called: set[Any] = set()  # models
@@ -177,10 +186,18 @@ class Following:
     def key(self, node: ast.AST) -> Any:
         return str(self.source.path), node.lineno, node.col_offset  # type: ignore[attr-defined]
 
-    def enter(self, loop: Loop) -> None:
+    def span(self, node: ast.AST) -> Span:
+        return self.source, self.source.start(node), self.source.end(node)
+
+    def enter(self, loop: Loop, node: ast.AST) -> None:
         self.loops_made += 1
         loop.number, loop.depth, loop.frame = self.loops_made, self.depth, self.frame
+        loop.lends = loop.kind == "batches" and not (self.without_gradients or self.in_eval)
         self.loops.append(loop)
+        if self.found.over.setdefault(self.span(node), loop.kind) != loop.kind:
+            self.found.mixed[self.span(node)] = None
+        if loop.call is not None:
+            self.passes.append(loop)
 
     def may_total(self) -> bool:
         """Whether every rank comes here as often as the others."""

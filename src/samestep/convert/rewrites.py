@@ -17,7 +17,7 @@ class Rewrites(Totals):
     def made_loader(self, node: ast.Call, values: Values) -> Value:
         source, given = self.source, _arguments(node, _OF_LOADER)
         self.reached.add(node)
-        if reason := _unshared(node, given, values):
+        if reason := self.learnt.serial.get(node) or _unshared(node, given, values):
             text = f"this DataLoader {reason}; it stays as it is, and every process takes all of it"
             self.found.note(source, node, text)
             return Value()
@@ -26,7 +26,8 @@ class Rewrites(Totals):
         self.found.edit(source.replaced(node.func, "samestep.loader"))
         for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:]:
             self.found.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
-        return Value("loader")
+        has_own_order = "sampler" in given or getattr(given.get("shuffle"), "value", 0) not in (0, False)
+        return Value("loader", made=None if has_own_order else (node, source, ()))
 
     def saved(self, node: ast.Call) -> Value:
         source, given = self.source, _arguments(node, ["obj", "f"])

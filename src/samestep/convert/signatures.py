@@ -20,7 +20,7 @@ _TABLE = """
 mean        mean nanmean average
 sum         sum nansum count_nonzero bincount histc
 count       nelement numel
-fact        dim ndimension get_device is_floating_point
+fact        dim ndimension get_device is_floating_point hasattr isinstance callable id
 statistic   max min amax amin std var median mode norm prod argmax argmin any all topk sort kthvalue unique quantile
 statistic   cov corrcoef logsumexp std_mean argsort msort nanmedian nanquantile unique_consecutive
 along       softmax log_softmax normalize cumsum cumprod cummax cummin logcumsumexp

@@ -34,6 +34,7 @@ class Totals(Following):
         """Let this expression have the same value on all ranks, or say that it cannot."""
         value, text = self.text_of(self.value(node)), f"`{ast.unparse(node)}`"
         if not value.is_shared:
+            self.found.alike[self.span(node)] = None
             return value
         if value.edits is None:
             self.gap(node, f"{text} {value.of if isinstance(value.of, str) else 'is made of a share'}")
@@ -104,6 +105,8 @@ class Totals(Following):
             return (self.source.replaced(node, mean),) if is_part and is_name else None
         names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
         is_late = any((self.frame.scope.find(name) or Value()).edits for name in names)
+        if name_of(node) == "tolist":
+            return self._inside(node)
         if (callee.kind in _OURS and value.kind in ROWS) or (value.kind in _SUMMED and not is_late):
             return self._wrapped(node, value)
         return None if callee.kind in _OURS else self._inside(node)

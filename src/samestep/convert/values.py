@@ -78,6 +78,7 @@ class Loop:
     element: Value = Value()  # what it gets in each turn
     kind: str = "plain"
     text: str | None = None  # the loader, as the script names it in this frame
+    call: ast.Call | None = None  # the call that made the loader
     objects: tuple[Value, ...] = ()  # the elements one by one, where they are objects or functions
     frame: Any = None
     rows: str | None = None  # a tensor of the batch
