@@ -86,7 +86,7 @@ def test_a_total_in_a_function_that_an_evaluation_calls_too_is_listed():
     text = (
         f"{BEGIN}def best(out):\n    order = torch.argsort(out[:, 0])\n    return order[0]\n"
         f"for x, y in train:\n{STEP}    print(best(model(x)).item())\n"
-        "with torch.no_grad():\n    for x, y in test:\n        best(model(x))\n"
+        "with torch.no_grad():\n    for x, y in train:\n        best(model(x))\n"
     )
     (gap,) = _of(text).gaps
     assert gap.startswith("train.py:11: this line runs in training")
@@ -177,6 +177,7 @@ def test_values_inside_f_strings_are_found_where_they_are():
         ("args.device = torch.device('cuda', args.gpu)", "args.device = samestep.init().device"),
         ("model.to('cuda:0')", "model.to('cuda')"),
         ("torch.save(model.state_dict(),\n    'a.pt')", 'samestep.save("a.pt", model.state_dict())'),
+        ("torch.save(model.state_dict(), 'a{}.pt'.format(3))", "samestep.save('a{}.pt'.format(3), model.state_dict())"),
         ("torch.save(obj=model.state_dict(), f=path)", "samestep.save(path, model.state_dict())"),
         ("net = nn.DataParallel(model, device_ids=[0])", "net = model"),
         ("log = open('log', 'w')", 'log = open((\'log\') if samestep.init().rank == 0 else "/dev/null", \'w\')'),
@@ -216,14 +217,8 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "if samestep.sum(total) < best:\n    best = samestep.sum(total)"),
         (f"got = []\n{EVALUATE}        got.extend(out.argmax(1).tolist())\nprint(len(got))",
          "print(samestep.sum(len(got)))"),
-        (f"all = torch.empty(0)\n{EVALUATE}        all = torch.cat([all, out[:, 0]])\nlast = all[all.argsort()]\n"
-         "print(last)",
-         "last = samestep.gather(all)[samestep.gather(all).argsort()]"),
         (f"{EVALUATE}        total += out.sum().item()\nprint(round(abs(total), 2))",
          "print(round(abs(samestep.sum(total)), 2))"),
-        (f"{METER}{EVALUATE}        meter.update(F.cross_entropy(out, y).item(), len(y))\n"
-         "print('{m.avg:.3f}'.format(m=meter))",
-         "print('{m:.3f}'.format(m=(samestep.sum(meter.sum) / samestep.sum(meter.count))))"),
         (f"{METER}for x, y in train:\n{STEP}    meter.update(loss.item(), len(x))\n"
          "    print([f'{m}' for m in [meter]])",
          "meter.update(samestep.mean(loss.item()), samestep.sum(len(x)))"),
@@ -254,15 +249,41 @@ def test_a_summed_loss_is_said_to_replicate():
     ("lines", "reason"),
     [
         ("with torch.no_grad():\n    for x, y in test:\n        print(model(x).mean())", "in an evaluation"),
-        ("from x import SummaryWriter\nwriter = SummaryWriter()", "every process would write here"),
-        ("x = torch.rand(8, 4)\nmodel(x).sum().backward()", "no samestep.loader shares"),
-        (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in test:\n"
-         "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
         (f"{TABLE}with torch.no_grad():\n    for x, y in test:\n        table.add('n', F.cross_entropy(model(x), y))",
          "in an evaluation"),
         (f"{EVALUATE}        loss = F.cross_entropy(out, y)\nprint(loss)", "is made of a share"),
         (f"got = []\n{EVALUATE}        got.append(F.cross_entropy(out, y).item())\nprint(got[-1])", "single batches"),
         (f"frame = make()\n{EVALUATE}        frame.at[n, 'loss'] = out.mean()\nframe.save()", "holds values"),
+        (f"got = []\n{EVALUATE}        got.extend(out[:, 0].tolist())\n"
+         "best = sorted(range(len(got)), key=lambda i: got[i])\nprint(best)", "sorted"),
+        (f"got = []\n{EVALUATE}        got += [i for i, row in enumerate(out) if row[0] > 0]\nprint(got)", "has no total"),
+        (f"all = torch.empty(0)\n{EVALUATE}        all = torch.cat([all, out[:, 0]])\nprint(all)", "earlier batch"),
+    ],
+)  # fmt: skip
+def test_a_loader_of_an_evaluation_without_totals_stays_torchs_own(lines, reason):
+    found = _of(f"{BEGIN}for x, y in train:\n{STEP}{lines}\n")
+    assert not found.gaps
+    (note,) = found.notes
+    assert note.startswith("train.py:7: this DataLoader is of an evaluation"), note
+    assert reason in note
+
+
+def test_a_total_of_what_all_processes_have_is_listed():
+    lines = (
+        "one = DataLoader(data, batch_size=1)\ndef count(loader):\n    n = 0\n    with torch.no_grad():\n"
+        "        for x, y in loader:\n            n += len(x)\n    return n\nprint(count(train), count(one))"
+    )
+    found = _of(f"{BEGIN}for x, y in train:\n{STEP}{lines}\n")
+    assert [gap for gap in found.gaps if "count once for each process" in gap]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("from x import SummaryWriter\nwriter = SummaryWriter()", "every process would write here"),
+        ("x = torch.rand(8, 4)\nmodel(x).sum().backward()", "no samestep.loader shares"),
+        (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in test:\n"
+         "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
         ("mix = torch.randperm(4)\nfor x, y in train:\n    out = model(x[torch.randperm(len(x)), :])\n"
          "    F.cross_entropy(out, y).backward()", "compares samples"),
         ("from functools import partial\nmake = partial(DataLoader, batch_size=8)", "functools.partial"),

@@ -10,7 +10,6 @@ from samestep.convert.expressions import Expressions
 from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
 from samestep.convert.rewrites import LOADERS, Rewrites
 from samestep.convert.signatures import NAMED, counted, given_to_loss, is_loss, of_loss, of_tensors, over_rows
-from samestep.convert.source import Edit
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
 from samestep.convert.values import (
     NUMBERS,
@@ -30,6 +29,7 @@ WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
 MOST_STATEMENTS = 100_000
 _DEEPEST = 25
 _DATA = {*ROWS, *NUMBERS, Kind.ROW, Kind.OTHER, "list", "each", "dict"}
+_NUMBERED = "numbers the samples of a share"
 _FUNCTIONAL = ("torch.nn.functional.", "torch.special.", "torch.linalg.", "torch.fft.")
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
@@ -76,21 +76,9 @@ class Calls(Rewrites, Expressions):
             )
             if nodes and self.may_total():
                 self.apply(nodes)
-            elif len(names) == 1 and values[0].edits and self.may_total():
-                self._field(text, one, names[0], [edit for edit in values[0].edits if isinstance(edit, Edit)])
             elif any(value.is_shared for value in values):
                 what = f"{', '.join(names)} of `{ast.unparse(one.value)}`"
                 self.gap(node, f"the format shows {what}, which is of this process's share")
-
-    def _field(self, text: ast.Constant, given: ast.keyword, name: str, edits: list[Edit]) -> None:
-        """Give the attribute itself to the format."""
-        source, object_text = self.source, self.source.text(given.value)
-        if len(edits) == 2:
-            total = f"{edits[0].text}{object_text}.{name}{edits[1].text}"
-            edits = [source.replaced(given.value, total)]
-        for found in re.finditer(rf"\{{{given.arg}(\.{name})".encode(), source.text(text).encode()):
-            start = source.start(text)
-            self.found.edit(*edits, Edit(source, start + found.start(1), start + found.end(1), ""))
 
     def _method(self, node: ast.Call, base: Value, name: str) -> Value:
         """A method of a tensor or a number, of a list or dict, or of a number that stands for one which is filled."""
@@ -279,7 +267,7 @@ class Calls(Rewrites, Expressions):
 
     def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
         each = self.each(first)
-        turn = Value("turn" if each.kind == "batches" else Kind.ALIKE)
+        turn = {"batches": Value("turn"), "rows": Value(Kind.ROW, _NUMBERED)}.get(each.kind, Value())
         return Value("each", each.mapped(lambda element: Value("list", {0: turn, 1: element})))
 
     def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
@@ -299,10 +287,17 @@ class Calls(Rewrites, Expressions):
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
         is_count = any(one.kind in (Kind.COUNT, Kind.PART) for one in values)
-        return Value("each", Loop(Value(Kind.ROW), "rows")) if is_count else Value()
+        return Value("each", Loop(Value(Kind.ROW, _NUMBERED), "rows")) if is_count else Value()
 
     def _python_sum(self, node: ast.Call, values: Values, first: Value) -> Value:
         return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)
+
+    def _python_getattr(self, node: ast.Call, values: Values, first: Value) -> Value:
+        return (
+            Value("external", f"{first.of}.{values[1].text}")
+            if first.kind == "external"
+            else self.opaque(node, values)
+        )
 
     def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
         return self.text_of(first)
@@ -312,12 +307,21 @@ class Calls(Rewrites, Expressions):
 
     def opaque(self, node: ast.Call, values: Values) -> Value:
         """A call whose body is not in the project: it is given the values of all ranks, if nothing is done with it."""
+        if name_of(node) in ("parameters", "named_parameters"):
+            # of a model, whatever made it
+            self.bind(node.func.value, Value("model", self.key(node)))  # type: ignore[attr-defined]
+            return self._parameters(node)
+        if name_of(node) in NAMED["spread"] and values and values[0].kind == Kind.COUNT:
+            return Value(Kind.ROWS)
         known = dict(self.found.alike)
         for function in [one.of for one in values if one.kind == "function"]:
-            self.run(function, [function.bound] if function.bound else [], {}, node)
+            made = self.run(function, [function.bound] if function.bound else [], {}, node)
+            if isinstance(function.node, ast.Lambda) and made.is_shared:
+                # it uses values of a share that are not given to it
+                self.known[function.node] = replace(made, edits=None)
         self.found.alike = known
         if not any(one.is_shared for one in values):
-            self.found.alike[self.span(node)] = None
+            self.seen_alike(node)
             return Value(models=models_of(*values))
         if name_of(node) in NAMED["bar"] and not self.may_total():
             self.found.note(self.source, node, "the progress bar shows numbers of rank 0's share")

@@ -150,6 +150,7 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
     while not isinstance(at := source.parents[at], ast.Module | ast.FunctionDef | ast.ClassDef):
         # a model that was made before a loop is replicated before it
         is_loop = isinstance(at, ast.For | ast.While) and isinstance(key, tuple)
+        is_loop &= name not in {ast.unparse(one) for one in ast.walk(getattr(at, "target", ast.Constant(0)))}
         if is_loop and not (at.lineno <= key[1] <= at.end_lineno):  # type: ignore[attr-defined, index]
             statement = at  # type: ignore[assignment]
     line = f"samestep.replicate({name}{options})"

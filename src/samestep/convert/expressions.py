@@ -64,21 +64,31 @@ class Expressions(Totals):
         return replace(found, models=models_of(*parts))
 
     def _constant(self, node: ast.Constant) -> Value:
-        return Value("none") if node.value is None else Value()
+        text = node.value if isinstance(node.value, str) else None
+        return Value("none") if node.value is None else Value(text=text)
 
     def _name(self, node: ast.Name) -> Value:
         scope: Scope | None = self.frame.scope
         if (found := self.frame.scope.find(node.id)) is not None:
+            while scope is not None and node.id not in scope.names:
+                scope = scope.parent
             # a dict or an object, of which elements were set one by one
             prefixes = (f"{node.id}[", f"{node.id}.")
-            parts = [part for name, part in self.frame.scope.names.items() if name.startswith(prefixes)]
+            parts = [part for name, part in scope.names.items() if name.startswith(prefixes)] if scope else []
             is_filled = any(part.is_shared for part in parts) and not found.is_shared
-            return other(_HOLDS, *parts) if is_filled else found
+            return self._holding(parts) if is_filled else found
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
         while scope is not None and not scope.stars:
             scope = scope.parent
         return Value("external", f"{scope.stars[0]}.{node.id}") if scope else Value()
+
+    def _holding(self, parts: list[Value]) -> Value:
+        """What holds numbers that were added up over batches: in training they are totalled where they are added."""
+        held = [part for part in parts if part.is_shared]
+        sums = [part.of for part in held if isinstance(part.of, Sum) and part.of.loop.trains]
+        nodes = tuple(node for found in sums for node in found.nodes) if len(sums) == len(held) else ()
+        return other(_HOLDS, *held, edits=nodes or None)
 
     def _attribute(self, node: ast.Attribute) -> Value:
         base, name = self.value(node.value), node.attr
@@ -189,7 +199,7 @@ class Expressions(Totals):
     def _binop(self, node: ast.BinOp) -> Value:
         left, right = self.value(node.left), self.value(node.right)
         is_shared = left.is_shared or right.is_shared
-        found = combined(node.op, left, right) if is_shared else join(left, right).bare
+        found = combined(node.op, left, right) if is_shared else Value()
         return replace(found, models=models_of(left, right))
 
     def _unaryop(self, node: ast.UnaryOp) -> Value:
@@ -209,17 +219,24 @@ class Expressions(Totals):
             return Value(Kind.ALIKE if not kinds else Kind.ROW if Kind.ROW in kinds else Kind.ROWS)
         return other("is a comparison of this rank's values", *values)
 
-    def is_none(self, test: ast.expr) -> bool | None:
-        """Whether a test for None holds, where that is known."""
-        if not isinstance(test, ast.Compare) or ast.unparse(test.comparators[0]) != "None":
+    def decided(self, test: ast.expr) -> bool | None:
+        """Whether a test for None, or for a string that the script gives, holds, where that is known."""
+        if not isinstance(test, ast.Compare) or not isinstance(test.comparators[0], ast.Constant):
             return None
-        value = self.value(test.left)
-        if (value.kind != "none" and not value.is_shared) or self.loops[self.frame.loops_before :]:
+        value, sought = self.value(test.left), test.comparators[0].value
+        is_own = isinstance(test.left, ast.Name) and test.left.id in self.frame.scope.names
+        if self.loops[self.frame.loops_before :] or not (is_own or not value.since):
             return None
-        return (value.kind == "none") == isinstance(test.ops[0], ast.Is)
+        holds = isinstance(test.ops[0], ast.Is | ast.Eq)
+        if sought is None and (value.kind in ("none", "optimizer") or value.is_shared):
+            return (value.kind == "none") == holds
+        is_text = (
+            value.text is not None and isinstance(sought, str) and isinstance(test.ops[0], ast.Eq | ast.NotEq)
+        )
+        return (value.text == sought) == holds if is_text else None
 
     def _ifexp(self, node: ast.IfExp) -> Value:
-        if (known := self.is_none(node.test)) is not None:
+        if (known := self.decided(node.test)) is not None:
             return self.value(node.body if known else node.orelse)
         test, found = self.value(node.test), join(self.value(node.body), self.value(node.orelse))
         is_chosen = test.is_shared and test.kind != Kind.ROW
@@ -234,7 +251,7 @@ class Expressions(Totals):
     _tuple = _set = _list
 
     def _dict(self, node: ast.Dict) -> Value:
-        values = [self.kept(self.value(one)) for one in node.values]
+        values = [self._held(one) for one in node.values]
         keys = [getattr(key, "value", None) for key in node.keys]
         if {one.kind for one in values} == {Kind.ROWS}:
             return Value(Kind.BATCH)
@@ -242,6 +259,13 @@ class Expressions(Totals):
             one.is_shared or one.kind in ("instance", "loader", "list", "function") for one in values
         )
         return Value("dict", dict(zip(keys, values, strict=True))) if is_known else join(*values).bare
+
+    def _held(self, node: ast.expr) -> Value:
+        """A number that is put into a dict outside of all batches is everyone's from there on."""
+        value = self.value(node)
+        is_number = value.kind in (*NUMBERS, Kind.OTHER) and value.edits is not None
+        is_after = is_number and self.may_total() and all(loop.kind == "plain" for loop in self.loops)
+        return self.total(node) if is_after else self.kept(value)
 
     def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:
         found = self.value(node.value)
@@ -260,10 +284,12 @@ class Expressions(Totals):
         scope, loops = self.frame.scope, len(self.loops)
         self.frame.scope = Scope(scope)
         for part in node.generators:
-            each = self.each(self.value(part.iter))
+            each = self.each(self.over(part.iter))
             self.bind(part.target, (*each.objects, each.element)[0])
             tests = [self.value(test) for test in part.ifs]
-            self.enter(replace(each, kind="rows" if any(test.is_shared for test in tests) else each.kind), node)
+            self.enter(
+                replace(each, kind="rows" if any(test.is_shared for test in tests) else each.kind), node
+            )
         found = self.kept(self.value(element))
         for one in each.objects[1:] if len(node.generators) == 1 else ():
             self.bind(part.target, one)
@@ -276,7 +302,7 @@ class Expressions(Totals):
         elif "batches" in kinds and batches is not None:
             found = self.per_batch(batches, element, found)
         elif "rows" in kinds:
-            found = Value(Kind.ROWS)
+            found = Value(Kind.OTHER, found.of) if isinstance(found.of, str) else Value(Kind.ROWS)
         del self.loops[loops:]
         self.frame.scope = scope
         if found.kind == Kind.ROWS and isinstance(node, ast.DictComp):
@@ -288,15 +314,27 @@ class Expressions(Totals):
 
     _setcomp = _generatorexp = _dictcomp = _listcomp
 
+    def over(self, node: ast.expr) -> Value:
+        """What a loop goes through: outside of all batches the samples of all ranks."""
+        value = self.value(node)
+        is_even = value.kind != "each" or value.of.kind == "batches"
+        element = value if is_even else value.of.element
+        kinds = {value.kind} if is_even else {element.kind, *(part.kind for part in element.parts)}
+        is_rows = value.kind in ROWS or (not is_even and value.of.kind == "rows" and element.kind != Kind.ROW)
+        is_after = is_rows and self.batches is None and self.may_total()
+        return self.total(node) if is_after or Kind.OTHER in kinds else value
+
     def each(self, over: Value) -> Loop:
         """What a loop over this gets at each turn."""
         if over.kind == "each":
             found: Loop = over.of
             return found
+        if over.kind == "instance" and (method := over.of.of.find("__iter__")) is not None:
+            return self.each(self.run(replace(method.of, bound=over), [over], {}, None))
         if over.kind in ("loader", Kind.BATCH):
             is_loader = over.kind == "loader"
             call = over.made[0] if is_loader and over.made else None
-            return Loop(Value(Kind.BATCH), "batches", over.of, call) if is_loader else Loop(Value(Kind.ROWS))  # type: ignore[arg-type]
+            return Loop(Value(Kind.BATCH), "batches", over.of, call) if is_loader else Loop(Value(Kind.ROWS))
         if over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT):
             return Loop(Value(Kind.ROW), "rows")
         if over.kind in ("list", "dict"):
@@ -316,7 +354,6 @@ class Expressions(Totals):
             holder, held = self.place_of(target.value)
             old = holder.find(held) or Value()
             if not isinstance(target.slice, ast.Constant):
-                self._index_all(target.slice, old)
                 holder.names[held] = replace(self._filled(old, value), since=old.since)
                 return
             if old.kind in ("dict", Kind.BATCH):
@@ -326,19 +363,8 @@ class Expressions(Totals):
             del scope.names[known]
         if value.kind == Kind.ROWS and self.batches and name != "_":
             self.batches.rows = self.batches.rows or name
-        is_new = made is not None and value.kind != "loader"
-        given = (made, self.source, self.since) if is_new else value.made  # type: ignore[assignment]
+        given = value.made if made is None or value.kind == "loader" else (made, self.source, self.since)
         scope.names[name] = replace(value, since=self.since, made=given)
-
-    def _index_all(self, index: ast.expr, filled: Value) -> None:
-        """Outside of all batches elements are set over all samples, and not over this rank's."""
-        if self.batches is not None or not self.may_total():
-            return
-        at = self.value(index)
-        if at.kind in ROWS or (at.kind == Kind.OTHER and at.edits):
-            self.total(index)
-        if filled.kind in ROWS and filled.made:
-            self.learnt.eager.add(filled.made[0])
 
     def _filled(self, old: Value, value: Value) -> Value:
         """A list or tensor of which an element is set, whose index is no constant."""

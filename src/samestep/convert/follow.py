@@ -68,12 +68,15 @@ class Follower(Calls):
     def check_totals(self) -> None:
         """No total may stand where a rank may come without the others, or with what all ranks have."""
         found = self.found
+        kinds: dict[tuple[Source, int], str] = {}
         for edit in found.edits:
             source, kind = edit.source, edit.text.partition("(")[0]
             adds = kind in ("samestep.sum", "samestep.gather")
+            is_total = adds or kind == "samestep.mean"
             spans = found.alike if adds else found.mixed if ".share" in edit.text else ()
             is_alike = any(of is source and start <= edit.start < end for of, start, end in spans)
-            is_alone = (adds or kind == "samestep.mean") and (source, edit.start) in found.alone
+            is_alike |= is_total and kinds.setdefault((source, edit.start), kind) != kind
+            is_alone = is_total and (source, edit.start) in found.alone
             if is_alike or is_alone:
                 line = source.data.count(b"\n", 0, edit.start) + 1
                 found.gaps.setdefault((source, line), _ALSO_ALONE if is_alone else _ALSO_ALIKE)
@@ -171,7 +174,7 @@ class Follower(Calls):
             found = [self._given_back(part) for part in parts]
             value = Value("list", dict(enumerate(found))) if len(found) > 1 else found[0]
         elif not value.is_shared:
-            self.found.alike[self.span(node.value)] = None
+            self.seen_alike(node.value)
         frame.returned.append(self.kept(value))
         frame.has_ended = self.depth == frame.depth and len(self.loops) == frame.loops_before
 
@@ -199,8 +202,6 @@ class Follower(Calls):
         if adds and ast.unparse(made.left) == ast.unparse(target):  # type: ignore[attr-defined]
             self._add(target, made.right)  # type: ignore[attr-defined]
             return None
-        if grown := self._grown(target, made):
-            return grown
         is_late = made in self.learnt.eager or self.is_lost(target)
         value = self.total(made) if is_late else self.value(made)
         if isinstance(target, ast.Attribute | ast.Subscript) and value.kind in (*NUMBERS, Kind.OTHER):
@@ -210,18 +211,6 @@ class Follower(Calls):
             elif self.may_total() and all(loop.kind == "plain" for loop in self.loops):
                 value = self.total(made)
         return self.kept(value)
-
-    def _grown(self, target: ast.expr, made: ast.expr) -> Value | None:
-        """What a tensor becomes to which rows are joined: `scores = torch.cat([scores, model(x)])`."""
-        inside = made.args[:1] if isinstance(made, ast.Call) else ()
-        parts: list[ast.expr] = [part for tensors in inside for part in getattr(tensors, "elts", ())]
-        if [ast.unparse(part) for part in parts[:1]] != [ast.unparse(target)] or len(parts) != 2:
-            return None
-        value = self.value(made)
-        batch, _ = self.around(self.frame.scope.find(ast.unparse(target)) or Value())
-        if batch is None or self.known[parts[1]].kind not in (Kind.ROWS, Kind.BATCH):
-            return value
-        return Value(Kind.ROWS) if self.guard(batch) else Value(Kind.OTHER, "is joined batch by batch")
 
     def _is_element(self, target: ast.expr) -> bool:
         return isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
@@ -259,7 +248,7 @@ class Follower(Calls):
         if not is_uneven or self.may_total():
             is_uneven = self.total(node.test).is_shared
         is_main = ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING")
-        if (known := True if is_main else self.is_none(node.test)) is not None:
+        if (known := True if is_main else self.decided(node.test)) is not None:
             self.statements(node.body if known else node.orelse)
             return
         self.uneven += is_uneven
@@ -282,7 +271,7 @@ class Follower(Calls):
             loop.found_training = max(loop.found_training, 1 + (loop.depth >= self.depth))
 
     def _for(self, node: ast.For) -> None:
-        over = self.value(node.iter)
+        over = self.over(node.iter)
         if over.models and ".grad" in ast.unparse(node):
             self.optimizes(over)
         self._repeated(node, replace(self.each(over)))
@@ -332,6 +321,8 @@ class Follower(Calls):
         quiet = any(WITHOUT_GRADIENTS.search(ast.unparse(item.context_expr)) for item in node.items)
         for item in node.items:
             found = self.value(item.context_expr)
+            of = self.known.get(getattr(item.context_expr, "func", item.context_expr), found)
+            quiet |= of.kind == "function" and bool(WITHOUT_GRADIENTS.search(ast.unparse(of.of.node)))
             if item.optional_vars is not None:
                 self.bind(item.optional_vars, found)
         self.without_gradients += quiet
@@ -369,6 +360,10 @@ class Follower(Calls):
 def _either(one: Value, another: Value) -> Value:
     """What is known after a branch: a share's number that may replace everyone's is totalled where it is made."""
     for value, other in ((one, another), (another, one)):
-        if value.kind in (*NUMBERS, Kind.PASSES) and value.made and other.kind in (Kind.ALIKE, "none"):
+        if (
+            value.kind in (*NUMBERS, Kind.PASSES)
+            and value.made
+            and other.kind in (Kind.ALIKE, "none", "external")
+        ):
             return replace(value, kind=Kind.OTHER, of="is of this process's share", edits=(value.made[0],))
     return join(one, another)

@@ -102,7 +102,7 @@ class Learnt:
         default_factory=set
     )  # what is totalled in the loop, as its sum is shown there
     trains: dict[Any, int] = field(default_factory=dict)
-    serial: dict[ast.Call, str] = field(default_factory=dict)  # loaders that stay torch's own, and why
+    serial: dict[ast.expr, str] = field(default_factory=dict)  # loaders that stay torch's own, and why
 
 
 @dataclass
@@ -184,10 +184,17 @@ class Following:
         self.found.gap(self.source, node, reason)
 
     def key(self, node: ast.AST) -> Any:
-        return str(self.source.path), node.lineno, node.col_offset  # type: ignore[attr-defined]
+        """The place of a call, and of the calls that lead to it."""
+        calls = tuple((call.lineno, call.col_offset) for frame in self.frames if (call := frame.call))
+        return str(self.source.path), node.lineno, node.col_offset, calls  # type: ignore[attr-defined]
 
     def span(self, node: ast.AST) -> Span:
         return self.source, self.source.start(node), self.source.end(node)
+
+    def seen_alike(self, node: ast.AST) -> None:
+        """All ranks have the same here, and no part of it is of a share."""
+        if not any(self.known[part].is_shared for part in ast.walk(node) if part in self.known):
+            self.found.alike[self.span(node)] = None
 
     def enter(self, loop: Loop, node: ast.AST) -> None:
         self.loops_made += 1

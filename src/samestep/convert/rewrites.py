@@ -39,7 +39,13 @@ class Rewrites(Totals):
             return Value()
         state, path = given["obj"], source.text(given["f"])
         self.total(state)
-        if path[:1] == "'" and '"' not in path and "\\" not in path and path.count("'") == 2:
+        if (
+            isinstance(given["f"], ast.Constant)
+            and path[:1] == "'"
+            and '"' not in path
+            and "\\" not in path
+            and path.count("'") == 2
+        ):
             path = f'"{path[1:-1]}"'
         start, end = source.start(state), source.end(state)
         self.found.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))

@@ -20,7 +20,7 @@ _TABLE = """
 mean        mean nanmean average
 sum         sum nansum count_nonzero bincount histc
 count       nelement numel
-fact        dim ndimension get_device is_floating_point hasattr isinstance callable id
+fact        dim ndimension get_device is_floating_point hasattr isinstance callable id is_tensor
 statistic   max min amax amin std var median mode norm prod argmax argmin any all topk sort kthvalue unique quantile
 statistic   cov corrcoef logsumexp std_mean argsort msort nanmedian nanquantile unique_consecutive
 along       softmax log_softmax normalize cumsum cumprod cummax cummin logcumsumexp
@@ -32,6 +32,7 @@ numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
 made        ones zeros full rand randn empty randint normal
+spread      expand repeat new_zeros new_ones new_empty new_full
 model       to cuda cpu train eval apply float double half requires_grad_
 kept        iter list tuple reversed islice tqdm trange float int abs cycle partial next
 list        append extend add update insert scale items values get pop setdefault copy

@@ -34,7 +34,7 @@ class Totals(Following):
         """Let this expression have the same value on all ranks, or say that it cannot."""
         value, text = self.text_of(self.value(node)), f"`{ast.unparse(node)}`"
         if not value.is_shared:
-            self.found.alike[self.span(node)] = None
+            self.seen_alike(node)
             return value
         if value.edits is None:
             self.gap(node, f"{text} {value.of if isinstance(value.of, str) else 'is made of a share'}")
@@ -226,7 +226,7 @@ class Totals(Following):
         value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
         batch, over_samples = self.around(scope.find(name) or Value())
         if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
-            value = Value(Kind.ROWS)
+            value = Value(Kind.OTHER, value.of) if value.of else Value(Kind.ROWS)
         rows = join(*value.parts) if value.kind == "list" else value
         if value.kind == "function":
             held = base.of if base.kind == "list" else {}

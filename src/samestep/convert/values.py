@@ -49,6 +49,8 @@ class Value:
         None  # the expression that gave it, and the loops around
     )
 
+    text: str | None = None  # a string that the script gives
+
     @property
     def parts(self) -> "Values":
         """The elements of a list or dict; what a loop gets of an iterator."""
@@ -78,7 +80,7 @@ class Loop:
     element: Value = Value()  # what it gets in each turn
     kind: str = "plain"
     text: str | None = None  # the loader, as the script names it in this frame
-    call: ast.Call | None = None  # the call that made the loader
+    call: ast.expr | None = None  # the call that made the loader
     objects: tuple[Value, ...] = ()  # the elements one by one, where they are objects or functions
     frame: Any = None
     rows: str | None = None  # a tensor of the batch
@@ -114,7 +116,10 @@ def models_of(*values: Value) -> frozenset[Any]:
 def join(*values: Value) -> Value:
     """What is known where a value is one of these."""
     found, since = Value(), [set(value.since) for value in values]
+    is_shared = any(value.is_shared for value in values)
     for value in values:
+        if is_shared and value.kind == "external":
+            continue  # such as math.inf
         kinds = {found.kind, value.kind}
         if isinstance(found.of, Sum) and isinstance(value.of, Sum):
             found = replace(value, kind=Kind.PART, of=Sum(value.of.loop, found.of.nodes | value.of.nodes))
@@ -135,7 +140,8 @@ def join(*values: Value) -> Value:
     known = [value.edits for value in values if value.is_shared]
     edits = None if None in known else tuple(dict.fromkeys(edit for edits in known for edit in edits or ()))
     common = tuple(sorted(set.intersection(*since))) if since else ()
-    return replace(found, models=models_of(*values), since=common, edits=edits)
+    text = found.text if len({value.text for value in values}) == 1 else None
+    return replace(found, models=models_of(*values), since=common, edits=edits, text=text)
 
 
 def combined(op: ast.operator, left: Value, right: Value) -> Value:
@@ -146,7 +152,7 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
     if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, Kind.PER, "model"}:
         return rows_of(kinds)
     if kinds <= {Kind.ROW, Kind.ALIKE}:
-        return Value(Kind.ROW)
+        return Value(Kind.ROW, left.of if left.kind == Kind.ROW else right.of)
     if kind := _number(op, left, right, kinds):
         loop = (left if left.is_shared else right).of
         return Value(kind, loop if isinstance(loop, Sum | Loop) else None)
