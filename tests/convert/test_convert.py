@@ -222,6 +222,13 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
         (f"{METER}for x, y in train:\n{STEP}    meter.update(loss.item(), len(x))\n"
          "    print([f'{m}' for m in [meter]])",
          "meter.update(samestep.mean(loss.item()), samestep.sum(len(x)))"),
+        (f"sums = {{'a': 0.0}}\nfor x, y in train:\n{STEP}    sums['a'] += loss.item()\n"
+         "print({k: v / 2 for k, v in sums.items()})",
+         "sums['a'] += samestep.mean(loss.item())"),
+        (f"{EVALUATE}        total += out.sum().item()\nlog = {{'total': total / 2}}\n"
+         "print(' '.join(f'{k}={v}' for k, v in log.items()))",
+         "log = {'total': samestep.sum(total) / 2}"),
+        (f"{EVALUATE}        total += (out > 0).sum(0)\nprint(total.tolist())", "print(samestep.sum(total).tolist())"),
         (f"{TABLE}for x, y in train:\n{STEP}    table.add('loss', loss.item())",
          "table.add('loss', samestep.mean(loss.item()))"),
     ],
@@ -240,6 +247,28 @@ def test_an_evaluation_at_a_training_step_is_noted():
     assert not _of(f"{BEGIN}{EVALUATE}        n += len(y)\nprint(n)\n").notes
 
 
+def test_a_string_that_the_script_gives_decides_what_a_loss_is():
+    text = (
+        f"{BEGIN}class Loss(nn.Module):\n    def __init__(self, reduction='mean'):\n"
+        "        super().__init__()\n        self.reduction = reduction\n    def forward(self, out, y):\n"
+        "        each = F.cross_entropy(out, y, reduction='none')\n        if self.reduction == 'mean':\n"
+        "            return each.mean()\n        return each.sum()\n"
+        "criterion = Loss(KIND)\nfor x, y in train:\n    criterion(model(x), y).backward()\n"
+    )
+    assert "replicate(nn.Linear(4, 3))" in _after(text.replace("KIND", ""))
+    assert 'replicate(nn.Linear(4, 3), loss="sum")' in _after(text.replace("KIND", "reduction='sum'"))
+    assert _of(text.replace("KIND", "option")).gaps
+
+
+def test_each_model_of_a_list_is_replicated_in_the_loop_over_them():
+    text = (
+        f"{BEGIN}models = [nn.Linear(4, 3) for _ in range(2)]\nfor net in models:\n"
+        "    optimizer = torch.optim.SGD(net.parameters(), 0.1)\n    for x, y in train:\n"
+        "        F.cross_entropy(net(x), y).backward()\n"
+    )
+    assert "for net in models:\n    samestep.replicate(net)\n    optimizer = " in _after(text)
+
+
 def test_a_summed_loss_is_said_to_replicate():
     lines = "for x, y in train:\n    F.cross_entropy(model(x), y, reduction='sum').backward()\n"
     assert 'samestep.replicate(nn.Linear(4, 3), loss="sum")' in _after(f"{BEGIN}{lines}")
@@ -256,7 +285,8 @@ def test_a_summed_loss_is_said_to_replicate():
         (f"frame = make()\n{EVALUATE}        frame.at[n, 'loss'] = out.mean()\nframe.save()", "holds values"),
         (f"got = []\n{EVALUATE}        got.extend(out[:, 0].tolist())\n"
          "best = sorted(range(len(got)), key=lambda i: got[i])\nprint(best)", "sorted"),
-        (f"got = []\n{EVALUATE}        got += [i for i, row in enumerate(out) if row[0] > 0]\nprint(got)", "has no total"),
+        (f"got = []\n{EVALUATE}        got += [i for i, row in enumerate(out) if row[0] > 0]\nprint(got)",
+         "has no total"),
         (f"all = torch.empty(0)\n{EVALUATE}        all = torch.cat([all, out[:, 0]])\nprint(all)", "earlier batch"),
     ],
 )  # fmt: skip

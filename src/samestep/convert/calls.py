@@ -243,8 +243,6 @@ class Calls(Rewrites, Expressions):
             return rule(node, values, first)
         if name in NAMED["fact"]:
             return Value()
-        if name in ("sum", "max", "min", "any", "all") and first.kind in ROWS and len(values) == 1:
-            return of_tensors(name, values, True, self.batches, self.in_forward)
         if name in ("chain", "filter", "map"):
             return join(*values)
         if name == "cycle" and first.kind == "loader":

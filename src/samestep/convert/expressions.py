@@ -322,7 +322,8 @@ class Expressions(Totals):
         kinds = {value.kind} if is_even else {element.kind, *(part.kind for part in element.parts)}
         is_rows = value.kind in ROWS or (not is_even and value.of.kind == "rows" and element.kind != Kind.ROW)
         is_after = is_rows and self.batches is None and self.may_total()
-        return self.total(node) if is_after or Kind.OTHER in kinds else value
+        is_unknown = Kind.OTHER in kinds and not self.in_forward
+        return self.total(node) if is_after or is_unknown else value
 
     def each(self, over: Value) -> Loop:
         """What a loop over this gets at each turn."""

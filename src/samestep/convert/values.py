@@ -146,10 +146,12 @@ def join(*values: Value) -> Value:
 
 def combined(op: ast.operator, left: Value, right: Value) -> Value:
     """What two values give, of which a part at least depends on this rank's share."""
+    # a parameter of a model is equal on all ranks
+    left, right = (Value() if value.kind == "model" else value for value in (left, right))
     kinds = {left.kind, right.kind}
     if isinstance(op, ast.MatMult) and Kind.COLUMNS in kinds:
         return Value(Kind.OTHER, f"{BETWEEN}; see docs/losses.md")
-    if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, Kind.PER, "model"}:
+    if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, Kind.PER}:
         return rows_of(kinds)
     if kinds <= {Kind.ROW, Kind.ALIKE}:
         return Value(Kind.ROW, left.of if left.kind == Kind.ROW else right.of)
