@@ -316,6 +316,8 @@ def test_a_total_of_what_all_processes_have_is_listed():
          "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
         ("mix = torch.randperm(4)\nfor x, y in train:\n    out = model(x[torch.randperm(len(x)), :])\n"
          "    F.cross_entropy(out, y).backward()", "compares samples"),
+        ("for x, y in train:\n    out = model(x)\n    F.cross_entropy(out, y).backward()\nprint(out.std())",
+         "is of the last batch"),
         ("from functools import partial\nmake = partial(DataLoader, batch_size=8)", "functools.partial"),
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'", "CUDA_VISIBLE_DEVICES"),
     ],

@@ -5,10 +5,9 @@ import builtins
 from dataclasses import replace
 from typing import Any
 
-from samestep.convert.project import Frame, Function, Scope
+from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import counted
-from samestep.convert.source import Edit, Source
-from samestep.convert.totals import Edits, Totals
+from samestep.convert.totals import Totals
 from samestep.convert.values import (
     NUMBERS,
     ROWS,
@@ -137,25 +136,6 @@ class Expressions(Totals):
         ):
             return replace(made, edits=None, made=(body[0].value, function.source, ()))
         return made
-
-    def by_form(self, node: ast.Attribute, form: ast.expr, source: Source) -> Edits | None:
-        """An attribute of an object, computed from the totals of its other attributes."""
-        instance = self.known[node.value]
-        if instance.kind != "instance":
-            return None
-        self.frames.append(Frame(Scope(instance.of.of.scope, {"self": instance}), source))
-        edits = self.value(form).edits
-        self.frames.pop()
-        names = [part for part in ast.walk(form) if isinstance(part, ast.Name)]
-        if edits is None or any(self.known[name].kind not in ("external", "instance") for name in names):
-            return None
-        if nodes := tuple(edit for edit in edits if not isinstance(edit, Edit)):
-            return nodes
-        receiver = self.source.text(node.value)
-        told = [edit for edit in edits if isinstance(edit, Edit)]
-        told += [source.replaced(name, receiver) for name in names if name.id == "self"]
-        text = source.edited(told, source.start(form), source.end(form))
-        return (self.source.replaced(node, f"({text})"),)
 
     def _subscript(self, node: ast.Subscript) -> Value:
         base, index = self.value(node.value), self.value(node.slice)

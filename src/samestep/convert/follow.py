@@ -8,7 +8,7 @@ from pathlib import Path
 from samestep.convert.calls import MOST_STATEMENTS, WITHOUT_GRADIENTS, Calls
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
 from samestep.convert.source import Source
-from samestep.convert.values import NUMBERS, Kind, Loop, Sum, Value, join
+from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, join
 
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
@@ -295,6 +295,9 @@ class Follower(Calls):
         for name, value in self.frame.scope.names.items():
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
+            elif value.kind in ROWS and loop.number in value.since and (loop.trains or loop.lends):
+                reason = "is of the last batch, which ranks without a share of it were lent"
+                self.frame.scope.names[name] = Value(Kind.OTHER, reason)
 
     def _turn(self, node: ast.For | ast.While, loop: Loop) -> None:
         names = self.frame.scope.names

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from samestep.convert.project import Following, Scope
+from samestep.convert.project import Following, Frame, Scope
 from samestep.convert.source import Edit, Source
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, combined, join
 
@@ -28,7 +28,6 @@ class Totals(Following):
 
     text_of: Callable[[Value], Value]
     is_lost: Callable[..., bool]
-    by_form: Callable[[ast.Attribute, ast.expr, Source], Edits | None]
 
     def total(self, node: ast.expr) -> Value:
         """Let this expression have the same value on all ranks, or say that it cannot."""
@@ -83,6 +82,25 @@ class Totals(Following):
         loops = [self.known[part.iter] for part in getattr(node, "generators", ()) if not part.ifs]
         is_even = len(loops) == len(getattr(node, "generators", ()))
         return self._inside(node) if is_even and not any(self.splits(over) for over in loops) else None
+
+    def by_form(self, node: ast.Attribute, form: ast.expr, source: Source) -> Edits | None:
+        """An attribute of an object, computed from the totals of its other attributes."""
+        instance = self.known[node.value]
+        if instance.kind != "instance":
+            return None
+        self.frames.append(Frame(Scope(instance.of.of.scope, {"self": instance}), source))
+        edits = self.value(form).edits
+        self.frames.pop()
+        names = [part for part in ast.walk(form) if isinstance(part, ast.Name)]
+        if edits is None or any(self.known[name].kind not in ("external", "instance") for name in names):
+            return None
+        if nodes := tuple(edit for edit in edits if not isinstance(edit, Edit)):
+            return nodes
+        receiver = self.source.text(node.value)
+        told = [edit for edit in edits if isinstance(edit, Edit)]
+        told += [source.replaced(name, receiver) for name in names if name.id == "self"]
+        text = source.edited(told, source.start(form), source.end(form))
+        return (self.source.replaced(node, f"({text})"),)
 
     def splits(self, over: Value) -> bool:
         """Whether ranks go through a loop over this as often as they have samples or batches."""
