@@ -1,6 +1,7 @@
 """Who this process is: adopts whatever started it, and joins the group of all ranks."""
 
 import atexit
+import gc
 import os
 import platform
 import socket
@@ -184,6 +185,9 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     _group = Group(world, store, changed, timeout, output)
     if tree is not None:
         _draw_alike(_group)
+        if not gc.get_freeze_count():
+            # what was imported is no garbage; at the end of the script Python would search it for half a second
+            gc.freeze()
 
 
 def _open_process_group(
