@@ -1,6 +1,7 @@
 """What a script does by accident to its own process or run, and what becomes of the run."""
 
 import os
+import re
 import subprocess
 import sys
 from textwrap import dedent
@@ -59,3 +60,13 @@ def test_a_script_runs_whose_name_its_locale_cannot_write(launched):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = launched("pass", name="trüin.py", **ascii_only)
     assert (done.returncode, done.stdout) == (0, "ended after step 6\n"), done.stderr
+
+
+def test_a_clock_that_is_put_back_a_day_does_not_make_a_run_last_less_than_nothing(launched, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time\n"
+        "clock, began = time.time, time.monotonic()\n"
+        "time.time = lambda: clock() - 86400 * (time.monotonic() > began + 0.7)\n"
+    )
+    done = launched("int('mine') if run.steps == 4 else time.sleep(0.2)", PYTHONPATH=str(tmp_path))
+    assert re.match(r"train.py failed on rank \d of 2 \(.*\) after \d+\.\d s, in step 5\n", done.stderr)

@@ -40,6 +40,21 @@ for (x,) in samestep.loader(torch.utils.data.TensorDataset(torch.randn(400, 8)),
     model(x).square().mean().backward()
 """
 
+_SWEEP = """
+import time, torch, samestep
+net = torch.nn.Linear(8, 8)
+train = samestep.loader(torch.utils.data.TensorDataset(torch.ones(40, 8)), 8)
+model = samestep.replicate(net)
+run = samestep.Checkpoint("ck", every=1, model=net, train=train)
+run.resume()
+for epoch in train.epochs(4):
+    for x, in train:
+        model(x).square().mean().backward()
+        time.sleep(0.2)
+        run.step()
+print("ended")
+"""
+
 _AGAIN = """
 import os, signal, sys, time
 restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -241,6 +256,43 @@ def test_a_step_that_srun_starts_keeps_its_run_with_a_log_for_each_rank(
     assert subprocess.run(command, capture_output=True).returncode == 5
     told = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"][0]
     assert "failed" in told["state"]
+
+
+@pytest.mark.parametrize(
+    "end", ["sys.exit(7)", "sys.exit(7) if rank == 2 else samestep.sum(1)"], ids=["all", "one"]
+)
+def test_a_ranks_own_exit_code_is_the_steps_also_where_srun_kills_the_others(
+    cluster: Cluster, tmp_path: Path, end: str
+) -> None:
+    (tmp_path / "train.py").write_text(
+        f"import sys, samestep\nrank = samestep.init().rank\nsamestep.sum(1)\n{end}\n"
+    )
+    command = cluster.command(
+        "srun", "--kill-on-bad-exit=1", "-N2", "-n4", sys.executable, "train.py", cwd=tmp_path
+    )
+    assert subprocess.run(command, capture_output=True).returncode == 7
+
+
+def test_one_element_of_an_array_has_the_directory_of_checkpoints_and_a_later_one_says_whose_it_is(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(_SWEEP)
+    array = "#!/bin/bash\n#SBATCH -n1 -o %a.txt\n"
+    said = {}
+    for elements in ("1-4", "9"):
+        (tmp_path / "job.sh").write_text(array + f"srun {sys.executable} train.py 2>&1\n")
+        job = cluster.run("sbatch", "--parsable", f"--array={elements}", "job.sh", cwd=tmp_path).strip()
+        while cluster.run("squeue", "-h", "-j", job, cwd=tmp_path).strip():
+            time.sleep(0.2)
+        said |= {path.stem: path.read_text() for path in tmp_path.glob("*.txt")}
+    refused = [text for text in said.values() if "ended" not in text]
+    assert len(said) == 5
+    assert len(refused) < 4
+    remedy = "Checkpoint('ck-' + os.environ['SLURM_ARRAY_TASK_ID'], ...)"
+    assert all("ck is held by another run (job " in text and remedy in text for text in refused)
+    assert re.search(
+        r", which element [1-4] of a job array committed; if the elements train different", said["9"]
+    )
 
 
 def test_a_job_goes_on_without_a_node_that_lost_its_power(isolated: Cluster, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class _Run:
     """A script that is run, with all its starts."""
 
     def __init__(self, script: Script, stack: ExitStack) -> None:
-        self._script, self._began = script, time.time()
+        self._script, self._began, self._began_at = script, time.time(), time.monotonic()
         self._launchers = stack.enter_context(closing(Launchers(script.where)))
         self._directory = _directory(script, self._launchers, self._began)
         self._terminal, self._kills = Terminal(), watch_kills()
@@ -161,7 +161,7 @@ class _Run:
             about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s, asked)
             group = WorkerGroup(specs, self._guardian, self._terminal, *about)
             outcome = group.watch()
-        seconds = time.time() - self._began
+        seconds = time.monotonic() - self._began_at
         text = ending(script.name, run, outcome, group.workers, script.shown, seconds, self._kills, total)
         node, end = launchers.end(_end(run, outcome, group, text))
         return node, end, group
@@ -171,7 +171,7 @@ class _Run:
         code = 128 + signal.SIGINT if end.asked == signal.SIGINT else end.code
         record = {
             "exit_code": code,
-            "seconds": round(time.time() - self._began, 3),
+            "seconds": round(time.monotonic() - self._began_at, 3),
             "restarts": self._restarts.past.generation,
             "failure": text or None,
             "statuses": [worker.status for worker in group.workers],

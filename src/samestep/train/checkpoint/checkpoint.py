@@ -38,7 +38,7 @@ from samestep.train.checkpoint.parts import (
     load_part,
 )
 from samestep.train.checkpoint.stopping import CommonStep, StopRequests
-from samestep.train.checkpoint.writer import Writer, holder
+from samestep.train.checkpoint.writer import Writer, holder, of_element
 from samestep.train.data.loader import Loader
 from samestep.train.draws import Draws
 from samestep.train.group.control import users_line
@@ -144,7 +144,9 @@ class Checkpoint:
         if found is not None:
             where = "memory" if found.is_memory else path
             self._writer.committed = [0] if found.is_memory else self._place()
-            print(f"samestep: going on after step {self.steps} from {where}", file=sys.stderr)
+            print(
+                f"samestep: going on after step {self.steps} from {where}{of_element(meta)}", file=sys.stderr
+            )
         return self.steps
 
     def step(self) -> None:
@@ -393,4 +395,5 @@ def _origin() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "samestep": samestep.__version__,
+        "element": os.environ.get("SLURM_ARRAY_TASK_ID", ""),
     }

@@ -1,6 +1,7 @@
 """Writes commits in the background: a copy of the state is taken at once, the training goes on. Says who writes."""
 
 import math
+import os
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 from samestep.state.directory import CheckpointDirectory
 from samestep.state.lease import Holder, this_process
 from samestep.state.slots import Slots
+from samestep.text import printable
 from samestep.train.checkpoint import capture
 from samestep.train.group.device import HostMemory, synchronize
 
@@ -130,6 +132,15 @@ def holder(env: Mapping[str, str], directory: Path) -> tuple[Holder, Callable[[s
             f"Checkpoint('{directory}-' + os.environ['SLURM_ARRAY_TASK_ID'], ...)"
         )
     return this_process(job, requeues * _RESTARTS_OF_A_JOB + restarts), _say, remedy
+
+
+def of_element(meta: Mapping[str, Any]) -> str:
+    """What to say of a commit that another element of a job array has made."""
+    element = str(meta.get("element") or "")
+    if element in ("", os.environ.get("SLURM_ARRAY_TASK_ID")):
+        return ""
+    what = f"element {printable(element)} of a job array committed"
+    return f", which {what}; if the elements train different things, give each a directory of its own"
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -223,6 +224,9 @@ class Group:
 
         A failed rank waits for nobody: it leaves at once with the code of its failure.
         """
+        if self._watch is not None:
+            # `srun --kill-on-bad-exit` stops the ranks that leave last, and would give 143 for their own code
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._output is not None:
             # before the ranks come together: after it they end at once, and Slurm gives the code of the first
             self._output.close()
