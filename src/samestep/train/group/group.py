@@ -234,6 +234,10 @@ class Group:
             for child in multiprocessing.active_children():
                 child.kill()
             self._exit(self.failed)
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                # as Python does later; torch waits 5 s for a loader worker whose iterator is collected as garbage
+                child.terminate()
         if not self.close():
             self._exit(1)
         self._note_end(self._exit_code)
