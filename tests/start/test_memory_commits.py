@@ -11,7 +11,9 @@ from textwrap import dedent
 
 import pytest
 
+from samestep.errors import CheckpointError
 from samestep.rundir import SLOTS
+from samestep.state import file
 
 TRAIN = """
     import hashlib, os, sys, time
@@ -55,6 +57,15 @@ def slots(launcher_pid):
     return found
 
 
+def is_complete(slot):
+    """Whether a state was written to its end."""
+    try:
+        with open(slot, "rb") as opened:
+            return bool(file.verify(opened.fileno()))
+    except CheckpointError:
+        return False
+
+
 def wait_until(is_so, seconds=30.0):
     until = time.monotonic() + seconds
     while not is_so():
@@ -82,14 +93,13 @@ def test_killed_ranks_go_on_from_memory_with_the_same_bits(launcher, undisturbed
     pids = [int(started.wait_for_lines(f"pids-{rank}")[0]) for rank in range(2)]
     held = slots(started.process.pid)
     assert len(held) == 2
-    wait_until(lambda: any(path.stat().st_size for path in held))
-    time.sleep(0.1)
+    wait_until(lambda: any(map(is_complete, held)))
     for pid in pids if "all" in case else pids[1:]:
         os.kill(pid, signal.SIGKILL)
     if "damaged" in case:
         for path in held:
-            with open(path, "r+b") as file:
-                file.write(b"\0" * 64)
+            with open(path, "r+b") as damaged:
+                damaged.write(b"\0" * 64)
     code, out, err = started.finish()
     assert code == 0, err
     assert out == undisturbed
@@ -102,7 +112,7 @@ def test_a_run_that_is_asked_to_end_while_it_recovers_commits_what_it_kept_in_me
     launcher.write(TRAIN)
     started = launcher.start("-n", "2", "--fork", "--max-restarts", "1", "train.py", "2000")
     pids = [int(started.wait_for_lines(f"pids-{rank}")[0]) for rank in range(2)]
-    wait_until(lambda: any(path.stat().st_size for path in slots(started.process.pid)))
+    wait_until(lambda: any(map(is_complete, slots(started.process.pid))))
     os.kill(pids[1], signal.SIGKILL)
     time.sleep(later_s)
     started.process.send_signal(signal.SIGTERM)
