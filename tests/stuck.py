@@ -4,9 +4,9 @@ python stuck.py --kind sleep --where middle --rank 1 [--exact]: prints the line 
 """
 
 import argparse
+import ctypes
 import inspect
 import os
-import re
 import signal
 import sys
 import threading
@@ -42,7 +42,9 @@ def loop(fifo):
 
 
 def hold_the_gil(fifo):
-    note(), re.match(r"(a+)+$", "a" * 40 + "b")
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex)
+    note(), c.pthread_mutex_lock(mutex)  # which waits for itself, and no signal ends that
 
 
 def lock(fifo):

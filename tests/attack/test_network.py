@@ -133,7 +133,7 @@ def run(tmp_path: Path) -> Iterator[Callable[[], Run]]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     with ExitStack() as stack:
         alone = Run(tmp_path_factory.mktemp("undisturbed"), stack)
-        alone.start("-n", "2", waits=False)
+        alone.start("--fork", "-n", "2", waits=False)
         return alone.bits()
 
 
