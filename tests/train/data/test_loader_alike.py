@@ -18,7 +18,10 @@ def error_where_ranks_differ(world, match):
 
 def test_a_split_that_each_rank_drew_for_itself_is_an_error_on_all_of_them(world):
     drawn = torch.from_numpy(np.random.default_rng(world.rank).permutation(12)[:9])
-    other = r"loader got other samples on rank \d than on rank \d: the indices of a Subset or the labels differ; seed what draws them"
+    other = (
+        r"loader got other samples on rank \d than on rank \d: the indices of a Subset or the labels differ; "
+        r"seed what draws them"
+    )
     for split in (Subset(range(12), drawn), TensorDataset(drawn)):
         with error_where_ranks_differ(world, other):
             samestep.loader(ConcatDataset([range(3), split]), 4)
