@@ -37,8 +37,15 @@ for epoch in range(2):
         ({"inside": "world.rank or torch.rand(3)"}, PARTED),
         ({"after": "torch.manual_seed(world.rank)"}, PARTED),
         ({"square": "True"}, "uniform_ (train.py:"),
+        ({"inside": "torch.rand(len(x) * 3)"}, "numbers are 3 for each of this rank's 2 samples"),
+        ({"inside": "torch.multinomial(torch.ones(9), 3 * len(x))"}, "multinomial (train.py:"),
+        ({"inside": "torch.multinomial(torch.ones(len(x)), 1)"}, "a choice among this rank's samples"),
+        ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
-    ids=["gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"],
+    ids=[
+        *("gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
+        *("several-for-each-sample", "several-words", "a-choice-of-samples", "a-copys-statistics"),
+    ],
 )  # fmt: skip
 def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path):
     script = tmp_path / "train.py"

@@ -84,7 +84,9 @@ class Backward(Member):
         spine.root = spine.weight_of_loss()
         spine.called.clear()
         with self.group.within("backward"):
-            return run(outputs, _times(gradients, spine.root), *args, **options)
+            found = run(outputs, _times(gradients, spine.root), *args, **options)
+            spine.end_backward()
+            return found
 
     def _grad(
         self,

@@ -117,6 +117,7 @@ class Draws(Member):
             self._replace(f"normal.{kinds}", key, self._of_whole("normal", 0.0, 1.0))
         self._replace("multinomial", key, self._multinomial)
         self._replace("native_dropout", key, self._native_dropout)
+        self._replace("native_batch_norm", key, self._batch_norm)
         self._replace("randperm.generator_out", key, self._randperm)
         for name in _DEPENDENT:
             self._replace(name, key, self._dependent(name))
@@ -201,6 +202,17 @@ class Draws(Member):
             return original(input, p, train)
         mask = part.of(original(part.enlarged(input, 1.0), p, train)[1]).clone()
         return input * mask * (1 / (1 - p)), mask
+
+    def _batch_norm(self, original: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Say that it is of a model that is no replica; InstanceNorm has samples and channels in one dimension."""
+        share, is_training = self._spine.at_hand, args[4] if len(args) > 4 else kwargs["training"]
+        if is_training and input.shape[0] > 1 and share is not None and share.mine < share.all:
+            self.group.say(
+                f"a BatchNorm ({users_line()}) takes its statistics from each rank's share, and not the serial "
+                "script's: its model is no replica; if it is a copy of one, write samestep.replicate(copy)",
+                what="own statistics",
+            )
+        return original(input, *args, **kwargs)
 
     def _randperm(self, original: Any, n: int, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         share = self._spine.at_hand

@@ -18,6 +18,9 @@ class Subscriber:
     def backward_begins(self, loss: torch.Tensor) -> None:
         """The script calls backward() of this tensor."""
 
+    def backward_ends(self) -> None:
+        """All gradients of this backward are there."""
+
     def pass_begins(self, begun: "Pass") -> None: ...
     def step_begins(self, share: "Share") -> None: ...
     def microbatch_begins(self, share: "Share") -> None: ...

@@ -43,6 +43,7 @@ def sum(value: Value) -> Value:
         correct += (model(x).argmax(1) == y).sum().item()
         accuracy = samestep.sum(correct) / len(test.dataset)
     """
+    _remark_lent("samestep.sum")
     return _weighted("samestep.sum", value, 0.0 if spine().is_lent else 1.0, divide=False)
 
 
@@ -60,6 +61,7 @@ def mean(value: Value, weight: float | None = None) -> Value:
         loss.backward()
         print(samestep.mean(loss.item()))
     """
+    _remark_lent("samestep.mean")
     if weight is None:
         counted = spine().counted
         weight = 1.0 if counted is None else float(counted)
@@ -97,9 +99,24 @@ def gather(value: Value) -> Value:
             )
     if joined().world.size == 1:
         return value
+    _remark_lent("samestep.gather")
     lent = spine().is_lent
     ranks = _of_all("samestep.gather", {name: leaf[:0] if lent else leaf for name, leaf in named.items()})
     return _rebuilt(value, (_joined(named[name], [one[name] for one in ranks], lent=lent) for name in named))
+
+
+def _remark_lent(call: str) -> None:
+    """What a rank added up in a loop has what it computed of a batch that was lent to it."""
+    size, left = joined().world.size, spine().evaluated
+    if spine().at_hand is not None or left is None or not left.training or size == 1:
+        return
+    for lent in [samples for samples, _ in left.sizes if samples < size]:
+        joined().say(
+            f"{call} ({users_line()}) comes after a training loop with a batch of {lent} samples for {size} ranks, and "
+            "ranks without a sample took that of others: what they added up of it counts too; "
+            f"call {call} inside the loop, or write drop_last=True",
+            what="lent samples",
+        )
 
 
 def _places(parts: Sequence[Any]) -> list[list[int]] | None:

@@ -75,17 +75,6 @@ def test_a_call_counts_for_every_gradient_of_its_batch_and_of_the_loss_kept_from
     (model.first.weight.sum() * 2).backward()
 
 
-@pytest.mark.sizes(2)
-def test_a_parameter_that_is_not_used_is_named_with_what_to_write(world):
-    model = samestep.replicate(Net())
-    batches = iter(samestep.loader(DATA, 4))
-    model(next(batches)[0]).sum().backward()
-    with pytest.raises(
-        UsageError, match=r"^spare.weight, spare.bias of Net got no gradient in the last step"
-    ):
-        model(next(batches)[0])
-
-
 @pytest.mark.sizes(3)
 def test_loaders_iterated_together_are_remarked_once_where_an_input_is_of_neither_batch(world):
     net = Net()

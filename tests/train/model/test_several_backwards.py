@@ -1,5 +1,7 @@
 """Several backward passes in one batch add up to the gradients of the whole batch, as DDP alone does not."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,60 @@ def test_a_parameter_that_only_one_rank_uses_in_the_second_backward_is_averaged(
     serial(rows).mean().backward()
     for mine, wanted in zip(model.other.parameters(), serial.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, wanted.grad / world.size)
+
+
+class Spare(nn.Module):
+    """Of which some parts are used in some steps, and by some ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = made(), made()
+
+    def forward(self, x, *, with_spare=False):
+        return self.used(x) + (self.spare(x) if with_spare else 0)
+
+
+def test_parameters_that_no_loss_reaches_keep_no_gradient_and_the_others_have_the_whole_batchs(world):
+    draw = torch.Generator(torch.get_default_device()).manual_seed(1)
+    rows = torch.rand(9, 3, generator=draw, dtype=torch.float64)
+    serial, model = Spare(), samestep.replicate(Spare())
+    ours, theirs = (torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, serial))
+    for step, (x,) in enumerate(samestep.loader(TensorDataset(rows), 4)):
+        for net, optimizer, batch in ((model, ours, x), (serial, theirs, rows[4 * step : 4 * step + 4])):
+            optimizer.zero_grad()
+            net(batch, with_spare=step == 1).square().mean().backward()
+            optimizer.step()
+        assert {one.grad is None for one in model.spare.parameters()} == {step != 1}
+        for mine, wanted in zip(model.parameters(), serial.parameters(), strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_a_parameter_that_only_one_rank_uses_is_averaged(world):
+    rows = torch.ones(6, 3).double()
+    model = samestep.replicate(Spare())
+    for (x,) in samestep.loader(TensorDataset(rows), 6):
+        model(x, with_spare=world.rank == 0).mean().backward()
+    serial = made()
+    serial(rows).mean().backward()
+    for mine, wanted in zip(model.spare.parameters(), serial.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad / world.size)
+
+
+def test_a_penalty_on_slopes_that_a_bias_has_no_part_in_steps_like_the_serial_script(world):
+    """As StyleGAN's R1 step, after which the same model is frozen and called."""
+    rows = torch.linspace(0, 1, 18, dtype=torch.float64).view(6, 3)
+    results = []
+    for net, given in ((made(), [rows]), (samestep.replicate(made()), None)):
+        for batch in given or (x for (x,) in samestep.loader(TensorDataset(rows), 6)):
+            x = batch.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of the strides of a gradient of one row
+                slope.square().sum(1).mean().backward()
+            net.requires_grad_(False)
+            net(x).mean().backward()
+        results.append([one.grad for one in net.parameters()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
 
 def train(model, steps, spoil):

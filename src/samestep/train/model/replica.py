@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import os
 import re
 import weakref
@@ -171,21 +172,13 @@ class Replica:
         return output if share is None or share.microbatch is None else only_in(share, self._spine, output)
 
     def exchanged(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, whose gradients are exchanged; DDP's errors in words of this interface."""
+        """The model's output, whose gradients are exchanged."""
         if self.ddp is None:
             return self.own_forward(*args, **kwargs)
         exchanges = bool(self.ddp.require_backward_grad_sync)
         if exchanges:
             self._exchange = "due"
-        try:
-            output = self.ddp(*args, **kwargs)
-        except RuntimeError as error:
-            if "find_unused_parameters" not in str(error):
-                raise
-            raise UsageError(
-                f"{self._without_gradient(str(error))} of {type(self.model).__name__} got no gradient in the last "
-                "step; write replicate(model, find_unused_parameters=True), or freeze what is not used"
-            ) from None
+        output = self.ddp(*args, **kwargs)
         if exchanges:
             on_backward(output, _weakly(self._note_backward))
         return output
@@ -230,11 +223,28 @@ class Replica:
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def _without_gradient(self, error: str) -> str:
-        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
-        names = [trained[int(at)] for at in found[1].split()] if found else []
-        return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "") or "a parameter"
+    def finish_exchange(self) -> None:
+        """Collective where backward gave a parameter no gradient: DDP exchanges when it has one for each."""
+        if self.ddp is None:
+            return
+        try:
+            self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if found is None:
+                raise
+            trained = list(itertools.compress(self._parameters, self._of_ddp))
+            lacking = [trained[int(at)] for at in found[1].split()]
+        else:
+            return
+        had_none = [parameter for parameter in lacking if parameter.grad is None]
+        with torch.enable_grad():
+            zeros = [*map(torch.zeros_like, lacking)]
+            torch.autograd.backward([parameter.view_as(parameter) for parameter in lacking], zeros)
+        for parameter in had_none:
+            # where no rank has a gradient, the optimizer leaves it out, as in the serial script
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Where a class copies its attributes by itself, the copy's forward is its own as well."""

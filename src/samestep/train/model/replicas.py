@@ -74,6 +74,10 @@ class Replicas(Member, Models):
     def weigh_losses(self) -> bool:
         return not self.exact and any(True for _ in self._living)
 
+    def backward_ends(self) -> None:
+        for replica in self:
+            replica.finish_exchange()
+
     def pass_begins(self, begun: Pass) -> None:
         if not begun.training:
             return
