@@ -390,16 +390,3 @@ def test_a_mean_that_may_be_of_another_loader_is_said_once_with_the_line_to_writ
             samestep.mean(held.mean())
     line = "if the value is of that one, write samestep.mean(value, weight=n)"
     assert complained.getvalue().count(line) == (said and world.rank == 0)
-
-
-@pytest.mark.sizes(3)
-def test_a_total_after_a_training_loop_in_which_samples_were_lent_is_said_once(world):
-    model = samestep.replicate(torch.nn.Linear(1, 1))
-    with redirect_stderr(StringIO()) as said:
-        for _ in range(2):
-            total = 0
-            for (x,) in samestep.loader(TensorDataset(torch.ones(8, 1)), 3, shuffle=True):
-                model(x).sum().backward()
-                total += len(x)
-            assert samestep.sum(total) == 10
-    assert said.getvalue().count("with a batch of 2 samples for 3 ranks") == (world.rank == 0)

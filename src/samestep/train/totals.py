@@ -114,8 +114,7 @@ def _remark_lent(call: str) -> None:
         joined().say(
             f"{call} ({users_line()}) comes after a training loop with a batch of {lent} samples for {size} ranks, and "
             "ranks without a sample took that of others: what they added up of it counts too; "
-            f"call {call} inside the loop, or write drop_last=True",
-            what="lent samples",
+            f"call {call} inside the loop, or write drop_last=True"
         )
 
 

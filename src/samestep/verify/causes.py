@@ -214,6 +214,8 @@ def _of_world(first: Run, other: Run, found: Difference) -> str:
 def _of_the_share(first: Run, other: Run, found: Difference) -> str:
     """What is computed from a rank's share."""
     kind, said = _shown(first, other, found)
+    if kind in ("", "buffer") and _is_in_a_step(first, other, found) and (drawn := other.fact("apart")):
+        return f"{drawn}; without that draw verify can tell what else differs"
     if kind in _OF_THE_SHARE:
         return (
             f"{said}; {_OF_THE_SHARE[kind]}; {_DECIDED}"
@@ -224,8 +226,6 @@ def _of_the_share(first: Run, other: Run, found: Difference) -> str:
         return f"{said}; {_DECIDED}"
     if not _is_in_a_step(first, other, found):
         return _DECIDED
-    if drawn := other.fact("apart"):
-        return f"{drawn}; without that draw verify can tell what else differs"
     step = found.step or 0
     parts = shares(other.parts(step))
     if _rows_differ(first, other, step, "rows"):

@@ -197,8 +197,14 @@ def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any], list[Line]]:
         elif "said" in found:
             said.append(Line(found["said"], found["at"], found["step"], found["inside"]))
         else:
-            steps.append(Step(**_digested(found)))
+            steps.append(Step(**_digested(found) | {"parts": _of_training(found["parts"])}))
     return steps, facts, said
+
+
+def _of_training(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what backward() did in an evaluation, where the step has another part."""
+    trained = [part for part in parts if any(forward["training"] for forward in part["forwards"])]
+    return [part for part in parts if part in trained or not part["forwards"]] if trained else parts
 
 
 def _digested(found: dict[str, Any]) -> dict[str, Any]:

@@ -112,3 +112,16 @@ def test_a_network_is_trained_in_eval_mode_too(world):
 def test_an_option_that_ddp_does_not_know_is_refused_at_any_size(world):
     with pytest.raises(UsageError, match="replicate knows no option bucket_cap"):
         samestep.replicate(Net(), bucket_cap=1)
+
+
+@pytest.mark.sizes(3)
+def test_a_total_after_a_training_loop_in_which_samples_were_lent_is_said_once(world):
+    model = samestep.replicate(torch.nn.Linear(1, 1))
+    with redirect_stderr(StringIO()) as said:
+        for _ in range(2):
+            total = 0
+            for (x,) in samestep.loader(TensorDataset(torch.ones(8, 1)), 3, shuffle=True):
+                model(x).sum().backward()
+                total += len(x)
+            assert samestep.sum(total) == 10
+    assert said.getvalue().count("with a batch of 2 samples for 3 ranks") == (world.rank == 0)

@@ -257,10 +257,8 @@ class Loader(Generic[Item]):
         return self._walk(this, self._drawn(this) if at_once else None, steps)
 
     def _steps(self, this: Pass) -> Sequence[Any]:
-        """The batches of a pass; in an evaluation the last one is filled from the one before, or as it is.
-
-        With same=True it is as it is, for what is drawn there, unless a backward may come, which needs all ranks.
-        """
+        """The batches of a pass; in an evaluation the last one is filled from the one before, or as it is."""
+        # same=True needs it as it is, for what is drawn there, and a backward needs all ranks
         even = not this.training and (not self._draws.active or torch.is_grad_enabled())
         pieces = self._pieces(self._world.size, self._world.rank, even=even)
         if this.training and not self._shuffle and pieces and pieces[-1].all < self._world.size:

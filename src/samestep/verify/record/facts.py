@@ -22,7 +22,8 @@ def is_parallel() -> bool:
 
 def is_ours(loader: DataLoader[Any]) -> bool:
     """Whether samestep.loader made this loader, and so chooses its samples."""
-    return type(loader.batch_sampler).__module__.startswith("samestep.")
+    parts = (loader.batch_sampler, loader.collate_fn)
+    return any(type(part).__module__.startswith("samestep.") for part in parts)
 
 
 def is_inside() -> bool:

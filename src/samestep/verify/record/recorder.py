@@ -196,7 +196,8 @@ class Recorder:
         if is_ours(loader):
             return original(loader)
         if torch.is_grad_enabled():
-            sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler or loader.sampler)
+            own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            sampler = getattr(loader.batch_sampler, "sampler", own)
             is_plain = isinstance(sampler, RandomSampler | SequentialSampler)
             self._foreign = {"sampler": "" if is_plain else type(sampler).__name__, "line": users_line()}
         if "loaders" in self._removed:
