@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,6 +95,50 @@ def test_a_script_with_the_tool_prints_the_same_on_one_process_and_on_two(
     assert printed[0] == printed[1]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def connected(port: int, until_s: float = 30.0) -> socket.socket:
+    """A connection to a server of this machine that is still starting."""
+    end = time.monotonic() + until_s
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=until_s)
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+@pytest.mark.timeout(120)
+def test_an_s3_server_gets_the_weights_of_each_epoch(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    keys = {"AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "two", "AWS_DEFAULT_REGION": "us-east-1"}
+    server = subprocess.Popen(
+        [BIN / "moto_server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        connected(port).close()
+        command = (BIN / "samestep", "run", "-n", 2, SCRIPTS / "fsspec_copy.py", "s3://bucket/run-7")
+        env = {**keys, "AWS_ENDPOINT_URL": url, "FSSPEC_S3_ENDPOINT_URL": url}
+        make = "import s3fs; s3fs.S3FileSystem().mkdir('bucket')"
+        run(tmp_path, sys.executable, "-c", make, **env)
+        assert run(tmp_path, *command, **env) == "['epoch-0.pt', 'epoch-1.pt']\n"
+        read = "import s3fs, sys; sys.stdout.buffer.write(s3fs.S3FileSystem().cat('bucket/run-7/epoch-1.pt'))"
+        done = subprocess.run(
+            [sys.executable, "-c", read], env=os.environ | env, capture_output=True, timeout=50
+        )
+        assert done.stdout == (tmp_path / "model.pt").read_bytes()
+    finally:
+        server.terminate()
+        server.wait()
+
+
 @pytest.mark.timeout(120)
 def test_fsspec_gets_the_weights_of_each_epoch_once(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
@@ -116,6 +162,63 @@ def test_submitit_returns_what_the_run_printed(tmp_path: Path) -> None:
 
 def test_a_script_that_may_be_debugged_runs_without_a_debugger(tmp_path: Path) -> None:
     assert on(2, tmp_path, "debugged.py") == "gradient 2 ranks\n"
+
+
+class Debugger:
+    """An editor's side of the Debug Adapter Protocol."""
+
+    def __init__(self, port: int) -> None:
+        self._socket, self._sent = connected(port), 0
+        self._file = self._socket.makefile("rb")
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def ask(self, command: str, **arguments: Any) -> None:
+        self._sent += 1
+        body = json.dumps(
+            {"seq": self._sent, "type": "request", "command": command, "arguments": arguments}
+        ).encode()
+        self._socket.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    def until(self, name: str) -> dict[str, Any]:
+        """The next event or answer of this name."""
+        while True:
+            length = int(self._file.readline().partition(b":")[2])
+            self._file.readline()
+            found: dict[str, Any] = json.loads(self._file.read(length))
+            if name in (found.get("event"), found.get("command")):
+                return found
+
+
+@pytest.mark.timeout(120)
+def test_a_debugger_attaches_to_one_rank_and_stops_it_at_a_breakpoint(tmp_path: Path) -> None:
+    port, script = free_port(), SCRIPTS / "debugged.py"
+    line = next(at for at, text in enumerate(script.read_text().splitlines(), 1) if text.startswith("print("))
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DEBUG_RANK": "1", "DEBUG_PORT": str(port)}
+    started = subprocess.Popen(
+        [BIN / "samestep", "run", "-n", "2", script], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    )
+    debugger = Debugger(port)
+    try:
+        debugger.ask("initialize", adapterID="debugpy")
+        debugger.ask("attach", name="attach")
+        debugger.until("initialized")
+        debugger.ask("setBreakpoints", source={"path": str(script)}, breakpoints=[{"line": line}])
+        debugger.ask("configurationDone")
+        thread = debugger.until("stopped")["body"]["threadId"]
+        debugger.ask("stackTrace", threadId=thread)
+        (frame, *_) = debugger.until("stackTrace")["body"]["stackFrames"]
+        assert (frame["line"], Path(frame["source"]["path"]).name) == (line, "debugged.py")
+        debugger.ask("evaluate", expression="world.rank", frameId=frame["id"])
+        assert debugger.until("evaluate")["body"]["result"] == "1"
+        debugger.ask("continue", threadId=thread)
+        assert started.communicate(timeout=50)[0] == "gradient 2 ranks\n"
+    finally:
+        debugger.close()
+        started.terminate()
+        started.wait()
 
 
 @pytest.mark.filterwarnings("ignore")

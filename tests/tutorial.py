@@ -17,8 +17,9 @@ TYPED = re.findall(
 
 
 def without_names(text: str) -> list[str]:
-    """The lines, less what differs from run to run: the meter's line, names, paths, the last bits of a distance."""
-    lines = [line for line in text.splitlines() if line and " samples/s, step " not in line]
+    """The lines, less progress and what differs from run to run: the meter's line, names, paths, distances."""
+    left_out = (" samples/s, step ", "samestep verify: running ")
+    lines = [line for line in text.splitlines() if line and not any(part in line for part in left_out)]
     text = "\n".join(lines)
     for pattern, name in (
         (r"-[0-9a-f]{8}\.samestep", "-DIGEST.samestep"),
