@@ -3,9 +3,8 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import count, groupby, islice, product
+from dataclasses import asdict
+from itertools import chain, count, groupby, islice, product
 from string import ascii_uppercase
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from samestep.compare.compare import Comparison, Difference
     from samestep.compare.weights import Weights
 
-_LINES = 20
+_LINES, _TABLES = 20, 4
 _WIDE = 80  # columns of the table; on a narrower terminal each difference is a line or two
 _DIFFERENT, _UNREADABLE = 1, 2
 
@@ -49,24 +48,22 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
         raise click.UsageError("there is only one file; name two or more")
     if tolerance is not None and not math.isfinite(tolerance):
         raise click.UsageError(f"--tolerance {tolerance} is not finite; name a number such as 1e-6")
-    report = _compared(files, _read(files, as_json), tolerance)
+    found, names = _read(files, as_json), list(islice(_names(), len(files)))
+    comparisons = _compared(names, found, tolerance)
+    said = (*(file.notes for file in found), *(comparison.notes for comparison in comparisons))
+    notes = list(dict.fromkeys(chain(*said)))
+    is_equal = all(comparison.equal for comparison in comparisons)
     if as_json:
-        print_json(_document(report, tolerance), indent=2)
+        named = [{"name": name, "path": file} for name, file in zip(names, files, strict=True)]
+        facts = {"equal": is_equal, "tolerance": tolerance, "files": named, "notes": notes}
+        print_json({**facts, "comparisons": [_facts(found) for found in comparisons]}, indent=2)
     else:
-        _print(report, None if everything else _LINES)
-    raise SystemExit(_DIFFERENT if len(report.groups) > 1 else 0)
-
-
-@dataclass(frozen=True)
-class _Report:
-    files: dict[str, str]  # by name: A, B …
-    comparisons: Sequence["Comparison"]  # of each file after the first with the first
-    groups: Sequence[Sequence[int]]  # of equal files; the group of the first file comes first
-    notes: Sequence[str]
-
-    @property
-    def clusters(self) -> list[list[str]]:
-        return [[[*self.files][index] for index in group] for group in self.groups]
+        for note in notes:
+            click.echo(f"note: {note}", err=True)
+        for name, file in zip(names, files, strict=True):
+            click.echo(f"{name}  {file}")
+        _print(comparisons, None if everything else _LINES)
+    raise SystemExit(0 if is_equal else _DIFFERENT)
 
 
 def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
@@ -87,26 +84,16 @@ def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
     return found
 
 
-def _compared(files: Sequence[str], found: Sequence["Weights"], tolerance: float | None) -> _Report:
+def _compared(
+    names: Sequence[str], found: Sequence["Weights"], tolerance: float | None
+) -> list["Comparison"]:
+    """Each file after the first with the first."""
     from samestep.compare.compare import compare
 
-    names = list(islice(_names(), len(files)))
-
-    @cache
-    def against(one: int, other: int) -> "Comparison":
-        pair = (names[one], names[other])
-        return compare(found[one].state, found[other].state, tolerance=tolerance, names=pair)
-
-    groups: list[list[int]] = []
-    for index in range(len(files)):
-        group = next((group for group in groups if against(group[0], index).equal), None)
-        if group is None:
-            groups.append(group := [])
-        group.append(index)
-    comparisons = [against(0, index) for index in range(1, len(files))]
-    notes = [note for weights in found for note in weights.notes]
-    notes += [note for comparison in comparisons for note in comparison.notes]
-    return _Report(dict(zip(names, files, strict=True)), comparisons, groups, list(dict.fromkeys(notes)))
+    return [
+        compare(found[0].state, other.state, tolerance=tolerance, names=(names[0], name))
+        for name, other in zip(names[1:], found[1:], strict=True)
+    ]
 
 
 def _names() -> Iterator[str]:
@@ -115,37 +102,22 @@ def _names() -> Iterator[str]:
         yield from map("".join, product(ascii_uppercase, repeat=length))
 
 
-def _print(report: _Report, limit: int | None) -> None:
-    for note in report.notes:
-        click.echo(f"note: {note}", err=True)
-    width = max(map(len, report.files))
-    for name, file in report.files.items():
-        click.echo(f"{name:{width}}  {file}")
-    # Of a group of files that differ from the first, only one table is shown.
-    for index in [*report.groups[0][1:], *(group[0] for group in report.groups[1:])]:
-        comparison = report.comparisons[index - 1]
-        if comparison.differences:
-            click.echo("\n" + "\n".join(_table(comparison, limit)))
+def _print(comparisons: Sequence["Comparison"], limit: int | None) -> None:
+    unequal = [comparison for comparison in comparisons if comparison.differences]
+    for comparison in unequal[:_TABLES]:
+        click.echo("\n" + "\n".join(_table(comparison, limit)))
         if comparison.cause:
             click.echo(f"\n{click.wrap_text(comparison.cause, width=room(_WIDE))}")
     click.echo()
-    verdict = str(report.comparisons[0])
-    if len(report.files) > 2:
-        for comparison in report.comparisons:
-            click.echo(f"{comparison.names[1]:{width}}  {comparison}")
-        verdict = _grouping(report.clusters)
+    verdict = str(comparisons[0])
+    if len(comparisons) > 1:
+        for comparison in comparisons:
+            click.echo(f"{comparison.names[1]}  {comparison}")
+        differ = [comparison.names[1] for comparison in comparisons if not comparison.equal]
+        verdict = f"different from A: {', '.join(differ)}" if differ else "all files are equal"
         click.echo()
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     click.echo(verdict if plain else click.style(verdict, bold=True))
-
-
-def _grouping(clusters: Sequence[Sequence[str]]) -> str:
-    """A = C, B differs"""
-    alike = [" = ".join(cluster) for cluster in clusters if len(cluster) > 1]
-    single = [cluster[0] for cluster in clusters if len(cluster) == 1]
-    if not alike:
-        return f"all differ: {', '.join(single)}"
-    return ", ".join(alike) + (f", {' and '.join(single)} differ{'s' * (len(single) == 1)}" if single else "")
 
 
 def _table(comparison: "Comparison", limit: int | None) -> Iterator[str]:
@@ -191,21 +163,11 @@ def _row(d: "Difference", one: str, other: str) -> str:
     return f"{label:26}  {text}" if room(_WIDE) >= _WIDE else f"{label} {text}"
 
 
-def _document(report: _Report, tolerance: float | None) -> dict[str, Any]:
+def _facts(comparison: "Comparison") -> dict[str, Any]:
     facts = ("verdict", "equal", "cause", "tensors", "values", "bytes")
     return {
-        "equal": len(report.groups) == 1,
-        "tolerance": tolerance,
-        "files": [{"name": name, "path": file} for name, file in report.files.items()],
-        "clusters": report.clusters,
-        "notes": report.notes,
-        "comparisons": [
-            {
-                **dict(zip("ab", found.names, strict=True)),
-                **{name: getattr(found, name) for name in facts},
-                "sentence": str(found),
-                "differences": [{"layer": d.layer} | asdict(d) for d in found.differences],
-            }
-            for found in report.comparisons
-        ],
+        **dict(zip("ab", comparison.names, strict=True)),
+        **{name: getattr(comparison, name) for name in facts},
+        "sentence": str(comparison),
+        "differences": [{"layer": d.layer} | asdict(d) for d in comparison.differences],
     }
