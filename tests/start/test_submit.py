@@ -177,7 +177,7 @@ def test_a_value_is_refused_or_stays_within_its_own_line(texts: list[str]) -> No
         ({"time": "2h"}, "time '2h' is not a time limit; write minutes, 02:00:00 or 1-12:00:00"),
         ({"signal": "soon"}, "signal 'soon' is not a signal"),
         ({"gpu_option": "gpus"}, "gpu-option 'gpus' is unknown; write gres or gpus-per-node"),
-        ({"nodes": 0}, "nodes 0 would run nowhere; use at least 1"),
+        ({"nodes": 0}, "nodes 0 leaves no node to run on; use at least 1"),
         ({"gpus": 4, "gpus_per_node": 6}, "gpus-per-node 6 is more than the 4 of such a node; use at most 4"),
     ],
 )
@@ -259,7 +259,7 @@ def test_an_output_of_the_users_own_is_asked_for_once() -> None:
 def test_a_mistyped_script_is_found_before_it_waits_in_the_queue(tmp_path: Path) -> None:
     done = _samestep("submit", "trian.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == f"samestep submit: script 'trian.py' is not in {tmp_path}; write its path\n"
+    assert done.stderr == f"samestep submit: script 'trian.py' is not a file in {tmp_path}; write its path\n"
 
 
 def test_every_shipped_profile_loads_and_says_what_it_is() -> None:

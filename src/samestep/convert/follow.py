@@ -13,8 +13,8 @@ from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, join
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
 _ALSO_ALONE = (
-    "this line runs in training, where its total is needed, and in an evaluation, of which ranks may have unlike "
-    "numbers of batches; take the total in the loop that trains"
+    "this line runs in training, where its total is needed, and in an evaluation, where ranks may have "
+    "different numbers of batches; take the total in the loop that trains"
 )
 _ALSO_ALIKE = (
     "this line is reached with numbers of a share, and with numbers that all processes have, which a total would "

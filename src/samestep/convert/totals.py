@@ -46,8 +46,8 @@ class Totals(Following):
             shown = self._given_in(batch, node)
             text = text if shown is node else f"`{ast.unparse(shown.func)}` shows what"  # type: ignore[attr-defined]
             reason = (
-                f"{text} is of this process's share, and no total can be taken in an evaluation, of which ranks "
-                "may have unlike numbers of batches"
+                f"{text} is of this process's share, and no total can be taken in an evaluation: ranks may have "
+                "different numbers of batches there"
             )
             self.found.gap(batch.frame.source, shown, reason)
         return Value(models=value.models)

@@ -23,7 +23,7 @@ _LIMITS = {
         "give the loader more workers (num_workers=), faster storage or less to do for each sample",
     ),
     "compute": (
-        "The model limits {them}: each process has fewer samples, and computing them does not take so much less time",
+        "The model limits {them}: fewer samples for each process do not make its compute shorter in proportion",
         "give each process more samples (a larger batch), or use fewer processes",
     ),
     "exchange": (

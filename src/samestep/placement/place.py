@@ -80,7 +80,7 @@ def by_hand(rank: int | None, size: int | None, rendezvous: str) -> dict[str, st
     found = re.fullmatch(r"tcp://(.+):([0-9]{1,5})|env://", rendezvous)
     if not found:
         raise PlacementError(
-            f"rendezvous={rendezvous!r} is no meeting point; write tcp://HOST:PORT or env://"
+            f"rendezvous={rendezvous!r} is not a meeting point; write tcp://HOST:PORT or env://"
         )
     said = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     return said | ({"MASTER_ADDR": found[1].strip("[]"), "MASTER_PORT": found[2]} if found[1] else {})

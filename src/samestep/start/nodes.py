@@ -127,8 +127,8 @@ def numbers_of_nodes(text: str) -> tuple[int, int]:
     least, count = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if least > count:
         raise UsageError(
-            f"--nodes {text} is not a number of nodes; write one, such as --nodes 2, or --nodes 1:2 for 2 of which 1 "
-            "is enough to go on"
+            f"--nodes {text} is not a number of nodes; write for instance --nodes 2, or --nodes 1:2 for 2 of which "
+            "1 is enough to go on"
         )
     return least, count
 

@@ -32,9 +32,9 @@ _FORMS = {
     ),
     "signal": (
         "(R:)?[A-Z0-9]+(@[0-9]+)?",
-        "not a signal that reaches the processes; write one as USR1@120 (after B: only the batch shell would hear it)",
+        "not a signal that reaches the processes; write for instance USR1@120 (after B: only the batch shell gets it)",
     ),
-    "array": ("[0-9,:-]+(%[0-9]+)?", "not a list of array elements; write one as 0-7 or 1,3,5%2"),
+    "array": ("[0-9,:-]+(%[0-9]+)?", "not a list of array elements; write for instance 0-7 or 1,3,5%2"),
     "option": ("--[a-z][a-z-]*(=.*)?", "not an option of sbatch; write it as --name or --name=value"),
     "env": ("[A-Za-z_][A-Za-z0-9_]*", "not a name of a variable; use letters, digits and _"),
 }
@@ -215,7 +215,7 @@ def _check_words(job: Job, said: Sequence[str]) -> None:
     for name, value in values:
         if not value or value.startswith("-"):
             why = "would be read as another option" if value else "is empty"
-            raise UsageError(f"{name} {value!r} {why}; write one that begins with a letter")
+            raise UsageError(f"{name} {value!r} {why}; begin it with a letter")
     for name, value in (*values, *options, *(("env", name) for name in env)):
         form, wrong = _FORMS.get(name, (".*", ""))
         if not re.fullmatch(form, value):
@@ -237,7 +237,7 @@ def _check_sense(job: Job) -> None:
         if int(first) > int(last):
             raise UsageError(f"array {job.array!r} counts down from {first} to {last}; write {last}-{first}")
     if not have.nodes:
-        raise UsageError("nodes 0 would run nowhere; use at least 1")
+        raise UsageError("nodes 0 leaves no node to run on; use at least 1")
     _check_way(job)
 
 

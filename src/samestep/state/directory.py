@@ -206,7 +206,7 @@ class CheckpointDirectory:
         if state_file.peek(name, dir_fd=dir_fd).root != found.numbered[1] or before != _identity(
             dir_fd, name
         ):
-            raise CheckpointError(f"{name} was exchanged while it was read", path=name)
+            raise CheckpointError(f"{name} was replaced while it was read", path=name)
         if not found.is_renamed:
             self._good[name] = before
         return value

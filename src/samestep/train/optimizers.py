@@ -64,7 +64,7 @@ class Optimizers(Member):
         if len(set(self.group.all_gather(call, digest))) > 1:
             raise UsageError(
                 f"{type(optimizer).__name__} steps {_name_of(loose[0])}, which belongs to no replica: its gradient "
-                "is another one on each rank; write model = samestep.replicate(model) before the loop"
+                "differs on each rank; write model = samestep.replicate(model) before the loop"
             )
 
     def _everyones(self, closure: Callable[[], Any]) -> Callable[[], Any]:

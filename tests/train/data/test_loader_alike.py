@@ -33,7 +33,7 @@ def test_floats_that_each_rank_drew_for_itself_are_said(world):
         samestep.loader(TensorDataset(torch.ones(9, 2)), 4)
         assert said.getvalue() == ""
         samestep.loader(Subset(TensorDataset(apart, torch.zeros(9)), range(4)), 4)
-    expected = "the samples of samestep.loader are other numbers on rank 1 than on rank 0"
+    expected = "the samples of samestep.loader differ between rank 0 and rank 1"
     assert (expected in said.getvalue()) == (world.rank == 0 and world.size > 1)
 
 

@@ -79,7 +79,7 @@ def received(size: int, root: str, group: Group) -> Any:
         file.flush()
         if state_file.peek(file.fileno()).root.hex() != root:
             raise CheckpointError(
-                "the checkpoint was exchanged while it was sent to the other ranks; start again"
+                "the checkpoint's file was replaced while it was sent to the other ranks; start again"
             )
         return read(file.fileno())[0]
 

@@ -108,8 +108,8 @@ def agree(call: str, made: Kind) -> Kind:
                 )
     if apart := [rank for rank, theirs in enumerate(said) if theirs["floats"] != floats]:
         group.say(
-            f"the samples of {call} are other numbers on rank {apart[0]} than on rank 0, so each rank trains on data "
-            "of its own; seed what draws them (torch, NumPy, random) with the same number on every rank, and draw them "
+            f"the samples of {call} differ between rank 0 and rank {apart[0]}, so each rank trains on data of its own; "
+            "seed what draws them (torch, NumPy, random) with the same number on every rank, and draw them "
             "before replicate"
         )
     return made
@@ -136,7 +136,7 @@ class Loader(Generic[Item]):
             batch_size = share.as_int(batch_size) * (world.size if os.environ.get("SAMESTEP_WEAK") else 1)
             share.check_batch_size(batch_size, world.size)
         if seed is not None and type(seed := share.as_int(seed)) is not int:
-            raise UsageError(f"seed {seed!r} is not an integer; use one, such as seed=0")
+            raise UsageError(f"seed {seed!r} is not an integer; write for instance seed=0")
         check_dataset(dataset)
         check_options(options)
         self.dataset = dataset

@@ -47,7 +47,7 @@ def exchange(tree: Tree, place: str, mine: Sequence[Item], join: Join, limit_s: 
                 {tree.number: place} | {rank: at for rank, (_, at) in tree.left.items()}
             ) from error
         raise RankMissing(
-            f"a rank ended while this one was in {place}; that rank's own error says why", call=place
+            f"another rank ended while this rank was in {place}; the other rank's error says why", call=place
         ) from error
     places = of_kind("place", answer)
     if len(places) > 1:
