@@ -16,7 +16,10 @@ _NEEDS = {"slurm", "mpi", "root"}
 _MARK = "STARTED_BY_TESTS"
 _CLUSTER = "tests/cluster/"
 # What takes long: two workers that begin with it end at about the same time.
-_BEGUN_FIRST = (_CLUSTER, "tests/train/checkpoint/", "tests/train/group/", "tests/start/", "tests/verify/")
+_BEGUN_FIRST = (
+    *(_CLUSTER, "tests/train/checkpoint/", "tests/train/group/", "tests/start/", "tests/verify/"),
+    *("tests/attack/test_limits.py", "tests/types/"),
+)
 _DEVICES = ("/dev/nvidia0", "/dev/kfd")
 _OFTEN_IGNORED = (
     signal.SIGHUP,
