@@ -89,9 +89,10 @@ def test_a_backend_that_is_not_there_is_named(script, backend, name):
 def test_ranks_of_unlike_environments_are_named_before_the_group_is_made(script):
     ranks = script.run(
         """
-import os, torch.distributed as dist
+import os, time, torch.distributed as dist
 import samestep
 if os.environ["RANK"] == "2":
+    time.sleep(1)  # a rank that came later still would find that rank 0 has left
     samestep.__version__ = "0.0.1"
 try:
     samestep.init()
