@@ -49,9 +49,12 @@ def test_a_script_that_changes_its_directory_commits_where_it_began(launched, tm
     assert len(list((tmp_path / "ck").glob("*.samestep"))) == 2
 
 
-@pytest.mark.parametrize("loss", ["sys.stderr = None", "sys.stderr.close()"])
-def test_a_failure_is_told_of_a_script_that_lost_its_stderr(launched, loss):
-    done = launched(f"{loss}; int('mine')")
+@pytest.mark.parametrize(
+    ("loss", "option"),
+    [("sys.stderr = None", "--fork"), ("sys.stderr.close()", "--fork"), ("sys.stderr = None", "--no-fork")],
+)
+def test_a_failure_is_told_of_a_script_that_lost_its_stderr(launched, loss, option):
+    done = launched(f"{loss}; int('mine')", option)
     assert done.returncode == 1
     assert "ValueError: invalid literal for int() with base 10: 'mine'\n\n" in done.stderr
 

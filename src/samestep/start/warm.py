@@ -176,7 +176,11 @@ def _run(command: list[str]) -> None:
         ended = error
     else:
         return
-    sys.excepthook(type(ended), ended, _without_ours(ended))
+    trace = _without_ours(ended)
+    try:
+        sys.excepthook(type(ended), ended, trace)
+    except Exception:  # as where the script closed stderr
+        sys.__excepthook__(type(ended), ended, trace)
     if isinstance(ended, KeyboardInterrupt):
         sys.excepthook = lambda *_: None
         raise ended  # Python ends itself by SIGINT
