@@ -154,9 +154,9 @@ for _ in train.epochs(1):
 """
 
 
-def test_a_measured_run_begins_at_the_first_step_and_leaves_the_scripts_commits_alone(tmp_path):
+def test_a_measured_run_begins_at_the_first_step_and_leaves_the_scripts_commits_alone(nest, tmp_path):
     (tmp_path / "commits.py").write_text(COMMITS)
-    subprocess.run([sys.executable, "commits.py"], cwd=tmp_path, check=True, capture_output=True)
+    assert nest.wait(nest.start(tmp_path / "commits.py", 0, cwd=tmp_path)) == [0]
     before = sorted(path.name for path in (tmp_path / "commits").iterdir())
     words = ("-n", "1", "--repeat", "1", "--steps", "12", "--json", "commits.py")
     assert json.loads(finished(scale(tmp_path, *words))[0])["rows"]
