@@ -31,7 +31,7 @@ DTYPES = [
 def test_one_flipped_bit_is_found_in_every_dtype(dtype: torch.dtype) -> None:
     tensor = torch.ones(48, dtype=torch.uint8).view(dtype)
     assert compare({"w": tensor}, {"w": tensor.clone()}).verdict == "same"
-    found = compare({"w": tensor}, {"w": _flipped(tensor, 64)}).first
+    found = compare({"w": tensor}, {"w": _flipped(tensor, 64)}).differences[0]
     assert found is not None
     assert (found.name, found.kind, found.elements, found.bits) == ("w", "value", 1, 1)
     assert found.absolute > 0
@@ -137,8 +137,11 @@ def test_another_dtype_is_a_difference_whose_values_are_compared() -> None:
     weight = torch.tensor([1.0, 0.1])
     found = compare({"w": weight}, {"w": weight.bfloat16()})
     assert str(found) == "different: 1 of another dtype (w)"
-    assert found.first is not None
-    assert (found.first.a, found.first.b, found.first.elements) == ("float32", "bfloat16", 1)
+    assert (found.differences[0].a, found.differences[0].b, found.differences[0].elements) == (
+        "float32",
+        "bfloat16",
+        1,
+    )
     assert compare({"w": weight}, {"w": weight.bfloat16()}, tolerance=1e-2).equal
     assert compare({"w": weight}, {"w": weight.double()}).verdict == "different"
 
@@ -262,9 +265,8 @@ def test_first_is_in_the_order_of_the_file_and_worst_by_size() -> None:
     a = {name: torch.ones(2) for name in "wxyz"}
     b = a | {"x": torch.tensor([1.0, 1.1]), "y": torch.tensor([1.0, 9.0])}
     found = compare(a, b)
-    assert found.first is not None
     assert found.worst is not None
-    assert (found.first.name, found.worst.name) == ("x", "y")
+    assert (found.differences[0].name, found.worst.name) == ("x", "y")
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     if options["as_json"]:
         print_json(document, indent=1)
     else:
-        for table in report.tables():
-            print_table(table.rows)
+        for _, rows_of_table in report.tables():
+            print_table(rows_of_table)
             click.echo()
         for text in report.said():
             click.echo(

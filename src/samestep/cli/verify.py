@@ -146,14 +146,16 @@ def _document(report: "Report") -> dict[str, Any]:
 
 def _outcome(size: int | None, outcome: "Compared") -> dict[str, Any]:
     run, found = outcome.run, outcome.difference or outcome.bits
-    step = None if found is None or found.step is None else found.step + 1
-    facts = found and {
-        "kind": found.kind,
-        "step": step,
-        "rank": found.rank,
-        "name": found.name,
-        "sentence": str(found),
-    }
+    facts = None
+    if found:
+        step = None if found.step is None else found.step + 1
+        facts = {
+            "kind": found.kind,
+            "step": step,
+            "rank": found.rank,
+            "name": found.name,
+            "sentence": str(found),
+        }
     return {
         "size": size,
         "steps": run.length,

@@ -79,10 +79,6 @@ class Comparison:
         return self.verdict in ("same", "tolerance")
 
     @property
-    def first(self) -> Difference | None:
-        return self.differences[0] if self.differences else None
-
-    @property
     def worst(self) -> Difference | None:
         return max(self.differences, key=lambda found: found.relative, default=None)
 

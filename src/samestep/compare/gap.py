@@ -18,9 +18,7 @@ class Gap:
     elements: int = 1  # whose bits differ, or whose values differ where the dtypes differ
     bits: int = 0
     absolute: float = math.inf
-    relative: float = (
-        math.inf
-    )  # the largest absolute difference over the largest finite value of both tensors
+    relative: float = math.inf  # the largest absolute difference over the largest finite value of both
     nans: int = 0  # elements that are NaN on one side only
 
 

@@ -30,24 +30,6 @@ svg { width: 100%; height: auto; } figure { margin: 0; break-inside: avoid; }
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows of cells, of which the first has the heads; the first column names the rows."""
-
-    title: str
-    rows: Sequence[Sequence[str]]
-
-    def html(self) -> str:
-        """As an element of a page."""
-        tags = ["th", *["td"] * (len(self.rows) - 1)]
-        rows = [
-            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-            for tag, row in zip(tags, self.rows, strict=True)
-        ]
-        table = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f'<h2>{self.title}</h2><div class="table"><table>{table}</table></div>'
-
-
-@dataclass(frozen=True)
 class Report:
     """All that is said of a measurement."""
 
@@ -66,28 +48,28 @@ class Report:
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<style>{_STYLE}</style><h1>How {name} scales</h1><p>{said}</p>"
-            f'<div class="plots">{figures}</div>{"".join(table.html() for table in self.tables())}'
+            f'<div class="plots">{figures}</div>{"".join(map(_html, self.tables()))}'
             "<p>Medians, with the middle half of the runs in brackets.</p></html>\n"
         )
         page = directory / "report.html"
         write_atomically(page, text.encode(), 0o644)
         return page
 
-    def tables(self) -> list[Table]:
-        """Runs, parts of a step, and what was predicted."""
+    def tables(self) -> list[tuple[str, Sequence[Sequence[str]]]]:
+        """Runs, parts of a step, and what was predicted: by title, rows of which the first has the heads."""
         parts = [["part of a step", *(str(row.variant) for row in self.rows)]]
         for part in SHOWN:
             parts.append([part, *(percent(row.parts[part] / row.step_s.value) for row in self.rows)])
         hidden = ["" if row.hidden is None else percent(row.hidden) for row in self.rows]
         parts.append(["(of all exchange, hidden)", *hidden])
-        tables = [
-            Table("Runs", [_RUNS, *map(_run, self.rows)]),
-            Table("Each process", [_EACH, *map(_each, self.rows)]),
-            Table("Parts of a step", [row for row in parts if not {*row[1:]} <= {"", "0 %"}]),
+        tables: list[tuple[str, Sequence[Sequence[str]]]] = [
+            ("Runs", [_RUNS, *map(_run, self.rows)]),
+            ("Each process", [_EACH, *map(_each, self.rows)]),
+            ("Parts of a step", [row for row in parts if not {*row[1:]} <= {"", "0 %"}]),
         ]
         if self.predicted:
             heads = ["predicted", "samples/s", "interval", "efficiency", "exchange"]
-            tables.append(Table("Predicted", [heads, *(one.cells() for one in self.predicted)]))
+            tables.append(("Predicted", [heads, *(one.cells() for one in self.predicted)]))
         return tables
 
     def said(self) -> list[str]:
@@ -102,6 +84,14 @@ class Report:
                 f"are {last.best_gain:.2f} times as fast as DDP's own."
             )
         return [self.verdict, f"Predicted for a link of {last.link}. {best}"]
+
+
+def _html(table: tuple[str, Sequence[Sequence[str]]]) -> str:
+    """As an element of a page."""
+    title, (heads, *rows) = table
+    cells = ["".join(f"<th>{html.escape(cell)}</th>" for cell in heads)]
+    cells += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return f'<h2>{title}</h2><div class="table"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
 
 def _run(row: Row) -> list[str]:

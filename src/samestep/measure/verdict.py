@@ -85,10 +85,8 @@ class Row:
 
     @cached_property
     def throughput(self) -> Spread:
-        batch, step_s = (
-            median(run.said.samples_per_second * run.said.step_s for run in self.runs),
-            self.step_s,
-        )
+        step_s = self.step_s
+        batch = median(run.said.samples_per_second * run.said.step_s for run in self.runs)
         return Spread(batch / step_s.value, batch / step_s.high, batch / step_s.low)
 
     @cached_property
