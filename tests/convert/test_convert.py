@@ -202,6 +202,10 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "    total += samestep.sum(len(x)); best += 1\nprint(total, best)"),
         (f"{LOOP}    if loss < best:\n        best = loss.item()",
          "if samestep.mean(loss) < best:\n        best = samestep.mean(loss.item())"),
+        ("for x, y in train:\n    out = model(x).squeeze()\n    F.cross_entropy(out, y).backward()",
+         "    out = model(x); out = out.squeeze(tuple(range(1, out.dim())))\n"),
+        ("for x, y in train:\n    out = model(x)\n    F.cross_entropy(out.squeeze(), y).backward()",
+         "    F.cross_entropy(out.squeeze(tuple(range(1, out.dim()))), y).backward()\n"),
         (f"{LOOP}print(loss.item())", "print(samestep.sum(loss.item() * train.share))"),
         (f"{LOOP}    print(model(x).std())", "print(samestep.gather(model(x)).std())"),
         (f"{EVALUATE}        total += F.cross_entropy(out, y)\nprint(total / len(test))",
@@ -283,6 +287,8 @@ def test_a_summed_loss_is_said_to_replicate():
         (f"{EVALUATE}        loss = F.cross_entropy(out, y)\nprint(loss)", "is made of a share"),
         (f"got = []\n{EVALUATE}        got.append(F.cross_entropy(out, y).item())\nprint(got[-1])", "single batches"),
         (f"frame = make()\n{EVALUATE}        frame.at[n, 'loss'] = out.mean()\nframe.save()", "holds values"),
+        (f"got = []\n{EVALUATE}        got.extend(out[:, 0].tolist())\n"
+         "rank = torch.zeros(len(got))\nrank[torch.tensor(got).argsort()] = torch.arange(26.)\nprint(rank)", "is filled by"),
         (f"got = []\n{EVALUATE}        got.extend(out[:, 0].tolist())\n"
          "best = sorted(range(len(got)), key=lambda i: got[i])\nprint(best)", "sorted"),
         (f"got = []\n{EVALUATE}        got += [i for i, row in enumerate(out) if row[0] > 0]\nprint(got)",

@@ -96,8 +96,7 @@ class Calls(Rewrites, Expressions):
         if name in ("view", "reshape", "expand") and base.kind in ROWS:
             self.sized(node, node.func.value)  # type: ignore[attr-defined]
         if name == "squeeze" and base.kind in ROWS and not node.args:
-            text = "squeeze() drops the samples' dimension where a process has one sample; name the dimension"
-            self.found.note(self.source, node, text)
+            self.squeezed(node, base, node.func.value)  # type: ignore[attr-defined]
         return self._of_tensors(name, node, values, node.args)
 
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:

@@ -73,20 +73,21 @@ class Expressions(Totals):
                 scope = scope.parent
             # a dict or an object, of which elements were set one by one
             prefixes = (f"{node.id}[", f"{node.id}.")
-            parts = [part for name, part in scope.names.items() if name.startswith(prefixes)] if scope else []
-            is_filled = any(part.is_shared for part in parts) and not found.is_shared
-            return self._holding(parts) if is_filled else found
+            fields = scope.names.items() if scope else ()
+            parts = [part for name, part in fields if name.startswith(prefixes) and part.is_shared]
+            are_sums = all(isinstance(part.of, Sum) for part in parts)
+            is_filled = bool(parts) and not found.is_shared
+            return self._holding(parts, are_sums) if is_filled else found
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
         while scope is not None and not scope.stars:
             scope = scope.parent
         return Value("external", f"{scope.stars[0]}.{node.id}") if scope else Value()
 
-    def _holding(self, parts: list[Value]) -> Value:
+    def _holding(self, held: list[Value], are_sums: bool = True) -> Value:
         """What holds numbers that were added up over batches: in training they are totalled where they are added."""
-        held = [part for part in parts if part.is_shared]
-        sums = [part.of for part in held if isinstance(part.of, Sum) and part.of.loop.trains]
-        nodes = tuple(node for found in sums for node in found.nodes) if len(sums) == len(held) else ()
+        sums = [value.of for value in held if isinstance(value.of, Sum) and value.of.loop.trains]
+        nodes = tuple(node for found in sums for node in found.nodes) if are_sums else ()
         return other(_HOLDS, *held, edits=nodes or None)
 
     def _attribute(self, node: ast.Attribute) -> Value:
@@ -115,9 +116,7 @@ class Expressions(Totals):
     def _of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
             held = [value for value in base.of.scope.names.values() if value.is_shared]
-            sums = [value.of for value in held if isinstance(value.of, Sum) and value.of.loop.trains]
-            nodes = tuple(node for found in sums for node in found.nodes)
-            return other(_HOLDS, *held, edits=nodes or None) if held else Value()
+            return self._holding(held) if held else Value()
         found = base.of.scope.names.get(name) or base.of.of.find(name)
         if found is None and self.is_model(base):
             return base if name == "module" else Value("model", base.of.key)
@@ -335,7 +334,9 @@ class Expressions(Totals):
             holder, held = self.place_of(target.value)
             old = holder.find(held) or Value()
             if not isinstance(target.slice, ast.Constant):
-                holder.names[held] = replace(self._filled(old, value), since=old.since)
+                holder.names[held] = replace(
+                    self._filled(old, value, self.value(target.slice)), since=old.since
+                )
                 return
             if old.kind in ("dict", Kind.BATCH):
                 known = old.of if old.kind == "dict" else {None: Value(Kind.ROWS)}
@@ -347,11 +348,12 @@ class Expressions(Totals):
         given = value.made if made is None or value.kind == "loader" else (made, self.source, self.since)
         scope.names[name] = replace(value, since=self.since, made=given)
 
-    def _filled(self, old: Value, value: Value) -> Value:
+    def _filled(self, old: Value, value: Value, at: Value) -> Value:
         """A list or tensor of which an element is set, whose index is no constant."""
         if value.kind == "function":
             return Value("list", {None: value, **(old.of if old.kind == "list" else {})})
-        if value.kind in ROWS:
+        is_mixed = at.kind == Kind.OTHER or (at.is_shared and not old.is_shared)
+        if value.kind in ROWS or (is_mixed and not self.in_forward):
             return Value(Kind.OTHER, "is filled by this process's samples")
         return value if value.kind == "list" else join(old, value)
 

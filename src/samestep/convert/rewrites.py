@@ -4,7 +4,7 @@ import ast
 
 from samestep.convert.source import Edit
 from samestep.convert.totals import Totals
-from samestep.convert.values import Value, Values
+from samestep.convert.values import Kind, Value, Values
 
 LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _OF_LOADER = ["dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"]
@@ -68,6 +68,21 @@ class Rewrites(Totals):
             end = max(source.end(one) for one in (*node.args, *(one.value for one in node.keywords)))
             if not (isinstance(node.args[-1], ast.GeneratorExp) and end == source.end(node)):
                 self.found.edit(Edit(source, end, end, ", disable=samestep.init().rank > 0"))
+
+    def squeezed(self, node: ast.Call, value: Value, rows: ast.expr) -> None:
+        """Keep the samples' dimension, which squeeze() would drop where a process has one sample."""
+        source, around = self.source, self.source.parents[node]
+        given = around.targets[0] if isinstance(around, ast.Assign) and len(around.targets) == 1 else None
+        name = next((one.id for one in (rows, given) if isinstance(one, ast.Name)), None)
+        is_array = "numpy" in source.text(rows) + (value.made[1].text(value.made[0]) if value.made else "")
+        if name is None or is_array or self.in_forward or value.kind != Kind.ROWS:
+            text = "squeeze() drops the samples' dimension where a process has one sample; name the dimension"
+            self.found.note(source, node, text)
+            return
+        text, is_named = f".squeeze(tuple(range(1, {name}.dim())))", isinstance(rows, ast.Name)
+        self.found.edit(Edit(source, source.end(rows), source.end(node), text if is_named else ""))
+        if not is_named:
+            self.found.edit(Edit(source, source.end(around), source.end(around), f"; {name} = {name}{text}"))
 
     def sized(self, node: ast.Call, receiver: ast.expr | None) -> bool:
         """Whether a shape begins with the batch size, of which this process has a share: its rows are counted."""
