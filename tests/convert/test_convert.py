@@ -288,7 +288,8 @@ def test_a_summed_loss_is_said_to_replicate():
         (f"got = []\n{EVALUATE}        got.append(F.cross_entropy(out, y).item())\nprint(got[-1])", "single batches"),
         (f"frame = make()\n{EVALUATE}        frame.at[n, 'loss'] = out.mean()\nframe.save()", "holds values"),
         (f"got = []\n{EVALUATE}        got.extend(out[:, 0].tolist())\n"
-         "rank = torch.zeros(len(got))\nrank[torch.tensor(got).argsort()] = torch.arange(26.)\nprint(rank)", "is filled by"),
+         "rank = torch.zeros(len(got))\nrank[torch.tensor(got).argsort()] = torch.arange(26.)\nprint(rank)",
+         "is filled by"),
         (f"got = []\n{EVALUATE}        got.extend(out[:, 0].tolist())\n"
          "best = sorted(range(len(got)), key=lambda i: got[i])\nprint(best)", "sorted"),
         (f"got = []\n{EVALUATE}        got += [i for i, row in enumerate(out) if row[0] > 0]\nprint(got)",
