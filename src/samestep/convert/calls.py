@@ -191,7 +191,7 @@ class Calls(Rewrites, Expressions):
         values += [self.value(one.value) for one in node.keywords]
         last, first = name.rpartition(".")[2], (*values, Value())[0]
         if name in LOADERS:
-            return self.made_loader(node, values)
+            return self.made_loader(node)
         if name == "torch.save":
             return self.saved(node)
         if name in MEANS_OF_LISTS and first.kind == "list":

@@ -4,7 +4,7 @@ import ast
 
 from samestep.convert.source import Edit
 from samestep.convert.totals import Totals
-from samestep.convert.values import Kind, Value, Values
+from samestep.convert.values import Kind, Value
 
 LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _OF_LOADER = ["dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"]
@@ -14,10 +14,10 @@ _OF_LOADER += ["pin_memory", "drop_last", "timeout", "worker_init_fn", "multipro
 class Rewrites(Totals):
     """Each call is edited once, however often its line is followed."""
 
-    def made_loader(self, node: ast.Call, values: Values) -> Value:
+    def made_loader(self, node: ast.Call) -> Value:
         source, given = self.source, _arguments(node, _OF_LOADER)
         self.reached.add(node)
-        if reason := self.learnt.serial.get(node) or _unshared(node, given, values):
+        if reason := self.learnt.serial.get(node) or _unshared(node, given):
             text = f"this DataLoader {reason}; it stays as it is, and every process takes all of it"
             self.found.note(source, node, text)
             return Value()
@@ -26,7 +26,9 @@ class Rewrites(Totals):
         self.found.edit(source.replaced(node.func, "samestep.loader"))
         for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:]:
             self.found.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
-        has_own_order = "sampler" in given or getattr(given.get("shuffle"), "value", 0) not in (0, False)
+        has_own_order = bool({"sampler", "batch_sampler"} & {*given}) or getattr(
+            given.get("shuffle"), "value", 0
+        ) not in (0, False)
         return Value("loader", made=None if has_own_order else (node, source, ()))
 
     def saved(self, node: ast.Call) -> Value:
@@ -103,16 +105,14 @@ def _arguments(node: ast.Call, names: list[str]) -> dict[str, ast.expr]:
     return {**by_position, **{one.arg: one.value for one in node.keywords if one.arg}}
 
 
-def _unshared(node: ast.Call, given: dict[str, ast.expr], values: Values) -> str | None:
+def _unshared(node: ast.Call, given: dict[str, ast.expr]) -> str | None:
     """Why a loader stays torch's own, of which every process takes all batches."""
     is_open = any(one.arg is None for one in node.keywords) or any(
         isinstance(one, ast.Starred) for one in node.args
     )
-    size, owns = given.get("batch_size"), (given.get(name) for name in ("batch_sampler", "generator"))
-    if any(own is not None and not (isinstance(own, ast.Constant) and own.value is None) for own in owns):
-        return "makes its batches by a batch_sampler or generator of its own, which samestep.loader does not take"
+    size, own = given.get("batch_size", given.get("batch_sampler")), given.get("generator")
+    if own is not None and not (isinstance(own, ast.Constant) and own.value is None):
+        return "draws from a generator of its own, which samestep.loader does not take"
     if (size is None and not is_open) or (isinstance(size, ast.Constant) and size.value in (1, None)):
         return "has batches of one sample, which processes cannot share"
-    if values and values[0].kind == "instance" and values[0].of.of.descends_from("IterableDataset"):
-        return "reads a stream (IterableDataset), which has no order to share"
     return None
