@@ -10,7 +10,8 @@ SIZES = (2, 3, 5)
 # what each guards: recomputed draws, a batch merged behind the sequence, dimensions of equal size beside a BatchNorm,
 # sizes given as numbers, noise in the loop, packed sequences, a collate_fn that pads, ranks with one graph, sampled
 # actions, an evaluation, batches that are not the latest, a share of one sample with the time in front, derivatives of
-# gradients, empty draws, an evaluation that calls backward()
+# gradients, empty draws, an evaluation that calls backward(), padding beside what is laid
+# end to end
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),
@@ -29,6 +30,7 @@ SAMPLE = {
     "wgan_gp_norm": (2,),
     "vqvae": (2,),
     "adversarial": (2,),
+    "speech": (3,),
 }
 CASES = dict.fromkeys(sorted(corpus.SCRIPTS), SIZES) if LONG else SAMPLE
 # bfloat16 keeps 8 bits, and rounds sums of other parts otherwise

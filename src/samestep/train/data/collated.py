@@ -2,10 +2,12 @@
 
 Padding to the longest sample, sorting by length and the like see the whole batch. What has no row for each sample,
 such as graphs laid end to end, is made of this rank's samples alone, and its sizes say which part of the whole it is.
+So is the rest of such a batch, unless it only differs by padding, as sounds do beside labels laid end to end.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -38,35 +40,67 @@ class Collated:
                 return cut, dict(_across(cut, whole, rows))
             except LookupError:
                 before = self._collate(samples[: part.start]) if part.start else None
-                laid = _laid(before, mine, whole)
-                return mine, {name: one for name, one in laid if one.rows != rows}
+                laid = {name: one for name, one in _laid(before, mine, whole) if one.rows != rows}
+                try:
+                    cut = _cut(whole, mine, rows, laid)
+                except LookupError:
+                    return mine, laid
+                return cut, dict(_across(cut, whole, rows)) | laid
 
 
-def _cut(whole: Any, mine: Any, rows: Rows) -> Any:
+def _cut(whole: Any, mine: Any, rows: Rows, laid: Mapping[str, Ragged] | None = None, name: str = "") -> Any:
     """These rows of a whole batch; LookupError where a part of it has no row for each sample.
 
-    `mine` is made of this rank's samples alone: a dimension of the samples differs between the two.
+    `mine` is made of this rank's samples alone: a dimension of the samples differs between the two. With `laid`, by
+    their places in the batch, tensors that are laid end to end are taken where they have the same numbers in both.
     """
     stop = rows.start + rows.mine
     if type(whole) is not type(mine):
         raise LookupError
     if isinstance(whole, torch.Tensor | np.ndarray):
+        if laid is not None and isinstance(whole, torch.Tensor):
+            return _cut_beside(whole, mine, rows, laid.get(name))
         return _cut_array(whole, mine, rows)
-    if isinstance(whole, Mapping) and whole.keys() == mine.keys():
-        new: Any = {} if type(whole) is dict else copy.copy(whole)
-        for key, value in whole.items():
-            new[key] = _cut(value, mine[key], rows)
-        return new
+    if isinstance(whole, Mapping) or (is_dataclass(whole) and hasattr(whole, "__dict__")):
+        return _cut_named(whole, mine, rows, laid, name)
     if isinstance(whole, list | tuple) and len(whole) == len(mine):
-        parts = [_cut(*pair, rows) for pair in zip(whole, mine, strict=True)]
+        pairs = enumerate(zip(whole, mine, strict=True))
+        parts = [_cut(*pair, rows, laid, f"{name}.{at}") for at, pair in pairs]
         return type(whole)(*parts) if hasattr(whole, "_fields") else type(whole)(parts)
     if type(whole) in (list, tuple) and len(whole) == rows.all:
         return whole[rows.start : stop]
     if whole == rows.all and mine == rows.mine:
         return mine
-    if isinstance(whole, int | float | str | bytes | None):
+    if isinstance(whole, int | float | str | bytes | None) and (laid is None or whole == mine):
         return whole
     raise LookupError
+
+
+def _cut_named(whole: Any, mine: Any, rows: Rows, laid: Mapping[str, Ragged] | None, name: str) -> Any:
+    """The same of a dict or a dataclass."""
+    is_mapping = isinstance(whole, Mapping)
+    parts, others = (whole, mine) if is_mapping else (vars(whole), vars(mine))
+    if parts.keys() != others.keys():
+        raise LookupError
+    new: Any = {} if type(whole) is dict else copy.copy(whole)
+    for key, value in parts.items():
+        part = _cut(value, others[key], rows, laid, f"{name}.{key}")
+        if is_mapping:
+            new[key] = part
+        else:
+            object.__setattr__(new, key, part)  # a frozen dataclass allows no other way
+    return new
+
+
+def _cut_beside(whole: torch.Tensor, mine: torch.Tensor, rows: Rows, laid: Ragged | None) -> torch.Tensor:
+    """The same beside a tensor laid end to end; numbers that count from the batch's beginning are no such rows."""
+    if laid is not None:
+        part = whole.narrow(laid.dim, laid.rows.start, laid.rows.mine)
+    else:
+        part = _cut_array(whole, mine, rows)
+    if part.shape == mine.shape and not torch.equal(part, mine):
+        raise LookupError
+    return part.clone()
 
 
 def _cut_array(whole: Any, mine: Any, rows: Rows) -> Any:
