@@ -85,7 +85,7 @@ class Backward(Member):
         spine.called.clear()
         with self.group.within("backward"):
             found = run(outputs, _times(gradients, spine.root), *args, **options)
-            spine.end_backward()
+            spine.models.finish_exchanges()
             return found
 
     def _grad(

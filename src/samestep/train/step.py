@@ -237,10 +237,6 @@ class Spine(Member):
         for subscriber in self._subscribers:
             subscriber.backward_begins(loss)
 
-    def end_backward(self) -> None:
-        for subscriber in self._subscribers:
-            subscriber.backward_ends()
-
     def begin_microbatch(self, share: Share) -> None:
         for subscriber in self._subscribers:
             subscriber.microbatch_begins(share)

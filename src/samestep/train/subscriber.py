@@ -18,9 +18,6 @@ class Subscriber:
     def backward_begins(self, loss: torch.Tensor) -> None:
         """The script calls backward() of this tensor."""
 
-    def backward_ends(self) -> None:
-        """All gradients of this backward are there."""
-
     def pass_begins(self, begun: "Pass") -> None: ...
     def step_begins(self, share: "Share") -> None: ...
     def microbatch_begins(self, share: "Share") -> None: ...
@@ -39,6 +36,9 @@ class Models(Subscriber):
     def parameters(self) -> Iterable[torch.Tensor]:
         """What is kept equal on all ranks."""
         return ()
+
+    def finish_exchanges(self) -> None:
+        """Collective. All gradients of a backward are there."""
 
     @property
     def adds_losses(self) -> bool:

@@ -74,7 +74,7 @@ class Replicas(Member, Models):
     def weigh_losses(self) -> bool:
         return not self.exact and any(True for _ in self._living)
 
-    def backward_ends(self) -> None:
+    def finish_exchanges(self) -> None:
         for replica in self:
             replica.finish_exchange()
 
