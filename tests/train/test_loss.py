@@ -26,6 +26,9 @@ Y = X.detach() + 1
         (X.sum() / torch.ones(2), "sum", None),
         (F.mse_loss(X, Y, reduction="sum"), "sum", None),
         (F.mse_loss(X, Y, reduction="none").sum(), "sum", None),
+        (torch.stack([X.mean(), Y.mean() + X.mean()]).sum(), "mean", 24),
+        (torch.stack([X.sum(), X.sum()]).sum(), "sum", None),
+        (torch.stack([X, X]).sum(), "sum", None),
     ],
     ids=str,
 )

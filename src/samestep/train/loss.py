@@ -10,11 +10,20 @@ _PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "View", "Squeeze", "Clon
 
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
     """The last reduction (mean or sum), the count it divides by, and whether it took only some terms."""
-    node: Any = loss.grad_fn
+    return _reduction_at(loss.grad_fn)
+
+
+def _reduction_at(node: Any) -> dict[str, Any]:
     divisor: float | None = None
     while node is not None:
         name = name_of(node)
         reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
+        inner = node.next_functions[0][0] if name == "Sum" and node.next_functions else None
+        if inner is not None and name_of(inner) == "Stack" and inner.next_functions:
+            # a sum of several losses is what each of them is
+            found = _reduction_at(inner.next_functions[0][0])
+            if found["reduction"] is not None:
+                return found
         if reduction in (1, 2):
             count = divisor if reduction == 2 else _count(node)
             return {"reduction": ("mean", "sum")[reduction - 1], "count": count, "picked": _is_picked(node)}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from samestep.errors import RanksDiffer, UsageError
+from samestep.text import counted as in_words
 from samestep.train import sums
 from samestep.train.group.control import users_line
 from samestep.train.group.device import moved, on_host
@@ -112,8 +113,8 @@ def _remark_lent(call: str) -> None:
         return
     for lent in [samples for samples, _ in left.sizes if samples < size]:
         joined().say(
-            f"{call} ({users_line()}) comes after a training loop with a batch of {lent} samples for {size} ranks, and "
-            "ranks without a sample took that of others: what they added up of it counts too; "
+            f"{call} ({users_line()}) comes after a training loop with a batch of {in_words(lent, 'sample')} for "
+            f"{size} ranks, and ranks without a sample took that of others: what they added up of it counts too; "
             f"call {call} inside the loop, or write drop_last=True"
         )
 

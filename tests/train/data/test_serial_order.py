@@ -150,6 +150,22 @@ def test_a_sampler_longer_than_what_is_asked_at_once_draws_the_serial_scripts_or
     assert mine == (order, torch.rand(1).item())
 
 
+def test_a_batch_sampler_without_end_sees_what_the_loop_has_collected(world):
+    memory = list(range(4))
+
+    class Replay:
+        def __iter__(self):
+            while True:
+                yield [len(memory) - 1, *torch.randint(len(memory), (3,)).tolist()]
+
+    batches = iter(samestep.loader(memory, batch_sampler=Replay(), num_workers=0))
+    for newest in range(3, 8):
+        drawn = samestep.gather(next(batches)).tolist()
+        assert drawn[0] == newest
+        assert max(drawn) == newest
+        memory.append(newest + 1)
+
+
 def test_a_sampler_that_follows_each_ranks_losses_is_an_error_at_the_end_of_the_pass(world):
     data = TensorDataset(torch.arange(140_000))
     samestep.replicate(torch.nn.Linear(1, 1))  # so that it is a pass of training

@@ -100,6 +100,8 @@ class Sampled(Order):
     def __init__(self, sampler: Any, seed: int | None, group: Group) -> None:
         super().__init__(self._length_of(sampler), seed, shuffle=False, group=group)
         self.sampler = sampler
+        # one without end may draw from what the loop collects, as a replay memory does
+        self.at_once = _AT_ONCE if hasattr(sampler, "__len__") else 1
         self._passes = 0
         self._begun_in: dict[str, Any] = {}
         self._taken: Taken | None = None
@@ -126,7 +128,7 @@ class Sampled(Order):
             taken = self._begin(epoch, drawn_in)
         else:
             # what was not asked for before the resume is drawn from the streams as they are now
-            asked = expected.get("asked", self.length if lazily else _AT_ONCE)
+            asked = expected.get("asked", self.length if lazily else self.at_once)
             taken = self._take(epoch, drawn_in, asked, goes_on=not lazily)
         if expected and _digest(taken[: expected["count"]]) != expected["digest"]:
             raise UsageError(
@@ -232,7 +234,7 @@ class Taken:
 
     def __init__(self, of: Sampled, iterator: Iterator[Any], group: Group) -> None:
         self._is_to_compare = False
-        self._compared = 0
+        self._compared, self._at_once = 0, of.at_once
         # where its streams are that it goes on drawing from; None where it draws from the script's as it is asked
         self.left_at: bytes | None = None
         self._name, self._length = f"the {of.kind}, {type(of.sampler).__name__},", of.length
@@ -260,7 +262,7 @@ class Taken:
         # what the script has not drawn from since is one stream for it and the sampler, as in the serial script
         brought_back = streams.different(own, self.left_at)
         streams.restore(self.left_at)
-        self.take(max(stop, self.asked + _AT_ONCE))
+        self.take(max(stop, self.asked + self._at_once))
         self.left_at = streams.capture()
         streams.restore(own, brought_back)
 
