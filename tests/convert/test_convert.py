@@ -204,6 +204,8 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "if samestep.mean(loss) < best:\n        best = samestep.mean(loss.item())"),
         ("for x, y in train:\n    out = model(x).squeeze()\n    F.cross_entropy(out, y).backward()",
          "    out = model(x); out = out.squeeze(tuple(range(1, out.dim())))\n"),
+        ("for x, y in train:\n    out = (model(x) / 2).squeeze()\n    F.cross_entropy(out, y).backward()",
+         "    out = (model(x) / 2); out = out.squeeze(tuple(range(1, out.dim())))\n"),
         ("for x, y in train:\n    out = model(x)\n    F.cross_entropy(out.squeeze(), y).backward()",
          "    F.cross_entropy(out.squeeze(tuple(range(1, out.dim()))), y).backward()\n"),
         (f"{LOOP}print(loss.item())", "print(samestep.sum(loss.item() * train.share))"),

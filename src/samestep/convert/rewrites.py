@@ -82,7 +82,8 @@ class Rewrites(Totals):
             self.found.note(source, node, text)
             return
         text, is_named = f".squeeze(tuple(range(1, {name}.dim())))", isinstance(rows, ast.Name)
-        self.found.edit(Edit(source, source.end(rows), source.end(node), text if is_named else ""))
+        start = source.end(node.func) - len(".squeeze")  # a parenthesis may stand before it
+        self.found.edit(Edit(source, start, source.end(node), text if is_named else ""))
         if not is_named:
             self.found.edit(Edit(source, source.end(around), source.end(around), f"; {name} = {name}{text}"))
 
