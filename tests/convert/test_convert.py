@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from convert import corpus
 
 from samestep.cli.convert import command
-from samestep.convert.convert import SEVEN_LINES, Conversion, conversion, convert
+from samestep.convert.convert import SEVEN_LINES, Conversion, check_parses, conversion, convert
 from samestep.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +97,13 @@ def test_the_corpus_tells_a_number_of_one_share_from_one_of_the_whole_batch():
     ran, serial = (corpus.Ran(f"loss {number}\n", {}) for number in ("0.71", "0.69"))
     assert corpus.difference(ran, serial) == "prints `loss 0.71` for `loss 0.69`"
     assert not corpus.difference(serial, serial)
+
+
+def test_edits_of_a_line_that_do_not_fit_together_are_named_and_nothing_is_converted(tmp_path):
+    with pytest.raises(
+        UsageError, match=re.escape("train.py could not be converted: its edits gave `total = sum(`")
+    ):
+        check_parses(tmp_path / "train.py", b"import torch\ntotal = sum(\n")
 
 
 def test_the_example_of_the_readme_is_converted_as_by_hand():

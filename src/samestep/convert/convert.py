@@ -86,8 +86,22 @@ def convert(script: Path) -> Conversion:
         for path, source in sources.items()
         if source in changed
     }
+    for path, (_, after) in files.items():
+        check_parses(path, after)
     said = tuple(f"{path.name}:{line}: {reason}" for path, line, reason in gaps)
     return Conversion(files, said, tuple(found.notes))
+
+
+def check_parses(path: Path, after: bytes) -> None:
+    """Nothing is converted where the edits of one line do not fit together."""
+    try:
+        ast.parse(after)
+    except SyntaxError as error:
+        line = after.splitlines()[(error.lineno or 1) - 1].decode(errors="replace").strip()
+        raise UsageError(
+            f"{path.name} could not be converted: its edits gave `{line}`, which is no Python; write that line more "
+            "simply, as in two statements, and convert the file again"
+        ) from error
 
 
 def _check_serial(source: Source, script: Path) -> None:
