@@ -87,8 +87,9 @@ def commands(system: str, at: Network | None) -> list[list[str]]:
     ]
 
 
-def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any] | None:
-    """One run from shell to exit, with the CPU time of everything that it started; None where it did not train."""
+def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
+    """One run from shell to exit, with the CPU time of everything that it started; less where it ended before its last
+    numbers were written, as ranks that abort at their exit take rank 0 with them."""
     notes = Path(folder, "notes.json")
     notes.unlink(missing_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(notes), "SAMESTEP_RUN_DIR": folder}
@@ -109,7 +110,7 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any] | None:
         said.seek(0)
         if not notes.exists():
             print(f"{' '.join(starts[0])} ended with {codes}:\n{said.read()[-2000:]}", file=sys.stderr)
-            return None
+            return {"seconds": seconds, "code": max(map(abs, codes))}
     time.sleep(0.1)
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:  # what a launcher left behind; the nodes' holders stay
@@ -124,7 +125,7 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any] | None:
 def row_of(system: str, found: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The medians of a system's runs; ratios of whole runs are formed within each round."""
     names = ("start_s", "step_s", "seconds", "cpu_s", "bytes", "accuracy", "truth")
-    middle = {name: round(median(one[name] for one in found), 4) for name in names}
+    middle = {name: round(median(one[name] for one in found if name in one), 4) for name in names}
     command = (COMMANDS | TWO_NODES)[system]
     return {
         "system": system, **middle, "runs": len(found), "failed_exits": sum(one["code"] != 0 for one in found),
@@ -189,12 +190,15 @@ def main() -> None:
             systems = [system for system in (*COMMANDS, *of_nodes) if system in chosen]
             shift, round_began = number % len(systems), time.monotonic()
             for system in [*systems[shift:], *systems[:shift]]:
-                if facts := run(commands(system, at), folder):
-                    runs[system].append(facts)
+                runs[system].append(run(commands(system, at), folder))
             print(f"round {number + 1} of {asked.rounds}: {time.monotonic() - began:.0f} s", flush=True)
             if 2 * time.monotonic() - round_began - began > 60 * asked.minutes:
                 break
-    rows = [row_of(system, found, runs.get("torchrun", found)) for system, found in runs.items() if found]
+    rows = [
+        row_of(system, found, runs.get("torchrun", found))
+        for system, found in runs.items()
+        if any("step_s" in one for one in found)
+    ]
     if chosen == [*COMMANDS, *TWO_NODES]:
         keep(max(map(len, runs.values())), rows)
         write(rows)

@@ -24,4 +24,5 @@ optimizer.step()
 if rank == 0:
     print("first step", time.time(), flush=True)
 if sys.argv[1] == "ddp":
+    dist.barrier()  # a rank that leaves early may abort, and end the run before rank 0 has told the time
     dist.destroy_process_group()
