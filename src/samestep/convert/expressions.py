@@ -243,8 +243,7 @@ class Expressions(Totals):
         """A number that is put into a dict outside of all batches is everyone's from there on."""
         value = self.value(node)
         is_number = value.kind in (*NUMBERS, Kind.OTHER) and value.edits is not None
-        is_after = is_number and self.may_total() and all(loop.kind == "plain" for loop in self.loops)
-        return self.total(node) if is_after else self.kept(value)
+        return self.total(node) if is_number and self.is_outside else self.kept(value)
 
     def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:
         found = self.value(node.value)
@@ -300,9 +299,8 @@ class Expressions(Totals):
         element = value if is_even else value.of.element
         kinds = {value.kind} if is_even else {element.kind, *(part.kind for part in element.parts)}
         is_rows = value.kind in ROWS or (not is_even and value.of.kind == "rows" and element.kind != Kind.ROW)
-        is_after = is_rows and self.batches is None and self.may_total()
         is_unknown = Kind.OTHER in kinds and not self.in_forward
-        return self.total(node) if is_after or is_unknown else value
+        return self.total(node) if (is_rows and self.is_outside) or is_unknown else value
 
     def each(self, over: Value) -> Loop:
         """What a loop over this gets at each turn."""

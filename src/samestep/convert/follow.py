@@ -208,7 +208,7 @@ class Follower(Calls):
             # a number that is put into a list, dict or object outside of all batches is everyone's from there on
             if self._is_element(target) and self.batches is not None:
                 value = self.accumulated(self._place(target), made, value)
-            elif self.may_total() and all(loop.kind == "plain" for loop in self.loops):
+            elif self.is_outside:
                 value = self.total(made)
         return self.kept(value)
 

@@ -206,6 +206,11 @@ class Following:
         if loop.call is not None:
             self.passes.append(loop)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether a total may be taken here, and no loop over batches or samples is around."""
+        return self.batches is None and self.may_total()
+
     def may_total(self) -> bool:
         """Whether every rank comes here as often as the others."""
         even = (loop.kind == "plain" or (loop.kind == "batches" and loop.trains == 2) for loop in self.loops)

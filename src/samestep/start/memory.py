@@ -55,9 +55,9 @@ def explain_kill(pid: int, before: Kills) -> str:
     is_counted = after is not None and before.total is not None
     if record or (is_counted and after != before.total):
         held = re.search(r"anon-rss:(\d+)kB", record or "")
-        size = f", it held {int(held[1]) * 1024 / _GIB:.1f} GiB" if held else ""
+        amount = f", it held {int(held[1]) * 1024 / _GIB:.1f} GiB" if held else ""
         limit = _limit()
-        return f"killed by SIGKILL: out of memory{size}" + (
+        return f"killed by SIGKILL: out of memory{amount}" + (
             f" (limit {limit / _GIB:.1f} GiB)" if limit else ""
         )
     if is_counted:

@@ -41,7 +41,7 @@ def line_of_draw() -> tuple[Any, ...]:
 
 def has_fixed_size() -> bool:
     """Whether the script's line draws with a size that is written out, such as torch.rand(1)."""
-    call = _call_at(*_place_of_call(sys._getframe(2)))
+    call = _call_in(_scripts_frame(sys._getframe(2)))
     # in torch.empty(3).normal_() the size stands in the first call
     while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         if not isinstance(call.func.value, ast.Call):
@@ -58,7 +58,7 @@ def has_fixed_size() -> bool:
 def named_in_call() -> list[Any]:
     """The values of variables that the script's line names in its draw, such as p and p.grad in randn_like(p.grad)."""
     frame = _scripts_frame(sys._getframe(2))
-    call = _call_at(*_place_of_call(frame)) if frame else None
+    call = _call_in(frame)
     return [_value(node, frame) for node in ast.walk(call)] if call and frame else []
 
 
@@ -95,16 +95,13 @@ def _scripts_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _place_of_call(frame: FrameType | None) -> tuple[CodeType | None, int]:
-    found = _scripts_frame(frame)
-    return (found.f_code, found.f_lasti) if found else (None, 0)
+def _call_in(frame: FrameType | None) -> ast.AST | None:
+    return _call_at(frame.f_code, frame.f_lasti) if frame else None
 
 
 @functools.cache
-def _call_at(code: CodeType | None, instruction: int) -> ast.AST | None:
+def _call_at(code: CodeType, instruction: int) -> ast.AST | None:
     """The expression that this instruction evaluates."""
-    if code is None:
-        return None
     lines = linecache.getlines(code.co_filename)
     first, last, begin, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
     if not lines or first is None or last is None or last > len(lines):

@@ -324,14 +324,16 @@ class Draws(Member):
     def _is_of_weights(self, name: str, shape: torch.Size, share: Share) -> bool:
         """Whether a draw beside the model is for weights, though it has a size of this rank's share: what its call
         names tells it, and where that may be both, it is said."""
+        named = [one for one in named_in_call() if isinstance(one, torch.Tensor)]
+        batch = [tensor for _, tensor in share.of.tensors()]
+        if any(one is given for one in named for given in batch):
+            return False
         weights = list(self._spine.models.parameters())
         memory = {memory_of(one) for weight in weights for one in (weight, weight.grad) if one is not None}
-        named = [one for one in named_in_call() if isinstance(one, torch.Tensor)]
         others = [one for one in named if memory_of(one) not in memory]
         if named and not others:
             return True
-        batch = [tensor for _, tensor in share.of.tensors()]
-        is_computed = any(one.grad_fn is not None or any(one is given for given in batch) for one in others)
+        is_computed = any(one.grad_fn is not None for one in others)
         if is_computed or shape not in {weight.shape for weight in weights}:
             return False
         is_of_weights = bool(others) and not any(given.shape == shape for given in batch)

@@ -120,11 +120,7 @@ def first_fact(first: Run, other: Run) -> Difference | None:
 
 def first_apart(run: Run) -> Difference | None:
     """Where the ranks of a run, all of which took as many steps, first have unlike weights."""
-    steps = ([rank[step].param for rank in run.ranks] for step in range(run.length))
-    at_the_end = [facts.get("param", {}) for facts in run.facts]
-    found = (
-        one for step, params in enumerate([*steps, at_the_end]) for one in _apart_ranks(run, step, params)
-    )
+    found = (one for step in range(run.length + 1) for one in _apart_ranks(run, step))
     return next(found, None) if run.length == run.longest else None
 
 
@@ -142,14 +138,14 @@ def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
     elif first.length != other.length:
         yield Difference("steps", step, None, "number of steps")
     else:
-        yield from _apart_ranks(other, step, [facts.get("param", {}) for facts in other.facts])
+        yield from _apart_ranks(other, step)
         yield from _tensors("weights", step, first.fact("param") or {}, other.fact("param") or {}, 1e-3)
         yield from _tensors("buffer", step, first.fact("buffer") or {}, other.fact("buffer") or {}, 1e-2)
 
 
 def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
     mine, theirs = first.steps[step], other.steps[step]
-    yield from _apart_ranks(other, step, [rank[step].param for rank in other.ranks])
+    yield from _apart_ranks(other, step)
     yield from _tensors("weights", step, mine.param, theirs.param, 1e-3)
     yield from _facts(first, other, step)
     yield from _tensors("buffer", step, mine.buffer, theirs.buffer, 1e-2)
@@ -180,7 +176,12 @@ def _uneven(run: Run) -> Difference:
     return Difference("uneven", None, None, said)
 
 
-def _apart_ranks(run: Run, step: int, params: Sequence[Digests]) -> Iterator[Difference]:
+def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
+    """Parameters that differ between ranks before this step, or after the last one."""
+    is_over = step >= run.length
+    params = (
+        [facts.get("param", {}) for facts in run.facts] if is_over else [r[step].param for r in run.ranks]
+    )
     for rank, param in enumerate(params):
         for name, digest in param.items():
             if digest.bits != params[0].get(name, digest).bits:

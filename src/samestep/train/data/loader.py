@@ -40,6 +40,7 @@ from samestep.train.optimizers import Optimizers
 from samestep.train.step import Pass, Share, Spine
 
 Kind = TypeVar("Kind", bound="Loader[Any]")
+_DRAWN_ALIKE = "seed what draws them (torch, NumPy, random) with the same number on every rank, and draw them"
 
 
 def loader(
@@ -103,14 +104,12 @@ def agree(call: str, made: Kind) -> Kind:
             if theirs[name] != value:
                 raise RanksDiffer(
                     f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
-                    "or the labels differ; seed what draws them (torch, NumPy, random) with the same number on every "
-                    "rank, and draw them before replicate"
+                    f"or the labels differ; {_DRAWN_ALIKE} before replicate"
                 )
     if apart := [rank for rank, theirs in enumerate(said) if theirs["floats"] != floats]:
         group.say(
             f"the samples of {call} differ between rank 0 and rank {apart[0]}, so each rank trains on data of its own; "
-            "seed what draws them (torch, NumPy, random) with the same number on every rank, and draw them "
-            "before replicate"
+            f"{_DRAWN_ALIKE} before replicate"
         )
     return made
 
