@@ -82,11 +82,10 @@ class Backward(Member):
             self._losses_to_look_at -= 1
             self._look_at(outputs[0])
         spine.root = spine.weight_of_loss()
+        spine.leaves = self._counts_for_inputs(outputs)
         spine.called.clear()
-        with self.group.within("backward"):
-            found = run(outputs, _times(gradients, spine.root), *args, **options)
-            spine.models.finish_exchanges()
-            return found
+        with self.group.within("backward"), spine.models.exchanging():
+            return run(outputs, _times(gradients, spine.root), *args, **options)
 
     def _grad(
         self,

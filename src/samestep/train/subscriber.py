@@ -1,6 +1,7 @@
 """What is told of every pass, step and microbatch, and what the spine asks of the models."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +38,9 @@ class Models(Subscriber):
         """What is kept equal on all ranks."""
         return ()
 
-    def finish_exchanges(self) -> None:
-        """Collective. All gradients of a backward are there."""
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Collective. Around a backward: at its end all gradients are there."""
+        return nullcontext()
 
     @property
     def adds_losses(self) -> bool:

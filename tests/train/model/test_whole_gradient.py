@@ -103,6 +103,48 @@ def test_gradients_are_those_of_the_whole_batch(world, way, count, norm):
         )
 
 
+@pytest.mark.parametrize("count", [12, 13], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("moved", [False, True], ids=["input", "added to the input"])
+def test_the_gradient_of_what_is_added_to_the_input_divides_by_the_whole_batch(world, moved, count):
+    def slope(model, x):
+        found = torch.zeros_like(x) if moved else x.clone()
+        found.requires_grad_()
+        model(x + found if moved else found).square().mean().backward()
+        return found.grad
+
+    plain = Net()
+    wanted = slope(plain, rows(count))
+    model = samestep.replicate(copy.deepcopy(plain))
+    for (x,) in samestep.loader(TensorDataset(rows(count)), 13):
+        torch.testing.assert_close(samestep.gather(slope(model, x)), wanted)
+
+
+@pytest.mark.parametrize("steps_in_hook", [False, True])
+def test_hooks_on_parameters_get_the_gradient_of_the_whole_batch(world, steps_in_hook):
+    def hooked(model):
+        def step(one):
+            with torch.no_grad():
+                one -= 0.5 * one.grad
+            one.grad = None
+
+        for one in model.parameters():
+            one.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+            if steps_in_hook:
+                one.register_post_accumulate_grad_hook(step)
+        return model
+
+    plain, model = hooked(Net()), hooked(samestep.replicate(Net()))
+    for _ in range(2):
+        for (x,) in samestep.loader(TensorDataset(rows(18)), 13):
+            model(x).square().mean().backward()
+        for x in rows(18).split(13):
+            plain(x).square().mean().backward()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
+        if not steps_in_hook:
+            torch.testing.assert_close(mine.grad, wanted.grad)
+
+
 @pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_is_derived_again_in_a_microbatch_is_that_microbatchs(world, exact):

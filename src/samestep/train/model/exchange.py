@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,49 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
         dist.broadcast(sent, src=0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(sent)
+
+
+def hooks_on(parameter: torch.Tensor, ours: Container[int]) -> list[list[Callable[..., Any]]]:
+    """The script's hooks: those that get the gradient before it is added to `.grad`, and those called after that."""
+    kinds = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return [[hook for key, hook in (hooks or {}).items() if key not in ours] for hooks in kinds]
+
+
+class HeldHooks:
+    """The script's hooks on a parameter, kept back during a backward: DDP exchanges the gradient after them."""
+
+    def __init__(self, parameter: torch.Tensor, ours: Container[int]) -> None:
+        self._parameter, self._hooks = parameter, hooks_on(parameter, ours)
+        self._before = None if parameter.grad is None else parameter.grad.clone()
+        kinds: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        self._kept = [(hooks, dict(hooks)) for hooks in kinds if hooks]
+        for hooks, kept in self._kept:
+            hooks.clear()
+            hooks.update((key, hook) for key, hook in kept.items() if key in ours)
+
+    def put_back(self) -> None:
+        for hooks, kept in self._kept:
+            hooks.clear()
+            hooks.update(kept)
+
+    def run(self) -> None:
+        """With what this backward gave the whole batch, if it gave the parameter anything."""
+        total, before = self._parameter.grad, self._before
+        if total is None or (before is not None and not total.is_sparse and torch.equal(total, before)):
+            return
+        of_gradient, of_parameter = self._hooks
+        if of_gradient:
+            gradient = total.clone() if before is None else total - before
+            for hook in of_gradient:
+                if (changed := hook(gradient)) is not None:
+                    gradient = changed
+            gradient = gradient if before is None else before + gradient
+            if total.is_sparse or total.requires_grad:
+                self._parameter.grad = gradient
+            else:
+                total.copy_(gradient)  # DDP keeps it in a bucket
+        for hook in of_parameter:
+            hook(self._parameter)
 
 
 def record_buckets(ddp: DistributedDataParallel) -> None:

@@ -20,7 +20,7 @@ from samestep.train.draws import Draws
 from samestep.train.group.group import Group
 from samestep.train.model.alike import check_alike
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers
-from samestep.train.model.exchange import average, broadcast, record_buckets
+from samestep.train.model.exchange import average, broadcast, hooks_on, record_buckets
 from samestep.train.model.tree import Tree
 from samestep.train.model.weighing import (
     after_backward,
@@ -59,6 +59,7 @@ class Replica:
         self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
         self._looked_at = self._drops_gradients = False
         self._hooks: list[RemovableHandle] = []
+        self.hooked: list[torch.nn.Parameter] = []
         # DDP's exchange: "due" in the next backward, "under way" in this one, "missed" by one that has begun
         self._exchange = ""
         self._called_at = -1
@@ -96,6 +97,7 @@ class Replica:
         """
         if self.ddp is None or not self._trained():
             return
+        self.hooked = [one for one in self._trained() if any(hooks_on(one, self.own_hooks))]
         found = list(self.model.parameters())
         is_as_before = list(map(id, found)) == list(map(id, self._parameters))
         if is_as_before and [parameter.requires_grad for parameter in found] == self._of_ddp:
@@ -105,6 +107,11 @@ class Replica:
         del self.ddp.logger, self.ddp.reducer
         self._remove_hooks()
         self._wrap()
+
+    @property
+    def own_hooks(self) -> set[int]:
+        """The numbers of the hooks that are not the script's."""
+        return {handle.id for handle in self._hooks}
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -3,6 +3,7 @@
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from samestep.errors import UsageError
 from samestep.train.backward import Backward
 from samestep.train.digest import bit_sums
 from samestep.train.group.group import Group, Member
-from samestep.train.model.exchange import times_of
+from samestep.train.model.exchange import HeldHooks, times_of
 from samestep.train.model.replica import Replica
 from samestep.train.model.tree import Tree
 from samestep.train.step import Pass, Share, Spine
@@ -74,9 +75,19 @@ class Replicas(Member, Models):
     def weigh_losses(self) -> bool:
         return not self.exact and any(True for _ in self._living)
 
-    def finish_exchanges(self) -> None:
-        for replica in self:
-            replica.finish_exchange()
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """The script's hooks on parameters come after the exchange: they get the whole batch's gradient."""
+        held = [HeldHooks(one, replica.own_hooks) for replica in self for one in replica.hooked]
+        try:
+            yield
+            for replica in self:
+                replica.finish_exchange()
+        finally:
+            for hooks in held:
+                hooks.put_back()
+        for hooks in held:
+            hooks.run()
 
     def pass_begins(self, begun: Pass) -> None:
         if not begun.training:

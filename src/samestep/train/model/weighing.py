@@ -1,7 +1,9 @@
 """Gradients that count as much as the share of the batch they were computed from."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from samestep.train.step import Share, Spine, spine
 
 _IN = "in"
 _OUT = "out"
-_LEAF = "out, to a leaf"
+_MOST_NODES = 20
 
 
 class _Weighed(torch.autograd.Function):
@@ -34,10 +36,7 @@ class _Weighed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         at, way = spine(), ctx.way
         lacks = at.lacks(ctx.weight)
-        if way == _IN:
-            factor = ctx.factor * lacks
-        else:
-            factor = ctx.factor * (at.leaves / at.root if way == _LEAF and at.root else 1.0) / (lacks or 1.0)
+        factor = ctx.factor * lacks if way == _IN else ctx.factor / (lacks or 1.0)
         if factor == 1.0 and not torch.is_grad_enabled():
             return (None, None, None, *gradients)
         found = [gradient for gradient in gradients if gradient is not None]
@@ -58,33 +57,57 @@ def weighed_call(
 
     So a model whose inputs are another model's outputs does not weigh that model's gradients again.
     """
+    if not torch.compiler.is_compiling():
+        map_tensors(partial(_count_in_leaves, at), (args, kwargs))
     if weight == 1.0:
         return forward(*args, **kwargs)
-    args, kwargs = _weighed((args, kwargs), weight, is_output=False)
+    args, kwargs = _weighed((args, kwargs), weight, _OUT)
     at.inside_model += 1
     try:
         output = forward(*args, **kwargs)
     finally:
         at.inside_model -= 1
-    return _weighed(output, weight, is_output=True)
+    return _weighed(output, weight, _IN)
 
 
-def _weighed(value: Any, weight: float, *, is_output: bool) -> Any:
-    found: dict[str, dict[int, torch.Tensor]] = {_IN: {}, _OUT: {}, _LEAF: {}}
+def _weighed(value: Any, weight: float, way: str) -> Any:
+    found: dict[int, torch.Tensor] = {}
 
-    def note(tensor: Any) -> Any:
-        is_input = tensor.is_leaf and not isinstance(tensor, torch.nn.Parameter)
+    def note(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            found[_IN if is_output else _LEAF if is_input else _OUT][id(tensor)] = tensor
+            found[id(tensor)] = tensor
         return tensor
 
     map_tensors(note, value)
-    changed: dict[int, torch.Tensor] = {}
-    for way, tensors in found.items():
-        if tensors:
-            weighed = _Weighed.apply(weight, way, 1.0, *tensors.values())  # type: ignore[no-untyped-call]
-            changed |= zip(tensors, weighed, strict=True)
-    return map_tensors(lambda tensor: changed.get(id(tensor), tensor), value) if changed else value
+    if not found:
+        return value
+    weighed = _Weighed.apply(weight, way, 1.0, *found.values())  # type: ignore[no-untyped-call]
+    changed = dict(zip(found, weighed, strict=True))
+    return map_tensors(lambda tensor: changed.get(id(tensor), tensor), value)
+
+
+def _count_in_leaves(at: Spine, tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient of what is no parameter, such as x.grad, divides by the whole batch as the serial script's does."""
+
+    def counted(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (at.leaves / at.root) if at.root else gradient
+
+    for leaf in _leaves_of(tensor) if tensor.requires_grad else ():
+        if not isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, "_counts_by_share"):
+            leaf.register_hook(counted)  # type: ignore[no-untyped-call]
+            leaf.__dict__["_counts_by_share"] = True
+    return tensor
+
+
+def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What an input is made of in a few steps, as x + delta is of delta; but not what another model made."""
+    if tensor.is_leaf:
+        yield tensor
+    to_do = [tensor.grad_fn]
+    for node in itertools.islice(to_do, _MOST_NODES):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        to_do += [before for before, _ in getattr(node, "next_functions", ())]
 
 
 def share_weight(share: Share | None, size: int, *, sums: bool) -> float:
