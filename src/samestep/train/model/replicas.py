@@ -1,5 +1,6 @@
 """All replicas of a group: what they do together at passes, and which of their buffers have to be made equal."""
 
+import gc
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,7 +102,10 @@ class Replicas(Member, Models):
             self.add(model, {}, sums=sums)
         size = self.group.world.size
         uneven = next((count for count in begun.microbatches if count % size), None)
-        if uneven is not None and any(replica.has_synced_statistics for replica in self):
+        if uneven is None or not any(replica.has_synced_statistics for replica in self):
+            return
+        gc.collect()  # a model and its replica hold each other, also when the script has left them
+        if any(replica.has_synced_statistics for replica in self):
             raise UsageError(
                 f"a step of {uneven} microbatches gives the {size} ranks unequal numbers of them, and a BatchNorm "
                 "over all ranks needs equal ones; choose a batch_size and a microbatch whose numbers divide evenly, "
