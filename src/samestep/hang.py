@@ -96,6 +96,8 @@ class Hang(NamedTuple):
 
         A pulse is a moment old: ranks that came together do not seem to have waited equally long.
         """
+        if not self.waiting:
+            return f"the run has waited {duration(self.seconds)} for the end of {self._for_whom()}"
         listed = [state for state in self.waiting if state.seconds >= 0.8 * least_s] or list(self.waiting)
         seconds = duration(min(state.seconds for state in listed))
         if self.is_together:
@@ -115,13 +117,14 @@ class Hang(NamedTuple):
         return f"{' and '.join(parts)} for {self._for_whom()}"
 
     def _for_whom(self) -> str:
-        hosts = {state.host for state in (*self.waiting, *self.missing)}
-        does: dict[str, list[str]] = {}
+        host_of = {state.rank: state.host for state in (*self.waiting, *self.missing)}
+        hosts = [host_of.get(rank, "") for rank in range(max(host_of) + 1)]
+        does: dict[str, list[int]] = {}
         for state in self.missing:
-            host = f" ({state.host})" if len(hosts) > 1 and state.host else ""
-            does.setdefault(state.doing, []).append(f"{state.rank}{host}")
+            does.setdefault(state.doing, []).append(state.rank)
         return ", and ".join(
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}, which {doing if len(ranks) == 1 else _plural(doing)}"
+            f"{name_ranks(ranks, hosts if len(set(host_of.values())) > 1 else ())}, which "
+            f"{doing if len(ranks) == 1 else _plural(doing)}"
             for doing, ranks in does.items()
         )
 

@@ -70,8 +70,13 @@ class Pulse:
 
     def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
         self._counter, self._step, self._epoch, self._waits = 0, -1, 0, 0
-        opened = _MAGIC + _OPENED.pack(device.encode(), os.getpid(), patience_s)
-        self._memory = in_memory(path, opened, _PULSE_BYTES)
+        self._patience_s = patience_s
+        self._memory = in_memory(path, _MAGIC, _PULSE_BYTES)
+        self.take(device)
+
+    def take(self, device: str) -> None:
+        """Say which device this process has, and that it starts."""
+        _OPENED.pack_into(self._memory, len(_MAGIC), device.encode(), os.getpid(), self._patience_s)
         self.enter("start")
 
     def beat(self, step: int, epoch: int = 0) -> None:
@@ -102,15 +107,20 @@ class Pulse:
 
 def read_pulse(path: Path) -> PulseReading | None:
     """The last beat in a pulse file, or None where no worker of this version has opened it."""
+    try:
+        with open(open_regular(path, 2), "rb", buffering=0) as file:
+            return pulse_in(file.fileno())
+    except OSError:
+        return None
+
+
+def pulse_in(file: int) -> PulseReading | None:
+    """The last beat in an open pulse file; raises OSError."""
     for _ in range(8):
-        try:
-            with open(open_regular(path, 2), "rb", buffering=0) as file:
-                # in three reads, as one read may copy in any order
-                first = os.pread(file.fileno(), _COUNTER.size, _AT_FIRST)
-                data = os.pread(file.fileno(), _PULSE_BYTES + 1, 0)
-                last = os.pread(file.fileno(), _COUNTER.size, _AT_LAST)
-        except OSError:
-            return None
+        # in three reads, as one read may copy in any order
+        first = os.pread(file, _COUNTER.size, _AT_FIRST)
+        data = os.pread(file, _PULSE_BYTES + 1, 0)
+        last = os.pread(file, _COUNTER.size, _AT_LAST)
         if len(data) != _PULSE_BYTES or not data.startswith(_MAGIC):
             return None
         if first == last != bytes(_COUNTER.size):

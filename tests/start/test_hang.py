@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -154,3 +155,48 @@ def test_the_line_of_a_sys_exit_in_a_hook_of_backward_is_told(launcher):
     )
     code, _, err = launcher.run("-n", "2", "--fork", "train.py")
     assert (code, "rank 1 left the script at train.py:6" in err) == (9, True)
+
+
+# What rank 1 does from line 9 on, while rank 0 joins in line 3 and makes a sum in line 4, and what is said of it.
+UNFINISHED = {
+    "absent": (
+        "time.sleep(99)",
+        "rank 0 has waited 5.* s in samestep.init .train.py:3. for rank 1, which has not come to samestep.init",
+    ),
+    "left": (
+        "sys.exit()",
+        "rank 0 has .* for rank 1, which ended before it came to samestep.init .exit code 0.",
+    ),
+    "failed": (
+        "join()\nthread.start()\nraise ValueError('why')",
+        "rank 0 has .* in samestep.sum .train.py:4. for rank 1, which failed with ValueError at train.py:11",
+    ),
+    "ends": (
+        "join()\ntotal()\nthread.start()",
+        "the run has waited 10.* s for the end of rank 1, which has come to the end of the script, and is in _shutdown",
+    ),
+    "removed": (
+        "join()\ntime.sleep(1)\nshutil.rmtree(os.environ['SAMESTEP_RUN'])\ntime.sleep(99)",
+        "rank 0 has .* in samestep.sum .train.py:4. for rank 1, which is at train.py:12",
+    ),
+}
+
+
+def test_ranks_that_do_not_come_or_do_not_end_are_named_and_end_the_run(launcher, tmp_path):
+    runs = {}
+    for name, (lines, _) in UNFINISHED.items():
+        launcher.home = tmp_path / name
+        launcher.home.mkdir()
+        launcher.write(
+            "import os, shutil, sys, threading, time, samestep\n"
+            "thread = threading.Thread(target=time.sleep, args=(99,))\n"
+            "def join(): samestep.init()\ndef total(): samestep.sum(1)\n"
+            "if os.environ['RANK'] == '0':\n    join()\n    total()\nelse:\n" + textwrap.indent(lines, "    ")
+        )
+        runs[name] = launcher.start("-n", "2", "--hang-timeout", "9", "train.py")
+    for name, (_, says) in UNFINISHED.items():
+        code, _, err = runs[name].finish()
+        assert code == 1
+        assert re.search(f"^samestep: {says}", err, re.MULTILINE), err
+        assert "failed on rank 1 of 2" in err
+        assert ("ValueError: why" in err) == (name == "failed")

@@ -153,7 +153,8 @@ class _Run:
             # in a Slurm step all launchers write to one place
             say = self._terminal.say if launchers.node == 0 else str
             is_again = self._restarts.past.generation > 0
-            watch = Watch(run, total, say, script.hang_timeout_s, launchers.share, is_again)
+            about_hangs = (script.hang_timeout_s, launchers.share, is_again)
+            watch = stack.enter_context(closing(Watch(run, total, say, *about_hangs)))
             if asked is not None:
                 watch.ask_to_stop(asked)  # this start commits what was kept in memory, and ends
             # a run that is restarted goes on from a commit: what its ranks still do is lost

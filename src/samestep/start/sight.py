@@ -15,6 +15,8 @@ from samestep.tracebacks import main_stack
 _ANSWER_S = 1.0
 _POLL_S = 0.01
 _LOADING = "/torch/utils/data/dataloader.py"
+_MOST_BYTES = 1 << 20
+_MOST_FRAMES = 100  # of a thread, that faulthandler writes
 _STATES = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
@@ -29,6 +31,7 @@ class Sight(NamedTuple):
     does: str = ""
     frame: Frame | None = None
     wait: str = ""  # the call of torch.distributed that it is in, with its line
+    has_left: bool = False  # whether its main thread is past the end of the script
 
     @property
     def line(self) -> str:
@@ -36,17 +39,24 @@ class Sight(NamedTuple):
         return f"{Path(self.frame.file).name}:{self.frame.line}" if self.frame else ""
 
 
-def look_at(pid: int, stacks: Path) -> Sight:
-    """What this process does, by its own stack or by that of the loader worker that it waits for."""
+def look_at(pid: int, stacks: int | None) -> Sight:
+    """What this process does, by its own stack or by that of the loader worker that it waits for.
+
+    Both write their stacks to the open file `stacks`.
+    """
     if does := _state(pid):
         return Sight(does)
-    stack = _stack(pid, stacks)
+    said = _dumped(pid, stacks)
+    stack = main_stack(said)
     frame, inner = _users(stack), stack[0].file if stack else ""
+    if said and len(stack) < _MOST_FRAMES and all(each.name != "<module>" for each in stack):
+        at = "" if not stack else f", and {_where(frame or stack[0])}"
+        return Sight(f"has come to the end of the script{at}", frame, has_left=True)
     for worker in _children(pid) if any(_LOADING in each.file for each in stack) else ():
         waits = f"waits for its loader worker (pid {worker}), which"
         if does := _state(worker):
             return Sight(f"{waits} {does}", frame)
-        own = _users(_stack(worker, stacks))
+        own = _users(main_stack(_dumped(worker, stacks)))
         if own is not None and own.name != "<module>":
             return Sight(f"{waits} {_where(own)}", own)
     wait = ""
@@ -71,22 +81,19 @@ def _where(frame: Frame) -> str:
 
 def _state(pid: int) -> str:
     """In words, where a process cannot run at all."""
-    letter = _letter(pid)
+    letter = process_state(pid)
     if letter == "D":  # any read of a file is that for a moment
         time.sleep(5 * _POLL_S)
-        letter = _letter(pid)
+        letter = process_state(pid)
     return _STATES.get(letter, "")
 
 
-def _letter(pid: int) -> str:
+def process_state(pid: int) -> str:
+    """Its letter in /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "Z"
-
-
-def _stack(pid: int, stacks: Path) -> list[Frame]:
-    return main_stack(_dumped(pid, stacks))
 
 
 def _users(stack: Iterable[Frame]) -> Frame | None:
@@ -94,19 +101,17 @@ def _users(stack: Iterable[Frame]) -> Frame | None:
     return next((frame for frame in stack if is_users(frame.file)), None)
 
 
-def _dumped(pid: int, stacks: Path) -> str:
+def _dumped(pid: int, stacks: int | None) -> str:
     """What the process writes about its threads when it is asked to; nothing where it does not listen."""
-    if STACK_SIGNAL is None or not _listens(pid):
+    if STACK_SIGNAL is None or stacks is None or not _listens(pid):
         return ""
-    try:
-        before = stacks.stat().st_size
+    before = os.fstat(stacks).st_size
+    with suppress(OSError):
         os.kill(pid, STACK_SIGNAL)
-    except OSError:
-        return ""
     until, text = time.monotonic() + _ANSWER_S, ""
     while time.monotonic() < until:
         time.sleep(_POLL_S)
-        now = stacks.read_bytes()[before:].decode(errors="replace")
+        now = os.pread(stacks, _MOST_BYTES, before).decode(errors="replace")
         if now and now == text:
             break
         text = now

@@ -14,7 +14,7 @@ from samestep.start.fork import Warm
 from samestep.start.output import Stream, Terminal
 from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, Worker, WorkerSpec, started
-from samestep.tracebacks import Traceback
+from samestep.tracebacks import Traceback, of_record
 
 # How long a rank that only tells of another's end waits for that other to be seen.
 _ECHO_S = 0.7
@@ -261,13 +261,15 @@ class WorkerGroup:
             at = self._hang.cause.rank
             cause = next((worker for worker in self.workers if worker.rank == at), self.workers[0])
             status = 1 if self._asked is None else -self._asked
-            return Outcome(status, cause, self._watch.failure(self._hang), self._asked)
+            failure = cause.failure
+            told = of_record(failure) if failure else self._watch.failure(self._hang)
+            return Outcome(status, cause, told, self._asked)
         if not own:
             killed = any(worker.was_stopped for worker in self.workers)
             return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)
         cause = min(own, key=_blame)
-        left = next((worker for worker in self.workers if self._way_out(worker)), None)
-        if left and not left.status and cause.is_echo:
+        left = next((worker for worker in self.workers if not worker.status and self._way_out(worker)), None)
+        if left and cause.is_echo:
             code = " with exit code 0" if left.status == 0 else ""
             why = f"rank {left.rank} {self._way_out(left)}{code} while others waited for it"
             told = cause.traceback() or Traceback(None, ())  # where another waited, and for what

@@ -1,25 +1,31 @@
 """Watches the ranks of a run for one that the others wait for in vain, and says what that rank does.
 
 Covered: ranks that are stopped, loop, hold the GIL, sleep, read without end, skip a call or make one that the others
-do not make, have left, or wait for a worker of their loader; on all nodes. Not covered: ranks that have not joined yet.
+do not make, have not joined, have left, do not end, or wait for a worker of their loader; on all nodes; also where the
+run's directory was removed.
 """
 
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 
+from samestep.files import open_regular
 from samestep.hang import LEAST_S, Hang, RankState, find_hang, state_of
-from samestep.rundir import PulseReading, pulse_path, read_pulse, stack_path, stop_path
-from samestep.start.sight import Sight, look_at, switches
+from samestep.rundir import PulseReading, pulse_in, pulse_path, stack_path, stop_path
+from samestep.start.sight import Sight, look_at, process_state, switches
 from samestep.start.worker import Worker
-from samestep.tracebacks import Traceback
+from samestep.tracebacks import Traceback, describe_end
 
 _LOOK_S = 0.5
 _LATER_S = 5.0
 _STILL_S = 20.0
+_GONE_S = 8.0  # what a rank that cannot come any more is waited for
+_PATIENCE_S = 600.0
 _MOST_PACES = 500
 _MOST_LOOKED_AT = 8
 
@@ -48,6 +54,11 @@ class Watch:
         self._quiet: dict[int, tuple[int, float]] = {}  # switches of the main thread, and since when so many
         self._told: Hang | None = None
         self.hang: Hang | None = None
+        self._files: dict[Path, int] = {}  # kept open: somebody may remove the directory
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
 
     @property
     def least_s(self) -> float:
@@ -87,35 +98,45 @@ class Watch:
         if now < self._look_at:
             return False
         self._look_at = now + _LOOK_S
-        pulses = {worker.rank: read_pulse(pulse_path(self._run, worker.rank)) for worker in workers}
-        known = {rank: pulse for rank, pulse in pulses.items() if pulse}
-        if not known:
-            return False
-        self._note_progress(known, now)
+        known = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
+        if known:
+            self._note_progress(known, now)
         self._note_quiet(known, now)
-        others = self._share(self._states(known, now))
+        absent = [_not_there(worker) for worker in workers if worker.rank not in known]
+        others = [*absent, *self._share([*self._states(known, now), *absent])]
         hang = find_hang([*self._states(known, now), *others], self._size, self.least_s)
+        hang = hang or self._find_leaving(workers, known, now)
         if self._told and (hang is None or hang.key != self._told.key):
             self._say(f"samestep: {self._told.end}")
             self._told = None
-        limit_s = self._limit_s or min(pulse.patience_s for pulse in known.values())
-        # the launcher of the missing rank ends the run; where it cannot, another does
-        is_over = hang is not None and hang.seconds >= limit_s + _LATER_S * (hang.cause.rank not in known)
+        is_over = hang is not None and hang.seconds >= self._limit_of(hang, workers, known)
         if hang is not None and (self._told is None or is_over):
             self._look_closely(hang, known)
             hang = find_hang([*self._states(known, now), *others], self._size, self.least_s) or hang
         self.hang = hang
         if hang is None:
             return False
-        is_known = all(state.does or state.waits_now for state in hang.missing)
+        is_known = all(state.does or state.waits_now or state.phase == "end" for state in hang.missing)
         if self._told is None and (is_known or hang.seconds > 2 * self.least_s):
             self._told = hang
             self._say(f"samestep: {hang.sentence(self.least_s)}")
         return is_over
 
+    def _limit_of(self, hang: Hang, workers: Sequence[Worker], known: Mapping[int, PulseReading]) -> float:
+        """After how many seconds such a hang ends the run."""
+        here = {worker.rank: worker for worker in workers}
+        missing = [here.get(state.rank) for state in hang.missing]
+        if not hang.waiting:
+            return self._limit_s or inf  # what a rank does after its script may be wanted
+        if missing and all(worker and (not worker.is_alive or worker.failure) for worker in missing):
+            return _GONE_S
+        limit_s = self._limit_s or min((pulse.patience_s for pulse in known.values()), default=_PATIENCE_S)
+        # the launcher of the missing rank ends the run; where it cannot, another does
+        return limit_s + _LATER_S * (hang.cause.rank not in here)
+
     def way_out(self, worker: Worker) -> str:
         """How this rank left the script or is leaving it; "" where it has not."""
-        pulse = read_pulse(pulse_path(self._run, worker.rank))
+        pulse = self._pulse(worker.rank)
         if pulse is None or (pulse.phase != "end" and worker.status != 0):
             return ""
         return pulse.call if pulse.phase == "end" and pulse.call else "came to the end of the script"
@@ -125,33 +146,59 @@ class Watch:
         _, sight = self._seen.get(hang.cause.rank, (0.0, Sight()))
         return Traceback(sight.frame, (hang.sentence(self.least_s),))
 
-    def _states(self, pulses: dict[int, PulseReading], now: float) -> list[RankState]:
+    def _pulse(self, rank: int) -> PulseReading | None:
+        """What this rank last wrote; its files are opened as soon as they are there."""
+        for path in (stack_path(self._run, rank), at := pulse_path(self._run, rank)):
+            if path not in self._files:
+                with suppress(OSError):
+                    self._files[path] = open_regular(path, 2)
+        return pulse_in(self._files[at]) if at in self._files else None
+
+    def _find_leaving(
+        self, workers: Sequence[Worker], pulses: Mapping[int, PulseReading], now: float
+    ) -> Hang | None:
+        """The ranks that are left, where each of them has left its script for long and does not end."""
+        alive = {
+            worker.rank: pulses[worker.rank]
+            for worker in workers
+            if worker.is_alive and worker.rank in pulses
+        }
+        left = [state for state in self._states(alive, now) if state.phase == "end"]
+        seconds = min((state.seconds for state in left), default=0.0)
+        is_all = len(left) == sum(worker.is_alive for worker in workers)
+        return Hang((), tuple(left), seconds) if is_all and seconds >= 2 * self.least_s else None
+
+    def _states(self, pulses: Mapping[int, PulseReading], now: float) -> list[RankState]:
         found = []
         for rank, pulse in pulses.items():
             state = state_of(rank, pulse, now - pulse.phase_began, os.uname().nodename)
             seen_in, sight = self._seen.get(rank, (0.0, Sight()))
             if seen_in == pulse.phase_began:
-                state = state._replace(line=sight.line, does="" if state.waits_now else sight.does)
+                is_told = state.waits_now or (state.phase == "end" and state.call)
+                state = state._replace(line=sight.line, does="" if is_told else sight.does)
+                quiet_s = now - self._quiet[rank][1]
+                if sight.has_left:
+                    state = state._replace(phase="end", seconds=min(quiet_s, state.seconds))
                 if sight.wait and not state.waits_now:
                     # of the script itself or of DDP: nobody counted it
-                    quiet_s = now - self._quiet[rank][1]
                     state = state._replace(
                         phase="call", call=sight.wait, waits=state.waits + 1, seconds=quiet_s
                     )
             found.append(state)
         return found
 
-    def _look_closely(self, hang: Hang, pulses: dict[int, PulseReading]) -> None:
+    def _look_closely(self, hang: Hang, pulses: Mapping[int, PulseReading]) -> None:
         """At the missing ranks, and at one that waits, whose stack tells the line."""
         for state in [*hang.missing[:_MOST_LOOKED_AT], *hang.waiting[:1]]:
             if state.rank in pulses:
                 self._look_at_rank(state.rank, pulses[state.rank])
 
     def _look_at_rank(self, rank: int, pulse: PulseReading) -> None:
-        self._seen[rank] = pulse.phase_began, look_at(pulse.pid, stack_path(self._run, rank))
+        stacks = self._files.get(stack_path(self._run, rank))
+        self._seen[rank] = pulse.phase_began, look_at(pulse.pid, stacks)
         self._quiet[rank] = switches(pulse.pid), self._quiet[rank][1]  # writing the stack is not going on
 
-    def _note_quiet(self, pulses: dict[int, PulseReading], now: float) -> None:
+    def _note_quiet(self, pulses: Mapping[int, PulseReading], now: float) -> None:
         """A rank whose main thread sleeps for long in a call of torch.distributed waits there."""
         for rank, pulse in pulses.items():
             count, since = switches(pulse.pid), self._quiet.get(rank, (-1, now))
@@ -161,7 +208,7 @@ class Watch:
             elif now - since[1] >= self.least_s and self._seen.get(rank, (0.0,))[0] != pulse.phase_began:
                 self._look_at_rank(rank, pulse)
 
-    def _note_progress(self, pulses: dict[int, PulseReading], now: float) -> None:
+    def _note_progress(self, pulses: Mapping[int, PulseReading], now: float) -> None:
         phases = [(pulse.phase, pulse.step, pulse.waits) for pulse in pulses.values()]
         if phases != self._phases:
             self._phases, self._changed_at = phases, now
@@ -171,3 +218,13 @@ class Watch:
                 taken = step - self._step
                 self._paces.extend([(now - self._step_at) / taken] * min(taken, _MOST_PACES))
             self._step, self._step_at = step, now
+
+
+def _not_there(worker: Worker) -> RankState:
+    """A rank that has not come to init."""
+    does = "has not come to samestep.init"
+    if not worker.is_alive:
+        does = f"ended before it came to samestep.init ({describe_end(worker.status or 0)})"
+    elif process_state(worker.pid) == "T":
+        does = "is stopped (SIGSTOP)"
+    return RankState(worker.rank, -1, "start", "", 0, 0.0, os.uname().nodename, does=does)

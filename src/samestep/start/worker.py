@@ -14,7 +14,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NamedTuple, Protocol, cast
 
-from samestep.failure import read_failure
+from samestep.failure import Failure, read_failure
 from samestep.rundir import CHECKPOINTED
 from samestep.start.output import ERR, OUT, Console, Log, Stream
 from samestep.tracebacks import Traceback, of_record, read_traceback
@@ -109,19 +109,22 @@ class Worker:
         """When its traceback began, or it ended without one."""
         return min(self.ended_at, self.err.traceback_at)
 
+    @property
+    def failure(self) -> Failure | None:
+        """Its own record of why it failed."""
+        return read_failure(self._record, self.pid) if self._record else None
+
     def traceback(self) -> Traceback | None:
         """The exception that ended it, by its own record or else by what it printed."""
-        failure = read_failure(self._record, self.pid) if self._record else None
         # After its record it may have gone on, or crashed: then what it printed last tells more.
-        if failure and (self.was_stopped or self.status == failure.code):
+        if (failure := self.failure) and (self.was_stopped or self.status == failure.code):
             return of_record(failure)
         return read_traceback(self.err.tail.decode(errors="replace"))
 
     @property
     def blamed(self) -> tuple[int, ...]:
         """The ranks that its exception names as those that differ from the others."""
-        failure = read_failure(self._record, self.pid) if self._record else None
-        return failure.ranks if failure else ()
+        return failure.ranks if (failure := self.failure) else ()
 
     @property
     def is_echo(self) -> bool:

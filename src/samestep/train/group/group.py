@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
-from typing import IO, Any, BinaryIO, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from samestep.errors import SamestepError, UsageError
-from samestep.failure import add_remedy, write_failure
+from samestep.failure import add_remedy, is_users, write_failure
 from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.text import reason_of
@@ -54,18 +55,13 @@ class Group:
         variables: Mapping[str, str | None],
         timeout: timedelta,
         output: Output | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         """`variables` are those that opening this group has set, with their values before: closing brings them back."""
         self.world, self.timeout = world, timeout
-        self.pulse, self._stacks = None, None
-        if path := pulse_of(os.environ, world.rank):
-            try:
-                self.pulse = Pulse(path, str(world.device), timeout.total_seconds())
-                self._stacks = _listen_for_stacks(path, world.rank)
-            except OSError as error:
-                say(
-                    f"{path} cannot be written ({reason_of(error)}); the run goes on without telling its steps there"
-                )
+        self.pulse = pulse
+        if pulse is not None:
+            pulse.take(str(world.device))
         self.step: int | None = None
         self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
         self._phases_heard: list[Callable[[str, str], None]] = []
@@ -297,6 +293,10 @@ class Group:
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         if self._tree is not None:
             self.failed = code
+            frames = [(step.f_code.co_filename, line) for step, line in walk_tb(traceback)]
+            lines = [f" at {Path(file).name}:{line}" for file, line in frames if is_users(file)]
+            # what keeps it from ending, such as a thread, may keep the others waiting
+            self.enter("end", f"failed with {kind.__name__}{''.join(lines[-1:])}")
         add_remedy(error)
         write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
         show = partial(self._excepthook, kind, error, traceback)
@@ -306,6 +306,24 @@ class Group:
             tell_failure(self, error, show)
 
 
+def open_pulse(rank: int, timeout: timedelta) -> Pulse | None:
+    """This rank's pulse, in which it waits in init from now on; at a signal it writes the stacks of its threads."""
+    if (path := pulse_of(os.environ, rank)) is None:
+        return None
+    try:
+        pulse = Pulse(path, patience_s=timeout.total_seconds())
+        pulse.enter("call", place_of("samestep.init"))
+        if STACK_SIGNAL is not None:
+            stacks = stack_path(path.parents[1], rank)
+            file = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            # it keeps the file, and writes also while a thread holds the GIL; children do so too
+            faulthandler.register(STACK_SIGNAL, open(file, "ab", buffering=0), all_threads=True)  # noqa: SIM115
+        return pulse
+    except OSError as error:
+        say(f"{path} cannot be written ({reason_of(error)}); the run goes on without telling its steps there")
+        return None
+
+
 def restore_environment(before: Mapping[str, str | None]) -> None:
     """Give these variables their values back; None is none."""
     for name, value in before.items():
@@ -313,13 +331,3 @@ def restore_environment(before: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _listen_for_stacks(pulse: Path, rank: int) -> BinaryIO | None:
-    """At a signal write the stack of every thread, also while one of them holds the GIL; children do so too."""
-    if STACK_SIGNAL is None:
-        return None
-    path, flags = stack_path(pulse.parents[1], rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    file = open(os.open(path, flags, 0o600), "ab", buffering=0)  # noqa: SIM115
-    faulthandler.register(STACK_SIGNAL, file, all_threads=True)
-    return file

@@ -24,7 +24,7 @@ from samestep.rendezvous.member import say
 from samestep.text import name_ranks, printable
 from samestep.train.group import rendezvous
 from samestep.train.group.device import overlaps, reads_cublas, take_device, uuid_of
-from samestep.train.group.group import Group, restore_environment
+from samestep.train.group.group import Group, open_pulse, restore_environment
 from samestep.train.group.layout import Place, say_layout
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output, keeps_no_run, share_run
@@ -150,6 +150,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     before = dict(os.environ)
     here, tree, store, own_cores = this_process(), None, None, len(cores())
     interface: Mapping[str, str] = {}
+    pulse = open_pulse(here.rank, timeout)
     if here.size > 1:
         here, tree, interface = rendezvous.find(here, timeout, facts=_facts(), objection=_objection)
     os.environ.update(own_instance(os.environ, here.local_rank))
@@ -159,6 +160,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     output = None
     if keeps_no_run(here.launcher) and (run := share_run(here, tree, timeout.total_seconds())):
         os.environ["SAMESTEP_RUN"] = run
+        pulse = pulse or open_pulse(here.rank, timeout)
         output = Output(here.rank)
     backend = (backend or dist.get_default_backend_for_device(device)) if tree else ""
     own = Place(here.node, socket.gethostname(), str(device), own_cores, backend, "", "")
@@ -182,7 +184,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     hosts = tuple(host for _, host in sorted({(place.node, place.host) for place in places}))
     changed = {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
     world = World(*at, device, here.launcher, own.cores, own.host, hosts)
-    _group = Group(world, store, changed, timeout, output)
+    _group = Group(world, store, changed, timeout, output, pulse)
     if tree is not None:
         _draw_alike(_group)
         if not gc.get_freeze_count():
