@@ -10,20 +10,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
+from forked import Nest
 from torch.utils.data import DataLoader
+from verify.corpus import Forked
 
 import samestep
 from samestep.cli.output import print_json
 from samestep.cli.verify import _document, command
+from samestep.errors import UsageError
 from samestep.train.digest import digests
 from samestep.train.loss import reduction_of
 from samestep.verify.causes import stated
-from samestep.verify.printed import _unlike
+from samestep.verify.printed import _Near
 from samestep.verify.read import Digest, Line, Run, Step
 from samestep.verify.record import wrap
-from samestep.verify.record.recorder import Recorder
+from samestep.verify.record.recorder import Recorder, _scaled, _value
 from samestep.verify.trajectory import Compared, Difference, first_fact, follow
-from samestep.verify.verify import Report
+from samestep.verify.verify import Report, verify
 
 pytestmark = pytest.mark.timeout(200)
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -124,6 +127,66 @@ def test_a_rank_that_leaves_without_its_facts_is_named() -> None:
     assert "leaves.py left on rank 1 of 2 before its end could be recorded" in result.stderr
 
 
+_BEGINS = """
+import sys, torch, samestep
+from pathlib import Path
+torch.manual_seed(0)
+samestep.init()
+home = Path(__file__).parent
+"""
+_TRAINS = """
+for x in samestep.loader(torch.randn(20, 3), 4, shuffle=True):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+_MODEL = """
+model = samestep.replicate(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+_FOUND = """
+if not (home / "data.pt").exists():
+    samestep.save(home / "data.pt", {"x": torch.randn(9)})
+samestep.load(home / "data.pt")
+"""
+_RESUMED = """
+if (home / "last.pt").exists():
+    model.load_state_dict(samestep.load(home / "last.pt"))
+"""
+_KEPT = 'samestep.save(home / "last.pt", model.state_dict())\n'
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (_FOUND + _MODEL + _TRAINS, "the first run leaves a file that later ones read"),
+        (_MODEL + _RESUMED + _TRAINS + _KEPT, "again.py begins from last.pt (again.py:"),
+        (
+            '(home / "made").mkdir()\n' + _MODEL + _TRAINS,
+            "again.py fails when it is started again ([Errno 17]",
+        ),
+    ],
+    ids=["cache", "resumed", "directory"],
+)
+def test_a_script_whose_next_start_is_another_is_not_taken_for_one_without_a_seed(
+    lines: str, said: str, nest: Nest
+) -> None:
+    script = Path("again.py").absolute()
+    script.write_text(_BEGINS + lines)
+    try:
+        found = verify([str(script)], [1, 2], run=Forked(nest)).lines
+    except UsageError as refused:
+        found = [str(refused)]
+    assert said in found[0]
+    assert len(found) == 1 or found[1].startswith("same to rounding")
+
+
+def test_the_scale_of_a_grad_scaler_is_no_part_of_the_loss() -> None:
+    loss = torch.full((), 2.0, requires_grad=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert _value(_scaled(torch.amp.GradScaler.scale, scaler, loss)) == 2.0
+
+
 @pytest.mark.parametrize(
     ("one", "other", "differs"),
     [
@@ -138,7 +201,7 @@ def test_a_printed_number_is_compared_to_its_last_digit_and_durations_are_not(
     one: str, other: str, differs: bool
 ) -> None:
     lines = [Line(text, "train.py:1", 1, inside=False) for text in (one, other)]
-    assert bool(_unlike(*lines, 1e-5)) == differs
+    assert _Near(1e-5).unlike("", *lines) == differs
 
 
 def _trained(distances: list[float], rate: float = 0.1) -> Run:

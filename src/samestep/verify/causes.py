@@ -13,8 +13,11 @@ from samestep.verify.trajectory import Difference, total
 
 _SAME = 1e-4
 _APART = 1e-2
+_CLOSE = 1e-5
 _MOST_LINES = 3
-_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*([A-Z]\w+): (\S.*)", re.MULTILINE)
+_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*)", re.MULTILINE)
+_NOTE = re.compile(r"^(?:\[rank\d+\]: )?samestep: (.*\breplicate\b.*)", re.MULTILINE)
+_WAITED = re.compile(r"^RuntimeError: .*\b[Tt]imed out waiting", re.MULTILINE)
 _OF_RANKS = {"RanksDiffer", "RankMissing"}
 _STEPS = "use steps, whose microbatches are the same at any number of processes"
 
@@ -58,7 +61,8 @@ _DECIDED = (
     "on all ranks: samestep.mean(loss), samestep.sum(correct)"
 )
 _OF_THE_SHARE = {
-    "failed": "a rank has only its share of each batch",
+    "failed": "with the whole batch on every rank it does not fail: a value of one rank's share decides it (its loss, "
+    "its accuracy, the number of its samples); decide by samestep.mean(loss) or samestep.sum(correct)",
     "loop drew": "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
     f"the dataset, for each sample, or {_STEPS}, with replicate(exact=True)",
     "loop": "the loop changes the inputs by values of the rank's share, such as its mean or other samples of it, or by "
@@ -72,6 +76,9 @@ _OF_THE_SHARE = {
     f"term by itself, or {_STEPS}",
     "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
     "(pairs, statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean",
+    "gradients": "the loss is the same and its gradient is not: each rank clips or scales its own, or they are "
+    "averaged by hand with equal weights for unequal shares, or the loss takes other ranks' values without their "
+    "gradient, as dist.all_gather does; leave the average to samestep.replicate, and use samestep.gather",
     "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
 }
 # Where an experiment of its own shows it.
@@ -187,9 +194,15 @@ def stated(first: Run, other: Run, found: Difference) -> str | None:
 
 def failure_of(run: Run) -> tuple[str, str]:
     """The kind and the words of the exception that ended a run."""
+    if _WAITED.search(run.failure):
+        return "RankMissing", "a rank waited for another that did not come: it ran other code, or stood still"
     found = _EXCEPTION.findall(run.failure)
-    lines = [line for line in run.failure.splitlines() if line.strip() and "Logs: " not in line]
-    return found[-1] if found else ("", (lines or ["no message"])[-1])
+    if not found:
+        lines = [line for line in run.failure.splitlines() if line.strip() and "Logs: " not in line]
+        return "", (lines or ["no message"])[-1]
+    kind, said = found[-1]
+    note = _NOTE.findall(run.failure)
+    return kind, f"{said}; {note[-1]}" if note else said
 
 
 def says_its_cause(run: Run) -> bool:
@@ -217,11 +230,7 @@ def _of_the_share(first: Run, other: Run, found: Difference) -> str:
     if kind in ("", "buffer") and _is_in_a_step(first, other, found) and (drawn := other.fact("apart")):
         return f"{drawn}; without that draw verify can tell what else differs"
     if kind in _OF_THE_SHARE:
-        return (
-            f"{said}; {_OF_THE_SHARE[kind]}; {_DECIDED}"
-            if kind == "failed"
-            else f"{said}; {_OF_THE_SHARE[kind]}"
-        )
+        return f"{said}; {_OF_THE_SHARE[kind]}"
     if kind:
         return f"{said}; {_DECIDED}"
     if not _is_in_a_step(first, other, found):
@@ -235,6 +244,8 @@ def _of_the_share(first: Run, other: Run, found: Difference) -> str:
             return _OF_THE_SHARE["given"]
     elif _rows_differ(first, other, step, "out"):
         return _OF_THE_SHARE["outputs"]
+    if step < len(first.losses) and math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
+        return _OF_THE_SHARE["gradients"]
     is_picked = bool(parts) and all(part.get("picked") for part in parts)
     return _OF_THE_SHARE["picked" if is_picked else "numbers"]
 

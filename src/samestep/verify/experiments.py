@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ _WORDS = {
     "loaders": "with samestep.loader for each DataLoader",
     "statistics": "without evaluation in training mode",
 }
-_KINDS = {"again": ", once more", "nudged": ", from changed last bits"}
+_KINDS = {"again": ", once more", "third": ", a third time", "nudged": ", from changed last bits"}
 
 Removed = tuple[str, ...]
 
@@ -51,6 +52,7 @@ class Experiments:
     directory: Path
     start: Callable[[Trial], Result]
     progress: Callable[[str], None]
+    _began: float = field(default_factory=time.time)
     _runs: dict[tuple[int | None, Removed, str], Run] = field(default_factory=dict)
     _compared: dict[tuple[int | None, Removed], Compared] = field(default_factory=dict)
 
@@ -72,6 +74,16 @@ class Experiments:
         """Whether a second run like the first has its numbers."""
         first, again = self.reference(removed), self.reference(removed, "again")
         return not again.code and follow(first, again).difference is None
+
+    def begin_later(self) -> bool:
+        """Compare with the second run from here on, where a third has its numbers; the first had no files to find."""
+        again, third = self.reference((), "again"), self.reference((), "third")
+        is_shorter = again.longest < self.reference(()).longest
+        if is_shorter or again.code or third.code or follow(again, third).difference:
+            return False
+        self._runs |= {(self.first, (), ""): again, (self.first, (), "again"): third}
+        self._compared.clear()
+        return True
 
     def compared(self, size: int | None, removed: Removed) -> Compared:
         """The run at this size against the first."""
@@ -101,6 +113,7 @@ class Experiments:
             "without": [name for name in removed if name not in _VARIABLES],
             "steps": self.steps,
             "timeout_s": timeout_s,
+            "began": self._began,
             "nudge": kind == "nudged",
             "untouched": size is None,
         }

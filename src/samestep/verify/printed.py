@@ -4,8 +4,9 @@ A number is one rank's own where the ranks print different ones, or where it is 
 again once every rank is given whole batches. Inside a loop over batches to train on it is a progress line: a remark.
 """
 
+import math
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -17,10 +18,13 @@ _MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
 _SHAPE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)")
 _CLOSE = 1e-5
 _LARGEST_TIMES = 20.0
+_TIMES_NOISE = 10.0
 _SHARE = "use samestep.sum or samestep.mean, which include every rank's share"
+_ON_ALL_RANKS = "; loop over the loader and call it on every rank, outside of `if rank == 0`"
 _TOTAL = (
-    "a total that counts some samples more often than others; sum what each rank's share of samestep.loader gives, and "
-    "divide by samestep.sum(count)"
+    "a total that counts some samples more often than others, or takes them in another order; sum what each "
+    "rank's share of samestep.loader gives and divide by samestep.sum(count), or compare rows of samestep.gather, "
+    "which come in the order of the samples"
 )
 _Kinds = dict[str, list[Line]]
 
@@ -34,6 +38,7 @@ class Printed:
     instead: str
     is_remark: bool
     is_total: bool  # the same on all ranks, and not that of the serial script
+    is_on_rank_0: bool = False
 
     def __str__(self) -> str:
         if self.shown.startswith("saves "):
@@ -45,41 +50,75 @@ class Printed:
         if self.is_total:
             return f"{said}; {_TOTAL}"
         why = "progress of one rank's share" if self.is_remark else "a value of one rank's share alone"
-        return f"{said}; {why}; {_SHARE}"
+        return f"{said}; {why}; {_SHARE}{_ON_ALL_RANKS * self.is_on_rank_0}"
 
 
 def compare_printed(experiments: Experiments, removed: Removed, size: int) -> list[Printed]:
     """What the script prints differently at this size although it trains alike, without the causes found so far."""
     rest = tuple(name for name in removed if name != "shares")
     first, other = experiments.reference(rest), experiments.run(size, rest)
-    if first.code or other.code:
+    if first.code:
         return []
     compared = experiments.compared(size, rest)
     is_same = rest == removed and compared.difference is None
-    near = max(_CLOSE, _LARGEST_TIMES * compared.largest) if is_same else _CLOSE
-    pairs = [pair for pair in _pairs(first, other) if not is_same or _unlike(pair[2], pair[3], near)]
-    if not pairs:
+    near = _Near(max(_CLOSE, _LARGEST_TIMES * compared.largest) if is_same else _CLOSE)
+
+    def pairs() -> list[tuple[str, int, Line, Line]]:
+        listed = _pairs(first, other)
+        return [pair for pair in listed if not is_same or near.unlike(pair[0], *pair[2:])]
+
+    if not pairs():
+        return []
+    near.learn(first, experiments.reference(rest, "again"), math.inf)
+    if is_same and pairs():
+        near.learn(first, experiments.reference(rest, "nudged"), _TIMES_NOISE)
+    if not pairs():
         return []
     if first.fact("clock") and "clock" not in rest:  # durations are no numbers of the training
         return compare_printed(experiments, (*removed, "clock"), size)
-    noise = _noise(first, experiments.reference(rest, "again"))
     alone, *shared = (
         experiments.run(size, (*rest, *more)) for more in (["world=*"], ["shares"], ["world=*", "shares"])
     )
     found: dict[str, Printed] = {}
-    for kind, at, line, now in pairs:
-        ignored = noise.get(kind, set())
-        shown = [_has(run, kind, at, line, near, ignored) for run in (alone, *shared)]
-        is_right_with_shares = _unlike(line, now, near, ignored) and not shown[0] and any(shown)
-        is_own = _differs_between_ranks(kind, first, alone, near, ignored)
+    for kind, at, line, now in pairs():
+        shown = [_has(run, kind, at, line, near) for run in (alone, *shared)]
+        is_right_with_shares = near.unlike(kind, line, now) and not shown[0] and any(shown)
+        is_own = _differs_between_ranks(kind, first, alone, near)
         if (
             kind not in found
             and not _names_its_rank(kind, other)
             and (is_own or (is_same and is_right_with_shares))
         ):
             is_remark = now.inside and not now.text.startswith(("saves ", "writes "))
-            found[kind] = Printed(now.at, now.text.strip(), line.text.strip(), is_remark, not is_own)
+            is_on_rank_0 = not any(kind in _by_kind(lines) for lines in other.printed[1:])
+            shown_instead = (now.text.strip(), line.text.strip())
+            found[kind] = Printed(now.at, *shown_instead, is_remark, not is_own, is_on_rank_0)
     return list(found.values())
+
+
+class _Near:
+    """How far the numbers in lines of a kind may be from each other."""
+
+    def __init__(self, near: float) -> None:
+        """`near` is a part of the number; what is learned is added."""
+        self._near = near
+        self._apart: dict[tuple[str, int], float] = {}
+
+    def learn(self, first: Run, other: Run, times: float) -> None:
+        """Allow as many times the distances between runs that train the same."""
+        for kind, _, line, now in _pairs(first, other):
+            for at, a, b in _numbers(line, now):
+                if a != b:
+                    apart = times * abs(float(a) - float(b))
+                    self._apart[kind, at] = max(apart, self._apart.get((kind, at), 0.0))
+
+    def unlike(self, kind: str, line: Line, other: Line, near: float | None = None) -> bool:
+        """Whether a number differs by more."""
+        part = self._near if near is None else near
+        return any(
+            abs(float(a) - float(b)) > _tolerance(a, b, part) + self._apart.get((kind, at), 0.0)
+            for at, a, b in _numbers(line, other)
+        )
 
 
 def _pairs(first: Run, other: Run) -> Iterator[tuple[str, int, Line, Line]]:
@@ -106,30 +145,21 @@ def _names_its_rank(kind: str, run: Run) -> bool:
     )
 
 
-def _differs_between_ranks(kind: str, first: Run, alone: Run, near: float, ignored: set[int]) -> bool:
+def _differs_between_ranks(kind: str, first: Run, alone: Run, near: _Near) -> bool:
     """Whether the ranks, with equal weights, print different numbers."""
     lines = [_by_kind(printed).get(kind, []) for printed in alone.printed]
     expected = _by_kind(first.printed[0]).get(kind, [])
     for line, mine, *others in zip(expected, *lines, strict=False):
-        agree = not any(_unlike(mine, theirs, 0.0, ignored) for theirs in others)
-        if not agree and any(_unlike(line, theirs, near, ignored) for theirs in (mine, *others)):
+        agree = not any(near.unlike(kind, mine, theirs, 0.0) for theirs in others)
+        if not agree and any(near.unlike(kind, line, theirs) for theirs in (mine, *others)):
             return True
     return False
 
 
-def _has(run: Run, kind: str, at: int, line: Line, near: float, ignored: set[int]) -> bool:
+def _has(run: Run, kind: str, at: int, line: Line, near: _Near) -> bool:
     """Whether this run prints what the first run does."""
     lines = _by_kind(run.printed[0]).get(kind, [])
-    return not run.code and len(lines) > at and not _unlike(line, lines[at], near, ignored)
-
-
-def _noise(first: Run, again: Run) -> dict[str, set[int]]:
-    """Which numbers of the lines of a kind are others in a second run like the first."""
-    mine, theirs = _by_kind(first.printed[0]), _by_kind(again.printed[0])
-    return {
-        kind: {at for pair in zip(mine[kind], theirs.get(kind, []), strict=False) for at in _unlike(*pair)}
-        for kind in mine
-    }
+    return not run.code and len(lines) > at and not near.unlike(kind, line, lines[at])
 
 
 def _by_kind(lines: Sequence[Line]) -> _Kinds:
@@ -141,16 +171,13 @@ def _by_kind(lines: Sequence[Line]) -> _Kinds:
     return found
 
 
-def _unlike(line: Line, other: Line, near: float = 0.0, ignored: Container[int] = ()) -> list[int]:
-    """Which numbers differ, by their place in the line."""
-    pairs = enumerate(zip(_numbers(line.text), _numbers(other.text), strict=False))
-    return [
-        at for at, (a, b) in pairs if at not in ignored and abs(float(a) - float(b)) > _tolerance(a, b, near)
-    ]
+def _numbers(line: Line, other: Line) -> Iterator[tuple[int, str, str]]:
+    """The numbers of both lines by their place, without shapes, durations, rates and amounts of memory."""
+    for at, (a, b) in enumerate(zip(*map(_counted, (line.text, other.text)), strict=False)):
+        yield at, a, b
 
 
-def _numbers(line: str) -> Iterator[str]:
-    """The numbers in a line, without shapes, durations, rates and amounts of memory."""
+def _counted(line: str) -> Iterator[str]:
     line = _SHAPE.sub("", line)
     for match in _NUMBER.finditer(line):
         if not _MEASURED.match(line, match.end()):

@@ -3,9 +3,10 @@
 A rank's record has a line of JSON for each optimizer step, for each printed line, and a last one of facts:
 `optimizers` and `backwards` (how many), `serial`, `exact` (whether all models are), `own` (what each rank draws or
 computes from its share), `precision`, `seeded` (the seeds it gave torch), `param` and `buffer` (at the end), and,
-each with its line, `foreign` (a loader that is not samestep's), `careless` (an evaluation in training mode), `told`
-(where the script asks for its rank), `clock` (where it reads the time or its process's number), `no_sync`,
-`children` (where it starts processes), and `apart` (a draw that --same does not make the serial script's).
+each with its line, `left` (a file of an earlier run that it reads), `foreign` (a loader that is not samestep's),
+`careless` (an evaluation in training mode), `told` (where the script asks for its rank), `clock` (where it reads the
+time or its process's number), `no_sync`, `children` (where it starts processes), and `apart` (a draw that --same does
+not make the serial script's).
 """
 
 import json

@@ -104,10 +104,10 @@ def follow(first: Run, other: Run, nudged: Run | None = None) -> Compared:
         ] or list(_times_ranks(first, other, nudged, step))
         if beyond:
             return Compared(other, beyond[0], beyond, bits, largest)
-        largest = max([largest, *(found.distance for found in differences)])
-        # What is noise in one tensor must not excuse another.
-        calm = [one.own for one in differences if noise.get(one.key, 0.0) <= bound]
-        furthest = max([furthest, *calm])
+        # What is noise in one tensor must not excuse another, nor what is printed.
+        calm = [found for found in differences if noise.get(found.key, 0.0) <= bound]
+        largest = max([largest, *(found.distance for found in calm)])
+        furthest = max([furthest, *(found.own for found in calm)])
     return Compared(other, None, (), bits, largest)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from samestep.errors import UsageError
 from samestep.measure.trial import Result, Trial
-from samestep.verify.causes import CARELESS, NOT_EXACT, Cause
+from samestep.verify.causes import CARELESS, NOT_EXACT, Cause, failure_of
 from samestep.verify.experiments import Experiments
 from samestep.verify.printed import Printed, compare_printed
 from samestep.verify.read import Run
@@ -25,6 +25,15 @@ _BY_HAND = (
     "{} calls backward() and no optimizer of torch steps: it updates the weights by hand, and verify compares the "
     "steps of torch's optimizers; use one, such as torch.optim.SGD"
 )
+_GOES_ON = (
+    "{} begins from {}, which its last run left, so that each run goes on from the one before; let it write into a new "
+    "directory, remove the file before it starts, or use samestep.Checkpoint, which verify keeps apart"
+)
+_ONLY_ONCE = (
+    "{} fails when it is started again ({}), as verify has to; let it accept what its last run left, as "
+    "os.makedirs(path, exist_ok=True) does"
+)
+_LEFT = "the first run leaves a file that later ones read, and trains other numbers than they do: {}"
 _CUT_SHORT = (
     "{} left on rank {} of {} before its end could be recorded, as os._exit and os.exec do; end it with sys.exit or "
     "at its last line"
@@ -164,6 +173,9 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
             _check(experiments, found[size].run, size)
         elif size == sizes[0]:
             return Report(found, exact)
+    careless = _of_earlier_runs(experiments, found)
+    if careless:
+        found = {size: search.without(size) for size in sizes}
     left = found | {size: search.explain(size) for size in sizes[1:] if size}
     differing = [size for size in sizes if size and found[size].difference]
     last = (differing or [size for size in sizes if size])[-1]
@@ -179,14 +191,32 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
     printed = compare_printed(experiments, search.removed, last)
     line = found[sizes[0]].run.fact("careless")
     is_named = any(cause.removed == "statistics" for cause in search.causes)
-    careless = [CARELESS.format(line)] if line and not is_named else []
+    careless += [CARELESS.format(line)] if line and not is_named else []
     return Report(found, exact, search.causes, printed, draws, careless)
+
+
+def _of_earlier_runs(experiments: Experiments, found: Mapping[int | None, Compared]) -> list[str]:
+    """Refuse a script that does something else at each start; where only the first start is another, say so, and
+    compare with a later one."""
+    differing = [one.run for one in found.values() if one.difference]
+    if not differing or experiments.is_stable(()):
+        return []
+    name = _name(experiments.script)
+    if (again := experiments.reference((), "again")).code:
+        raise UsageError(_ONLY_ONCE.format(name, failure_of(again)[1]))
+    left = again.fact("left")
+    if left and not experiments.begin_later():
+        raise UsageError(_GOES_ON.format(name, left))
+    return [_LEFT.format(left)] if left else []
+
+
+def _name(script: Sequence[str]) -> str:
+    return script[script[0] == "-m"]
 
 
 def _check(experiments: Experiments, run: Run, size: int | None) -> None:
     """Refuse what was not recorded to its end, does not train, or does not share its work."""
-    script = experiments.script if size else experiments.untouched
-    name = script[script[0] == "-m"]
+    name = _name(experiments.script if size else experiments.untouched)
     if not all(run.facts):
         # A process that ends without Python's own exit writes no facts, and perhaps not all of its steps.
         raise UsageError(_CUT_SHORT.format(name, run.facts.index({}), run.size))

@@ -5,7 +5,11 @@ Not covered: optimizers that are not torch's.
 """
 
 import json
+import math
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,6 +49,8 @@ from samestep.verify.record.remove import Removed
 from samestep.verify.record.said import Said
 from samestep.verify.record.told import Told
 
+_WRITES = os.O_WRONLY | os.O_RDWR
+
 
 class Recorder:
     """One rank's record, from its first forward pass to the end of its script."""
@@ -56,11 +62,15 @@ class Recorder:
         without: Sequence[str] = (),
         steps: int | None = None,
         timeout_s: float | None = None,
+        began: float = math.inf,
         nudge: bool = False,
         untouched: bool = False,
     ) -> None:
-        """With `nudge` the last bits of all weights are changed before the first step and after each; a serial
-        script is stopped at its first step, unless `untouched`."""
+        """`began` is when the first run was started.
+
+        With `nudge` the last bits of all weights are changed before the first step and after each, and those of the
+        gradients before each; a serial script is stopped at its first step, unless `untouched`.
+        """
         self._directory = directory
         self._removed = Removed(without)
         self._told = Told(self._removed, timeout_s)
@@ -80,19 +90,23 @@ class Recorder:
         self._own: set[str] = set()
         self._foreign: dict[str, Any] | None = None
         self._facts: dict[str, Any] = {"precision": "float32", "backwards": 0}
+        self._of_earlier_runs = (began, time.time())
 
     def begin(self) -> None:
         """Record from here on."""
         self._removed.begin()
         self._told.begin()
         Said(self._write, self._where).begin()
+        sys.addaudithook(self._audit)
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         wrap(torch.autograd, "backward", self._backward)
+        wrap(torch.amp.GradScaler, "scale", _scaled)
         wrap(DataLoader, "__iter__", self._iterate)
         wrap(BaseProcess, "start", self._start_process)
+        wrap(subprocess.Popen, "__init__", self._start_program)
         wrap(Spine, "hand_out", self._hand_out)
         wrap(Spine, "leave_pass", self._leave_pass)
         wrap(replicate, "no_sync", self._no_sync, samestep)
@@ -120,6 +134,18 @@ class Recorder:
         if not self._file.closed:
             self._file.write(json.dumps(line) + "\n")
 
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """Note the first file that the script reads and an earlier run wrote."""
+        if event != "open" or "left" in self._facts or not isinstance(args[0], str) or args[2] & _WRITES:
+            return
+        try:
+            found, (began, now) = os.stat(args[0]), self._of_earlier_runs
+        except OSError:
+            return
+        is_left = found.st_size and began < found.st_mtime < now and not args[0].endswith(".pyc")
+        if is_left and (line := users_line()):
+            self._facts["left"] = f"{Path(args[0]).name} ({line})"
+
     def _where(self) -> dict[str, Any]:
         """Where in the training the script is."""
         return {"step": sum(self._taken.values()), "inside": is_inside() and not self._evaluated}
@@ -137,7 +163,7 @@ class Recorder:
         if torch.is_grad_enabled():
             self._forwards.append({"training": module.training, "rows": rows_of(args)})
             self._own |= {own for own in map(_own_of_each_rank, parts) if own}
-        elif any(isinstance(part, _BatchNorm) for part in parts):
+        elif any(isinstance(part, _BatchNorm) and part.momentum is not None for part in parts):
             self._facts["careless"] = users_line()
             if "statistics" in self._removed:
                 self._kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -158,9 +184,31 @@ class Recorder:
             return
         for tensor in parameters:
             if tensor.is_floating_point():
-                eps = max(torch.finfo(tensor.dtype).eps, EPSILON.get(self._facts["precision"], 0.0))
-                signs = torch.randint(0, 2, tensor.shape, generator=self._nudge) * 2 - 1
-                tensor.mul_((1 + eps * signs).to(tensor))
+                tensor.mul_((1 + self._epsilon(tensor) * self._signs(tensor.shape)).to(tensor))
+
+    def _epsilon(self, tensor: torch.Tensor) -> float:
+        return max(torch.finfo(tensor.dtype).eps, EPSILON.get(self._facts["precision"], 0.0))
+
+    def _signs(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randint(0, 2, tuple(shape), generator=self._nudge) * 2 - 1
+
+    @torch.no_grad()
+    def _add_rounding(self, tensors: Sequence[torch.Tensor]) -> None:
+        """To gradients, as of sums in another order: also where terms cancel out, but not in rows without any."""
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        dense = [
+            one
+            for one in gradients
+            if one.layout is torch.strided and one.is_floating_point() and one.numel()
+        ]
+        sizes = [float(one.double().square().mean()) ** 0.5 for one in dense]
+        for gradient, size in zip(dense, sizes, strict=True):
+            rows = gradient.reshape(len(gradient) if gradient.dim() > 1 else 1, -1)
+            is_used = rows.any(1, keepdim=True) if gradient.dim() > 1 else 1
+            rounding = (
+                self._epsilon(gradient) * max(size, max(sizes) / 10) * self._signs(rows.shape) * is_used
+            )
+            gradient.add_(rounding.reshape(gradient.shape).to(gradient))
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         if self._in_backward:
@@ -181,7 +229,7 @@ class Recorder:
         count = reduction.get("count") if "counts" in self._removed else None
         weight = count / totals.sum(float(count)) if count else 1.0
         part = {
-            "loss": sum(float(loss.detach().double().sum()) for loss in losses) * weight,
+            "loss": sum(map(_value, losses)) * weight,
             "forwards": self._forwards,
             "given": self._given,
             "loop_drew": bool(self._given) and streams.digest() != self._at_batch,
@@ -236,6 +284,11 @@ class Recorder:
             self._facts.setdefault("children", users_line())
         original(process)
 
+    def _start_program(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if sys.executable in str(args[1:2] or kwargs.get("args")):
+            self._facts.setdefault("children", users_line())
+        original(*args, **kwargs)
+
     def _no_sync(self, original: Callable[..., Any], model: nn.Module, enabled: bool = True) -> Any:
         self._facts["no_sync"] = users_line()
         return original(model, enabled)
@@ -263,6 +316,8 @@ class Recorder:
         }
         self._write(step)
         self._parts = []
+        if self._nudge is not None:
+            self._add_rounding(_stepped(optimizer))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._taken[optimizer] += 1
@@ -284,6 +339,18 @@ class Recorder:
             prefix = f"{kinds[at]}{number}." if len(roots) > 1 else ""
             inner = root.module if isinstance(root, DistributedDataParallel) else root
             yield from ((f"{prefix}{name}", tensor) for name, tensor in kind(inner))
+
+
+def _scaled(original: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+    scaled = original(scaler, outputs)
+    if isinstance(scaled, torch.Tensor):
+        scaled.loss_scale = scaler.get_scale()  # type: ignore[attr-defined]
+    return scaled
+
+
+def _value(loss: torch.Tensor) -> float:
+    """A loss without the scale of a GradScaler."""
+    return float(loss.detach().double().sum()) / getattr(loss, "loss_scale", 1.0)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
