@@ -132,7 +132,9 @@ def main():
     )
     parser.add_argument("--lr", type=float, default=0.1, help="first learning rate of SGD (default: 0.1)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and crops (default: 0)")
-    parser.add_argument("--workers", type=int, help="loading processes (default: by the cores at hand)")
+    parser.add_argument(
+        "--workers", type=int, default="auto", help="loading processes (default: by the cores at hand)"
+    )
     parser.add_argument("--sync-batchnorm", action="store_true", help="BatchNorm over the whole batch (CUDA)")
     parser.add_argument("--dry-run", action="store_true", help="one step and one test batch, then stop")
     args = parser.parse_args()
@@ -145,9 +147,8 @@ def main():
     world = samestep.init()
     torch.manual_seed(args.seed)
     model = samestep.replicate(MODELS[args.model](args).to(world.device), sync_batchnorm=args.sync_batchnorm)
-    workers = {} if args.workers is None else {"num_workers": args.workers}
     train_batches = samestep.loader(
-        CropAndFlip(train_data), args.batch_size, shuffle=True, seed=args.seed, **workers
+        CropAndFlip(train_data), args.batch_size, shuffle=True, seed=args.seed, num_workers=args.workers
     )
     test_batches = samestep.loader(test_data, 1000)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)

@@ -123,7 +123,9 @@ def main():
     )
     parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate of SGD (default: 0.1)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and crops (default: 0)")
-    parser.add_argument("--workers", type=int, help="loading processes (default: by the cores at hand)")
+    parser.add_argument(
+        "--workers", type=int, default="auto", help="loading processes (default: by the cores at hand)"
+    )
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where that is safe")
     parser.add_argument("--sync-batchnorm", action="store_true", help="BatchNorm over the whole batch (CUDA)")
     parser.add_argument("--dry-run", action="store_true", help="one step and one test batch, then stop")
@@ -144,9 +146,10 @@ def main():
     torch.manual_seed(args.seed)
     model = ResNet(BLOCKS[args.model], classes).to(world.device, memory_format=torch.channels_last)
     model = samestep.replicate(model, sync_batchnorm=args.sync_batchnorm)
-    workers = {} if args.workers is None else {"num_workers": args.workers}
-    train_batches = samestep.loader(train_data, args.batch_size, shuffle=True, seed=args.seed, **workers)
-    test_batches = samestep.loader(test_data, args.batch_size, **workers)
+    train_batches = samestep.loader(
+        train_data, args.batch_size, shuffle=True, seed=args.seed, num_workers=args.workers
+    )
+    test_batches = samestep.loader(test_data, args.batch_size, num_workers=args.workers)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
     warmup, total = 5 * len(train_batches), args.epochs * len(train_batches)
     scheduler = LambdaLR(optimizer, learning_rate(warmup, total))

@@ -1,6 +1,7 @@
 """What a run's meter says of its steps agrees with clocks and sleeps that the script itself has."""
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_the_last_line_is_rank_zeros_and_only_where_it_was_asked_for_or_the_run_
     line = r"samestep: [\d,]+ samples/s, step [\d.]+ ms: .*compute \d+ %.*rest \d+ %"
     assert re.search(line, said[0])
     assert "samples/s" not in said[1]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="no core is left for a worker")
+def test_a_loop_that_waits_for_data_is_told_of_workers(metered):
+    hint = 'loader(..., num_workers="auto") would have'
+    assert hint in metered(1, asked="1", data=0.01)[2][0]
+    assert hint not in metered(1, asked="1", rest=0.01)[2][0]
 
 
 @pytest.mark.parametrize("asked", ["0", ""])

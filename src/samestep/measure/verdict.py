@@ -20,7 +20,7 @@ _NOISE = 0.3  # a larger difference between equal runs is said
 _LIMITS = {
     "data": (
         "The loader limits {them}: the loop waits for data",
-        "give the loader more workers (num_workers=), faster storage or less to do for each sample",
+        'give the loader workers (num_workers="auto", or more of them), faster storage or less to do for each sample',
     ),
     "compute": (
         "The model limits {them}: fewer samples for each process do not make its compute shorter in proportion",

@@ -33,6 +33,7 @@ _EXCHANGE_EVERY = 32
 _FIRST_LINE_S = 60.0
 _LONGEST_PAUSE_S = 600.0
 _SHORT_S = 5.0
+_MUCH = 0.2  # of a step
 _Facts = tuple[int, int, int]  # number of the step, samples of this rank, samples of all
 _Marks = list[tuple[Any, int]]
 _Done = Callable[[float, float, Sequence[float], _Facts], None]
@@ -49,7 +50,7 @@ class Meter(Member, Subscriber):
         self.times: StepTimes | None = None
         self._clock = (_DeviceClock if overlaps(group.world.device) else _Clock)(self._note)
         self._loss_at, self._say_at, self._pause_s = 0.0, self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
-        self._planned = 0
+        self._planned = self._spare_workers = 0
         self._asked = os.environ.get("SAMESTEP_METER", "")
         self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
         if os.environ.get("SAMESTEP_PROFILE"):
@@ -71,6 +72,7 @@ class Meter(Member, Subscriber):
             self.times = StepTimes(step_times_of(os.environ, self.group.world.rank))
         self.times.progress.epoch, self.times.progress.epochs = begun.epoch, self._planned
         self.times.progress.batches = begun.batches
+        self._spare_workers = begun.of.spare_workers
         self._clock.begin()
 
     def pass_ends(self, ended: Pass) -> None:
@@ -126,6 +128,12 @@ class Meter(Member, Subscriber):
         readings = {rank: one for rank, one in found.items() if one is not None} | {0: times.read()}
         if said := breakdown(readings):
             print(f"samestep: {said}", file=sys.stderr)
+            if self._spare_workers and said.parts["data"] > _MUCH * said.step_s:
+                print(
+                    "samestep: the loop waits for data, and the loader has no workers; "
+                    f'loader(..., num_workers="auto") would have {self._spare_workers} on this rank',
+                    file=sys.stderr,
+                )
 
 
 class _Clock:

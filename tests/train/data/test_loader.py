@@ -326,6 +326,8 @@ def test_errors_say_what_to_write(world):
         samestep.loader(Numbers(4), 4, colour=1)
     with pytest.raises(UsageError, match=r"loader makes its own generator; leave it out"):
         samestep.loader(Numbers(4), 4, generator=torch.Generator())
+    with pytest.raises(UsageError, match=r"num_workers is 'all'; write a number, or \"auto\""):
+        samestep.loader(Numbers(4), 4, num_workers="all")
     with pytest.raises(UsageError, match=r"both a sampler and shuffle=True"):
         samestep.loader(Numbers(4), 4, sampler=range(4), shuffle=True, seed=0)
 
@@ -368,8 +370,28 @@ def test_an_exception_in_the_dataset_comes_out(world):
         list(samestep.loader(Broken(4), 4, num_workers=0))
 
 
-def test_workers_live_from_pass_to_pass_and_end_with_their_loader(world):
-    loader = samestep.loader(Numbers(8), 4, num_workers=1)
+@pytest.mark.parametrize("workers", [0, 1, "auto"])
+def test_what_the_loop_changes_in_the_dataset_counts_from_the_next_pass(world, workers):
+    data = Numbers(8)
+    data.__class__ = type("Scaled", (Numbers,), {"__getitem__": lambda self, at: self.scale * at})
+    loader = samestep.loader(data, 4, num_workers=workers)
+    for data.scale in (1, 2, 3):
+        assert sorted(samestep.gather([int(one) for x in loader for one in x])) == [
+            data.scale * at for at in range(8)
+        ]
+
+
+def test_samples_are_read_in_the_loop_unless_workers_are_asked_for(world):
+    data = [1] * 12
+    seen = []
+    for batch in samestep.loader(data, 4):
+        seen += batch.tolist()
+        data[:] = [10 * one for one in data]
+    assert sorted(samestep.gather(seen)) == [1] * 4 + [10] * 4 + [100] * 4
+
+
+def test_workers_that_persist_live_from_pass_to_pass_and_end_with_their_loader(world):
+    loader = samestep.loader(Numbers(8), 4, num_workers=1, persistent_workers=True)
     before = {one.pid for one in psutil.Process().children()}
     passes = []
     for _ in range(2):

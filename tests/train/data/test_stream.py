@@ -191,6 +191,7 @@ def test_what_cannot_be_shared_is_a_sentence(world):
         ({"shuffle": True}, r"a stream, Rows, and shuffle; a stream gives the order itself"),
         ({"sampler": range(3)}, r"a stream, Rows, and sampler"),
         ({"persistent_workers": True, "num_workers": 1}, "leave persistent_workers out"),
+        ({"num_workers": "auto"}, "depends on how many workers read it; write a number"),
     ):
         with pytest.raises(UsageError, match=message):
             samestep.loader(Rows(), 4, **options)

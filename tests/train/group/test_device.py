@@ -185,12 +185,12 @@ class Rows(torch.utils.data.Dataset):
 
 samestep.init()
 from samestep.train.data.source import source_of
-made = source_of(Rows(), {}, torch.device("cpu"), 3)
+made = source_of(Rows(), {"num_workers": "auto"}, torch.device("cpu"), 3)
 print(made._loader.num_workers, made._loader.multiprocessing_context)
 plan = iter([(torch.tensor([0, 1]), None), (torch.tensor([2, 3]), None)])
 print([batch[1].tolist() for batch, _ in made.batches(plan, 0, 0)])
 multiprocessing.set_start_method("forkserver")  # by the script's own choice
-print(source_of(Rows(), {}, torch.device("cpu"), 3)._loader.num_workers)
+print(source_of(Rows(), {"num_workers": "auto"}, torch.device("cpu"), 3)._loader.num_workers)
 """
     done = subprocess.run(
         [sys.executable, "-c", AS_3_14 + source], capture_output=True, text=True, timeout=50, check=False

@@ -51,7 +51,7 @@ class FromMemory:
 
 
 class FromWorkers:
-    """Any other data set, through torch's DataLoader; its workers live as long as the loader."""
+    """Any other data set, through torch's DataLoader."""
 
     device = torch.device("cpu")
 

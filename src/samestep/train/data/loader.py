@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
-from samestep.train.data.batches import Batch, Planned, content, on_device
+from samestep.train.data.batches import Batch, FromWorkers, Planned, content, on_device
 from samestep.train.data.order import Drawn, Taken, TakenBatches
 from samestep.train.data.share import Piece
 from samestep.train.data.source import (
@@ -27,8 +27,10 @@ from samestep.train.data.source import (
     chosen,
     order_of,
     pin_for,
+    reads_ahead,
     source_of,
     taken_over,
+    workers_for,
 )
 from samestep.train.data.stream import Reading, Stream
 from samestep.train.draws import Draws
@@ -61,8 +63,8 @@ def loader(
     drop_last: leave out a last batch that is smaller. Default False.
     seed: of the order, and of what samples draw at random. Default None: the order is drawn from the script's own
         random stream, as torch's DataLoader draws it.
-    **options: passed on to torch's DataLoader: num_workers, collate_fn, sampler, batch_sampler, … By default there are
-        as many workers as this process has cores to itself, and none for an IterableDataset.
+    **options: passed on to torch's DataLoader, with its defaults: num_workers, collate_fn, sampler, batch_sampler, …
+        num_workers="auto" makes as many as this process has cores to itself (on CPU one less).
 
     Returns a Loader. Iterate it for batches; `len()` is the number of steps; `epochs(n)` gives the epochs still to
     do; `state_dict()` says where it is. Each pass is the next epoch. Raises UsageError if an argument cannot be used,
@@ -156,14 +158,17 @@ class Loader(Generic[Item]):
         self._seed = seed
         self._world = world
         self.sampler = options.get("sampler")
-        # torch's iterator with workers reads ahead, and draws the order before the first batch is asked for
-        self._reads_ahead = bool(options.get("num_workers"))
+        self._reads_ahead = reads_ahead(options)
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
         pin_for(options, world.device)
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._length = self._order.length
         is_stream = isinstance(self._order, Stream)
+        has_workers = bool(options.get("num_workers"))
         self._source = None if is_stream else source_of(dataset, options, world.device, world.cores)
+        # what num_workers="auto" would give to a loader that reads in the loop
+        reads_in_loop = isinstance(self._source, FromWorkers) and not has_workers
+        self.spare_workers = workers_for(world.device, world.cores) if reads_in_loop else 0
 
     def __len__(self) -> int:
         return self._order.count(self.batch_size, drop_last=self.drop_last)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
 
     sampler: Iterable[int] | None
     batch_sampler: Iterable[Sequence[int]] | None
-    num_workers: int
+    num_workers: int | Literal["auto"]
     collate_fn: Callable[[list[Any]], Any] | None
     pin_memory: bool
     timeout: float
@@ -114,11 +114,21 @@ def check_dataset(dataset: Any) -> None:
 def check_options(options: dict[str, Any]) -> None:
     if refused := options.keys() & _OURS:
         raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
+    workers = options.get("num_workers", 0)
+    if isinstance(workers, str) and workers != "auto":
+        raise UsageError(
+            f'num_workers is {workers!r}; write a number, or "auto" for as many as there are cores'
+        )
     known = inspect.signature(DataLoader.__init__).parameters.keys()
     if unknown := sorted(options.keys() - known):
         near = get_close_matches(unknown[0], known, 1)
         remedy = f"did you mean {near[0]}?" if near else "it takes those of torch's DataLoader"
         raise UsageError(f"loader knows no option {', '.join(unknown)}; {remedy}")
+
+
+def reads_ahead(options: dict[str, Any]) -> bool:
+    """Whether torch draws the order before the first batch is asked for, as for the workers of a serial script."""
+    return options.get("num_workers", 0) not in (0, "auto")
 
 
 def order_of(
@@ -147,6 +157,11 @@ def order_of(
                 f"loader got a stream, {type(dataset).__name__}, and {', '.join(given)}; a stream gives the order "
                 "itself, so leave that out"
             )
+        if options.get("num_workers") == "auto":
+            raise UsageError(
+                "loader got a stream and num_workers='auto', and the order of a stream's samples depends on how many "
+                "workers read it; write a number"
+            )
         asked = {**options, "batch_size": batch_size, "drop_last": drop_last}
         return Stream(dataset, seed, asked, group)
     if batch_sampler is not None:
@@ -155,7 +170,7 @@ def order_of(
                 f"loader got a batch_sampler and {', '.join(given)}; the batch_sampler makes the batches, so leave "
                 "that out"
             )
-        return Batched(batch_sampler, seed, group, has_workers=bool(options.get("num_workers")))
+        return Batched(batch_sampler, seed, group, has_workers=reads_ahead(options))
     if sampler is None:
         return Order(len(dataset), seed, shuffle, group)
     if shuffle:
@@ -170,23 +185,26 @@ def pin_for(options: dict[str, Any], device: torch.device) -> None:
     options["pin_memory"] = bool(options.get("pin_memory", True)) and overlaps(device)
 
 
+def workers_for(device: torch.device, own_cores: int) -> int:
+    """A core for each worker; on CPU one is left for the training itself."""
+    return own_cores - (device.type == "cpu")
+
+
 def source_of(
     dataset: Any, options: dict[str, Any], device: torch.device, own_cores: int
 ) -> FromMemory | FromWorkers:
     if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
         return FromMemory(dataset, options["pin_memory"])
-    if "num_workers" not in options:
+    if options.get("num_workers") == "auto":
         method = multiprocessing.get_start_method(allow_none=True)
         # Python 3.14 does not fork unless it is asked to, and no other way takes a script as it is
         forks = method == "fork" or (method is None and sys.platform == "linux")
-        options["num_workers"] = own_cores - (device.type == "cpu") if forks else 0
+        options["num_workers"] = workers_for(device, own_cores) if forks else 0
         if forks:
             options.setdefault("multiprocessing_context", "fork")
         if not options["num_workers"]:
             # said of workers, of which a rank with one core has none
             options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
-    if options["num_workers"]:
-        options.setdefault("persistent_workers", True)
     return FromWorkers(dataset, options)
 
 
