@@ -159,7 +159,7 @@ def test_every_unreadable_file_is_named_in_text_and_json() -> None:
     result = _compare(A, "torn.pt", "nowhere.pt", "--json")
     assert result.exit_code == 2
     sentences = ["torn.pt is torn: its end is missing", "nowhere.pt does not exist"]
-    assert result.stderr.splitlines() == sentences
+    assert result.stderr.splitlines() == [f"samestep compare: {said}" for said in sentences]
     assert json.loads(result.stdout) == {"schema_version": 1, "errors": sentences}
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import print_json, room, verb
-from samestep.errors import CheckpointError
+from samestep.cli.output import harmless, print_json, room, verb
+from samestep.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from samestep.compare.compare import Comparison, Difference
@@ -45,9 +45,9 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
     Exit code: 0 same to the bit, or within --tolerance; 1 different; 2 a file cannot be read.
     """
     if len(files) < 2:
-        raise click.UsageError("there is only one file; name two or more")
+        raise UsageError("there is only one file; name two or more")
     if tolerance is not None and not math.isfinite(tolerance):
-        raise click.UsageError(f"--tolerance {tolerance} is not finite; name a number such as 1e-6")
+        raise UsageError(f"--tolerance {tolerance} is not finite; name a number such as 1e-6")
     found, names = _read(files, as_json), list(islice(_names(), len(files)))
     comparisons = _compared(names, found, tolerance)
     said = (*(file.notes for file in found), *(comparison.notes for comparison in comparisons))
@@ -76,7 +76,7 @@ def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
             found.append(read(file))
         except CheckpointError as error:
             unreadable.append(str(error))
-            click.echo(unreadable[-1], err=True)
+            click.echo(harmless(f"samestep compare: {error}"), err=True)
     if unreadable:
         if as_json:
             print_json({"errors": unreadable})

@@ -40,7 +40,7 @@ def complete(asked: str) -> int:
 
 
 @verb("samestep completion")
-@click.argument("shell", type=click.Choice(list(_HOMES)))
+@click.argument("shell", metavar="SHELL", type=click.Choice(list(_HOMES)))
 @click.option(
     "--install", is_flag=True, help="Write it to where the shell looks for it, and say where that is."
 )

@@ -36,7 +36,12 @@ Next: read the script, {script}
 
 @verb("samestep")
 @click.option(
-    "--epochs", default=20, show_default=True, type=click.IntRange(1), help="Passes over the digits."
+    "--epochs",
+    metavar="K",
+    default=20,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Passes over the digits.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the text goes to stderr.")
 def command(epochs: int, as_json: bool) -> None:

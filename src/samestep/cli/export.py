@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 import click
 
 from samestep.cli.output import verb
-from samestep.errors import UsageError
+from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
 from samestep.text import printable
 
@@ -26,9 +26,9 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
     samestep export runs/checkpoints -o weights.pt --part ema.model
     """
     if output.suffix not in (".safetensors", ".pt"):
-        raise click.UsageError(f"{output} ends in neither .safetensors nor .pt; choose one of them")
+        raise UsageError(f"{output} ends in neither .safetensors nor .pt; choose one of them")
     if output.exists() and not force:
-        raise click.UsageError(f"{output} exists; write --force to replace it")
+        raise UsageError(f"{output} exists; write --force to replace it")
     from samestep.compare import weights
 
     try:
@@ -37,7 +37,7 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
         write_atomically(output, lambda file: _write(file, chosen, part, output.suffix))
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else printable(error)
-        raise click.ClickException(f"{output} cannot be written ({reason})") from error
+        raise CheckpointError(f"{output} cannot be written ({reason})", path=output) from error
     for note in found.notes:
         click.echo(note, err=True)
     click.echo(f"{output}: {part} of {found.file}")

@@ -28,19 +28,34 @@ _LAST_COLUMN = 10  # characters that the last column of a table has at least
 class _Verb(click.Command):
     """A command that an error ends with one line, which begins with the command's name."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def main(self, args: Any = None, prog_name: Any = None, *more: Any, **settings: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return super().main(args, prog_name, *more, **settings | {"standalone_mode": False})
+        except click.ClickException as error:
+            said, code = f"{_sentence(error)}; see `{prog_name or self.name} --help`", 2
         except SamestepError as error:
             said, code = str(error), 2 if isinstance(error, UsageError) else 1
         except OSError as error:
-            if error.filename is None:  # a closed pipe, which click knows
-                raise
-            said, code = f"{error.filename} cannot be used ({reason_of(error)})", 1
-        except KeyboardInterrupt:
+            said, code = f"{error.filename or 'the output'} cannot be used ({reason_of(error)})", 1
+        except click.Abort:
             raise SystemExit(130) from None
         click.echo(harmless(f"{self.name}: {said}"), err=True)
         raise SystemExit(code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for param in self.params:
+            name = max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
+            given: Any = ctx.params.get(param.name or "")
+            for value in given if param.multiple else (given,):
+                if value == "" or value != value:
+                    raise UsageError(f"{name} is {value or 'empty'}; write a value, or leave it out")
+        return super().invoke(ctx)
+
+
+def _sentence(error: click.ClickException) -> str:
+    """What click says, on one line and without its capitals."""
+    parts = " ".join(error.format_message().split()).rstrip(".").removesuffix(" range").split(". ")
+    return "; ".join(part[:1].lower() + part[1:] for part in parts).replace("; (", " (")
 
 
 def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:

@@ -13,12 +13,16 @@ from samestep.text import size
 
 
 @verb("samestep profile", allow_interspersed_args=False)
-@click.option("-n", "count", default=2, show_default=True, type=click.IntRange(1), help="Processes.")
+@click.option(
+    "-n", "count", metavar="N", default=2, show_default=True, type=click.IntRange(1), help="Processes."
+)
 @click.option(
     "--steps", default="20:25", show_default=True, metavar="A:B", help="Record from step A up to step B - 1."
 )
 @click.option("--ranks", metavar="0,3", help="Record these ranks  [all]")
-@click.option("-o", "--out", default="trace.json", show_default=True, type=click.Path(dir_okay=False))
+@click.option(
+    "-o", "--out", default="trace.json", show_default=True, type=click.Path(dir_okay=False), help="New file."
+)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

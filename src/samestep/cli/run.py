@@ -154,21 +154,16 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         raise UsageError(
             "--restart-on has no effect without --max-restarts; add for instance --max-restarts 10"
         )
-    cleanup = ExitStack()
-    try:
-        where = _where(options, script)
-        env, size = _size(options, where.me.number if where else 0)
-        if options["rdzv_id"]:
-            env["TORCHELASTIC_RUN_ID"] = options["rdzv_id"]
-        if options["same"]:
-            env["SAMESTEP_SAME"] = "1"
-        if remark := None if options["no_python"] else remark_on_python():
-            click.echo(f"samestep: {remark}", err=True)
-        file = _from_stdin(env, cleanup) if script == "-" else script
-        if size > 1 and (remark := remark_on(Path(file), size)):
-            click.echo(f"samestep: {remark}", err=True)
-        code = run_script(
-            Script(
+    with ExitStack() as cleanup:
+        try:
+            where = _where(options, script)
+            env, size = _size(options, where.me.number if where else 0)
+            file = _from_stdin(env, cleanup) if script == "-" else script
+            if options["rdzv_id"]:
+                env["TORCHELASTIC_RUN_ID"] = options["rdzv_id"]
+            if options["same"]:
+                env["SAMESTEP_SAME"] = "1"
+            started = Script(
                 name=script,
                 command=_argv(file, args, options),
                 size=size,
@@ -185,15 +180,26 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
                 hang_timeout_s=options["hang_timeout"],
                 signals=_signals(options["signals_to_handle"]),
             )
-        )
-    except OSError as error:
-        reason = error.strerror or str(error)
-        # Only the first letter: the rest may hold a path.
-        click.echo(f"samestep: {script} cannot be executed ({reason[:1].lower()}{reason[1:]})", err=True)
-        code = 127 if isinstance(error, FileNotFoundError) else 126
-    finally:
-        cleanup.close()
+            _remark(file, size, options, is_counted=COUNTED in env)
+            code = run_script(started)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            # Only the first letter: the rest may hold a path.
+            click.echo(f"samestep: {script} cannot be executed ({reason[:1].lower()}{reason[1:]})", err=True)
+            code = 127 if isinstance(error, FileNotFoundError) else 126
     raise SystemExit(code)
+
+
+def _remark(file: str, size: int, options: Mapping[str, Any], *, is_counted: bool) -> None:
+    """Say on stderr what a user may not expect of this start."""
+    if options["count"] is None and not is_counted:
+        click.echo(
+            "no device is visible, so this is 1 process; for two on this machine's cores: -n 2", err=True
+        )
+    python = None if options["no_python"] else remark_on_python()
+    for remark in (python, remark_on(Path(file), size) if size > 1 else None):
+        if remark:
+            click.echo(f"samestep: {remark}", err=True)
 
 
 def _from_stdin(env: dict[str, str], cleanup: ExitStack) -> str:
@@ -266,9 +272,6 @@ def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
         return env | {COUNTED: str(size)}, size
     visible = len(visible_devices(os.environ))
     if count is None and not visible:
-        click.echo(
-            "no device is visible, so this is 1 process; for two on this machine's cores: -n 2", err=True
-        )
         return {}, 1
     if count in ("gpu", "xpu") and not visible:
         raise UsageError(f"-n {count} asks for a process on each device, but none is visible; write a number")

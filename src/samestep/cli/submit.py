@@ -65,7 +65,12 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
     """
     job_has = {name: given.pop(name) for name in ("name", "module", "array", "one_run")}
     if (scale := given.pop("scale")) is not None:
-        job_has["scale"] = tuple(shlex.split(scale))
+        try:
+            job_has["scale"] = tuple(shlex.split(scale))
+        except ValueError as error:
+            raise UsageError(
+                f"--scale {scale} is no list of options ({error}); close the quotation"
+            ) from None
         # a wrong option is found now, not after hours in the queue
         check(scale_command.make_context("samestep scale", [*job_has["scale"], script]).params)
     folder = given.pop("run_dir") or os.environ.get("SAMESTEP_RUN_DIR")

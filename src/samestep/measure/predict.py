@@ -64,7 +64,7 @@ class Link:
 
 def link_of(text: str, *, is_gloo: bool) -> Link:
     """`25GB/s,5us` or `200Mbit/s,0.1ms`."""
-    found = re.fullmatch(r"([\d.]+) ?([kMG]?)(B|bit)/s, ?([\d.]+) ?(us|ms|s)", text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]?)(B|bit)/s, ?(\d+(?:\.\d+)?) ?(us|ms|s)", text)
     if not found or not float(found[1]):
         raise UsageError(
             f"--link {text} is not a bandwidth and a latency; write for instance --link 25GB/s,5us"

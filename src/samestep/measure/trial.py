@@ -180,7 +180,7 @@ def main() -> int:
     try:
         return run_script(Script(**order, patience_s=_STOP_S))
     except (UsageError, OSError) as error:
-        print(f"samestep: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
 
 

@@ -98,7 +98,11 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
     address, port = options["master_addr"], options["master_port"] or 29_500
     at = options["rendezvous"] or (f"tcp://{address}:{port}" if address else None)
     if at == "env://":
-        at = f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', _TORCHRUN_PORT)}"
+        if not (address := os.environ.get("MASTER_ADDR")):
+            raise UsageError(
+                "--rendezvous env:// reads MASTER_ADDR, which is not set; set it, or write tcp://HOST:PORT"
+            )
+        at = f"tcp://{address}:{os.environ.get('MASTER_PORT', _TORCHRUN_PORT)}"
     if at is None:
         raise UsageError(
             f"--nodes {options['nodes']} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node "
