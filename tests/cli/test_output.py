@@ -48,6 +48,8 @@ def test_a_wrong_argument_ends_with_one_sentence_and_exit_code_2(tmp_path, monke
 def test_a_full_disk_under_the_output_is_said_in_one_sentence(tmp_path):
     with Path("/dev/full").open("wb", buffering=0) as full:
         command = [sys.executable, "-m", "samestep", "runs"]
-        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=50)
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=50
+        )
     assert done.returncode == 1
     assert done.stderr.startswith("samestep runs: the output cannot be used (no space left on device)\n")
