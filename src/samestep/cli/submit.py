@@ -81,8 +81,7 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
     said = ["samestep", *sys.argv[1:]]
     if dry_run:
         said.remove("--dry-run")  # ours is the first: options come before the script
-        script_text = batch_script(job, said, next(job.script_paths))
-        click.echo(script_text.encode(errors="surrogateescape"), nl=False)
+        click.echo(batch_script(job, said).encode(errors="surrogateescape"), nl=False)
         return
     if advice := better_place(job.folder.absolute() / job.title, os.environ):
         click.echo(f"samestep submit: {advice}", err=True)

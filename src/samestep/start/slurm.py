@@ -20,6 +20,7 @@ from samestep.text import reason_of
 LAUNCHERS = ("srun", "samestep", "torchrun")
 GPU_OPTIONS = ("gres", "gpus-per-node")
 _OUTPUT = "--output="
+_AGAIN = "stopped after a commit; submit this script again to go on"
 _PASSED_ON = (
     *("hint", "time", "account", "partition", "qos", "constraint", "mem", "reservation"),
     *("mail_user", "mail_type"),
@@ -102,8 +103,8 @@ class Job:
         )
 
 
-def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
-    """The script of a job, which `said` asked for and which will lie at `written`."""
+def batch_script(job: Job, said: Sequence[str]) -> str:
+    """The script of a job, which `said` asked for."""
     _check_words(job, said)
     _check_sense(job)
     directives = [f"#SBATCH --{name}={_directive(value)}" for name, value in _options(job)]
@@ -117,23 +118,22 @@ def batch_script(job: Job, said: Sequence[str], written: Path) -> str:
         lines += ['if [ -e "$SAMESTEP_STOPPED" ]; then rm "$SAMESTEP_STOPPED"; code=75; fi']
     if job.keeps_run:
         lines += ['[ ! -d "$SAMESTEP_RUN" ] || echo "{\\"exit_code\\": $code}" > "$SAMESTEP_RUN/result.json"']
-    again = shlex.quote(f"stopped after a commit; go on with: sbatch {shlex.quote(str(written))}")
     requeue = 'scontrol requeue "$SLURM_JOB_ID" || ' if job.profile.requeue else ""
     goes_on = ' && [ ! -e "$SAMESTEP_RUN/stop" ]' if job.keeps_run else ""
-    lines += [f'if [ "$code" -eq {CHECKPOINTED} ]{goes_on}; then\n    {requeue}echo {again}\nfi']
+    lines += [f'if [ "$code" -eq {CHECKPOINTED} ]{goes_on}; then\n    {requeue}echo "{_AGAIN}"\nfi']
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
 def write_script(job: Job, said: Sequence[str]) -> Path:
     """Write the script beside the job's output, and say where it is."""
-    batch_script(job, said, next(job.script_paths))
+    script = batch_script(job, said).encode(errors="surrogateescape")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         make_private_directory(job.folder)
         for path in job.script_paths:
             # another submission may take the same name at the same moment
             with suppress(FileExistsError), open(os.open(path, flags, 0o700), "wb") as file:
-                file.write(batch_script(job, said, path).encode(errors="surrogateescape"))
+                file.write(script)
                 return path
     except OSError as error:
         raise UsageError(

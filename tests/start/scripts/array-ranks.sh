@@ -20,6 +20,6 @@ srun --kill-on-bad-exit=1 python -m samestep run --nproc-per-node=1 --nodes=4 \
     train.py
 code=$?
 if [ "$code" -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
+    scontrol requeue "$SLURM_JOB_ID" || echo "stopped after a commit; submit this script again to go on"
 fi
 exit "$code"

@@ -24,6 +24,6 @@ srun --kill-on-bad-exit=1 --cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe
 code=$?
 [ ! -d "$SAMESTEP_RUN" ] || echo "{\"exit_code\": $code}" > "$SAMESTEP_RUN/result.json"
 if [ "$code" -eq 75 ] && [ ! -e "$SAMESTEP_RUN/stop" ]; then
-    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
+    scontrol requeue "$SLURM_JOB_ID" || echo "stopped after a commit; submit this script again to go on"
 fi
 exit "$code"

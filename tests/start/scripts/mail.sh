@@ -22,6 +22,6 @@ export OMP_NUM_THREADS=8
 srun --kill-on-bad-exit=0 --label python -m samestep run -n 4 --wait=60 train.py
 code=$?
 if [ "$code" -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
+    scontrol requeue "$SLURM_JOB_ID" || echo "stopped after a commit; submit this script again to go on"
 fi
 exit "$code"

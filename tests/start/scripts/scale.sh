@@ -16,6 +16,6 @@ export OMP_NUM_THREADS=8
 python -m samestep scale -n 1,2,4 --repeat 3 train.py --lr 0.1
 code=$?
 if [ "$code" -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
+    scontrol requeue "$SLURM_JOB_ID" || echo "stopped after a commit; submit this script again to go on"
 fi
 exit "$code"

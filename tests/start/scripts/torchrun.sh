@@ -23,6 +23,6 @@ srun --kill-on-bad-exit=1 python \
 code=$?
 if [ -e "$SAMESTEP_STOPPED" ]; then rm "$SAMESTEP_STOPPED"; code=75; fi
 if [ "$code" -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID" || echo 'stopped after a commit; go on with: sbatch runs/train-MMDD-HHMMSS.sh'
+    scontrol requeue "$SLURM_JOB_ID" || echo "stopped after a commit; submit this script again to go on"
 fi
 exit "$code"
