@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys

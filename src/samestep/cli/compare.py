@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import harmless, print_json, room, verb
+from samestep.cli.output import harmless, print_json, room, verb, working
 from samestep.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +48,10 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
         raise UsageError("there is only one file; name two or more")
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance} is not finite; name a number such as 1e-6")
-    found, names = _read(files, as_json), list(islice(_names(), len(files)))
-    comparisons = _compared(names, found, tolerance)
+    names = list(islice(_names(), len(files)))
+    with working("comparing"):
+        found = _read(files, as_json)
+        comparisons = _compared(names, found, tolerance)
     said = (*(file.notes for file in found), *(comparison.notes for comparison in comparisons))
     notes = list(dict.fromkeys(chain(*said)))
     is_equal = all(comparison.equal for comparison in comparisons)
@@ -62,7 +64,7 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
             click.echo(f"note: {note}", err=True)
         for name, file in zip(names, files, strict=True):
             click.echo(f"{name}  {file}")
-        _print(comparisons, None if everything else _LINES)
+        _print(comparisons, None if everything else _LINES, room(_WIDE))
     raise SystemExit(0 if is_equal else _DIFFERENT)
 
 
@@ -102,12 +104,12 @@ def _names() -> Iterator[str]:
         yield from map("".join, product(ascii_uppercase, repeat=length))
 
 
-def _print(comparisons: Sequence["Comparison"], limit: int | None) -> None:
+def _print(comparisons: Sequence["Comparison"], limit: int | None, width: int) -> None:
     unequal = [comparison for comparison in comparisons if comparison.differences]
     for comparison in unequal[:_TABLES]:
-        click.echo("\n" + "\n".join(_table(comparison, limit)))
+        click.echo("\n" + "\n".join(_table(comparison, limit, width)))
         if comparison.cause:
-            click.echo(f"\n{click.wrap_text(comparison.cause, width=room(_WIDE))}")
+            click.echo(f"\n{click.wrap_text(comparison.cause, width=width)}")
     click.echo()
     verdict = str(comparisons[0])
     if len(comparisons) > 1:
@@ -120,24 +122,24 @@ def _print(comparisons: Sequence["Comparison"], limit: int | None) -> None:
     click.echo(verdict if plain else click.style(verdict, bold=True))
 
 
-def _table(comparison: "Comparison", limit: int | None) -> Iterator[str]:
+def _table(comparison: "Comparison", limit: int | None, width: int) -> Iterator[str]:
     """The largest differences in the order of the first file, under the name of their layer."""
     largest = sorted(comparison.differences, key=lambda difference: -difference.relative)[:limit]
     kept = set(map(id, largest))
     shown = [difference for difference in comparison.differences if id(difference) in kept]
     one, other = comparison.names
     heading = f"{f'{other} against {one}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
-    yield heading if room(_WIDE) >= _WIDE else f"{other} against {one}"
+    yield heading if width >= _WIDE else f"{other} against {one}"
     for layer, members in groupby(shown, key=lambda difference: difference.layer):
         if layer:
             yield layer
         for difference in members:
-            yield _row(difference, one, other)
+            yield _row(difference, one, other, width)
     if hidden := len(comparison.differences) - len(shown):
         yield f"and {hidden} smaller (--all lists them)"
 
 
-def _row(d: "Difference", one: str, other: str) -> str:
+def _row(d: "Difference", one: str, other: str, width: int) -> str:
     from samestep.compare.compare import amount
 
     label = f"  {d.name.removeprefix(f'{d.layer}.')}" if d.layer else d.name
@@ -153,14 +155,14 @@ def _row(d: "Difference", one: str, other: str) -> str:
             text = f"{d.a} and {d.b}"
         case _:
             elements = f"{d.elements} of {d.size}"
-            if room(_WIDE) < _WIDE:
+            if width < _WIDE:
                 text = (
                     f"{elements}, largest {amount(d.absolute, d.nans)}, relative {amount(d.relative, d.nans)}"
                 )
-                return fill(f"{label.strip()} {text}, bits {d.bits}", room(_WIDE), subsequent_indent="    ")
+                return fill(f"{label.strip()} {text}, bits {d.bits}", width, subsequent_indent="    ")
             numbers = f"{amount(d.absolute, d.nans):>11}{amount(d.relative, d.nans):>11}{d.bits:>10}"
             return f"{label:26}{elements:>{max(0, 48 - max(26, len(label)))}}{numbers}"
-    return f"{label:26}  {text}" if room(_WIDE) >= _WIDE else f"{label} {text}"
+    return f"{label:26}  {text}" if width >= _WIDE else f"{label} {text}"
 
 
 def _facts(comparison: "Comparison") -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any, BinaryIO
 
 import click
 
-from samestep.cli.output import verb
+from samestep.cli.output import verb, working
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
 from samestep.text import printable
@@ -32,9 +32,10 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
     from samestep.compare import weights
 
     try:
-        found = weights.read(source)
-        chosen = _without_prefix(_part(found.state, part))
-        write_atomically(output, lambda file: _write(file, chosen, part, output.suffix))
+        with working(f"writing {output}"):
+            found = weights.read(source)
+            chosen = _without_prefix(_part(found.state, part))
+            write_atomically(output, lambda file: _write(file, chosen, part, output.suffix))
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else printable(error)
         raise CheckpointError(f"{output} cannot be written ({reason})", path=output) from error

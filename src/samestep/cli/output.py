@@ -99,6 +99,18 @@ def progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
         bars.update(bar, completed=total)
 
 
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Meanwhile a terminal shows what is done."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
+
+
 def room(otherwise: int = 79) -> int:
     """Columns of the terminal."""
     return get_terminal_size((otherwise, 0)).columns

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from samestep.cli.output import check_script, print_json, print_table, progress, room, sizes_of, verb
-from samestep.errors import UsageError
+from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.trial import end_on_signals
 from samestep.placement.cores import cores
 from samestep.placement.devices import visible_devices
@@ -78,8 +78,12 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     with end_on_signals():
         with progress(len(chosen) * plan.repeat) as told:
             rows = rows_of(measure(plan, told), chosen, plan.weak)
-        model = model_of(plan, rows, link) if predicted_sizes else None
-    predicted = [model.predict(size) for size in predicted_sizes] if model else []
+        predicted = []
+        try:
+            model = model_of(plan, rows, link) if predicted_sizes else None
+            predicted = [model.predict(size) for size in predicted_sizes] if model else []
+        except WorkerFailed as error:  # what was measured is reported all the same
+            lacking.append(f"nothing was predicted: {error}")
     said = " ".join([verdict(rows), *(f"{why}." for why in lacking)])
     report = Report(rows, said, predicted)
     document: dict[str, object] = {

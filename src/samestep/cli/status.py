@@ -39,7 +39,7 @@ def command(run: str | None, as_json: bool) -> None:
         per_second += f", {facts['samples_per_second']:,.0f} samples/s"
     click.echo(f"{harmless(found.path)}: {found.state}, {found.command} on {found.size} ranks{per_second}")
     for rank, pulse in found.pulses.items():
-        step = "no step yet" if pulse.step < 0 else f"epoch {pulse.epoch}, step {pulse.step}"
+        step = "no step yet" if pulse.step < 0 else f"epoch {pulse.epoch + 1}, step {pulse.step}"
         age = "" if found.is_over else f", {now - pulse.unix:.0f} s ago"
         click.echo(f"  rank {rank:<4} {pulse.device:<8} {step}{age}")
     if hang:

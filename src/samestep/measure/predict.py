@@ -207,12 +207,12 @@ def measure_link() -> Link:
 def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo: bool = True) -> Link:
     """Latency from the smallest all-reduce, bandwidth from the largest three: what lies between, a burst may carry."""
     latency_s = sweep[0][1]
-    if sweep[-1][1] < 1.2 * latency_s:
-        raise WorkerFailed("the link cannot be measured while the machine is so busy; give it with --link")
     above = [((seconds - latency_s) / seconds, num_bytes / seconds) for num_bytes, seconds in sweep[-3:]]
     slope = sum(y * x for y, x in above) / sum(x * x for _, x in above)  # least squares on the relative error
+    if slope <= 0 or sweep[-1][1] < 1.2 * latency_s:
+        raise WorkerFailed("the link cannot be measured while the machine is so busy; give it with --link")
     steps = 4 * (size - 1) if is_gloo else 2 * (size - 1)
-    return Link(2 * (size - 1) / size / max(slope, 1e-15), latency_s / steps, is_gloo)
+    return Link(2 * (size - 1) / size / slope, latency_s / steps, is_gloo)
 
 
 def _recorded(plan: Plan, each: int) -> tuple[list[tuple[float, float]], list[float]]:

@@ -165,8 +165,10 @@ def submit(path: Path) -> str:
     except FileNotFoundError:
         raise UsageError(f"sbatch is not on this machine; submit {path} where it is") from None
     if done.returncode:
-        reason = done.stderr.strip().removeprefix("sbatch: ").removeprefix("error: ")
-        raise UsageError(f"sbatch refused {path} ({reason}); change what it names")
+        reason = re.sub("(sbatch: )?(error: |fatal: )?", "", done.stderr.strip()).replace("\n", "; ")
+        raise UsageError(
+            f"sbatch refused {path} ({reason}); correct the option that this names, or load Slurm's module"
+        )
     return done.stdout.strip().partition(";")[0]
 
 
