@@ -24,7 +24,7 @@ README = PAGES[0].read_text()
 BLOCK = re.compile(r"(?P<before>^[^\n]*\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 RUN_ALL = """\
-import json, sys
+import gc, json, sys
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -43,6 +43,8 @@ for place, text in blocks:
     names = {"dataset": dataset, "net": net, "model": net, "optimizer": optimizer, "scheduler": scheduler}
     names["evaluate"] = torch.nn.Module.eval
     exec(compile(text, place, "exec"), {**globals(), **names})
+    del net, optimizer, scheduler, names
+    gc.collect()  # the next block's replicas are its own alone
 print("all of", len(blocks))
 """
 

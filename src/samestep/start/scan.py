@@ -32,8 +32,8 @@ def remark_on(script: Path, size: int) -> str | None:
         return None
     return (
         f"{script.name} and what it imports name neither samestep nor torch.distributed, so these {size} processes "
-        f"train {size} copies of one model, each on all samples; `samestep verify {script.name}` shows how to "
-        "convert it"
+        f"train {size} copies of one model, each on all samples; `samestep convert {script.name}` prints the change "
+        "that lets them share"
     )
 
 
