@@ -175,7 +175,7 @@ for name in ("get_start_method", "set_start_method", "get_context"):
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")
 def test_a_loader_has_workers_where_python_does_not_fork_by_default():
     source = """
-import torch, samestep
+import dataclasses, torch, samestep
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
@@ -183,14 +183,14 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return torch.tensor(index), torch.utils.data.get_worker_info() is not None
 
-samestep.init()
 from samestep.train.data.source import source_of
-made = source_of(Rows(), {"num_workers": "auto"}, torch.device("cpu"), 3)
+WORLD = dataclasses.replace(samestep.init(), cores=3)
+made = source_of(Rows(), {"num_workers": "auto"}, WORLD)
 print(made._loader.num_workers, made._loader.multiprocessing_context)
 plan = iter([(torch.tensor([0, 1]), None), (torch.tensor([2, 3]), None)])
 print([batch[1].tolist() for batch, _ in made.batches(plan, 0, 0)])
 multiprocessing.set_start_method("forkserver")  # by the script's own choice
-print(source_of(Rows(), {"num_workers": "auto"}, torch.device("cpu"), 3)._loader.num_workers)
+print(source_of(Rows(), {"num_workers": "auto"}, WORLD)._loader.num_workers)
 """
     done = subprocess.run(
         [sys.executable, "-c", AS_3_14 + source], capture_output=True, text=True, timeout=50, check=False

@@ -60,6 +60,7 @@ class FromWorkers:
         self._dataset = _Seeded(dataset)
         collate = options.get("collate_fn")
         self.collates = collate is not None
+        self.has_workers = bool(options.get("num_workers"))
         options["collate_fn"] = Collated(collate or default_collate)
         options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
         # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
-from samestep.train.data.batches import Batch, FromWorkers, Planned, content, on_device
+from samestep.train.data.batches import Batch, Planned, content, on_device
 from samestep.train.data.order import Drawn, Taken, TakenBatches
 from samestep.train.data.share import Piece
 from samestep.train.data.source import (
@@ -29,8 +29,8 @@ from samestep.train.data.source import (
     pin_for,
     reads_ahead,
     source_of,
+    spare_workers,
     taken_over,
-    workers_for,
 )
 from samestep.train.data.stream import Reading, Stream
 from samestep.train.draws import Draws
@@ -164,11 +164,8 @@ class Loader(Generic[Item]):
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._length = self._order.length
         is_stream = isinstance(self._order, Stream)
-        has_workers = bool(options.get("num_workers"))
-        self._source = None if is_stream else source_of(dataset, options, world.device, world.cores)
-        # what num_workers="auto" would give to a loader that reads in the loop
-        reads_in_loop = isinstance(self._source, FromWorkers) and not has_workers
-        self.spare_workers = workers_for(world.device, world.cores) if reads_in_loop else 0
+        self._source = None if is_stream else source_of(dataset, options, world)
+        self.spare_workers = spare_workers(self._source, world)
 
     def __len__(self) -> int:
         return self._order.count(self.batch_size, drop_last=self.drop_last)

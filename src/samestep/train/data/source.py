@@ -28,6 +28,7 @@ from samestep.train.data.order import Batched, Order, Sampled
 from samestep.train.data.stream import Stream
 from samestep.train.group.device import overlaps
 from samestep.train.group.group import Group
+from samestep.train.group.world import World
 
 Item = TypeVar("Item", covariant=True)
 
@@ -185,21 +186,24 @@ def pin_for(options: dict[str, Any], device: torch.device) -> None:
     options["pin_memory"] = bool(options.get("pin_memory", True)) and overlaps(device)
 
 
-def workers_for(device: torch.device, own_cores: int) -> int:
+def _workers_for(world: World) -> int:
     """A core for each worker; on CPU one is left for the training itself."""
-    return own_cores - (device.type == "cpu")
+    return world.cores - (world.device.type == "cpu")
 
 
-def source_of(
-    dataset: Any, options: dict[str, Any], device: torch.device, own_cores: int
-) -> FromMemory | FromWorkers:
+def spare_workers(source: FromMemory | FromWorkers | None, world: World) -> int:
+    """What num_workers="auto" would give to a loader that reads in the loop."""
+    return _workers_for(world) if isinstance(source, FromWorkers) and not source.has_workers else 0
+
+
+def source_of(dataset: Any, options: dict[str, Any], world: World) -> FromMemory | FromWorkers:
     if type(dataset) is TensorDataset and options.keys() <= {"pin_memory", "num_workers"}:
         return FromMemory(dataset, options["pin_memory"])
     if options.get("num_workers") == "auto":
         method = multiprocessing.get_start_method(allow_none=True)
         # Python 3.14 does not fork unless it is asked to, and no other way takes a script as it is
         forks = method == "fork" or (method is None and sys.platform == "linux")
-        options["num_workers"] = workers_for(device, own_cores) if forks else 0
+        options["num_workers"] = _workers_for(world) if forks else 0
         if forks:
             options.setdefault("multiprocessing_context", "fork")
         if not options["num_workers"]:
