@@ -1,12 +1,10 @@
 """Each rank gets its share of the serial batches: whole, once, and the same at any number of processes."""
 
 import random
-import time
 from collections import namedtuple
 from dataclasses import dataclass, field
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch.utils.data import (
@@ -368,47 +366,3 @@ def test_an_exception_in_the_dataset_comes_out(world):
 
     with pytest.raises(ZeroDivisionError):
         list(samestep.loader(Broken(4), 4, num_workers=0))
-
-
-@pytest.mark.parametrize("workers", [0, 1, "auto"])
-def test_what_the_loop_changes_in_the_dataset_counts_from_the_next_pass(world, workers):
-    data = Numbers(8)
-    data.__class__ = type("Scaled", (Numbers,), {"__getitem__": lambda self, at: self.scale * at})
-    loader = samestep.loader(data, 4, num_workers=workers)
-    for data.scale in (1, 2, 3):
-        assert sorted(samestep.gather([int(one) for x in loader for one in x])) == [
-            data.scale * at for at in range(8)
-        ]
-
-
-def test_samples_are_read_in_the_loop_unless_workers_are_asked_for(world):
-    data = [1] * 12
-    seen = []
-    for batch in samestep.loader(data, 4):
-        seen += batch.tolist()
-        data[:] = [10 * one for one in data]
-    assert sorted(samestep.gather(seen)) == [1] * 4 + [10] * 4 + [100] * 4
-
-
-def test_workers_that_persist_live_from_pass_to_pass_and_end_with_their_loader(world):
-    loader = samestep.loader(Numbers(8), 4, num_workers=1, persistent_workers=True)
-    before = {one.pid for one in psutil.Process().children()}
-    passes = []
-    for _ in range(2):
-        for _ in loader:
-            passes.append({one.pid for one in psutil.Process().children()} - before)
-            break
-    pids, later = passes
-    assert pids
-    assert later == pids
-    del loader
-    until = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def test_a_worker_init_fn_of_the_scripts_own_is_called(world, tmp_path):
-    mark = tmp_path / str(world.rank)
-    list(samestep.loader([1, 2, 3], 3, num_workers=1, worker_init_fn=lambda number: mark.touch()))
-    assert mark.exists()
