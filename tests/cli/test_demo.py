@@ -1,6 +1,5 @@
 """The demo runs for real, once, and what it says of equal and of unequal runs is true."""
 
-import json
 import os
 import pty
 import re
@@ -16,8 +15,7 @@ import psutil
 import pytest
 import torch
 
-from samestep.cli.demo import _text
-from samestep.measure.demo import Result, Run, Setup
+from samestep.measure.demo import Run, Setup, compared, setups, speeds
 
 SAMESTEP = str(Path(sys.executable).with_name("samestep"))
 ROOT = Path(__file__).parents[2]
@@ -36,18 +34,15 @@ def start(directory: Path, *args: str, stderr: int, **env: str) -> subprocess.Po
 
 
 class Shown:
-    """What one demo left: its exit code, its object on stdout, the lines on a terminal, and its files."""
+    """What one demo left: its exit code, its lines on stdout, its bar on a terminal, and its files."""
 
     def __init__(self, directory: Path) -> None:
         terminal, other = pty.openpty()
-        process = start(directory, "--json", "--epochs", "3", stderr=other)
+        process = start(directory, "--epochs", "3", stderr=other)
         os.close(other)
         self.bytes = b"".join(_read(terminal))
-        out = process.communicate()[0]
-        assert out, self.bytes.decode()
-        self.facts = json.loads(out)
+        self.lines = process.communicate()[0].splitlines()
         self.code = process.returncode
-        self.lines = self.bytes.decode().replace("\r\n", "\n").splitlines()
         self.left = list(directory.glob("samestep*"))
 
 
@@ -81,16 +76,14 @@ def test_the_demo_has_a_bar_on_a_terminal_and_leaves_no_files(shown: Shown) -> N
     assert shown.left == []
 
 
-def test_the_demo_tells_the_same_in_json(shown: Shown) -> None:
-    facts = shown.facts
-    assert (facts["schema_version"], facts["same"], facts["verdict"]) == (1, True, "same")
-    assert facts["largest_difference"] == 0
-    assert facts["steps"] == 3 * 8
-    one, two = facts["runs"][:2]
-    assert (one["processes"], two["processes"]) == (1, 2)
-    assert (one["batches"], one["accuracy"]) == (two["batches"], two["accuracy"])
-    assert one["accuracy"] > 0.7
-    assert one["speedup"] == 1.0
+def test_the_demo_shows_one_process_beside_two(shown: Shown) -> None:
+    table = [line for line in shown.lines if len(line) in (31, 40) and not line.startswith(" ")]
+    rows = {line[:13].strip(): line[13:].split() for line in table}
+    assert rows["processes"][:2] == ["1", "2"]
+    assert rows["speed-up"][0] == "1.00"
+    for row in ("batches", "test accuracy"):
+        assert rows[row][0] == rows[row][1]
+    assert float(rows["test accuracy"][0].rstrip("%")) > 70
 
 
 def shape(lines: list[str]) -> list[str]:
@@ -103,7 +96,7 @@ def shape(lines: list[str]) -> list[str]:
 
 
 def test_the_readme_shows_what_the_demo_prints(shown: Shown) -> None:
-    if len(shown.facts["runs"]) < 3:
+    if len(setups()) < 3:
         pytest.skip("one core: two of the three runs")
     readme = (ROOT / "README.md").read_text()
     block = readme.split("$ make demo\n", 1)[1].split("```", 1)[0].splitlines()
@@ -162,29 +155,23 @@ ONE, TWO, WIDE = Setup(1, 1), Setup(2, 2), Setup(1, 2)
     ],
 )
 def test_what_differs_is_named(changed: dict[str, Any], line: str) -> None:
-    result = Result([run_of(ONE), run_of(TWO, **changed)])
-    assert not result.facts["same"]
-    assert any(one.startswith(line) for one in _text(result).splitlines())
-    assert not _text(result).endswith("same to the bit\n")
+    is_same, said = compared([run_of(ONE), run_of(TWO, **changed)])
+    assert not is_same
+    assert any(one.startswith(line) for one in said)
+    assert said[-1].startswith("different")
 
 
-@pytest.mark.parametrize(
-    ("two", "wide", "words"),
-    [
-        (0.5, 0.5, "are 2.00 times as fast as one. One process with both cores is as fast as two"),
-        (0.6, 0.5, "are 1.67 times as fast as one. One process with both cores is faster than two"),
-        (1.1, 0.5, "are no faster here than one (0.91 times)"),
-        (2.0, None, "This machine gives one core: two processes take turns"),
-    ],
-)
-def test_the_speeds_are_put_into_words(two: float, wide: float | None, words: str) -> None:
-    setup = TWO if wide else Setup(2, 1)
-    said = Result([run_of(ONE), run_of(setup, two), *([run_of(WIDE, wide)] if wide else [])]).facts["speed"]
-    assert words in said
-    assert "busy" not in said.replace("cores are busy", "")
+def test_the_speeds_are_put_into_words() -> None:
+    said = speeds([run_of(ONE), run_of(TWO, 0.5), run_of(WIDE, 2.0)])
+    assert (
+        "are 2.00 times as fast as one process with one core. One process with both cores is 0.50 times"
+        in said
+    )
+    assert "busy" not in said
+    assert "This machine gives one core" in speeds([run_of(ONE), run_of(Setup(2, 1), 2.0)])
 
 
 def test_a_busy_machine_is_noticed() -> None:
     uneven = run_of(ONE, seconds=1.0)
     uneven.saved["seconds"] = [1.0, 1.1, 1.9, 2.0]
-    assert "the machine was busy" in Result([uneven, run_of(TWO), run_of(WIDE)]).facts["speed"]
+    assert "the machine was busy" in speeds([uneven, run_of(TWO), run_of(WIDE)])

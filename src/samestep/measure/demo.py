@@ -4,11 +4,10 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from samestep.compare.compare import Comparison, compare
+from samestep.compare.compare import compare
 from samestep.compare.weights import read
 from samestep.errors import WorkerFailed
 from samestep.measure.trial import Trial
@@ -17,8 +16,6 @@ from samestep.text import counted
 
 SCRIPT = Path(__file__).parents[1] / "data" / "demo_train.py"
 _EPOCH = re.compile(r"epoch (\d+) of \d+: (\S+)")
-# The speeds of two equal runs differ by about this much.
-_NOISE = 0.05
 
 
 @dataclass(frozen=True)
@@ -41,56 +38,15 @@ class Run:
     seconds: float  # with the start of Python and torch
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Its numbers; `batches` is a digest of all samples, the rate that of the epoch least disturbed by others."""
-        saved = self.saved
-        return {
-            "processes": self.setup.processes,
-            "cores": self.setup.cores,
-            "batches": saved["order"],
-            "epochs": len(saved["seconds"]),
-            "accuracy": saved["correct"] / saved["tested"],
-            "training_seconds": sum(saved["seconds"]),
-            "seconds": self.seconds,
-            "samples_per_second": saved["trained"] / min(saved["seconds"]),
-        }
+    def rate(self) -> float:
+        """Samples a second in the epoch that others disturbed least."""
+        return float(self.saved["trained"] / min(self.saved["seconds"]))
 
     @property
     def disturbed(self) -> bool:
         """Whether a quarter of the epochs took 1.5 times as long as the fastest."""
         ordered = sorted(self.saved["seconds"])
         return bool(ordered[len(ordered) * 3 // 4] > 1.5 * ordered[0])
-
-
-@dataclass(frozen=True)
-class Result:
-    """The runs: one process, two, and where there is a second core one process with both."""
-
-    runs: Sequence[Run]
-
-    @cached_property
-    def comparison(self) -> Comparison:
-        """Of the weights, BatchNorm statistics and optimizer state of one process and two."""
-        parts = ("model", "optimizer")
-        return compare(*({part: run.saved[part] for part in parts} for run in self.runs[:2]))
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """What the runs have in common, and the numbers of each."""
-        runs = [run.facts for run in self.runs]
-        for run in runs:
-            run["speedup"] = run["samples_per_second"] / runs[0]["samples_per_second"]
-        batches, accuracy = (runs[0][name] == runs[1][name] for name in ("batches", "accuracy"))
-        return {
-            "same": batches and accuracy and self.comparison.verdict == "same",
-            "same_batches": batches,
-            "same_accuracy": accuracy,
-            "largest_difference": max((found.absolute for found in self.comparison.differences), default=0.0),
-            "verdict": self.comparison.verdict,
-            "steps": self.runs[0].saved["steps"],
-            "speed": _in_words([run["speedup"] for run in runs], any(run.disturbed for run in self.runs)),
-            "runs": runs,
-        }
 
 
 def setups() -> list[Setup]:
@@ -126,26 +82,52 @@ def train(setup: Setup, directory: Path, epochs: int, told: Callable[[int, str, 
     return Run(setup, saved, result.seconds)
 
 
-def _in_words(speedups: Sequence[float], disturbed: bool) -> str:
-    """Says from the speeds whether more processes pay."""
-    if len(speedups) == 2:
+def table(runs: Sequence[Run]) -> list[str]:
+    """The runs as columns; the third one is for its speed alone."""
+    rows: dict[str, list[object]] = {}
+    for number, run in enumerate(runs):
+        saved = run.saved
+        cells = {
+            "processes": run.setup.processes,
+            "cores": run.setup.cores,
+            "samples/s": f"{run.rate:.0f}",
+            "speed-up": f"{run.rate / runs[0].rate:.2f}",
+        }
+        if number < 2:
+            cells["training, s"] = f"{sum(saved['seconds']):.1f}"
+            cells["with start, s"] = f"{run.seconds:.1f}"
+            cells["test accuracy"] = f"{saved['correct'] / saved['tested']:.2%}"
+            cells["batches"] = saved["order"][:8]  # a digest of all samples
+        for name, cell in cells.items():
+            rows.setdefault(name, []).append(cell)
+    return [f"{name:13}" + "".join(f"{cell:>9}" for cell in cells) for name, cells in rows.items()]
+
+
+def compared(runs: Sequence[Run]) -> tuple[bool, list[str]]:
+    """Whether one process and two are the same to the bit, and what is the same."""
+    one, two = (run.saved for run in runs[:2])
+    found = compare(*({part: saved[part] for part in ("model", "optimizer")} for saved in (one, two)))
+    same = {"batches": one["order"] == two["order"], "test accuracy": one["correct"] == two["correct"]}
+    largest = max((difference.absolute for difference in found.differences), default=0.0)
+    is_same = all(same.values()) and found.verdict == "same"
+    return is_same, [
+        f"1 process and 2 took {one['steps']} steps each:",
+        *(f"  {'the same' if is_equal else 'different'} {name}" for name, is_equal in same.items()),
+        f"  largest difference in {found.contents} (weights, BatchNorm, optimizer): {largest:g}",
+        "same to the bit" if is_same else str(found) if found.differences else "different",
+    ]
+
+
+def speeds(runs: Sequence[Run]) -> str:
+    """Whether more processes pay here."""
+    if len(runs) == 2:
         return (
             "This machine gives one core: two processes take turns on it and cannot be faster. "
             "What they show here is that both take the same steps."
         )
-    _, two, wide = speedups
-    first = f"Two processes, each with a core, are {two:.2f} times as fast as one."
-    if two <= 1 + _NOISE:
-        first = (
-            f"Two processes are no faster here than one ({two:.2f} times): the network is small, or the "
-            "cores are busy with other things."
-        )
-    second = f"is as fast as two ({wide:.2f} times)"
-    if wide > two * (1 + _NOISE):
-        second = f"is faster than two ({wide:.2f} times)"
-    elif two > wide * (1 + _NOISE):
-        second = f"is {wide:.2f} times as fast"
-    last = "More processes pay where each brings a device or cores of its own."
-    if disturbed:
-        last += " Some epochs took much longer than others: the machine was busy. Try again when it is idle."
-    return f"{first} One process with both cores {second}. {last}"
+    two, wide = (run.rate / runs[0].rate for run in runs[1:])
+    busy = "Some epochs took much longer than others: the machine was busy. Try again when it is idle."
+    return (
+        f"Two processes, each with a core, are {two:.2f} times as fast as one process with one core. One process with "
+        f"both cores is {wide:.2f} times as fast. More processes pay where each brings a device or cores of its own."
+    ) + f" {busy}" * any(run.disturbed for run in runs)
