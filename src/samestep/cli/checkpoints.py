@@ -4,13 +4,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from samestep.cli.output import print_table, verb
+from samestep.cli.output import print_table, verb, working
 from samestep.errors import CheckpointError
 from samestep.files import open_directory
 from samestep.state import file as state_file
@@ -33,14 +32,8 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
 
     Without --verify only each header is checked. "complete": no byte is missing; "good": every byte is right.
     """
-    with open_directory(directory) as dir_fd:
-        listed: Iterable[Found] = examine(dir_fd)
-        if verify and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import track
-
-            listed = track(listed, "verifying", console=Console(stderr=True))
-        rows = [_row(dir_fd, found, verify) for found in listed]
+    with open_directory(directory) as dir_fd, working("reading"):
+        rows = [_row(dir_fd, found, verify) for found in examine(dir_fd)]
     if as_json:
         for row in rows:
             click.echo(json.dumps(row))

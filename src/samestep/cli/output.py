@@ -153,6 +153,14 @@ def sizes_of(option: str, text: str) -> list[int]:
     return sizes
 
 
+def ranks_of(option: str, text: str, size: int) -> list[int]:
+    """The ranks in an option's value, of a run with so many."""
+    ranks = numbers(option, text, "ranks")
+    if max(ranks) >= size:
+        raise UsageError(f"{option} {text} names rank {max(ranks)}, but there are {size}; count from 0")
+    return ranks
+
+
 def numbers(option: str, text: str, noun: str) -> list[int]:
     """The numbers in an option's value such as 0,2."""
     if not re.fullmatch(r"[0-9]{1,7}(,[0-9]{1,7})*", text):

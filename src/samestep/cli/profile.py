@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import check_script, numbers, verb
+from samestep.cli.output import check_script, ranks_of, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.text import size
@@ -40,11 +40,7 @@ def command(script: str, args: tuple[str, ...], count: int, **options: Any) -> N
     steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", options["steps"])
     if not steps or int(steps[1]) >= int(steps[2]):
         raise UsageError(f"--steps {options['steps']} is not a range; write for instance --steps 20:25")
-    ranks = numbers("--ranks", options["ranks"], "ranks") if options["ranks"] else []
-    if ranks and max(ranks) >= count:
-        raise UsageError(
-            f"--ranks {options['ranks']} names rank {max(ranks)}, but there are {count}; count from 0"
-        )
+    ranks = ranks_of("--ranks", options["ranks"], count) if options["ranks"] else []
     check_script(script, options["module"])
     words = [*(["-m"] * options["module"]), script, *args]
     with end_on_signals():

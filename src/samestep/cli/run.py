@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import numbers, verb
+from samestep.cli.output import numbers, ranks_of, verb
 from samestep.errors import UsageError
 from samestep.placement.cores import cores
 from samestep.placement.devices import COUNTED, masked, visible_devices
@@ -299,17 +299,10 @@ def _shown(options: Mapping[str, Any], size: int) -> Container[int]:
     if options["all_ranks"] or tee in ("all", "3"):
         shown = range(size)
     elif tee:
-        shown = _ranks("--tee", tee, size)
+        shown = frozenset(ranks_of("--tee", tee, size))
     if only is None:
         return shown
-    return frozenset(rank for rank in _ranks("--local-ranks-filter", only, size) if rank in shown)
-
-
-def _ranks(option: str, text: str, size: int) -> frozenset[int]:
-    ranks = numbers(option, text, "ranks")
-    if max(ranks) >= size:
-        raise UsageError(f"{option} {text} names rank {max(ranks)}, but there are {size}; count from 0")
-    return frozenset(ranks)
+    return frozenset(rank for rank in ranks_of("--local-ranks-filter", only, size) if rank in shown)
 
 
 def _signals(names: str | None) -> tuple[signal.Signals, ...]:
