@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from errno import EAGAIN
 from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
@@ -52,6 +53,10 @@ class Failure(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
+_TOO_MANY = (
+    "this process may start no more threads or processes (`ulimit -u`, or pids.max of a container or job); raise that "
+    "limit, or use fewer loader workers"
+)
 # What torch or Python says of a line that a serial or hand-written script may have, and what to write instead.
 _REMEDIES = {
     "has no attribute 'module'": "replicate returns the model itself; write model where model.module stands",
@@ -62,6 +67,8 @@ _REMEDIES = {
     "SyncBatchNorm layers only work with GPU": (
         "leave convert_sync_batchnorm out, and write replicate(model, sync_batchnorm=True), which works on a CPU too"
     ),
+    "can't start new thread": _TOO_MANY,
+    os.strerror(EAGAIN): _TOO_MANY,
     "has no attribute 'set_epoch'": "each pass over a loader is the next epoch; leave set_epoch out",
     "'Checkpoint' object has no attribute 'save'": "step() commits when it is time, commit() now",
     "'Checkpoint' object has no attribute 'load'": "resume() loads the newest commit",

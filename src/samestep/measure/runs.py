@@ -95,7 +95,7 @@ class Run:
         if self.result and self.result["seconds"] is not None:
             return float(self.result["seconds"])
         last = max([self.started, *(pulse.unix for pulse in self.pulses.values())])
-        return (last if self.is_over else time.time()) - self.started
+        return max(0.0, (last if self.is_over else time.time()) - self.started)  # a clock may be put back
 
     @property
     def step(self) -> int | None:

@@ -20,6 +20,7 @@ from samestep.rendezvous.key import derive
 
 LOOP = "127.0.0.1"
 _STEP_S = 0.25
+_OLD_S = 3600.0
 _TAKEN_S = 30.0
 _BACKLOG = 1024
 # What a rank has open besides, and what its script may open.
@@ -101,15 +102,28 @@ def private_folder(key: bytes, *words: str) -> Path:
     return Path(base, folder)
 
 
+def sweep(base: Path) -> None:
+    """Remove the directories there in which starts met that were killed more than an hour ago."""
+    for folder in base.glob(f"samestep-{os.geteuid()}-*"):
+        with suppress(OSError, PlacementError):
+            if is_own_directory(folder) and time.time() - folder.stat().st_mtime > _OLD_S:
+                for path in folder.iterdir():
+                    _remove_left(path)
+                folder.rmdir()
+
+
 def _remove_left(path: Path) -> None:
     """Remove a socket that a crash left; PlacementError where a process listens at it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
+        opened.settimeout(_STEP_S)
         try:
             opened.connect(str(path))
+        except (BlockingIOError, TimeoutError):
+            pass  # so many wait there that one more cannot
         except OSError:
             path.unlink(missing_ok=True)
-        else:
-            raise PlacementError(f"another process listens at {path}; give every rank a number of its own")
+            return
+    raise PlacementError(f"another process listens at {path}; give every rank a number of its own")
 
 
 def hold_port() -> tuple[socket.socket, int]:

@@ -122,3 +122,31 @@ def test_the_state_of_an_optimizer_is_laid_out_like_its_parameters_after_a_resum
     codes, (said,) = run(source, 1, tmp_path / "commits")
     assert codes == [0], said
     assert run(straight, 1, tmp_path / "none")[1][0].splitlines()[-1] == said.splitlines()[-1]
+
+
+def test_checkpoints_of_one_name_are_two_also_where_a_measurement_keeps_them_elsewhere(run, tmp_path):
+    source = """
+        for name in ("a", "b"):
+            samestep.Checkpoint(f"{sys.argv[1]}/{name}/commits", model=model).commit(wait=True)
+    """
+    codes, said = run(source, 1, tmp_path / "own", env={"SAMESTEP_CHECKPOINTS": str(tmp_path / "elsewhere")})
+    assert codes == [0], said
+    assert not (tmp_path / "own").exists()
+    assert len(list((tmp_path / "elsewhere").rglob("*.samestep"))) == 2
+    assert len(list((tmp_path / "elsewhere").rglob("commits"))) == 2
+
+
+def test_a_commit_is_written_also_where_no_thread_can_be_started(run, tmp_path):
+    source = """
+        import threading
+        def refuse(thread):
+            raise RuntimeError("can't start new thread")
+        checkpoint = samestep.Checkpoint(sys.argv[1], every=1, model=model, train=train)
+        checkpoint.resume()
+        threading.Thread.start = refuse
+        for x, in train:
+            checkpoint.step()
+    """
+    codes, said = run(source, 1, tmp_path / "commits")
+    assert codes == [0], said
+    assert steps(tmp_path / "commits") == [4, 3]

@@ -98,7 +98,7 @@ class Checkpoint:
             one.keep_ledger(self.finish)
         # a run that is measured or verified must not touch the commits of the script
         elsewhere = os.environ.get("SAMESTEP_CHECKPOINTS")
-        directory = Path(elsewhere, Path(directory).name) if elsewhere else directory
+        directory = Path(elsewhere, os.path.abspath(directory).lstrip("/")) if elsewhere else directory
         self._directory = CheckpointDirectory(directory, keep)
         self._requests = StopRequests()
         others = self._group.the(_Checkpoints).living

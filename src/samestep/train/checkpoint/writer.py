@@ -72,8 +72,7 @@ class Writer:
         """Copy the state and write it; `place` is `committed` once that was done, and begins with the step."""
         packed = self._packed(state, meta)
         self.begun_at, self._is_remembering = time.monotonic(), False
-        self._thread = threading.Thread(target=self._write, args=(packed, place), name="samestep-commit")
-        self._thread.start()
+        self._in_background(self._write, packed, place)
 
     def remember(self, state: object, meta: Mapping[str, Any], step: int, began: float) -> None:
         """The same into memory, which has cost time since `began`; `wait` and `committed` are of the disk alone."""
@@ -81,9 +80,15 @@ class Writer:
             self.slots = None
             return
         packed, self._is_remembering = self._packed(state, meta), True
-        about = (packed, step, self.slots, began)
-        self._thread = threading.Thread(target=self._remember, args=about, name="samestep-remember")
-        self._thread.start()
+        self._in_background(self._remember, packed, step, self.slots, began)
+
+    def _in_background(self, write: Callable[..., None], *args: Any) -> None:
+        self._thread = threading.Thread(target=write, args=args, name="samestep-commit")
+        try:
+            self._thread.start()
+        except RuntimeError:  # this process may have no more threads
+            self._thread = None
+            write(*args)
 
     def _packed(self, state: object, meta: Mapping[str, Any]) -> Any:
         size, self._is_awaited = capture.bulk(state), False
