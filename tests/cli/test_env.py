@@ -44,8 +44,8 @@ def test_explain_names_the_variable_of_each_value():
         ["size", "2", "WORLD_SIZE=2"],
         ["local_rank", "1", "LOCAL_RANK=1"],
         ["local_size", "2", "LOCAL_WORLD_SIZE=2"],
-        ["node", "0", "blocks of local_size ranks"],
-        ["nodes", "1", "blocks of local_size ranks"],
+        ["node", "0", "computed from local_size"],
+        ["nodes", "1", "computed from local_size"],
         ["master_addr", "127.0.0.1", "MASTER_ADDR=127.0.0.1"],
         ["master_port", "29500", "MASTER_PORT=29500"],
     ]

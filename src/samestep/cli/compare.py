@@ -48,10 +48,16 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
         raise UsageError("there is only one file; name two or more")
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance} is not finite; name a number such as 1e-6")
+    from samestep.compare.compare import compare
+
     names = list(islice(_names(), len(files)))
     with working("comparing"):
         found = _read(files, as_json)
-        comparisons = _compared(names, found, tolerance)
+        state = found[0].state
+        others = list(zip(names, found, strict=True))[1:]
+        comparisons = [
+            compare(state, other.state, tolerance=tolerance, names=(names[0], name)) for name, other in others
+        ]
     said = (*(file.notes for file in found), *(comparison.notes for comparison in comparisons))
     notes = list(dict.fromkeys(chain(*said)))
     is_equal = all(comparison.equal for comparison in comparisons)
@@ -84,18 +90,6 @@ def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
             print_json({"errors": unreadable})
         raise SystemExit(_UNREADABLE)
     return found
-
-
-def _compared(
-    names: Sequence[str], found: Sequence["Weights"], tolerance: float | None
-) -> list["Comparison"]:
-    """Each file after the first with the first."""
-    from samestep.compare.compare import compare
-
-    return [
-        compare(found[0].state, other.state, tolerance=tolerance, names=(names[0], name))
-        for name, other in zip(names[1:], found[1:], strict=True)
-    ]
 
 
 def _names() -> Iterator[str]:

@@ -43,11 +43,12 @@ class Report:
         plots = plots_of(self.rows, directory)
         figures = "".join(f"<figure>{plot}</figure>" for plot in plots)
         figures = figures or "<p>For plots: pip install 'samestep[plot]', and give the command again.</p>"
-        name, said = html.escape(title), html.escape(" ".join(self.said())).replace(" %", "&nbsp;%")
+        name = html.escape(title)
+        said = "".join(f"<p>{html.escape(text)}</p>" for text in self.said()).replace(" %", "&nbsp;%")
         text = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<style>{_STYLE}</style><h1>How {name} scales</h1><p>{said}</p>"
+            f"<style>{_STYLE}</style><h1>How {name} scales</h1>{said}"
             f'<div class="plots">{figures}</div>{"".join(map(_html, self.tables()))}'
             "<p>Medians, with the middle half of the runs in brackets.</p></html>\n"
         )

@@ -13,7 +13,7 @@ from samestep.placement.launchers import FIELDS, Fact, Facts, LauncherFacts
 from samestep.text import counted, printable
 
 ASSUMED = "one node, assumed"
-_BY_BLOCKS = "blocks of local_size ranks"
+_BY_BLOCKS = "computed from local_size"
 _BELOW_TASKS = ("torchrun", "samestep")
 _MOST_PROCESSES = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
