@@ -49,3 +49,20 @@ def test_a_rank_that_ends_early_is_told_with_the_line_where_another_waited(launc
         "samestep.errors.RanksDiffer: ranks are at different calls: rank 0 at the end of the script, rank 1 at "
         "samestep.save (train.py:4); every rank has to make the same calls in the same order",
     ]
+
+
+def test_a_commit_that_failed_at_the_end_is_told_as_the_failure_and_was_told_at_the_start(launcher):
+    launcher.write(
+        """
+        import torch, samestep
+        checkpoint = samestep.Checkpoint("/proc/none", model=torch.nn.Linear(1, 1))
+        checkpoint.resume()
+        print("training", file=__import__("sys").stderr)
+        checkpoint.commit()
+        """
+    )
+    code, _, err = launcher.run("-n", "1", "train.py")
+    assert code == 1
+    at_start, _, rest = err.partition("training")
+    assert "samestep: commits would fail now: /proc/none cannot be written" in at_start
+    assert "samestep.errors.CheckpointError: checkpoint skipped: /proc/none cannot be written" in rest

@@ -77,7 +77,8 @@ def _what(
 def _others(cause: Worker, workers: Sequence[Worker]) -> str:
     others = [worker for worker in workers if worker is not cause]
     # who lost its partner just before it was stopped has no failure of its own
-    stopped = [worker.rank for worker in others if worker.was_stopped or (worker.status and worker.is_echo)]
+    unfinished = [worker for worker in others if worker.status != 0]
+    stopped = [worker.rank for worker in unfinished if worker.was_stopped or worker.is_echo]
     failed = [worker.rank for worker in others if worker.status and worker.rank not in stopped]
     done = [worker.rank for worker in others if worker.status == 0]
     was_stopped = "was stopped" if len(stopped) == 1 else "were stopped"

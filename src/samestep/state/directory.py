@@ -99,9 +99,9 @@ class CheckpointDirectory:
             self._make()
             with open_directory(self._at) as dir_fd:
                 self._hold(dir_fd)
-        except OSError:
-            # a disk that is full or read-only can be read from; the first commit says what is wrong with it
-            return
+        except OSError as error:
+            # a disk that is full or read-only can be read from, and may take the first commit
+            say(f"commits would fail now: {self._why(error, 0)}")
 
     def release(self) -> None:
         """Let another process write here."""
@@ -302,7 +302,7 @@ class CheckpointDirectory:
         return os.fstat(dir_fd).st_mtime - os.stat(name, dir_fd=dir_fd).st_mtime > _ABANDONED_SECONDS
 
     def _why(self, error: OSError, num_bytes: int) -> str:
-        if not self._at.is_dir():
+        if self._made and not self._at.is_dir():
             return f"{self.directory} is gone"
         if error.errno == errno.ENOSPC:
             with suppress(OSError):

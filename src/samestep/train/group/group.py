@@ -196,6 +196,7 @@ class Group:
             except SamestepError as error:
                 saved = False
                 print(f"samestep: {error}", file=sys.stderr)
+                write_failure(os.environ, error.with_traceback(None), 1)
         self._members.clear()
         if self._tree is not None:
             gc.collect()
