@@ -23,7 +23,6 @@ def without_names(text: str) -> list[str]:
     text = "\n".join(lines)
     for pattern, name in (
         (r"-[0-9a-f]{8}\.samestep", "-DIGEST.samestep"),
-        (r"checkpoint-\d{4}-\d{6}", "checkpoint-TIME"),
         (r"\S*/bin/python", "PYTHON"),
         (r"=/\S+/runs/", "=/HOME/runs/"),
         (r"\d\.\de-\d\d", "DISTANCE"),

@@ -196,6 +196,35 @@ def test_a_launcher_of_ours_on_each_node_reports_a_failure_and_keeps_every_ranks
     ]
 
 
+_COMMITS = """
+import time, torch
+import samestep
+train = samestep.loader(torch.utils.data.TensorDataset(torch.ones(64, 4)), 2)
+model = samestep.replicate(torch.nn.Linear(4, 1))
+checkpoint = samestep.Checkpoint("commits", model=model, train=train)
+for epoch in train.epochs(9):
+    for (x,) in train:
+        model(x).mean().backward()
+        time.sleep(0.1)
+        checkpoint.step()
+"""
+
+
+def test_a_job_that_was_cancelled_after_a_commit_is_not_listed_as_done(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = _submit(cluster, tmp_path, _COMMITS, "--profile=cpu-node", "--tasks-per-node=1", "")
+    until = time.monotonic() + 30
+    while not (tmp_path / "runs" / f"train_{job}" / "pulse" / "steps-0").exists():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    cluster.run("scancel", job)
+    cluster.wait_state(job, "CANCELLED")
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    [run] = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"]
+    assert (run["state"], run["exit_code"]) == ("stopped at a checkpoint", 75)
+
+
 def test_a_job_that_was_cancelled_is_listed_as_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     job = _submit(cluster, tmp_path, _ENDS, "--profile=cpu-node", "--tasks-per-node=1", "")
     until = time.monotonic() + 30
