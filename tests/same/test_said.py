@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 world = samestep.init()
 torch.manual_seed({seed})
 train = samestep.loader(TensorDataset(torch.rand(23, 4)), batch_size=6, shuffle=True)
-width = 2
+width = int(torch.ones(2).sum())
 class Net(nn.Sequential):
     def forward(self, x, epoch):
         return super().forward(x + torch.rand(width, 2).mean() if {square} and epoch else x)

@@ -36,7 +36,8 @@ def batches(size):
 def look_again():
     group = joined()
     group._said.clear()
-    group.the(Backward)._losses_to_look_at = 3
+    backward = group.the(Backward)
+    backward._losses_to_look_at, backward._looked_at, backward._loose, backward._earlier = 3, [], [], []
 
 
 @pytest.mark.sizes(2, 3)
@@ -112,8 +113,14 @@ def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, e
         (lambda out, y: ((out - y) ** 2).sum(), True),
         (lambda out, y: F.mse_loss(out, y), False),
         (lambda out, y: ((out - y) ** 2).sum() / len(y), False),
+        (
+            lambda out, y: (
+                torch.ones(2).double() * torch.stack([F.mse_loss(out, y), out.abs().mean()])
+            ).sum(),
+            False,
+        ),
     ],
-    ids=["reduction", "sum", "mean", "divided"],
+    ids=["reduction", "sum", "mean", "divided", "weighted losses"],
 )
 def test_a_sum_over_samples_is_said_once(world, loss, is_said):
     look_again()
@@ -131,6 +138,32 @@ def test_losses_are_looked_at_in_the_first_steps_only(world):
     for x, y in samestep.loader(DATA, 6):
         F.mse_loss(model(x), y).backward()
     assert joined().the(Backward)._losses_to_look_at == 0
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_weights_that_the_loop_updates_by_hand_and_no_replica_holds_are_said(world, is_averaged):
+    look_again()
+    weight = torch.zeros(4, 1, dtype=torch.float64, requires_grad=True)
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(DATA, 6):
+            x.requires_grad_()
+            ((x @ weight - y) ** 2).mean().backward()
+            with torch.no_grad():
+                weight -= 0.1 * (samestep.mean(weight.grad) if is_averaged else weight.grad)
+            weight.grad = None
+    text = "trains a tensor of shape [4, 1] that belongs to no replica"
+    assert said.getvalue().count(text) == (world.size > 1 and world.rank == 0 and not is_averaged)
+
+
+def test_a_slope_of_the_inputs_of_frozen_models_is_no_sum_to_be_said(world):
+    look_again()
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for x, _ in samestep.loader(DATA, 6):
+            for one in model.parameters():
+                one.requires_grad_(False)
+            model(x.requires_grad_()).sum().backward()
+    assert "is a sum over samples" not in said.getvalue()
 
 
 @pytest.mark.sizes(2, 3)

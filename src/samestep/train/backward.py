@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.loss import name_of, reduction_of
-from samestep.train.step import Spine, spine
+from samestep.train.loss import leaves_before, name_of, reduction_of
+from samestep.train.step import Share, Spine, spine
 
-_FIRST_LOSSES = 3
+_FIRST_LOSSES = _FIRST_BATCHES = 3
 # both ways into the engine, backward() and grad(), look this up; nothing public of torch 2.13 is in both
 _AUTOGRAD: Any = torch.autograd
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
@@ -47,6 +48,10 @@ class Backward(Member):
         super().__init__(group)
         self._spine = group.the(Spine)
         self._is_running = False
+        # the first batches, and the leaves that no replica holds, of the latest of them and of those before
+        self._looked_at: list[Share] = []
+        self._loose: list[torch.Tensor] = []
+        self._earlier: list[torch.Tensor] = []
         self._losses_to_look_at = _FIRST_LOSSES if group.world.size > 1 else 0
         self._run: Callable[..., Any] = _AUTOGRAD._engine_run_backward
         self._watched = self._watched_run()
@@ -78,6 +83,8 @@ class Backward(Member):
     ) -> Any:
         spine = self._spine
         spine.begin_backward(outputs[0])
+        if (share := spine.at_hand) is not None and len(self._looked_at) <= _FIRST_BATCHES:
+            self._compare_loose(outputs[0], share)
         if self._losses_to_look_at and spine.at_hand is not None and outputs[0].numel() == 1:
             self._losses_to_look_at -= 1
             self._look_at(outputs[0])
@@ -129,7 +136,8 @@ class Backward(Member):
         """Say once that a loss is a sum, which averaging over ranks makes smaller."""
         models, found = self._spine.models, reduction_of(loss)
         is_sum = found["reduction"] == "sum" and found["count"] is None
-        if not is_sum or models.adds_losses or not any(True for _ in models.parameters()):
+        # where no parameter is trained, slopes of the inputs are asked for
+        if not is_sum or models.adds_losses or not any(one.requires_grad for one in models.parameters()):
             return
         self._losses_to_look_at = 0
         self.group.say(
@@ -137,6 +145,30 @@ class Backward(Member):
             f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "
             'replicate(model, loss="sum")'
         )
+
+    def _compare_loose(self, loss: torch.Tensor, share: Share) -> None:
+        """Collective where a tensor that belongs to no replica gets gradients of a second batch; it has to be equal."""
+        if share.microbatch is not None or not 1 < self.group.world.size <= share.all:
+            return
+        if share not in self._looked_at:
+            self._looked_at.append(share)
+            self._earlier, self._loose = [*self._earlier, *self._loose], []
+        if len(self._looked_at) > _FIRST_BATCHES:
+            self._earlier.clear()
+            return
+        held = {id(one) for one in self._spine.models.parameters()}
+        self._loose += [one for one in leaves_before(loss) if id(one) not in held]
+        again = [one for one in self._loose if any(one is other for other in self._earlier)]
+        if not again:
+            return
+        digests = self.group.all_gather(f"samestep's check of backward ({users_line()})", bit_sums(again))
+        if len(set(digests)) > 1:
+            self.group.say(
+                f"backward() ({users_line()}) trains a tensor of shape {list(again[0].shape)} that belongs to no "
+                "replica, and it differs between ranks: each rank trains its own on its share; make it a parameter of "
+                "a torch.nn.Module and replicate that",
+                what="loose",
+            )
 
 
 def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:

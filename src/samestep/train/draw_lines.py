@@ -1,4 +1,4 @@
-"""Where in the script a random draw is made, and what its call names there: a size that is written out, or tensors."""
+"""Where in the script a random draw is made, and what its call names there."""
 
 import ast
 import contextlib
@@ -19,7 +19,6 @@ _NOT_THE_MODELS = (
     *(str(Path(__file__).parents[1]), contextlib.__file__),
 )
 _NOT_THE_SCRIPTS = (_LAYERS, *_NOT_THE_MODELS)
-_SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full", "randperm"}
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
 
@@ -39,36 +38,20 @@ def line_of_draw() -> tuple[Any, ...]:
     return tuple(found)
 
 
-def has_fixed_size() -> bool:
-    """Whether the script's line draws with a size that is written out, such as torch.rand(1)."""
-    call = _call_in(_scripts_frame(sys._getframe(2)))
-    # in torch.empty(3).normal_() the size stands in the first call
-    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        if not isinstance(call.func.value, ast.Call):
-            break
-        call = call.func.value
-    if not isinstance(call, ast.Call) or not (call.args or call.keywords):
-        return False
-    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    sizes = (*call.args, *(word.value for word in call.keywords if word.arg == "size"))
-    fixed = (ast.Constant, ast.Tuple, ast.List, ast.Load, ast.UnaryOp, ast.USub)
-    return name in _SIZED_CALLS and all(isinstance(node, fixed) for one in sizes for node in ast.walk(one))
-
-
 def named_in_call() -> list[Any]:
     """The values of variables that the script's line names in its draw, such as p and p.grad in randn_like(p.grad)."""
-    frame = _scripts_frame(sys._getframe(2))
-    call = _call_in(frame)
-    return [_value(node, frame) for node in ast.walk(call)] if call and frame else []
+    frame = scripts_frame(sys._getframe(2))
+    call = call_in(frame)
+    return [value_of(node, frame) for node in ast.walk(call)] if call and frame else []
 
 
-def _value(node: ast.AST, frame: FrameType) -> Any:
+def value_of(node: ast.AST, frame: FrameType) -> Any:
     """What stands there, as far as looking it up runs no code of the script; else None."""
     match node:
         case ast.Name(id=name):
             return frame.f_locals.get(name, frame.f_globals.get(name))
         case ast.Attribute(value=inner, attr=name):
-            of = _value(inner, frame)
+            of = value_of(inner, frame)
             if isinstance(of, torch.Tensor):
                 return getattr(of, name) if name in ("data", "grad", "shape") else None
             held = getattr(of, "__dict__", {})
@@ -78,24 +61,26 @@ def _value(node: ast.AST, frame: FrameType) -> Any:
             ast.Subscript(value=inner, slice=at)
             | ast.Call(func=ast.Attribute(value=inner, attr="size"), args=[at])
         ):
-            of = _value(inner, frame)
+            of = value_of(inner, frame)
             of = of.shape if isinstance(node, ast.Call) and isinstance(of, torch.Tensor) else of
-            key: Any = at.value if isinstance(at, ast.Constant) else _value(at, frame)
+            key: Any = at.value if isinstance(at, ast.Constant) else value_of(at, frame)
             with contextlib.suppress(LookupError, TypeError):
                 return of[key] if type(of) in (list, tuple, dict, torch.Size) else None
         case ast.Call(func=ast.Name(id="len"), args=[inner]):
-            of = _value(inner, frame)
+            of = value_of(inner, frame)
             return len(of) if isinstance(of, torch.Tensor) and of.dim() else None
     return None
 
 
-def _scripts_frame(frame: FrameType | None) -> FrameType | None:
+def scripts_frame(frame: FrameType | None) -> FrameType | None:
+    """The nearest frame of the script."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
         frame = frame.f_back
     return frame
 
 
-def _call_in(frame: FrameType | None) -> ast.AST | None:
+def call_in(frame: FrameType | None) -> ast.AST | None:
+    """What this frame evaluates now."""
     return _call_at(frame.f_code, frame.f_lasti) if frame else None
 
 

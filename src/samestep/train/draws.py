@@ -8,7 +8,6 @@ Not covered, and said once where it happens: draws whose number depends on their
 permutation of the share's length, fused attention with dropout, compiled graphs.
 """
 
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +18,15 @@ import torch
 
 from samestep.text import name_ranks
 from samestep.train import streams
-from samestep.train.batch_places import BatchPlaces, Place, memory_of
-from samestep.train.draw_lines import has_fixed_size, line_of_draw, named_in_call
+from samestep.train.batch_places import Place
+from samestep.train.draw_lines import line_of_draw, named_in_call
 from samestep.train.draw_parts import Memory, Part, part_at
+from samestep.train.draw_sizes import fixed_sizes
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.nested import named_tensors
+from samestep.train.nested import memory_of
 from samestep.train.step import Rows, Share, Spine
+from samestep.train.watching import Watching
 
 _FILLS = (
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
@@ -53,11 +54,9 @@ class Draws(Member):
         self._library: torch.library.Library | None = None
         self._paused = self._is_unwatched = False
         self._of_all: set[tuple[Any, ...]] = set()
-        self._in_model: Any = None
+        self.watching = Watching(self._spine)
         self._places: dict[Any, Place | None] = {}
         self._memory: Memory = {}
-        self._traced: set[Any] = set()
-        self.tracing: BatchPlaces | None = None
 
     def begin(self) -> None:
         """Collective. From here on all ranks draw the numbers of the serial script."""
@@ -65,6 +64,7 @@ class Draws(Member):
             return
         self.adopt_first()
         self.active = True
+        self._spine.subscribe(self.watching)
         if self._library is None:
             self.group.watch(self._digest, self._parted)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -216,7 +216,12 @@ class Draws(Member):
 
     def _randperm(self, original: Any, n: int, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         share = self._spine.at_hand
-        if generator is not None or share is None or not 0 < share.mine == n < share.all or has_fixed_size():
+        if (
+            generator is not None
+            or share is None
+            or not 0 < share.mine == n < share.all
+            or all(fixed_sizes())
+        ):
             return original(n, *args, generator=generator, **kwargs)
         self.say_other("randperm", "a permutation of this rank's share is none of the whole batch")
         # all ranks draw that of the whole batch, so that their streams stay alike
@@ -271,27 +276,34 @@ class Draws(Member):
 
     def _place(self, name: str, tensor: torch.Tensor) -> Place | None:
         """Where the batch is, as found in a call of the model that drew at this line."""
-        line = name, tensor.dim(), line_of_draw()
-        if self.tracing is not None:
-            found = Place(None) if has_fixed_size() else self.tracing.place(tensor)
+        line = self._line(name, tensor.dim())
+        if self.watching.places is not None:
+            found = Place(None) if all(fixed_sizes()) else self.watching.places.place(tensor)
             self._places[line] = found or self._places.get(line)
+            # a segment that is computed again in backward() is in no call of a model
+            self._places[*line[:2], None, line[3]] = self._places[line]
         elif line not in self._places:
-            self._traced.discard(self._in_model)  # the next call of this kind is watched again
+            self.watching.watch_again()
         return self._places.get(line)
+
+    def _line(self, name: str, dims: int) -> tuple[Any, ...]:
+        """What tells a draw from others: also how often the batch is in what the model is called with."""
+        return name, dims, self.watching.in_model and self.watching.in_model[-1], line_of_draw()
 
     def _guessed(self, name: str, shape: torch.Size, share: Share) -> Part | None:
         """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
         fits = (one for one in self._spine.open_shares if one.mine in shape[:2])
-        rows, fixed = next(fits, share).rows, has_fixed_size()
+        rows, sizes = next(fits, share).rows, fixed_sizes()
+        fixed = all(sizes)
         kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
         if len(kinds) == 1 and not fixed:
             return Part(0, kinds.pop())
-        line = line_of_draw()
-        is_new = self._in_model and (name, len(shape), line) not in self._places
+        line = self._line(name, len(shape))
+        is_new = self.watching.in_model and line not in self._places
         if is_new and not fixed and shape[:2] == (rows.mine, rows.mine):
             why = "it was not made in the first call, and its first two dimensions have the size of this rank's share"
             self.say_other(name, f"{why}; from the next call on it does")
-        for (_, dims, _), place in self._places.items() if self._in_model else ():
+        for (_, dims, *_), place in self._places.items() if self.watching.in_model else ():
             if (
                 dims == len(shape)
                 and place
@@ -299,23 +311,28 @@ class Draws(Member):
                 and (part := part_at(place, shape, share))
             ):
                 return part
-        known = name, tuple(shape), line
-        is_beside = not self._in_model and not fixed
+        known = tuple(shape), line
+        is_beside = not self.watching.in_model and not fixed
         if is_beside and rows.mine in shape[:2] and self._is_of_weights(name, shape, share):
             return None
         if rows.mine in shape[:2] and known not in self._of_all:
             # where a batch has the time in front, so has what the loop draws for it
-            in_front = shape[0] == rows.mine and not any(
-                one.dim == 1
-                for one in share.of.ragged.values()
-                if one.rows == rows and shape[1:2] == shape[:1]
+            is_second = len(sizes) == len(shape) and shape[1:2] == shape[:1] and sizes[:2] == [True, False]
+            in_front = (
+                shape[0] == rows.mine
+                and not is_second
+                and not any(
+                    one.dim == 1
+                    for one in share.of.ragged.values()
+                    if one.rows == rows and shape[1:2] == shape[:1]
+                )
             )
             return None if fixed else Part(int(not in_front), rows)
-        if self._in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
+        if self.watching.in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
             return Part(0, rows, shape[0] // rows.mine)
         if is_beside:
             self._look_for_multiple(name, shape, rows)
-        elif name in _OF_ACTIVATIONS and not fixed and self._places.get((name, len(shape), line)) is None:
+        elif name in _OF_ACTIVATIONS and not fixed and self._places.get(line) is None:
             why = f"where among those of all ranks its {shape[0]} rows are, as a mask chooses them, is not known"
             self.say_other(name, why, "may not")
         self._of_all.add(known)
@@ -324,9 +341,11 @@ class Draws(Member):
     def _is_of_weights(self, name: str, shape: torch.Size, share: Share) -> bool:
         """Whether a draw beside the model is for weights, though it has a size of this rank's share: what its call
         names tells it, and where that may be both, it is said."""
-        named = [one for one in named_in_call() if isinstance(one, torch.Tensor)]
+        all_named = named_in_call()
+        named = [one for one in all_named if isinstance(one, torch.Tensor)]
         batch = [tensor for _, tensor in share.of.tensors()]
-        if any(one is given for one in named for given in batch):
+        is_sized = len(shape) == 1 and shape[0] in [one for one in all_named if type(one) is int]
+        if is_sized or any(one is given for one in named for given in batch):
             return False
         weights = list(self._spine.models.parameters())
         memory = {memory_of(one) for weight in weights for one in (weight, weight.grad) if one is not None}
@@ -359,26 +378,3 @@ class Draws(Member):
                 f"known; give the samples a dimension of their own, as in ({rows.mine}, {times})",
                 "does not" if is_sized else "may not",
             )
-
-    @contextmanager
-    def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-        """Local. While a model is called; the first calls are watched for where the batch is in what it draws."""
-        share = self._spine.at_hand
-        given = [tensor for _, tensor in named_tensors((args, kwargs))]
-        kind = id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in given)
-        before = self._in_model
-        has_share = share is not None and any(share.mine in one.shape[:2] for one in given)
-        self._in_model = kind if has_share else None
-        try:
-            if kind in self._traced or share is None or not 0 < share.mine < share.all or self.tracing:
-                yield
-                return
-            self._traced.add(kind)
-            self.tracing = BatchPlaces(share, given, itertools.chain(model.parameters(), model.buffers()))
-            try:
-                with self.tracing:
-                    yield
-            finally:
-                self.tracing = None
-        finally:
-            self._in_model = before

@@ -1,5 +1,7 @@
 """Reads from a loss's autograd graph how it was reduced, and by which count."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,15 +15,30 @@ def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
     return _reduction_at(loss.grad_fn)
 
 
+def leaves_before(tensor: torch.Tensor, nodes: int = 1000) -> Iterator[torch.Tensor]:
+    """What it is made of, as far as that is found in so many steps."""
+    if tensor.is_leaf:
+        yield tensor
+    seen = {tensor.grad_fn}
+    to_do = [tensor.grad_fn]
+    for node in itertools.islice(to_do, nodes):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        for before, _ in getattr(node, "next_functions", ()):
+            if before is not None and before not in seen:
+                seen.add(before)
+                to_do.append(before)
+
+
 def _reduction_at(node: Any) -> dict[str, Any]:
     divisor: float | None = None
     while node is not None:
         name = name_of(node)
         reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
-        inner = node.next_functions[0][0] if name == "Sum" and node.next_functions else None
-        if inner is not None and name_of(inner) == "Stack" and inner.next_functions:
-            # a sum of several losses is what each of them is
-            found = _reduction_at(inner.next_functions[0][0])
+        stack = _stack_before(node, 4) if name == "Sum" else None
+        if stack is not None and stack.next_functions:
+            # a sum of several losses, perhaps with weights, is what each of them is
+            found = _reduction_at(stack.next_functions[0][0])
             if found["reduction"] is not None:
                 return found
         if reduction in (1, 2):
@@ -32,6 +49,20 @@ def _reduction_at(node: Any) -> dict[str, Any]:
         divisor = _single(getattr(node, "_saved_other", None)) if name == "Div" else divisor
         node = node.next_functions[0][0]
     return {"reduction": None}
+
+
+def _stack_before(node: Any, steps: int) -> Any:
+    """The stack of losses that is summed up there, None where it is none."""
+    for before, _ in node.next_functions if steps else ():
+        if before is not None and name_of(before) == "Stack":
+            return before
+        if (
+            before is not None
+            and name_of(before).startswith(_PASSED)
+            and (found := _stack_before(before, steps - 1))
+        ):
+            return found
+    return None
 
 
 def name_of(node: Any) -> str:

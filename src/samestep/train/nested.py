@@ -48,3 +48,8 @@ def named_tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[
             yield from named_tensors(inner, f"{name}.{key}", depth + 1)
     elif hasattr(value, "__dict__"):
         yield from named_tensors(vars(value), name, depth + 1)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells whether two tensors share their memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)

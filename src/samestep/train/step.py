@@ -261,6 +261,8 @@ class Spine(Member):
         left.is_left = True
         self._left, self._left_at = left, self.batches
         self.called.clear()
+        for subscriber in self._subscribers:
+            subscriber.pass_left(left)
 
     @property
     def at_hand(self) -> Share | None:

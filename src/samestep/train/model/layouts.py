@@ -21,6 +21,7 @@ def note_layouts(model: torch.nn.Module, target: torch.nn.Module) -> None:
             module.register_forward_hook(_leave_recurrent, always_call=True)
     compiled = model is not target or getattr(target, "_compiled_call_impl", None) is not None
     if compiled:
+        joined().the(Draws).watching.is_compiled = True
         joined().say(
             "a compiled model may draw by itself and then does not draw the serial script's numbers under same=True; "
             "compile without fusing random operations (torch._inductor.config.fallback_random = True)"
@@ -36,8 +37,12 @@ def _enter_recurrent(module: torch.nn.Module, args: Any) -> None:
 def _leave_recurrent(module: torch.nn.Module, args: Any, output: Any) -> None:
     draws = joined().the(Draws)
     draws.packed = None
-    if draws.tracing is not None and isinstance(output, tuple) and isinstance(output[0], torch.Tensor):
-        draws.tracing.mark(output[0], 0 if module.batch_first else 1)
+    if (
+        (places := draws.watching.places) is not None
+        and isinstance(output, tuple)
+        and isinstance(output[0], torch.Tensor)
+    ):
+        places.mark(output[0], 0 if module.batch_first else 1)
 
 
 def _packed_part(packed: PackedSequence) -> Part | None:

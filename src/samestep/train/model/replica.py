@@ -123,7 +123,7 @@ class Replica:
         share = self._spine.share_of(args, kwargs)
         if self._draws.active:
             batch = self._spine.batch_of(args, kwargs)
-            with self._spine.working_on(batch), self._draws.model_called(self.model, args, kwargs):
+            with self._spine.working_on(batch), self._draws.watching.model_called(self.model, args, kwargs):
                 return self._called(share, args, kwargs)
         return self._called(share, args, kwargs)
 

@@ -1,14 +1,14 @@
 """Gradients that count as much as the share of the batch they were computed from."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from samestep.errors import UsageError
+from samestep.train.loss import leaves_before
 from samestep.train.nested import map_tensors
 from samestep.train.step import Share, Spine, spine
 
@@ -92,22 +92,11 @@ def _count_in_leaves(at: Spine, tensor: torch.Tensor) -> torch.Tensor:
     def counted(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * (at.leaves / at.root) if at.root else gradient
 
-    for leaf in _leaves_of(tensor) if tensor.requires_grad else ():
+    for leaf in leaves_before(tensor, _MOST_NODES) if tensor.requires_grad else ():
         if not isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, "_counts_by_share"):
             leaf.register_hook(counted)  # type: ignore[no-untyped-call]
             leaf.__dict__["_counts_by_share"] = True
     return tensor
-
-
-def _leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What an input is made of in a few steps, as x + delta is of delta; but not what another model made."""
-    if tensor.is_leaf:
-        yield tensor
-    to_do = [tensor.grad_fn]
-    for node in itertools.islice(to_do, _MOST_NODES):
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        to_do += [before for before, _ in getattr(node, "next_functions", ())]
 
 
 def share_weight(share: Share | None, size: int, *, sums: bool) -> float:

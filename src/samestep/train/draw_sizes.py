@@ -1,0 +1,156 @@
+"""Whether the sizes of a random draw are of the batch, or are set to numbers that the script writes out.
+
+A number of samples to show, of particles or of features may be as large as this rank's share by chance. Read from the
+script's text; where that does not tell, a size may be of the batch.
+"""
+
+import ast
+import functools
+import linecache
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType
+
+import torch
+
+from samestep.train.draw_lines import call_in, scripts_frame, value_of
+
+_SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full", "randperm"}
+_MEASURES = {"shape", "size", "len"}
+_DEEPEST = 8
+_Sizes = ast.Tuple | ast.List
+_Functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+
+
+def fixed_sizes() -> list[bool]:
+    """Of each size that the script's line draws with, whether it is none of the batch, as the 1 in torch.rand(1, n).
+
+    It may be [False] where the line draws with no sizes, as torch.randn_like(x) does.
+    """
+    frame = scripts_frame(sys._getframe(1))
+    call = call_in(frame)
+    # in torch.empty(3).normal_() the size stands in the first call
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        if not isinstance(call.func.value, ast.Call):
+            break
+        call = call.func.value
+    if not isinstance(call, ast.Call) or _name_of(call.func) not in _SIZED_CALLS:
+        return [False]
+    given = [*call.args, *(word.value for word in call.keywords if word.arg == "size")]
+    sizes = next((one.elts for one in given if isinstance(one, _Sizes)), given)
+    return [_is_fixed(one, frame, 0) for one in sizes] or [False]
+
+
+def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
+    """Whether this is written out, or made of variables and attributes that are set to such sizes alone."""
+    if frame is None or depth == _DEEPEST:
+        return False
+
+    def are(nodes: Iterable[ast.AST]) -> bool:
+        return all(_is_fixed(one, frame, depth + 1) for one in nodes)
+
+    match node:
+        case ast.Constant():
+            return True
+        case (
+            ast.Tuple(elts=parts)
+            | ast.List(elts=parts)
+            | ast.Call(func=ast.Name(id="int" | "range"), args=parts)
+        ):
+            return are(parts)
+        case ast.Starred(value=part) | ast.UnaryOp(operand=part):
+            return are([part])
+        case ast.BinOp(left=one, right=other) | ast.IfExp(body=one, orelse=other):
+            return are([one, other])
+        case ast.Attribute(value=held_by, attr=name) if name not in _MEASURES:
+            # as in args.n, or self.n where it is not set to a size of something
+            is_tensor = isinstance(value_of(held_by, frame), torch.Tensor)
+            return not is_tensor and not _is_measured(frame.f_code.co_filename, name)
+        case ast.Name(id=name):
+            set_to, given = _set_to(frame.f_code, name), _given(frame, name)
+            caller = scripts_frame(frame.f_back)
+            is_known = set_to is not None and given is not None and bool(set_to or given)
+            return (
+                is_known
+                and are(set_to or ())
+                and all(_is_fixed(one, caller, depth + 1) for one in given or ())
+            )
+    return False
+
+
+def _given(frame: FrameType, name: str) -> list[ast.expr] | None:
+    """What the call of this function gives for a parameter; nothing for other variables, None where not known."""
+    code = frame.f_code
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if name not in parameters:
+        return []
+    call = call_in(scripts_frame(frame.f_back))
+    if not isinstance(call, ast.Call) or any(isinstance(one, ast.Starred) for one in call.args):
+        return None
+    called = _name_of(call.func)
+    if called != code.co_name and code.co_name not in ("forward", "__call__", "__init__"):
+        return None
+    is_method = called != code.co_name or code.co_varnames[0] == "self"
+    at = parameters.index(name) - is_method
+    given = [word.value for word in call.keywords if word.arg in (name, None)] or call.args[at : at + 1]
+    return given or [ast.Constant(None)]  # a default is written out
+
+
+@functools.cache
+def _set_to(code: CodeType, name: str) -> list[ast.expr] | None:
+    """What a variable is set to where it belongs; None where that is not known."""
+    tree = _tree(code.co_filename)
+    scope: ast.AST | None = tree
+    if name in code.co_varnames and code.co_name != "<module>":
+        functions = (one for one in ast.walk(tree) if isinstance(one, _Functions))
+        at = code.co_firstlineno
+        scope = next((one for one in functions if at in _first_lines(one)), None)
+    if scope is None:
+        return None
+    # a variable of an enclosing function may be set anywhere
+    nodes = list(ast.walk(scope) if name in code.co_freevars else _inside(scope))
+    values = [
+        one.iter if isinstance(one, ast.For) else one.value
+        for one in nodes
+        if isinstance(one, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For)
+        for target in getattr(one, "targets", [getattr(one, "target", None)])
+        if isinstance(target, ast.Name) and target.id == name
+    ]
+    stores = (one for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    is_all = len(values) == sum(one.id == name for one in stores)
+    return [one for one in values if one is not None] if is_all else None
+
+
+def _inside(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function or module without those of functions inside it."""
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, _Functions):
+            yield node
+            yield from _inside(node)
+
+
+def _first_lines(node: ast.AST) -> set[int]:
+    return {one.lineno for one in (node, *getattr(node, "decorator_list", ())) if hasattr(one, "lineno")}
+
+
+@functools.cache
+def _is_measured(file: str, attribute: str) -> bool:
+    """Whether attributes of this name are set to a size of something in this file."""
+    return any(
+        isinstance(one, ast.Assign | ast.AugAssign)
+        and any(_name_of(at) == attribute for at in getattr(one, "targets", [getattr(one, "target", None)]))
+        and not _MEASURES.isdisjoint(map(_name_of, ast.walk(one.value)))
+        for one in ast.walk(_tree(file))
+    )
+
+
+def _name_of(node: ast.AST | None) -> str:
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
+@functools.cache
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])

@@ -1,0 +1,122 @@
+"""When it is watched where the batch is: in the first batch of each kind, and in each kind of call of a model.
+
+Of the loop's first batch all is watched until backward() begins, so that it is known of what a model is called with:
+two views end to end have the batch twice, and noise for some pictures to show has none of it.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from samestep.train.batch_places import BatchPlaces, Place
+from samestep.train.nested import memory_of, named_tensors
+from samestep.train.step import Pass, Share, Spine
+from samestep.train.subscriber import Subscriber
+
+
+class Watching(Subscriber):
+    """What is watched now (`places`), and in which kind of a model's call with the batch this process is."""
+
+    def __init__(self, spine: Spine) -> None:
+        self.places: BatchPlaces | None = None
+        self.in_model: Any = None
+        self.is_compiled = False
+        self._spine, self._pid = spine, os.getpid()
+        self._loop: BatchPlaces | None = None
+        self._seen: set[Any] = set()
+        # of each kind of call, where the batch is in what the model is given
+        self._given: dict[Any, list[Place | None]] = {}
+        # and whether it is in each at all
+        self._computed: dict[Any, list[bool]] = {}
+
+    def watch_again(self) -> None:
+        """The next call of this kind is watched: it draws where no call has drawn."""
+        self._seen.discard(self.in_model)
+
+    @contextmanager
+    def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """Local. While a model is called."""
+        share = self._spine.at_hand
+        given = [tensor for _, tensor in named_tensors((args, kwargs))]
+        mine = share.mine if share is not None else 0
+        call = id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in given)
+        seen = [self.places.place(one) for one in given] if self.places and self.places is self._loop else []
+        if seen:
+            self._computed[call] = [place is not None and place.dim is not None for place in seen]
+        kind = *call, self._times(given, share, self._computed.get(call, [True] * len(given)))
+        if seen:
+            self._given[kind] = seen
+            self._seen.add(kind)
+        found = self._given.get(kind, [None] * len(given))
+        has_share = any(
+            mine in one.shape[:2] if place is None else place.dim is not None
+            for one, place in zip(given, found, strict=True)
+        )
+        before, self.in_model = self.in_model, kind if has_share else None
+        try:
+            if kind in self._seen or share is None or not 0 < mine < share.all or self.places:
+                yield
+                return
+            self._seen.add(kind)
+            constant = itertools.chain(model.parameters(), model.buffers())
+            self.places = BatchPlaces(share, zip(given, found, strict=True), constant)
+            try:
+                with self.places:
+                    yield
+            finally:
+                self.places = None
+        finally:
+            self.in_model = before
+
+    @staticmethod
+    def _times(
+        given: Sequence[torch.Tensor], share: Share | None, are_computed: Sequence[bool]
+    ) -> tuple[int, ...]:
+        """How often each input that was computed from the batch has it, one behind the other."""
+        if share is None or not share.mine:
+            return ()
+        of_batch = {memory_of(tensor) for _, tensor in share.of.tensors()}
+        return tuple(
+            one.shape[0] // share.mine
+            if is_computed and one.dim() and memory_of(one) not in of_batch and not one.shape[0] % share.mine
+            else 1
+            for one, is_computed in zip(given, are_computed, strict=True)
+        )
+
+    def step_begins(self, share: Share) -> None:
+        self._leave_loop()
+        shares = self._spine.open_shares
+        tensors = [(one, *named) for one in shares for named in one.of.tensors()]
+        kind = share.of.training, torch.is_grad_enabled(), *(tensor.dim() for *_, tensor in tensors)
+        is_alike = all(one.rows == share.rows and (one is share or not one.of.ragged) for one in shares)
+        can_be = 0 < share.mine < share.all and share.microbatch is None and not self.is_compiled
+        if kind in self._seen or not (is_alike and can_be):
+            return
+        self._seen.add(kind)
+        given = [(tensor, None if one is share else Place(one.dim_in(name))) for one, name, tensor in tensors]
+
+        def is_paused() -> bool:
+            return self._loop is not watched or self._spine.is_reading or os.getpid() != self._pid
+
+        watched = BatchPlaces(share, given, self._spine.models.parameters(), is_paused)
+        self._loop = self.places = watched
+        watched.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave_loop(self) -> None:
+        watched, self._loop = self._loop, None
+        if watched is not None:
+            self.places = None
+            modes = _get_current_dispatch_mode_stack()
+            if modes and modes[-1] is watched:  # else it lets all pass
+                watched.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        self._leave_loop()
+
+    def pass_left(self, left: Pass) -> None:
+        self._leave_loop()
