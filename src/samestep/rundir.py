@@ -11,6 +11,7 @@ from contextlib import suppress
 from errno import EPERM
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from samestep.errors import UsageError
 from samestep.files import (
@@ -35,18 +36,14 @@ WAITS = ("exchange", "call")
 COMPUTE = ("forward", "backward", "optimizer", "user", "evaluation")
 PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 
-# A pulse file holds _MAGIC, _OPENED, a counter, _BEAT, _CALL and a counter. The writer changes the last counter first
-# and the first counter last, and the reader reads the first one first: equal counters enclose no half of a write.
-_MAGIC = b"pulse\0\0\4"
+# A pulse file holds _MAGIC, _OPENED, a checksum of _SAID, and _SAID: a write that is seen half has another checksum.
+_MAGIC = b"pulse\0\0\5"
 _OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
-_BEAT = struct.Struct("<qidd")  # step, epoch, Unix time, monotonic time
-_CALL = struct.Struct("<16sdQ160s")  # phase, monotonic time of its begin, number of waits, call
-_COUNTER = struct.Struct("<Q")
-_AT_FIRST = len(_MAGIC) + _OPENED.size
-_AT_BEAT = _AT_FIRST + _COUNTER.size
-_AT_CALL = _AT_BEAT + _BEAT.size
-_AT_LAST = _AT_CALL + _CALL.size
-_PULSE_BYTES = _AT_LAST + _COUNTER.size
+_SAID = struct.Struct("<qidd16sdQ160s")  # step, epoch, Unix and monotonic time, phase, its begin, waits, call
+_CHECKSUM = struct.Struct("<I")
+_AT_CHECKSUM = len(_MAGIC) + _OPENED.size
+_AT_SAID = _AT_CHECKSUM + _CHECKSUM.size
+_PULSE_BYTES = _AT_SAID + _SAID.size
 
 
 class PulseReading(NamedTuple):
@@ -69,8 +66,7 @@ class Pulse:
     """A worker's sign of life: a small file in memory that others may read at any moment."""
 
     def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
-        self._counter, self._step, self._epoch, self._waits = 0, -1, 0, 0
-        self._patience_s = patience_s
+        self._step, self._epoch, self._waits, self._patience_s = -1, 0, 0, patience_s
         self._memory = in_memory(path, _MAGIC, _PULSE_BYTES)
         self.take(device)
 
@@ -82,27 +78,19 @@ class Pulse:
     def beat(self, step: int, epoch: int = 0) -> None:
         """Say that this step is being taken."""
         self._step, self._epoch = step, epoch
-        self._begin_write()
-        self._write_beat(time.monotonic())
-        _COUNTER.pack_into(self._memory, _AT_FIRST, self._counter)
+        self._write(time.monotonic())
 
     def enter(self, phase: str, call: str = "") -> None:
         """Say what this process does from now on: one of PHASES, and the call with its file and line."""
         now = time.monotonic()
         phase = phase if phase in PHASES else "other"
         self._waits += phase in WAITS
-        self._begin_write()
-        self._write_beat(now)
-        what = (phase.encode(), now, self._waits, call.encode(errors="replace"))
-        _CALL.pack_into(self._memory, _AT_CALL, *what)
-        _COUNTER.pack_into(self._memory, _AT_FIRST, self._counter)
+        self._phase = phase.encode(), now, self._waits, call.encode(errors="replace")
+        self._write(now)
 
-    def _begin_write(self) -> None:
-        self._counter += 1
-        _COUNTER.pack_into(self._memory, _AT_LAST, self._counter)
-
-    def _write_beat(self, now: float) -> None:
-        _BEAT.pack_into(self._memory, _AT_BEAT, self._step, self._epoch, time.time(), now)
+    def _write(self, now: float) -> None:
+        said = _SAID.pack(self._step, self._epoch, time.time(), now, *self._phase)
+        self._memory[_AT_CHECKSUM:] = _CHECKSUM.pack(crc32(said)) + said
 
 
 def read_pulse(path: Path) -> PulseReading | None:
@@ -117,19 +105,15 @@ def read_pulse(path: Path) -> PulseReading | None:
 def pulse_in(file: int) -> PulseReading | None:
     """The last beat in an open pulse file; raises OSError."""
     for _ in range(8):
-        # in three reads, as one read may copy in any order
-        first = os.pread(file, _COUNTER.size, _AT_FIRST)
         data = os.pread(file, _PULSE_BYTES + 1, 0)
-        last = os.pread(file, _COUNTER.size, _AT_LAST)
         if len(data) != _PULSE_BYTES or not data.startswith(_MAGIC):
             return None
-        if first == last != bytes(_COUNTER.size):
+        if _CHECKSUM.unpack_from(data, _AT_CHECKSUM)[0] == crc32(data[_AT_SAID:]):
             break
     else:
         return None
     device, pid, patience_s = _OPENED.unpack_from(data, len(_MAGIC))
-    step, epoch, unix, monotonic = _BEAT.unpack_from(data, _AT_BEAT)
-    phase, phase_began, waits, call = _CALL.unpack_from(data, _AT_CALL)
+    step, epoch, unix, monotonic, phase, phase_began, waits, call = _SAID.unpack_from(data, _AT_SAID)
     device, phase, call = (text.rstrip(b"\0").decode(errors="ignore") for text in (device, phase, call))
     beat = (step, epoch, device, unix, monotonic)
     return PulseReading(*beat, phase, call, phase_began, waits, pid, patience_s)

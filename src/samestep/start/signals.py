@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
@@ -23,14 +23,8 @@ def ending_signals() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise Asked(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in heard}
-    try:
+    with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -40,14 +34,22 @@ def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
     for descriptor in (pipe, end):
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(end, warn_on_full_buffer=False)
-    # What is ignored from the start (nohup, a shell's background job) stays so.
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in heard}
     try:
-        yield pipe
+        with _handled(numbers, lambda *_: None):
+            yield pipe
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
         os.close(pipe)
         os.close(end)
+
+
+@contextmanager
+def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """While entered, these are handled so; what is ignored from the start (nohup, a background job) stays so."""
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
