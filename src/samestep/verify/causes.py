@@ -50,8 +50,8 @@ _OF_WORLD = _SHOWN | {
     "weights": "build the model from the same seed on every rank, before code that differs between ranks draws random "
     "numbers",
     "apart": "code that only some ranks run changes it; run it on every rank",
-    "inputs": "the same samples have different inputs; make and augment each sample from the sample alone, in the "
-    "dataset, not from the rank",
+    "inputs": "the same samples have different inputs; seed alike on every rank where data are made, and augment each "
+    "sample in the dataset from the sample alone, not from the rank",
     "numbers": "what is trained depends on the rank or the number of ranks; leave them out: every step has the whole "
     "batch, and its gradient is averaged by samestep",
 }

@@ -46,7 +46,11 @@ class Printed:
                 f"{self.line} `{self.shown}` instead of `{self.instead}`; the choice depends on one rank's share; "
                 "decide by samestep.sum(correct) or samestep.mean(loss)"
             )
-        said = f"{self.line} prints `{self.shown}` instead of `{self.instead}`"
+        file, _, shown = self.shown.removeprefix("writes ").partition(": ")
+        if shown and self.shown.startswith("writes "):
+            said = f"{self.line} writes `{shown}` into {file} instead of `{self.instead.partition(': ')[2]}`"
+        else:
+            said = f"{self.line} prints `{self.shown}` instead of `{self.instead}`"
         if self.is_total:
             return f"{said}; {_TOTAL}"
         why = "progress of one rank's share" if self.is_remark else "a value of one rank's share alone"
@@ -89,7 +93,7 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
             and not _names_its_rank(kind, other)
             and (is_own or (is_same and is_right_with_shares))
         ):
-            is_remark = now.inside and not now.text.startswith(("saves ", "writes "))
+            is_remark = now.inside and not now.text.startswith("saves ")
             is_on_rank_0 = not any(kind in _by_kind(lines) for lines in other.printed[1:])
             shown_instead = (now.text.strip(), line.text.strip())
             found[kind] = Printed(now.at, *shown_instead, is_remark, not is_own, is_on_rank_0)

@@ -1,5 +1,7 @@
-"""Records what a script prints and which files it saves, each with its line and the place in the training."""
+"""Records what a script prints, writes into text files and saves, each with its line and the place in the training."""
 
+import builtins
+import io
 import json
 import os
 import sys
@@ -30,6 +32,7 @@ class Said:
     def begin(self) -> None:
         self._listen(sys.stdout)
         self._listen(sys.stderr)
+        wrap(builtins, "open", self._open, io)
         wrap(torch, "save", partial(self._save, 1))
         wrap(samestep, "save", partial(self._save, 0))
         wrap(json, "dump", self._dump)
@@ -39,7 +42,15 @@ class Said:
         if self._count <= _MOST_LINES:
             self._write({"said": text[:_MOST_LETTERS], "at": line, **self._where()})
 
-    def _listen(self, stream: TextIO) -> None:
+    def _open(
+        self, original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any
+    ) -> Any:
+        file = original(path, mode, *args, **kwargs)
+        if isinstance(file, io.TextIOWrapper) and file.writable() and users_line():
+            self._listen(file, f"writes {Path(str(path)).name}: ")
+        return file
+
+    def _listen(self, stream: TextIO, what: str = "") -> None:
         begun = line = ""
 
         def write(original: Callable[[str], int], text: str) -> int:
@@ -47,8 +58,8 @@ class Said:
             line = line if begun else users_line()
             *lines, begun = (begun + text).split("\n")
             for said in lines:
-                if said.strip() and "\r" not in said and not said.startswith("samestep:"):
-                    self._note(said, line)
+                if said.strip() and "\r" not in said.rstrip("\r") and not said.startswith("samestep:"):
+                    self._note(what + said, line)
             line = users_line() if lines else line
             return original(text)
 
