@@ -1,6 +1,6 @@
 """Lists what may have caused a difference, the surest first, each with what to remove from a run to find out.
 
-A sentence says what differs, from the records, and then what to write, from the tables.
+A sentence says what differs, from the records, and then what to write, from remedies.py.
 """
 
 import math
@@ -9,6 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from samestep.verify.read import Digests, Run, alike, record_path, shares
+from samestep.verify.remedies import (
+    AGAINST_THE_UNTOUCHED,
+    CARELESS,
+    COUNT,
+    DECIDED,
+    NO_SYNC,
+    OF_THE_SHARE,
+    OF_WORLD,
+    OWN_SEED,
+    SHOWN,
+    SUM,
+    UNSTABLE,
+)
 from samestep.verify.trajectory import Difference, total
 
 _SAME = 1e-4
@@ -19,114 +32,6 @@ _EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*
 _NOTE = re.compile(r"^(?:\[rank\d+\]: )?samestep: (.*\breplicate\b.*)", re.MULTILINE)
 _WAITED = re.compile(r"^RuntimeError: .*\b[Tt]imed out waiting", re.MULTILINE)
 _OF_RANKS = {"RanksDiffer", "RankMissing"}
-_STEPS = "use steps, whose microbatches are the same at any number of processes"
-
-# Where the records show it.
-_SHOWN = {
-    "foreign": "use samestep.loader, so that the ranks share each batch",
-    "sampler": "leave it out: samestep.loader shares each batch among the ranks",
-    "multiplied": "batch_size is that of the whole step: do not multiply it by the number of processes",
-    "divided": "batch_size is that of the whole step: do not divide it by the number of processes",
-    "samples": "give samestep.loader the same dataset, seed and batch_size at any number of processes",
-    "mode": "call model.train() on every rank before the epoch",
-    "rate": "every step has the whole batch, so do not scale it by the number of processes",
-    "schedule": "its schedule uses a length or count that depends on the number of processes",
-    "rate of a rank": "build the optimizer and its schedule, and step both, in the same way on every rank",
-    "no steps": "each rank trains with its own share of every batch; run the training loop on all ranks",
-    "uneven": "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
-    "equal on all ranks, such as samestep.mean(loss)",
-    "own": "make it a parameter of the model",
-}
-_AGAINST_THE_UNTOUCHED = {
-    "samples": "give samestep.loader what the script's DataLoader had: dataset, batch_size, shuffle, sampler and "
-    "drop_last, and no seed",
-    "rate": "give the optimizer and its schedule the numbers that the untouched script gives them",
-    "weights": "set the same seed, and draw nothing else before the model is built",
-}
-# Where the rank, or the number of ranks, decides it.
-_OF_WORLD = _SHOWN | {
-    "failed": "the rank or the number of ranks decides what the script does",
-    "steps": "take the number of steps from len() of samestep.loader, without the number of processes",
-    "weights": "build the model from the same seed on every rank, before code that differs between ranks draws random "
-    "numbers",
-    "apart": "code that only some ranks run changes it; run it on every rank",
-    "inputs": "the same samples have different inputs; seed alike on every rank where data are made, and augment each "
-    "sample in the dataset from the sample alone, not from the rank",
-    "numbers": "what is trained depends on the rank or the number of ranks; leave them out: every step has the whole "
-    "batch, and its gradient is averaged by samestep",
-}
-# Where it is computed from a rank's share.
-_DECIDED = (
-    "it is decided by a value of each rank's own share, such as its loss or accuracy; decide by a value that is equal "
-    "on all ranks: samestep.mean(loss), samestep.sum(correct)"
-)
-_OF_THE_SHARE = {
-    "failed": "with the whole batch on every rank it does not fail: a value of one rank's share decides it (its loss, "
-    "its accuracy, the number of its samples); decide by samestep.mean(loss) or samestep.sum(correct)",
-    "loop drew": "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
-    f"the dataset, for each sample, or {_STEPS}, with replicate(exact=True)",
-    "loop": "the loop changes the inputs by values of the rank's share, such as its mean or other samples of it, or by "
-    f"the rank; use values of the whole data set, or {_STEPS}",
-    "given": "the same samples are other numbers: the dataset or its collate_fn draws from a generator of its own, or "
-    "computes from the other samples of a batch; draw from torch's, Python's or NumPy's own stream, which is seeded "
-    "for each sample, and compute on each sample alone",
-    "outputs": "the model computes over all samples of its input together (a mean, a normalization, a maximum), and "
-    f"each rank has only its share; compute on each sample, or use samestep.gather or mean inside, or {_STEPS}",
-    "picked": "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
-    f"term by itself, or {_STEPS}",
-    "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
-    "(pairs, statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean",
-    "gradients": "the loss is the same and its gradient is not: each rank clips or scales its own, or they are "
-    "averaged by hand with equal weights for unequal shares, or the loss takes other ranks' values without their "
-    "gradient, as dist.all_gather does; leave the average to samestep.replicate, and use samestep.gather",
-    "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
-}
-# Where an experiment of its own shows it.
-_UNSTABLE = {
-    "seeds": "no seed is set: two runs {} differ too; call torch.manual_seed, and seed NumPy's and Python's random "
-    "numbers where they are used, before data and model are made",
-    "clock": "the time or the process's number decides what is trained ({}): two runs {} differ too; "
-    "count steps or samples instead, and seed with a number",
-    "hashes": "the order of a set of strings is another in each process: two runs {} differ too; sort it, as in "
-    "sorted(set(labels))",
-}
-STILL_UNSTABLE = (
-    "two runs {} differ, also with seeds set and the clock and hashes fixed; make them equal first: look for data from "
-    "elsewhere, threads, and nondeterministic kernels"
-)
-_SUM = (
-    "the loss is a sum over each rank's samples, but gradients are averaged over the ranks; write replicate(model, "
-    'loss="sum"), or divide the loss by len(y)'
-)
-_COUNT = (
-    'the loss is divided by a count in each rank\'s share{}; write replicate(model, loss="sum") and divide the sum of '
-    "its terms by samestep.sum(count)"
-)
-_NO_SYNC = (
-    "gradients are read or changed inside no_sync ({}), where each rank has its own; clip or scale them after the last "
-    "backward, which is outside no_sync"
-)
-CARELESS = (
-    "an evaluation in training mode ({}) changes BatchNorm statistics; call model.eval() before it and model.train() "
-    "after it"
-)
-OWN_WEIGHTS = (
-    "the first weights are drawn after replicate, where each rank draws its own random numbers; initialise the model "
-    "before replicate"
-)
-_OWN_SEED = (
-    "each rank has a seed of its own for what it draws; with --same too its draws are then not those of the serial "
-    "script, unless all ranks have the same seed"
-)
-OWN_DRAWS = (
-    "each rank draws its own random numbers between backward and the step; draw them from a torch.Generator with the "
-    "same seed on every rank"
-)
-NOT_EXACT = (
-    "exact=True does not cover values that the script computes from a rank's share, from the rank or the time, or with "
-    "samestep.sum or mean of floats, nor nondeterministic kernels; add floats in the order of microbatches, from "
-    "samestep.gather"
-)
 
 
 @dataclass(frozen=True)
@@ -143,18 +48,18 @@ def unstable(first: Run) -> list[Cause]:
     clock = ", ".join(first.fact("clock")[:_MOST_LINES])
     facts = {"clock": (clock, first.at)}
     return [
-        Cause(said.format(*facts.get(removed, (first.at,))), removed) for removed, said in _UNSTABLE.items()
+        Cause(said.format(*facts.get(removed, (first.at,))), removed) for removed, said in UNSTABLE.items()
     ]
 
 
 def suspects(first: Run, other: Run, found: Difference) -> Iterator[Cause]:
     """Possible causes of a difference."""
     if foreign := other.fact("foreign"):
-        yield Cause(f"{_foreign(foreign)[1]}; {_SHOWN['foreign']}", "loaders")
+        yield Cause(f"{_foreign(foreign)[1]}; {SHOWN['foreign']}", "loaders")
     if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(
         first, other, found
     ):
-        yield Cause(_OWN_SEED, f"reseeded={record_path(first.directory, 0)}", not first.is_untouched)
+        yield Cause(OWN_SEED, f"reseeded={record_path(first.directory, 0)}", not first.is_untouched)
     lines: dict[str, list[str]] = {}
     for facts in other.facts:
         lines = facts.get("told", {}) | lines
@@ -164,7 +69,7 @@ def suspects(first: Run, other: Run, found: Difference) -> Iterator[Cause]:
     if _is_in_a_step(first, other, found):
         yield from _of_the_gradient(first, other, found.step or 0)
     for removed, sentence, line in (
-        ("no_sync", _NO_SYNC, other.fact("no_sync")),
+        ("no_sync", NO_SYNC, other.fact("no_sync")),
         ("statistics", CARELESS, other.fact("careless")),
     ):
         if line:
@@ -188,7 +93,9 @@ def stated(first: Run, other: Run, found: Difference) -> str | None:
     kind, said = _shown(first, other, found)
     if kind == "failed":
         return failure_of(other)[1]
-    instead = (first.is_untouched and _AGAINST_THE_UNTOUCHED.get(kind)) or _SHOWN.get(kind)
+    instead = (first.is_untouched and AGAINST_THE_UNTOUCHED.get(kind)) or SHOWN.get(kind)
+    if first.is_untouched and not kind and other.size == 1 and found.kind in AGAINST_THE_UNTOUCHED:
+        return AGAINST_THE_UNTOUCHED[found.kind]
     return f"{said}; {instead}" if instead else None
 
 
@@ -214,14 +121,14 @@ def says_its_cause(run: Run) -> bool:
 def _of_world(first: Run, other: Run, found: Difference) -> str:
     """What depends on the rank or the number of ranks."""
     kind, said = _shown(first, other, found)
-    if kind in _OF_WORLD:
-        return f"{said}; {_OF_WORLD[kind]}"
+    if kind in OF_WORLD:
+        return f"{said}; {OF_WORLD[kind]}"
     if not _is_in_a_step(first, other, found):
-        return _OF_WORLD["numbers"]
+        return OF_WORLD["numbers"]
     step = found.step or 0
     if _rows_differ(first, other, step, "rows") and not _changed_in_the_loop(first, other, step):
-        return _OF_WORLD["inputs"]
-    return _scaled(first, other, step) or _OF_WORLD["numbers"]
+        return OF_WORLD["inputs"]
+    return _scaled(first, other, step) or OF_WORLD["numbers"]
 
 
 def _of_the_share(first: Run, other: Run, found: Difference) -> str:
@@ -229,25 +136,29 @@ def _of_the_share(first: Run, other: Run, found: Difference) -> str:
     kind, said = _shown(first, other, found)
     if kind in ("", "buffer") and _is_in_a_step(first, other, found) and (drawn := other.fact("apart")):
         return f"{drawn}; without that draw verify can tell what else differs"
-    if kind in _OF_THE_SHARE:
-        return f"{said}; {_OF_THE_SHARE[kind]}"
+    if kind in OF_THE_SHARE:
+        return f"{said}; {OF_THE_SHARE[kind]}"
     if kind:
-        return f"{said}; {_DECIDED}"
+        return f"{said}; {DECIDED}"
     if not _is_in_a_step(first, other, found):
-        return _DECIDED
+        return DECIDED
     step = found.step or 0
     parts = shares(other.parts(step))
     if _rows_differ(first, other, step, "rows"):
         if _changed_in_the_loop(first, other, step):
-            return _OF_THE_SHARE["loop drew" if any(part.get("loop_drew") for part in parts) else "loop"]
+            return OF_THE_SHARE["loop drew" if any(part.get("loop_drew") for part in parts) else "loop"]
         if first.batch("given", step):
-            return _OF_THE_SHARE["given"]
+            return OF_THE_SHARE["given"]
     elif _rows_differ(first, other, step, "out"):
-        return _OF_THE_SHARE["outputs"]
+        return OF_THE_SHARE["outputs"]
     if step < len(first.losses) and math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
-        return _OF_THE_SHARE["gradients"]
+        return OF_THE_SHARE["gradients"]
     is_picked = bool(parts) and all(part.get("picked") for part in parts)
-    return _OF_THE_SHARE["picked" if is_picked else "numbers"]
+    return OF_THE_SHARE["picked" if is_picked else "numbers"]
+
+
+def _at(first: Run, other: Run) -> str:
+    return other.at if first.is_untouched else f"at {other.size}"
 
 
 def _is_in_a_step(first: Run, other: Run, found: Difference) -> bool:
@@ -266,16 +177,18 @@ def _shown(first: Run, other: Run, found: Difference) -> tuple[str, str]:
     words = {
         "failed": failure_of(other)[1],
         "mode": f"rank {found.rank} is in another mode (training or evaluation) than rank 0",
-        "steps": f"{first.length} steps {first.at} and {other.length} at {other.size}",
+        "steps": f"{first.length} steps {first.at} and {other.length} {_at(first, other)}",
         "uneven": name,
         "no steps": name,
         "apart": f"{name} of rank {found.rank} is not that of rank 0",
-        "weights": f"the first weights are not those {first.at}",
+        "first weights": f"the first weights are not those {first.at}",
         "buffer": f"forward changes the buffer {name} from each rank's share",
     }
     if kind == "uneven" and not other.length:
         kind = "no steps"
-    return (kind, words[kind]) if kind in words and (kind != "weights" or not found.step) else ("", "")
+    if kind == "weights" and not found.step:
+        kind = "first weights"
+    return (kind, words[kind]) if kind in words else ("", "")
 
 
 def _samples(first: Run, other: Run, step: int) -> tuple[str, str]:
@@ -283,9 +196,13 @@ def _samples(first: Run, other: Run, step: int) -> tuple[str, str]:
     if not other.steps[step].is_ours:
         return _foreign(other.fact("foreign"))
     mine, theirs = first.num_samples(step), other.num_samples(step)
-    said = f"a step has {mine} samples {first.at} and {theirs} at {other.size}"
+    said = f"a step has {mine} samples {first.at} and {theirs} {_at(first, other)}"
     if mine == theirs:
         said = "the order of samples depends on the number of processes"
+        if first.is_untouched:
+            said = "the samples or their order are not those of the untouched script"
+    if first.is_untouched and mine == theirs and any(part.get("streamed") for part in other.parts(step)):
+        return "stream", said
     sampler = next((part["sampler"] for part in other.steps[step].parts if part.get("sampler")), None)
     if sampler and not first.is_untouched:
         return (
@@ -312,7 +229,7 @@ def _hyper(first: Run, other: Run, found: Difference) -> tuple[str, str]:
     name, step, rank = found.name, found.step or 0, found.rank
     if rank is None:
         kind = "schedule" if step and not first.is_untouched else "rate"
-        pair, places = (first.steps[step], other.steps[step]), (first.at, f"at {other.size}")
+        pair, places = (first.steps[step], other.steps[step]), (first.at, _at(first, other))
     else:
         kind = "rate of a rank"
         pair, places = (other.steps[step], other.ranks[rank][step]), ("on rank 0", f"on rank {rank}")
@@ -332,11 +249,11 @@ def _of_the_gradient(first: Run, other: Run, step: int) -> Iterator[Cause]:
     is_small = factor is not None and math.isclose(factor, first.size / other.size, rel_tol=0.05)
     is_summed = any(part.get("reduction") == "sum" for part in parts)
     if (is_small or is_summed) and not any(part.get("adds") for part in parts):
-        yield Cause(_SUM, "sum")
+        yield Cause(SUM, "sum")
     if any(part.get("count") for part in parts):
         mine, theirs = " and ".join(_counts(first, step)[:1]), " and ".join(_counts(other, step)[:2])
         shown = f" ({mine} samples {first.at}, {theirs} at {other.size})" if mine and theirs else ""
-        yield Cause(_COUNT.format(shown), "counts")
+        yield Cause(COUNT.format(shown), "counts")
     if factor and abs(factor - 1) > _APART and first.size != other.size:
         sentence = _scaled(first, other, step) or f"gradients are {factor:.3g} times those {first.at}"
         power = math.log(factor) / math.log(other.size / first.size)

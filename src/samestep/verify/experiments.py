@@ -58,7 +58,7 @@ class Experiments:
 
     def run(self, size: int | None, removed: Removed, kind: str = "") -> Run:
         """A run of this size; at one process without what only several ranks have. It can be "again" or "nudged"."""
-        names = {name for name in removed if (size or 1) > 1 or name in _AT_SIZE_1_TOO}
+        names = {name for name in removed if self._is_felt(name, size)}
         if "world=*" in names:
             names = {name for name in names if not name.startswith("world=")} | {"world=*"}
         key = (size, tuple(sorted(names)), kind)
@@ -66,6 +66,11 @@ class Experiments:
             self.progress(_in_words(*key))
             self._runs[key] = self._recorded(*key)
         return self._runs[key]
+
+    def _is_felt(self, name: str, size: int | None) -> bool:
+        """Whether it makes a difference; at one process the numbers of the first run do where that is untouched."""
+        is_another = size == 1 and self.first is None and name.startswith("settings=")
+        return (size or 1) > 1 or name in _AT_SIZE_1_TOO or is_another
 
     def reference(self, removed: Removed, kind: str = "") -> Run:
         return self.run(self.first, removed, kind)

@@ -51,7 +51,7 @@ class Step:
     A part is what one backward pass added: `loss`, `reduction`, `count` and `picked` of the loss, `given` (numbers for
     the loader's rows), `loop_drew`, and `forwards`, each with `training` and numbers for the `rows` of its input and
     its `out`put. With a loader of samestep it has `samples`, `mine` and `all` (how many of them are in this rank's
-    share and in the whole batch), `sampler` and `adds` (whether the gradients of ranks are added).
+    share and in the whole batch), `sampler`, `streamed` and `adds` (whether the gradients of ranks are added).
     """
 
     parts: list[dict[str, Any]]

@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from samestep.verify.causes import (
-    OWN_DRAWS,
-    OWN_WEIGHTS,
-    STILL_UNSTABLE,
     Cause,
     failure_of,
     says_its_cause,
@@ -20,6 +17,7 @@ from samestep.verify.causes import (
 )
 from samestep.verify.experiments import Experiments, Removed
 from samestep.verify.read import Run
+from samestep.verify.remedies import OWN_DRAWS, OWN_WEIGHTS, STILL_UNSTABLE
 from samestep.verify.trajectory import SOFT, Compared, first_apart, first_fact, follow
 
 _MOST_CAUSES = 8
@@ -145,9 +143,12 @@ class Search:
     def harmless(self, size: int) -> list[Cause]:
         """What each rank draws for itself, where that too makes the runs differ."""
         rest = tuple(name for name in self.removed if name != "draws")
-        if rest == self.removed or self._experiments.compared(size, rest).difference is None:
+        if rest == self.removed:
             return []
-        draws = draws_of(self._experiments.run(size, rest))
+        found = self._experiments.compared(size, rest)
+        if found.difference is None or found.place == self.without(size).place:
+            return []
+        draws = draws_of(found.run)
         said = f"{draws} are each rank's own; --same makes them those of the whole batch"
         return [Cause(said, "draws", is_harmless=True)]
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from samestep.errors import UsageError
 from samestep.measure.trial import Result, Trial
-from samestep.verify.causes import CARELESS, NOT_EXACT, Cause, failure_of
+from samestep.verify.causes import Cause, failure_of
 from samestep.verify.experiments import Experiments
 from samestep.verify.printed import Printed, compare_printed
 from samestep.verify.read import Run
+from samestep.verify.remedies import CARELESS, NOT_EXACT
 from samestep.verify.search import Search, draws_of
 from samestep.verify.trajectory import Compared
 

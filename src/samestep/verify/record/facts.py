@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.train.digest import digests
 from samestep.train.group import world
@@ -44,6 +44,7 @@ def current_share() -> dict[str, Any]:
         "all": current.all,
         "samples": current.samples.tolist(),
         "sampler": None if sampler is None else type(sampler).__name__,
+        "streamed": isinstance(getattr(current.of.of, "dataset", None), IterableDataset),
         "adds": spine.models.adds_losses and not current.lent,
     }
 

@@ -1,0 +1,120 @@
+"""What to write instead, by what differs between runs: the second half of the sentences of causes.py."""
+
+STEPS = "use steps, whose microbatches are the same at any number of processes"
+
+# Where the records show it.
+SHOWN = {
+    "foreign": "use samestep.loader, so that the ranks share each batch",
+    "sampler": "leave it out: samestep.loader shares each batch among the ranks",
+    "multiplied": "batch_size is that of the whole step: do not multiply it by the number of processes",
+    "divided": "batch_size is that of the whole step: do not divide it by the number of processes",
+    "samples": "give samestep.loader the same dataset, seed and batch_size at any number of processes",
+    "mode": "call model.train() on every rank before the epoch",
+    "rate": "every step has the whole batch, so do not scale it by the number of processes",
+    "schedule": "its schedule uses a length or count that depends on the number of processes",
+    "rate of a rank": "build the optimizer and its schedule, and step both, in the same way on every rank",
+    "no steps": "each rank trains with its own share of every batch; run the training loop on all ranks",
+    "uneven": "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
+    "equal on all ranks, such as samestep.mean(loss)",
+    "own": "make it a parameter of the model",
+}
+AGAINST_THE_UNTOUCHED = {
+    "samples": "give samestep.loader what the script's DataLoader had: dataset, batch_size, shuffle, sampler and "
+    "drop_last, and no seed",
+    "rate": "give the optimizer and its schedule the numbers that the untouched script gives them",
+    "first weights": "set the same seed, and draw nothing else before the model is built",
+    "stream": "a stream that draws random numbers draws others than in the untouched script; let it draw from a "
+    "generator that its __iter__ seeds, in both scripts",
+    "steps": "train for as many epochs of as many batches, and stop by the same values",
+    "loss": "the same samples and weights give another loss: compute it, and the model's output, as the untouched "
+    "script does",
+    "grad": "the same samples, weights and loss give other gradients: clip, scale and accumulate them as the untouched "
+    "script does",
+    "weights": "the same gradients give other weights: take the optimizer of the untouched script, and change weights "
+    "where it does",
+    "buffer": "the same samples and weights give other buffers: change them where the untouched script does",
+}
+# Where the rank, or the number of ranks, decides it.
+OF_WORLD = SHOWN | {
+    "failed": "the rank or the number of ranks decides what the script does",
+    "steps": "take the number of steps from len() of samestep.loader, without the number of processes",
+    "first weights": "build the model from the same seed on every rank, before code that differs between ranks draws "
+    "random numbers",
+    "apart": "code that only some ranks run changes it; run it on every rank",
+    "inputs": "the same samples have different inputs; seed alike on every rank where data are made, and augment each "
+    "sample in the dataset from the sample alone, not from the rank",
+    "numbers": "what is trained depends on the rank or the number of ranks; leave them out: every step has the whole "
+    "batch, and its gradient is averaged by samestep",
+}
+# Where it is computed from a rank's share.
+DECIDED = (
+    "it is decided by a value of each rank's own share, such as its loss or accuracy; decide by a value that is equal "
+    "on all ranks: samestep.mean(loss), samestep.sum(correct)"
+)
+OF_THE_SHARE = {
+    "failed": "with the whole batch on every rank it does not fail: a value of one rank's share decides it (its loss, "
+    "its accuracy, the number of its samples); decide by samestep.mean(loss) or samestep.sum(correct)",
+    "loop drew": "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
+    f"the dataset, for each sample, or {STEPS}, with replicate(exact=True)",
+    "loop": "the loop changes the inputs by values of the rank's share, such as its mean or other samples of it, or by "
+    f"the rank; use values of the whole data set, or {STEPS}",
+    "given": "the same samples are other numbers: the dataset or its collate_fn draws from a generator of its own, or "
+    "computes from the other samples of a batch; draw from torch's, Python's or NumPy's own stream, which is seeded "
+    "for each sample, and compute on each sample alone",
+    "outputs": "the model computes over all samples of its input together (a mean, a normalization, a maximum), and "
+    f"each rank has only its share; compute on each sample, or use samestep.gather or mean inside, or {STEPS}",
+    "picked": "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
+    f"term by itself, or {STEPS}",
+    "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
+    "(pairs, statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean",
+    "gradients": "the loss is the same and its gradient is not: each rank clips or scales its own, or they are "
+    "averaged by hand with equal weights for unequal shares, or the loss takes other ranks' values without their "
+    "gradient, as dist.all_gather does; leave the average to samestep.replicate, and use samestep.gather",
+    "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
+}
+# Where an experiment of its own shows it.
+UNSTABLE = {
+    "seeds": "no seed is set: two runs {} differ too; call torch.manual_seed, and seed NumPy's and Python's random "
+    "numbers where they are used, before data and model are made",
+    "clock": "the time or the process's number decides what is trained ({}): two runs {} differ too; "
+    "count steps or samples instead, and seed with a number",
+    "hashes": "the order of a set of strings is another in each process: two runs {} differ too; sort it, as in "
+    "sorted(set(labels))",
+}
+STILL_UNSTABLE = (
+    "two runs {} differ, also with seeds set and the clock and hashes fixed; make them equal first: look for data from "
+    "elsewhere, threads, and nondeterministic kernels"
+)
+SUM = (
+    "the loss is a sum over each rank's samples, but gradients are averaged over the ranks; write replicate(model, "
+    'loss="sum"), or divide the loss by len(y)'
+)
+COUNT = (
+    'the loss is divided by a count in each rank\'s share{}; write replicate(model, loss="sum") and divide the sum of '
+    "its terms by samestep.sum(count)"
+)
+NO_SYNC = (
+    "gradients are read or changed inside no_sync ({}), where each rank has its own; clip or scale them after the last "
+    "backward, which is outside no_sync"
+)
+CARELESS = (
+    "an evaluation in training mode ({}) changes BatchNorm statistics; call model.eval() before it and model.train() "
+    "after it"
+)
+OWN_WEIGHTS = (
+    "the first weights are drawn after replicate, where each rank draws its own random numbers; initialise the model "
+    "before replicate"
+)
+OWN_SEED = (
+    "each rank has a seed of its own for what it draws; with --same too its draws are then not those of the serial "
+    "script, unless all ranks have the same seed"
+)
+OWN_DRAWS = (
+    "each rank draws its own random numbers between backward and the step; draw them from a torch.Generator with the "
+    "same seed on every rank"
+)
+NOT_EXACT = (
+    "exact=True does not cover values that the script computes from a rank's share, from the rank or the time, or with "
+    "samestep.sum or mean of floats, nor nondeterministic kernels; add floats in the order of microbatches, from "
+    "samestep.gather"
+)
