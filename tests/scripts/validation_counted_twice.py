@@ -1,7 +1,7 @@
 """Each rank evaluates on all samples, and the counts are summed.
 
 verdict: printed
-printed: a total that counts some samples more often
+printed: it counts samples unequally
 """
 
 import torch

@@ -22,9 +22,9 @@ _TIMES_NOISE = 10.0
 _SHARE = "use samestep.sum or samestep.mean, which include every rank's share"
 _ON_ALL_RANKS = "; loop over the loader and call it on every rank, outside of `if rank == 0`"
 _TOTAL = (
-    "a total that counts some samples more often than others, or takes them in another order; sum what each "
-    "rank's share of samestep.loader gives and divide by samestep.sum(count), or compare rows of samestep.gather, "
-    "which come in the order of the samples"
+    "a number over all ranks that is not the serial script's: it counts samples unequally (take samestep.mean(loss) "
+    "inside the loop, for its batch; divide samestep.sum(total) by samestep.sum(count)) or takes them in another order "
+    "(samestep.gather has the order of the samples)"
 )
 _Kinds = dict[str, list[Line]]
 

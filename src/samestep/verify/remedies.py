@@ -57,7 +57,7 @@ OF_THE_SHARE = {
     "loop drew": "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
     f"the dataset, for each sample, or {STEPS}, with replicate(exact=True)",
     "loop": "the loop changes the inputs by values of the rank's share, such as its mean or other samples of it, or by "
-    f"the rank; use values of the whole data set, or {STEPS}",
+    f"the rank; use values of the whole data set, or of the whole batch by samestep.mean or gather, or {STEPS}",
     "given": "the same samples are other numbers: the dataset or its collate_fn draws from a generator of its own, or "
     "computes from the other samples of a batch; draw from torch's, Python's or NumPy's own stream, which is seeded "
     "for each sample, and compute on each sample alone",

@@ -143,12 +143,14 @@ class Search:
     def harmless(self, size: int) -> list[Cause]:
         """What each rank draws for itself, where that too makes the runs differ."""
         rest = tuple(name for name in self.removed if name != "draws")
-        if rest == self.removed:
+        if rest == self.removed or self._experiments.first is None:
             return []
+        run = self._experiments.run(size, ())
         found = self._experiments.compared(size, rest)
-        if found.difference is None or found.place == self.without(size).place:
+        is_felt = found.difference is not None and found.place != self.without(size).place
+        if not run.fact("own") and not is_felt:
             return []
-        draws = draws_of(found.run)
+        draws = draws_of(run)
         said = f"{draws} are each rank's own; --same makes them those of the whole batch"
         return [Cause(said, "draws", is_harmless=True)]
 

@@ -85,7 +85,7 @@ class Recorder:
         self._given: list[float] = []
         self._at_batch = b""
         self._depth = 0
-        self._evaluated = self._in_backward = False
+        self._evaluated = self._in_backward = self._loop_drew = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._own: set[str] = set()
         self._foreign: dict[str, Any] | None = None
@@ -161,6 +161,8 @@ class Recorder:
             self._change_last_bits(module.parameters())
         parts = [part for part in module.modules() if part.training]
         if torch.is_grad_enabled():
+            # what the model draws after that is its own
+            self._loop_drew |= bool(self._given) and not self._forwards and streams.digest() != self._at_batch
             self._forwards.append({"training": module.training, "rows": rows_of(args)})
             self._own |= {own for own in map(_own_of_each_rank, parts) if own}
         elif any(isinstance(part, _BatchNorm) and part.momentum is not None for part in parts):
@@ -232,7 +234,7 @@ class Recorder:
             "loss": sum(map(_value, losses)) * weight,
             "forwards": self._forwards,
             "given": self._given,
-            "loop_drew": bool(self._given) and streams.digest() != self._at_batch,
+            "loop_drew": self._loop_drew,
         }
         self._parts.append(part | reduction | share)
         self._forwards = []
@@ -271,7 +273,7 @@ class Recorder:
     def _note_batch(self, batch: Any) -> None:
         """Before the loop gets a batch to train on."""
         self._evaluated = False
-        self._given, self._at_batch = rows_of(batch), streams.digest()
+        self._given, self._at_batch, self._loop_drew = rows_of(batch), streams.digest(), False
 
     def _leave_pass(self, original: Callable[..., None], spine: Spine, passed: Pass) -> None:
         original(spine, passed)
