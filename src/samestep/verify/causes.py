@@ -14,6 +14,7 @@ from samestep.verify.remedies import (
     CARELESS,
     COUNT,
     DECIDED,
+    MADE_BY_A_RANK,
     NO_SYNC,
     OF_THE_SHARE,
     OF_WORLD,
@@ -92,7 +93,8 @@ def stated(first: Run, other: Run, found: Difference) -> str | None:
     """What the records show without an experiment: a fact that differs, and what to write."""
     kind, said = _shown(first, other, found)
     if kind == "failed":
-        return failure_of(other)[1]
+        error, said = failure_of(other)
+        return f"{said}; {MADE_BY_A_RANK}" if error == "FileNotFoundError" else said
     instead = (first.is_untouched and AGAINST_THE_UNTOUCHED.get(kind)) or SHOWN.get(kind)
     if first.is_untouched and not kind and other.size == 1 and found.kind in AGAINST_THE_UNTOUCHED:
         return AGAINST_THE_UNTOUCHED[found.kind]

@@ -11,6 +11,7 @@ not make the serial script's).
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,8 @@ EPSILON = {
     "tf32": 2.0**-10,
 }
 _SAME_ROW = 1e-4
+_NO_EXCEPTION = re.compile(r"^exit code \d+$", re.MULTILINE)
+_LAST_LINES = 5
 
 
 class Digest(NamedTuple):
@@ -185,6 +188,9 @@ def read_record(directory: Path, size: int, result: "Result") -> Run:
     """The run that was recorded in this directory, with what its trial returned."""
     ranks, facts, said = zip(*(_read_rank(record_path(directory, rank)) for rank in range(size)), strict=True)
     failure = result.failure or result.text
+    if _NO_EXCEPTION.search(failure):
+        last_words = result.text.partition(failure)[0].rstrip().splitlines()[-_LAST_LINES:]
+        failure = "\n".join([*last_words, "", failure])
     return Run(size, result.code, [*ranks], [*facts], directory, [*said], failure, result.seconds)
 
 

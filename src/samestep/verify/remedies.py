@@ -85,6 +85,10 @@ STILL_UNSTABLE = (
     "two runs {} differ, also with seeds set and the clock and hashes fixed; make them equal first: look for data from "
     "elsewhere, threads, and nondeterministic kernels"
 )
+MADE_BY_A_RANK = (
+    "at one process the file is there: if the script makes it, a rank came before it was made; make it inside "
+    "`with samestep.first():`, which the other ranks wait for"
+)
 SUM = (
     "the loss is a sum over each rank's samples, but gradients are averaged over the ranks; write replicate(model, "
     'loss="sum"), or divide the loss by len(y)'

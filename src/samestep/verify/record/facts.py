@@ -20,6 +20,12 @@ def is_parallel() -> bool:
     return world._group is not None or dist.is_initialized()
 
 
+def _spine() -> Spine | None:
+    """The spine where the script has one: a rank that makes it alone would be out of step with the others."""
+    members = world._group._members if world._group is not None else {}
+    return members.get(Spine)  # type: ignore[return-value]
+
+
 def is_ours(loader: DataLoader[Any]) -> bool:
     """Whether samestep.loader made this loader, and so chooses its samples."""
     parts = (loader.batch_sampler, loader.collate_fn)
@@ -28,15 +34,15 @@ def is_ours(loader: DataLoader[Any]) -> bool:
 
 def is_inside() -> bool:
     """Whether a loop over batches to train on is not over."""
-    current = world._group.the(Spine).trained if world._group is not None else None
+    current = spine.trained if (spine := _spine()) else None
     return current is not None and current.of.training
 
 
 def current_share() -> dict[str, Any]:
     """What of the current batch is this rank's; nothing outside of samestep's loaders."""
-    spine = world._group.the(Spine) if world._group is not None else None
-    current = None if spine is None else spine.trained
-    if spine is None or current is None or not current.all or current.of.of is None:
+    spine = _spine()
+    current = spine.trained if spine else None
+    if not spine or current is None or not current.all or current.of.of is None:
         return {}
     sampler = current.of.of.sampler
     return {
