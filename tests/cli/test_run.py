@@ -161,6 +161,7 @@ def test_what_cannot_be_is_one_sentence(home, args, code, says):
     assert err.startswith("samestep: ")
     assert says in err
     assert err.count("\n") == 1
+    assert not (home / "runs").exists()
 
 
 def test_a_directory_is_named_as_it_is_written(home):

@@ -1,7 +1,9 @@
 """`samestep run`: a script on N processes of this machine, or of several; torchrun's spellings are understood."""
 
+import errno
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Container, Mapping
@@ -215,6 +217,9 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
     if options["no_python"]:
         if options["module"]:
             raise UsageError("-m runs a Python module and --no-python runs a program; leave one of them out")
+        if not shutil.which(script):
+            reason = errno.EACCES if Path(script).exists() else errno.ENOENT
+            raise OSError(reason, os.strerror(reason))
         return [script, *args]
     if options["module"]:
         return [scripts_python(), "-m", script, *args]
