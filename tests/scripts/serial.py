@@ -1,7 +1,7 @@
 """An untouched script.
 
 verdict: refused
-cause: is serial
+cause: does not use samestep
 """
 
 import torch

@@ -99,7 +99,7 @@ def test_a_serial_script_is_shown_its_own_lines_to_change() -> None:
     script = EXAMPLES / "digits_serial.py"
     result = _verify("-n", "1,2", str(script))
     assert result.exit_code == 2
-    assert "is serial" in result.stderr
+    assert "does not use samestep" in result.stderr
     assert (
         "-train = DataLoader(digits(args.data_dir, train=True), args.batch_size, shuffle=True)"
         in result.stdout

@@ -64,7 +64,7 @@ def command(
     Exit code:
       0  each run takes the same step and prints the same
       1  a run takes another step, or fails
-      2  SCRIPT is serial, or cannot be verified
+      2  SCRIPT does not use samestep, or cannot be verified
       3  each run takes the same step, but what it prints or saves is one rank's alone
     """
     from samestep.verify.verify import SerialScript, verify

@@ -222,7 +222,7 @@ def _check(experiments: Experiments, run: Run, size: int | None) -> None:
         # A process that ends without Python's own exit writes no facts, and perhaps not all of its steps.
         raise UsageError(_CUT_SHORT.format(name, run.facts.index({}), run.size))
     if size and run.fact("serial") and run.fact("optimizers"):
-        raise SerialScript(f"{name} is serial; change these lines, then verify it again")
+        raise SerialScript(f"{name} does not use samestep; change these lines, then verify it again")
     if size == experiments.first and not run.longest:
         if line := run.fact("children"):
             raise UsageError(_IN_CHILDREN.format(name, line))
