@@ -24,7 +24,7 @@ from samestep.rundir import (
 )
 from samestep.start.slurm import state_of_job
 from samestep.steptimes import Progress, read_step_times
-from samestep.text import printable
+from samestep.text import name_ranks, printable
 
 _SILENT_S = 600.0
 _CLOCK_SECONDS = 60.0
@@ -179,8 +179,8 @@ def log_of(run: Run, rank: int) -> Path:
     if not run.logs and _look(job_output(run.path)):
         return job_output(run.path)
     if rank not in run.logs:
-        there = f"there are ranks {min(run.logs)} to {max(run.logs)}" if run.logs else "there are none yet"
-        raise UsageError(f"rank {rank} has no log in {run.path}; {there}")
+        there = name_ranks(run.logs) if run.logs else "no log yet"
+        raise UsageError(f"rank {rank} has no log in {run.path}, which has {there}; choose with --rank")
     return log_path(run.path, rank)
 
 
