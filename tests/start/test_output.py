@@ -110,3 +110,19 @@ def test_a_console_that_went_away_does_not_end_the_run(launcher):
     started.process.stderr.close()
     started.process.stdout = started.process.stderr = None
     assert len(launcher.log(0).splitlines()) == 20_000
+
+
+def test_the_launchers_lines_begin_anew_after_an_unfinished_line_of_rank_0(launcher):
+    launcher.write(
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            sys.stderr.write("\\r 50%|###   |")
+            time.sleep(20)
+        time.sleep(0.3)
+        sys.exit(3)
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code == 3
+    assert " 50%|###   |\ntrain.py failed on rank 1 of 2" in err

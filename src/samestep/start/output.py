@@ -73,7 +73,7 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""
-        self.show(ERR, text.encode(errors="backslashreplace") + b"\n", self)
+        self.show(ERR, text.encode(errors="backslashreplace") + b"\n", "the launcher")
 
     @property
     def is_live(self) -> bool:
