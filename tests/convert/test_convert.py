@@ -14,7 +14,7 @@ from samestep.convert.convert import SEVEN_LINES, Conversion, check_parses, conv
 from samestep.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = ["mnist_example", "plateau", "mingpt", "imagenet_example"]
+SAMPLE = ["mnist_example", "own_bar", "plateau", "mingpt", "imagenet_example"]
 BEGIN = """\
 import torch
 import torch.nn as nn
@@ -187,7 +187,7 @@ def test_values_inside_f_strings_are_found_where_they_are():
         ("torch.save(model.state_dict(), 'a{}.pt'.format(3))", "samestep.save('a{}.pt'.format(3), model.state_dict())"),
         ("torch.save(obj=model.state_dict(), f=path)", "samestep.save(path, model.state_dict())"),
         ("net = nn.DataParallel(model, device_ids=[0])", "net = model"),
-        ("log = open('log', 'w')", 'log = open((\'log\') if samestep.init().rank == 0 else "/dev/null", \'w\')'),
+        ("log = open('log', 'w')", 'log = open(\'log\' if samestep.init().rank == 0 else "/dev/null", \'w\')'),
     ],
 )  # fmt: skip
 def test_a_line_becomes(line, becomes):
@@ -237,7 +237,7 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "meter.update(samestep.mean(loss.item()), samestep.sum(len(x)))"),
         (f"sums = {{'a': 0.0}}\nfor x, y in train:\n{STEP}    sums['a'] += loss.item()\n"
          "print({k: v / 2 for k, v in sums.items()})",
-         "sums['a'] += samestep.mean(loss.item())"),
+         "sums['a'] += loss.item() * train.share\nprint({k: samestep.sum(v) / 2 for k, v in sums.items()})"),
         (f"{EVALUATE}        total += out.sum().item()\nlog = {{'total': total / 2}}\n"
          "print(' '.join(f'{k}={v}' for k, v in log.items()))",
          "log = {'total': samestep.sum(total) / 2}"),
@@ -328,7 +328,7 @@ def test_a_total_of_what_all_processes_have_is_listed():
     [
         ("from x import SummaryWriter\nwriter = SummaryWriter()", "every process would write here"),
         ("x = torch.rand(8, 4)\nmodel(x).sum().backward()", "no samestep.loader shares"),
-        (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in test:\n"
+        (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in train:\n"
          "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
         ("mix = torch.randperm(4)\nfor x, y in train:\n    out = model(x[torch.randperm(len(x)), :])\n"
          "    F.cross_entropy(out, y).backward()", "compares samples"),
@@ -336,6 +336,8 @@ def test_a_total_of_what_all_processes_have_is_listed():
          "is of the last batch"),
         ("from functools import partial\nmake = partial(DataLoader, batch_size=8)", "functools.partial"),
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'", "CUDA_VISIBLE_DEVICES"),
+        ("def make(path):\n    with open(path, 'w') as file:\n        file.write('1')\nmake('data.csv')\n"
+         "rows = open('data.csv').read()", "reads; write it inside"),
     ],
 )  # fmt: skip
 def test_what_is_not_converted_is_listed_with_its_line(lines, reason):

@@ -359,6 +359,8 @@ def test_what_was_collected_over_a_pass_is_gathered_in_the_order_of_samples(worl
             collected = torch.cat(seen).requires_grad_() if seen else torch.empty(0, requires_grad=True)
             whole = samestep.gather(collected)
             assert whole.tolist() == samestep.gather(collected.tolist()) == list(range(10))
+            of_batches = samestep.gather([rows.numpy() for rows in seen])  # a rank without a sample has none
+            assert np.concatenate(of_batches).tolist() == list(range(10))
             if loop is not train:  # a loss that every rank has
                 (gradient,) = torch.autograd.grad((whole * torch.arange(10.0)).sum(), collected)
                 assert torch.equal(gradient, world.size * collected)

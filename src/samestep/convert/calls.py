@@ -21,6 +21,7 @@ from samestep.convert.values import (
     Values,
     join,
     models_of,
+    nameless,
     other,
     rows_of,
 )
@@ -362,7 +363,7 @@ class Calls(Rewrites, Expressions):
         if frame.yielded:
             is_shared = join(*frame.yielded).is_shared
             return Value("each", Loop(Value(Kind.BATCH), "batches")) if is_shared else Value()
-        return join(*frame.returned)
+        return nameless(join(*frame.returned))
 
     def _bind_arguments(self, scope: Scope, wanted: ast.arguments, given: Values, named: Named) -> None:
         parameters = [*wanted.posonlyargs, *wanted.args]
@@ -377,10 +378,7 @@ class Calls(Rewrites, Expressions):
             value = found.get(name, Value())
             if named.get("**", Value()).kind in ROWS and value.kind in (Kind.ALIKE, "none"):
                 value = Value(Kind.ROWS)
-            if value.kind == "each":
-                # what the caller calls the loader is no name here
-                value = Value("each", replace(value.of, text=None))
-            scope.names[name] = replace(value, since=self.since)
+            scope.names[name] = replace(nameless(value), since=self.since)
         rest = dict(enumerate(given[len(parameters) :]))
         if wanted.vararg is not None:
             scope.names[wanted.vararg.arg] = Value("list", rest) if rest else Value()

@@ -5,9 +5,9 @@ import builtins
 from dataclasses import replace
 from typing import Any
 
+from samestep.convert.names import Names
 from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import counted
-from samestep.convert.totals import Totals
 from samestep.convert.values import (
     NUMBERS,
     ROWS,
@@ -25,7 +25,7 @@ _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layou
 _HOLDS = "holds values of this process's share"
 
 
-class Expressions(Totals):
+class Expressions(Names):
     """What is known of an expression, by its form."""
 
     def value(self, node: ast.AST | None) -> Value:
@@ -73,11 +73,14 @@ class Expressions(Totals):
                 scope = scope.parent
             # a dict or an object, of which elements were set one by one
             prefixes = (f"{node.id}[", f"{node.id}.")
-            fields = scope.names.items() if scope else ()
-            parts = [part for name, part in fields if name.startswith(prefixes) and part.is_shared]
-            are_sums = all(isinstance(part.of, Sum) for part in parts)
-            is_filled = bool(parts) and not found.is_shared
-            return self._holding(parts, are_sums) if is_filled else found
+            fields = scope.names if scope else {}
+            parts = [part for name, part in fields.items() if name.startswith(prefixes) and part.is_shared]
+            if found.is_shared or not parts:
+                return found
+            named = {key: fields.get(f"{node.id}[{key!r}]", Value()) for key in _keys(found)}
+            if all(part.is_shared for part in named.values()) and len(named) == len(parts):
+                return Value("dict", named, since=found.since)
+            return self._holding(parts, all(isinstance(part.of, Sum) for part in parts))
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
         while scope is not None and not scope.stars:
@@ -94,11 +97,14 @@ class Expressions(Totals):
         base, name = self.value(node.value), node.attr
         if base.kind == "instance":
             return self._of_instance(base, name)
+        if base.kind == "class" and name == "apply" and base.of.descends_from("Function"):
+            # of an autograd.Function, of which the first argument is torch's
+            return Value("function", replace(base.of.find("forward").of, bound=Value()))
         if base.kind in ("module", "class"):
             return base.of.find(name) or Value()
         if base.kind == "external":
             return Value("external", f"{base.of}.{name}")
-        if (known := self.frame.scope.find(ast.unparse(node))) is not None:
+        if (known := self._set_before(node)) is not None:
             return known
         if name in _FACTS or (name == "shape" and base.kind in NUMBERS):
             return Value()
@@ -138,7 +144,7 @@ class Expressions(Totals):
 
     def _subscript(self, node: ast.Subscript) -> Value:
         base, index = self.value(node.value), self.value(node.slice)
-        if (known := self.frame.scope.find(ast.unparse(node))) is not None:
+        if (known := self._set_before(node)) is not None:
             return known
         at = node.slice.value if isinstance(node.slice, ast.Constant) else None
         if base.kind in ("list", "dict"):
@@ -320,74 +326,11 @@ class Expressions(Totals):
             return Loop(join(*over.parts), objects=objects) if over.kind == "list" else Loop(Value())
         return Loop(over.bare)
 
-    def bind(self, target: ast.AST, value: Value, made: ast.expr | None = None) -> None:
-        """Let a target have this value."""
-        target = target.value if isinstance(target, ast.Starred) else target
-        if isinstance(target, ast.Tuple | ast.List):
-            for at, part in enumerate(target.elts):
-                self.bind(part, self.part_of(value, at, len(target.elts)))
-            return
-        scope, name = self.place_of(target)
-        if isinstance(target, ast.Subscript):
-            holder, held = self.place_of(target.value)
-            old = holder.find(held) or Value()
-            if not isinstance(target.slice, ast.Constant):
-                holder.names[held] = replace(
-                    self._filled(old, value, self.value(target.slice)), since=old.since
-                )
-                return
-            if old.kind in ("dict", Kind.BATCH):
-                known = old.of if old.kind == "dict" else {None: Value(Kind.ROWS)}
-                holder.names[held] = Value("dict", {**known, target.slice.value: value}, since=old.since)
-        for known in [known for known in scope.names if known.startswith((f"{name}.", f"{name}["))]:
-            del scope.names[known]
-        if value.kind == Kind.ROWS and self.batches and name != "_":
-            self.batches.rows = self.batches.rows or name
-        given = value.made if made is None or value.kind == "loader" else (made, self.source, self.since)
-        scope.names[name] = replace(value, since=self.since, made=given)
 
-    def _filled(self, old: Value, value: Value, at: Value) -> Value:
-        """A list or tensor of which an element is set, whose index is no constant."""
-        if value.kind == "function":
-            return Value("list", {None: value, **(old.of if old.kind == "list" else {})})
-        is_mixed = at.kind == Kind.OTHER or (at.is_shared and not old.is_shared)
-        if value.kind in ROWS or (is_mixed and not self.in_forward):
-            return Value(Kind.OTHER, "is filled by this process's samples")
-        return value if value.kind == "list" else join(old, value)
-
-    def place_of(self, target: ast.AST) -> tuple[Scope, str]:
-        """The scope that keeps a target's value, and its name there."""
-        if isinstance(target, ast.Attribute) and (base := self.value(target.value)).kind == "instance":
-            return base.of.scope, target.attr
-        name = ast.unparse(target)
-        if name in self.frame.scope.elsewhere:
-            return self.frame.scope.elsewhere[name], name
-        scope: Scope | None = self.frame.scope
-        while scope is not None and name not in scope.names and not isinstance(target, ast.Name):
-            scope = scope.parent
-        return scope or self.frame.scope, name
-
-    def is_lost(self, target: ast.expr, is_changed: bool = False) -> bool:
-        """Whether a value put there is not found again: it is inside an object that is not this function's own."""
-        root, function = target, self.frame.function
-        while isinstance(root, ast.Attribute | ast.Subscript):
-            if isinstance(root, ast.Attribute) and self.value(root.value).kind == "instance":
-                return root is not target
-            root = root.value
-        if not isinstance(root, ast.Name) or (root is target and not is_changed):
-            return False
-        given = [one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)] if function else []
-        is_local = root.id in self.frame.scope.names or root.id in self.frame.scope.elsewhere
-        return not is_local or root.id in given
-
-    def part_of(self, value: Value, at: object, count: int | None = None) -> Value:
-        """The element of a value with this key, where a tuple of names takes so many."""
-        if value.kind in ("list", "dict"):
-            keys: dict[object, Value] = value.of
-            at = at + len(keys) if isinstance(at, int) and at < 0 and None not in keys else at
-            if at in keys and (count in (None, len(keys)) or None in keys):
-                return keys[at]
-            return keys[None] if None in keys and at is not None else join(*value.parts)
-        if value.kind == "each":
-            return other("is taken apart by zip", value) if value.is_shared else Value()
-        return Value(Kind.ROWS) if value.kind == Kind.BATCH else value
+def _keys(held: Value) -> list[object]:
+    """The keys of the dict that the script wrote."""
+    made = held.made[0] if held.made else None
+    if isinstance(made, ast.Dict):
+        return [getattr(key, "value", None) for key in made.keys]
+    is_dict = isinstance(made, ast.Call) and ast.unparse(made.func) == "dict"
+    return [keyword.arg for keyword in made.keywords] if is_dict else []  # type: ignore[union-attr]

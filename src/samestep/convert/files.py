@@ -12,6 +12,9 @@ _WRITERS = {
     "SummaryWriter": "make it on rank 0 only, and call it there only",
     "wandb.init": 'pass mode="disabled" on other ranks',
 }
+_FIRST = 'write it inside `with samestep.first(per="run"):`, and only where it is missing'
+_WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
+_READS = re.compile(r"^open$|read|load|exists|isfile|fromtxt")
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
@@ -91,11 +94,33 @@ def _one_writer(followed: Follower, source: Source, node: ast.Call) -> None:
     for writer, remedy in _WRITERS.items():
         if name == writer or name.endswith(f".{writer}"):
             followed.found.gap(source, node, f"every process would write here ({name}); {remedy}")
-    modes = [*node.args[1:2], *(one.value for one in node.keywords if one.arg == "mode")]
-    writes = any(isinstance(one, ast.Constant) and set(str(one.value)) & set("wax") for one in modes)
-    if name == "open" and writes and node.args:
-        edits = source.wrapped(node.args[0], "(", ') if samestep.init().rank == 0 else "/dev/null"')
+    if not _writes(node):
+        return
+    if (line := _read_at(followed, followed.path_of(node.args[0]))) is not None:
+        reason = f"every process would write this file, which {line} reads; {_FIRST}"
+        followed.found.gap(source, node, reason)
+    elif name == "open":
+        opens, closes = "()" if isinstance(node.args[0], ast.IfExp) else ("", "")
+        no_file = f'{closes} if samestep.init().rank == 0 else "/dev/null"'
+        edits = source.wrapped(node.args[0], opens, no_file)
         followed.found.edit(*edits)
+
+
+def _writes(node: ast.Call) -> bool:
+    name = ast.unparse(node.func)
+    modes = [*node.args[1:2], *(one.value for one in node.keywords if one.arg == "mode")]
+    chosen = (set(str(one.value)) & set("wax") for one in modes if isinstance(one, ast.Constant))
+    return bool(node.args) and (any(chosen) if name == "open" else bool(_WRITES.search(name)))
+
+
+def _read_at(followed: Follower, path: str) -> str | None:
+    """Where the script reads a file that it also writes, or asks for it."""
+    for source in followed.modules:
+        for node in ast.walk(source.tree):
+            is_of_it = isinstance(node, ast.Call) and node.args and followed.path_of(node.args[0]) == path
+            if is_of_it and _READS.search(ast.unparse(node.func)) and not _writes(node):  # type: ignore[attr-defined, arg-type]
+                return f"{source.path.name}:{node.lineno}"  # type: ignore[attr-defined]
+    return None
 
 
 def _import(followed: Follower, source: Source, loaders: set[str], begins: bool) -> None:

@@ -29,9 +29,8 @@ _NOT_SHARED = (
 def follow(script: Source, find: Find) -> "Follower":
     """Follow a script; where its evaluation has numbers without a total, every process evaluates all samples."""
     found = _followed(script, find, Learnt())
-    loops = [loop for loop in found.passes if loop.call]
-    for call in dict.fromkeys(loop.call for loop in loops):
-        trains = any(loop.trains or loop.lends for loop in loops if loop.call is call)
+    for call in dict.fromkeys(loop.call for loop in found.passes):
+        trains = any(loop.trains for loop in found.passes if loop.call is call)
         if trains or call is None or not (gaps := found.found.gaps):
             continue
         (source, line), reason = next(iter(gaps.items()))
@@ -64,6 +63,10 @@ class Follower(Calls):
         self.find = find
         self.modules: dict[Source, Scope] = {}
         self.follow_module(script)
+
+    def path_of(self, node: ast.expr) -> str:
+        """The file that an argument names: its text, where the script gives it."""
+        return self.known.get(node, Value()).text or ast.unparse(node)
 
     def check_totals(self) -> None:
         """No total may stand where a rank may come without the others, or with what all ranks have."""
@@ -204,13 +207,15 @@ class Follower(Calls):
             return None
         is_late = made in self.learnt.eager or self.is_lost(target)
         value = self.total(made) if is_late else self.value(made)
-        if isinstance(target, ast.Attribute | ast.Subscript) and value.kind in (*NUMBERS, Kind.OTHER):
-            # a number that is put into a list, dict or object outside of all batches is everyone's from there on
-            if self._is_element(target) and self.batches is not None:
-                value = self.accumulated(self._place(target), made, value)
-            elif self.is_outside:
-                value = self.total(made)
+        if self._is_element(target) and self.batches is not None and value.kind in (*NUMBERS, Kind.OTHER):
+            value = self.accumulated(self._place(target), made, value)
+        elif self.is_outside and value.edits is not None and self._is_number(target, value):
+            # a number that gets a name outside of all batches is everyone's from there on
+            value = self.total(made)
         return self.kept(value)
+
+    def _is_number(self, target: ast.expr, value: Value) -> bool:
+        return value.kind in NUMBERS or (value.kind == Kind.OTHER and not isinstance(target, ast.Name))
 
     def _is_element(self, target: ast.expr) -> bool:
         return isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
@@ -260,7 +265,7 @@ class Follower(Calls):
         self.statements(node.orelse)
         for name, value in first.items():
             other = scope.names.get(name, value)
-            scope.names[name] = value if other is value else _either(other, value)
+            scope.names[name] = value if other is value else join(other, value)
         self.depth -= 1
         self.uneven -= is_uneven
         if trained < trained_first < self.backwards:
@@ -358,15 +363,3 @@ class Follower(Calls):
             text = "this loss could not be followed to the batch; see whether it is a mean over its samples"
             self.gap(node, text)
         return Value()
-
-
-def _either(one: Value, another: Value) -> Value:
-    """What is known after a branch: a share's number that may replace everyone's is totalled where it is made."""
-    for value, other in ((one, another), (another, one)):
-        if (
-            value.kind in (*NUMBERS, Kind.PASSES)
-            and value.made
-            and other.kind in (Kind.ALIKE, "none", "external")
-        ):
-            return replace(value, kind=Kind.OTHER, of="is of this process's share", edits=(value.made[0],))
-    return join(one, another)

@@ -12,11 +12,15 @@ MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.av
 _SUMMED = {*NUMBERS, Kind.PASSES}
 _OURS = ("model", "instance", "function")
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)
+_APART = (
+    ast.stmt,
+    ast.Call,
+    ast.keyword,
+    ast.FormattedValue,
+    ast.Dict,
+    ast.DictComp,
+)  # need no parentheses inside
 Edits = tuple[Edit | ast.expr, ...]
-_BY_RANK = (
-    "samestep.gather joins the samples rank by rank; "
-    "where their order matters, as in a submission, sort them by index"
-)
 _AT_A_STEP = (
     "this evaluation is totalled at a training step; where the step's batch has fewer samples than there are ranks, "
     "a rank's part is missed: evaluate between the epochs, or train with drop_last=True"
@@ -54,9 +58,6 @@ class Totals(Following):
 
     def apply(self, edits: Edits) -> None:
         self.found.edit(*(edit for edit in edits if isinstance(edit, Edit)))
-        joined = [edit for edit in edits if isinstance(edit, Edit) and edit.text == "samestep.gather("]
-        if joined and self.batches is None and (place := self.frame.statement):
-            self.found.note(self.source, place, _BY_RANK)
         self.learnt.eager.update(edit for edit in edits if not isinstance(edit, Edit))
 
     def kept(self, value: Value) -> Value:
@@ -100,7 +101,8 @@ class Totals(Following):
         told = [edit for edit in edits if isinstance(edit, Edit)]
         told += [source.replaced(name, receiver) for name in names if name.id == "self"]
         text = source.edited(told, source.start(form), source.end(form))
-        return (self.source.replaced(node, f"({text})"),)
+        is_apart = isinstance(self.source.parents.get(node), _APART)
+        return (self.source.replaced(node, text if is_apart else f"({text})"),)
 
     def splits(self, over: Value) -> bool:
         """Whether ranks go through a loop over this as often as they have samples or batches."""
@@ -135,6 +137,8 @@ class Totals(Following):
         is_over = loop is not None and loop not in self.loops
         share = f"{loop.text}.share" if loop and loop.text and loop.frame is self.frame else ""
         kind = Kind.ROWS if value.kind == "list" and join(*value.parts).kind == Kind.ROWS else value.kind
+        if kind == "dict" and {part.kind for part in value.parts} <= {Kind.PART, Kind.COUNT}:
+            kind = Kind.PART
         before, after = "samestep.sum(", ")"
         if kind == Kind.ROWS:
             before = "samestep.gather("

@@ -113,6 +113,13 @@ def models_of(*values: Value) -> frozenset[Any]:
     return frozenset().union(*(value.models for value in values))
 
 
+def nameless(value: Value) -> Value:
+    """A value that leaves its function: what is called the loader there is no name elsewhere."""
+    if value.kind == "each":
+        return replace(value, of=replace(value.of, text=None))
+    return replace(value, of=None) if value.kind == "loader" else value
+
+
 def join(*values: Value) -> Value:
     """What is known where a value is one of these."""
     found, since = Value(), [set(value.since) for value in values]

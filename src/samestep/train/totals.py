@@ -83,7 +83,8 @@ def gather(value: Value) -> Value:
 
     value: a tensor or NumPy array with a first dimension, a list or a tuple, or a dict of them. Lengths may
         differ between ranks. What has a row for each sample of the current batch, or was collected over a pass that
-        has ended, comes in the order of samples, as the serial script has it; everything else in that of ranks.
+        has ended, sample by sample or as a list of batches, comes in the order of samples, as the serial script has
+        it; everything else in that of ranks.
 
     Returns the joined value, the same on every rank; tensors stay on their device. Gradients go through it. Raises
     RanksDiffer if the ranks brought different kinds or shapes, UsageError if a value cannot be joined or sent.
@@ -128,11 +129,11 @@ def _places(parts: Sequence[Any]) -> list[list[int]] | None:
     ):
         return None
     places = at.evaluated.places(size)
-    return (
-        [[*chain(*own)] for own in places]
-        if [builtins.sum(map(len, own)) for own in places] == counts
-        else None
-    )
+    found = [[*chain(*own)] for own in places]
+    if isinstance(parts[0], list | tuple) and [*map(len, found)] != counts:
+        # a list may have an element for each batch, such as its predictions
+        found = [[batch.start for batch in own if batch] for own in places]
+    return found if [*map(len, found)] == counts else None
 
 
 def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
