@@ -52,8 +52,9 @@ class Calls(Rewrites, Expressions):
         callee = self.value(node.func)
         if callee.kind == "external":
             return self._external(str(callee.of), node).bare
-        given = [self.passed(one.value if isinstance(one, ast.Starred) else one) for one in node.args]
-        named = {one.arg or "**": self.passed(one.value) for one in node.keywords}
+        return self._of_ours(callee, node, *self._arguments(node))
+
+    def _of_ours(self, callee: Value, node: ast.Call, given: Values, named: Named) -> Value:
         if callee.kind == "function":
             bound = [] if callee.of.bound is None else [callee.of.bound]
             return self.run(callee.of, [*bound, *given], named, node)
@@ -64,6 +65,20 @@ class Calls(Rewrites, Expressions):
         if callee.kind in ("instance", "model"):
             return self._call_of_object(callee, node, given, named)
         return self.opaque(node, [*given, *named.values()])
+
+    def _arguments(self, node: ast.Call) -> tuple[Values, Named]:
+        """The values of a call's arguments; "*" stands for a batch that is given as its parts."""
+        given: Values = []
+        named = {one.arg or "**": self.passed(one.value) for one in node.keywords}
+        for one in node.args:
+            value = self.passed(one.value if isinstance(one, ast.Starred) else one)
+            if isinstance(one, ast.Starred) and value.kind == Kind.BATCH:
+                named["*"] = value
+            elif isinstance(one, ast.Starred) and value.kind == "list" and None not in value.of:
+                given += value.parts
+            else:
+                given.append(value)
+        return given, named
 
     def _fields(self, node: ast.Call, text: ast.Constant) -> None:
         """Attributes of an object that a format reads: `"{top1.avg}".format(top1=top1)`."""
@@ -160,6 +175,12 @@ class Calls(Rewrites, Expressions):
         self.in_forward += forward is not None
         found = self.run(method.of, [callee, *given], named, node)
         self.in_forward -= forward is not None
+        made = found.of.of if forward is not None and found.kind == "instance" else None
+        if made and not (made.bases or made.node.decorator_list):
+            reason = (
+                f"forward returns a {made.node.name}, in which replicate sees no tensors; make it a dataclass"
+            )
+            self.gap(node, reason)
         return found
 
     def _parameters(self, node: ast.Call) -> Value:
@@ -195,6 +216,10 @@ class Calls(Rewrites, Expressions):
             return self.made_loader(node)
         if name == "torch.save":
             return self.saved(node)
+        if name in ("builtins.open", "io.BytesIO"):
+            return Value("file")
+        if last in ("dict", "OrderedDict") and not node.args and values:
+            return Value("dict", dict(zip([one.arg for one in node.keywords], values, strict=True)))
         if name in MEANS_OF_LISTS and first.kind == "list":
             return Value(Kind.OTHER, "is a mean over the batches that this process had")
         if name.startswith(("builtins.", "itertools.", "tqdm", "copy.", "functools.")):
@@ -241,7 +266,7 @@ class Calls(Rewrites, Expressions):
         rule: Callable[..., Value] | None = getattr(self, f"_python_{name}", None)
         if rule is not None:
             return rule(node, values, first)
-        if name in NAMED["fact"]:
+        if name in NAMED["fact"] or name == "type":
             return Value()
         if name in ("chain", "filter", "map"):
             return join(*values)
@@ -271,16 +296,22 @@ class Calls(Rewrites, Expressions):
     def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
         parts = [self.each(one) for one in values]
         kinds = [kind for kind in ("batches", "rows") if kind in {part.kind for part in parts}]
-        texts = [part.text for part in parts if part.kind == "batches"]
+        batches = [part for part in parts if part.kind == "batches"]
         elements = Value("list", dict(enumerate(part.element for part in parts)))
-        return Value("each", Loop(elements, (*kinds, "plain")[0], (*texts, None)[0]))
+        first_of = (*batches, Loop())[0]
+        is_mixed = len({part.size for part in batches}) > 1
+        return Value(
+            "each", Loop(elements, (*kinds, "plain")[0], first_of.text, size=first_of.size, is_mixed=is_mixed)
+        )
 
     def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
         """What next() takes from an iterator over a loader: the loop around it is a loop over batches."""
         each = self.each(first)
-        if each.kind == "batches" and self.loops and self.loops[-1].kind == "plain":
+        if each.kind == "batches" and self.loops:
             loop = self.loops[-1]
-            loop.kind, loop.text, loop.frame = "batches", each.text, self.frame
+            if loop.kind == "plain":
+                loop.kind, loop.text, loop.frame, loop.size = "batches", each.text, self.frame, each.size
+            loop.is_mixed |= loop.size != each.size and not (self.without_gradients or self.in_eval)
         return each.element if each.kind == "batches" else first
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
@@ -375,13 +406,13 @@ class Calls(Rewrites, Expressions):
         found = {name: self.value(node) for name, node in defaults.items()}
         found |= {**dict(zip(names, given[: len(parameters)], strict=False)), **named}
         for name in names:
-            value = found.get(name, Value())
+            value = found.get(name, Value(Kind.ROWS) if "*" in named else Value())
             if named.get("**", Value()).kind in ROWS and value.kind in (Kind.ALIKE, "none"):
                 value = Value(Kind.ROWS)
             scope.names[name] = replace(nameless(value), since=self.since)
         rest = dict(enumerate(given[len(parameters) :]))
         if wanted.vararg is not None:
-            scope.names[wanted.vararg.arg] = Value("list", rest) if rest else Value()
+            scope.names[wanted.vararg.arg] = Value("list", rest) if rest else named.get("*", Value())
         if wanted.kwarg is not None:
             scope.names[wanted.kwarg.arg] = join(
                 *(value for name, value in named.items() if name not in names)

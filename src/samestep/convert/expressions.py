@@ -63,7 +63,7 @@ class Expressions(Names):
         return replace(found, models=models_of(*parts))
 
     def _constant(self, node: ast.Constant) -> Value:
-        text = node.value if isinstance(node.value, str) else None
+        text = str(node.value) if isinstance(node.value, str | bool) else None
         return Value("none") if node.value is None else Value(text=text)
 
     def _name(self, node: ast.Name) -> Value:
@@ -205,20 +205,18 @@ class Expressions(Names):
         return other("is a comparison of this rank's values", *values)
 
     def decided(self, test: ast.expr) -> bool | None:
-        """Whether a test for None, or for a string that the script gives, holds, where that is known."""
-        if not isinstance(test, ast.Compare) or not isinstance(test.comparators[0], ast.Constant):
+        """Whether a test for None, or of a string or a truth that the script gives, holds, where that is known."""
+        if (asked := _asked(test)) is None or self.loops[self.frame.loops_before :]:
             return None
-        value, sought = self.value(test.left), test.comparators[0].value
-        is_own = isinstance(test.left, ast.Name) and test.left.id in self.frame.scope.names
-        if self.loops[self.frame.loops_before :] or not (is_own or not value.since):
+        node, sought, holds = asked
+        value, is_own = self.value(node), isinstance(node, ast.Name) and node.id in self.frame.scope.names
+        if value.since and not is_own:
             return None
-        holds = isinstance(test.ops[0], ast.Is | ast.Eq)
-        if sought is None and (value.kind in ("none", "optimizer") or value.is_shared):
-            return (value.kind == "none") == holds
-        is_text = (
-            value.text is not None and isinstance(sought, str) and isinstance(test.ops[0], ast.Eq | ast.NotEq)
-        )
-        return (value.text == sought) == holds if is_text else None
+        if sought is None:
+            is_known = value.kind in ("none", "optimizer") or value.is_shared
+            return (value.kind == "none") == holds if is_known else None
+        is_alike = value.text is not None and isinstance(sought, bool) == (value.text in ("True", "False"))
+        return (value.text == str(sought)) == holds if is_alike else None
 
     def _ifexp(self, node: ast.IfExp) -> Value:
         if (known := self.decided(node.test)) is not None:
@@ -318,7 +316,9 @@ class Expressions(Names):
         if over.kind in ("loader", Kind.BATCH):
             is_loader = over.kind == "loader"
             call = over.made[0] if is_loader and over.made else None
-            return Loop(Value(Kind.BATCH), "batches", over.of, call) if is_loader else Loop(Value(Kind.ROWS))
+            if not is_loader:
+                return Loop(Value(Kind.ROWS))
+            return Loop(Value(Kind.BATCH), "batches", over.of, call, size=over.text)
         if over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT):
             return Loop(Value(Kind.ROW), "rows")
         if over.kind in ("list", "dict"):
@@ -334,3 +334,20 @@ def _keys(held: Value) -> list[object]:
         return [getattr(key, "value", None) for key in made.keys]
     is_dict = isinstance(made, ast.Call) and ast.unparse(made.func) == "dict"
     return [keyword.arg for keyword in made.keywords] if is_dict else []  # type: ignore[union-attr]
+
+
+def _asked(test: ast.expr) -> tuple[ast.expr, object, bool] | None:
+    """What a test compares, with which constant, and whether it asks for that or for another."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            found = _asked(inner)
+            return found and (*found[:2], not found[2])
+        case ast.Compare(left=left, ops=[ast.Is() | ast.Eq()], comparators=[ast.Constant(value=sought)]):
+            return left, sought, True
+        case ast.Compare(
+            left=left, ops=[ast.IsNot() | ast.NotEq()], comparators=[ast.Constant(value=sought)]
+        ):
+            return left, sought, False
+        case ast.Name() | ast.Attribute():
+            return test, True, True
+    return None

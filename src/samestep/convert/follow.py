@@ -20,6 +20,10 @@ _ALSO_ALIKE = (
     "this line is reached with numbers of a share, and with numbers that all processes have, which a total would "
     "count once for each process; take the total before the call"
 )
+_MIXED = (
+    "this loop takes batches of two loaders, of which a process may have unlike parts; give both one batch_size and "
+    "drop_last=True, or add up samestep.mean(loss, weight=len(batch)) of each loader's loss"
+)
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
@@ -350,6 +354,8 @@ class Follower(Calls):
         """A loss is trained on: whether the gradients of the ranks are averaged, added, or unclear."""
         self.backwards += 1
         self._trained()
+        if self.batches is not None and self.batches.is_mixed:
+            self.gap(node, _MIXED)
         if loss.kind == Kind.OTHER and loss.edits and self.may_total():
             self.apply(loss.edits)
         elif loss.kind == Kind.MEAN or (loss.kind in NUMBERS and self.batches is not None):

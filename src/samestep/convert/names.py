@@ -34,6 +34,8 @@ class Names(Totals):
             del scope.names[known]
         if value.kind == Kind.ROWS and self.batches and name != "_":
             self.batches.rows = self.batches.rows or name
+        is_alias = made is None or isinstance(made, ast.Name | ast.Attribute | ast.Subscript)
+        (scope.aliases.add if is_alias else scope.aliases.discard)(name)
         given = value.made if made is None or value.kind == "loader" else (made, self.source, self.since)
         scope.names[name] = replace(value, since=self.since, made=given)
 
@@ -75,7 +77,7 @@ class Names(Totals):
             return False
         given = [one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)] if function else []
         is_local = root.id in self.frame.scope.names or root.id in self.frame.scope.elsewhere
-        return not is_local or root.id in given
+        return not is_local or root.id in given or (is_changed and root.id in self.frame.scope.aliases)
 
     def part_of(self, value: Value, at: object, count: int | None = None) -> Value:
         """The element of a value with this key, where a tuple of names takes so many."""

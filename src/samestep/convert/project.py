@@ -17,6 +17,7 @@ class Scope:
     parent: "Scope | None" = None
     names: Named = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)
+    aliases: set[str] = field(default_factory=set)  # names of what another name or place may hold too
     elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # of names declared global or nonlocal
 
     def find(self, name: str) -> Value | None:

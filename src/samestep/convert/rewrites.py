@@ -21,7 +21,8 @@ class Rewrites(Totals):
             text = f"this DataLoader {reason}; it stays as it is, and every process takes all of it"
             self.found.note(source, node, text)
             return Value()
-        if isinstance(size := given.get("batch_size"), ast.Name | ast.Attribute | ast.Subscript):
+        size = given.get("batch_size", node)
+        if isinstance(size, ast.Name | ast.Attribute | ast.Subscript):
             self.sizes.add(ast.unparse(size))
         self.found.edit(source.replaced(node.func, "samestep.loader"))
         for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:]:
@@ -29,11 +30,17 @@ class Rewrites(Totals):
         has_own_order = bool({"sampler", "batch_sampler"} & {*given}) or getattr(
             given.get("shuffle"), "value", 0
         ) not in (0, False)
-        return Value("loader", made=None if has_own_order else (node, source, ()))
+        made = None if has_own_order else (node, source, ())
+        # batches of two loaders are of one size only where each leaves out the last one
+        drops = getattr(given.get("drop_last"), "value", False) is True
+        return Value("loader", made=made, text=ast.unparse(size) if drops else str(self.key(node)))
 
     def saved(self, node: ast.Call) -> Value:
         source, given = self.source, _arguments(node, ["obj", "f"])
         self.reached.add(node)
+        if "f" in given and self.value(given["f"]).kind == "file":
+            self.total(given["obj"])
+            return Value()
         is_plain = given.keys() == {"obj", "f"} and len(node.args) + len(node.keywords) == 2
         if not is_plain or self.value(given["f"]).is_shared or not self.may_total():
             reason = "write samestep.save(path, state), with no other arguments, where every rank comes"
@@ -41,14 +48,6 @@ class Rewrites(Totals):
             return Value()
         state, path = given["obj"], source.text(given["f"])
         self.total(state)
-        if (
-            isinstance(given["f"], ast.Constant)
-            and path[:1] == "'"
-            and '"' not in path
-            and "\\" not in path
-            and path.count("'") == 2
-        ):
-            path = f'"{path[1:-1]}"'
         start, end = source.start(state), source.end(state)
         self.found.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))
         self.found.edit(Edit(source, end, source.end(node) - 1, ""))

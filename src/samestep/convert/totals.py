@@ -136,7 +136,8 @@ class Totals(Following):
         loop = value.of if isinstance(value.of, Loop) else None
         is_over = loop is not None and loop not in self.loops
         share = f"{loop.text}.share" if loop and loop.text and loop.frame is self.frame else ""
-        kind = Kind.ROWS if value.kind == "list" and join(*value.parts).kind == Kind.ROWS else value.kind
+        is_filled = value.kind == "list" and None in value.of
+        kind = Kind.ROWS if is_filled and join(*value.parts).kind == Kind.ROWS else value.kind
         if kind == "dict" and {part.kind for part in value.parts} <= {Kind.PART, Kind.COUNT}:
             kind = Kind.PART
         before, after = "samestep.sum(", ")"

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import reduce
 from typing import Any
 
 from samestep.convert.source import Edit, Source
@@ -49,7 +50,9 @@ class Value:
         None  # the expression that gave it, and the loops around
     )
 
-    text: str | None = None  # a string that the script gives
+    text: str | None = (
+        None  # a string, or a truth, that the script gives; of a loader what its batches' sizes depend on
+    )
 
     @property
     def parts(self) -> "Values":
@@ -84,6 +87,8 @@ class Loop:
     objects: tuple[Value, ...] = ()  # the elements one by one, where they are objects or functions
     frame: Any = None
     rows: str | None = None  # a tensor of the batch
+    size: str | None = None  # what the batches' sizes depend on
+    is_mixed: bool = False  # whether they are batches of several loaders, of several sizes
     is_full: bool = False  # whether no batch is smaller, as the script reshapes each to the batch size
     lends: bool = False  # whether ranks without a share get another rank's batch
     depth: int = 0
@@ -122,33 +127,34 @@ def nameless(value: Value) -> Value:
 
 def join(*values: Value) -> Value:
     """What is known where a value is one of these."""
-    found, since = Value(), [set(value.since) for value in values]
     is_shared = any(value.is_shared for value in values)
-    for value in values:
-        if is_shared and value.kind == "external":
-            continue  # such as math.inf
-        kinds = {found.kind, value.kind}
-        if isinstance(found.of, Sum) and isinstance(value.of, Sum):
-            found = replace(value, kind=Kind.PART, of=Sum(value.of.loop, found.of.nodes | value.of.nodes))
-        elif found.kind == value.kind in ("list", "dict"):
-            keys = dict.fromkeys((*found.of, *value.of))
-            both = {key: [one.of[key] for one in (found, value) if key in one.of] for key in keys}
-            found = replace(value, of={key: join(*parts) for key, parts in both.items()})
-        elif found.kind in (Kind.ALIKE, "none") or len(kinds) == 1:
-            found = value
-        elif value.kind in (Kind.ALIKE, "none"):
-            pass
-        elif kinds <= {Kind.PART, Kind.COUNT}:
-            found = Value(Kind.PART, found.of)
-        elif kinds <= {Kind.BATCH, Kind.ROWS}:
-            found = Value(Kind.ROWS)
-        elif found.is_shared or value.is_shared:
-            found = Value(Kind.OTHER, "is of several kinds")
+    # such as math.inf
+    found = reduce(
+        _either, [value for value in values if not (is_shared and value.kind == "external")], Value()
+    )
     known = [value.edits for value in values if value.is_shared]
     edits = None if None in known else tuple(dict.fromkeys(edit for edits in known for edit in edits or ()))
-    common = tuple(sorted(set.intersection(*since))) if since else ()
+    common = tuple(sorted(set.intersection(*(set(value.since) for value in values)))) if values else ()
     text = found.text if len({value.text for value in values}) == 1 else None
     return replace(found, models=models_of(*values), since=common, edits=edits, text=text)
+
+
+def _either(one: Value, other: Value) -> Value:
+    kinds = {one.kind, other.kind}
+    if isinstance(one.of, Sum) and isinstance(other.of, Sum):
+        return replace(other, kind=Kind.PART, of=Sum(other.of.loop, one.of.nodes | other.of.nodes))
+    if one.kind == other.kind in ("list", "dict"):
+        both = {key: [of[key] for of in (one.of, other.of) if key in of] for key in (*one.of, *other.of)}
+        return replace(other, of={key: join(*parts) for key, parts in both.items()})
+    if kinds & {Kind.ALIKE, "none"} or len(kinds) == 1:
+        return other if one.kind in (Kind.ALIKE, "none", other.kind) else one
+    if kinds == {Kind.BATCH, "list"} and join(*one.parts, *other.parts).kind in ROWS:
+        return Value(Kind.BATCH)  # a batch, or a tuple of what is in it
+    if kinds <= {Kind.PART, Kind.COUNT}:
+        return Value(Kind.PART, one.of)
+    if kinds <= {Kind.BATCH, Kind.ROWS}:
+        return Value(Kind.ROWS)
+    return Value(Kind.OTHER, "is of several kinds") if one.is_shared or other.is_shared else one
 
 
 def combined(op: ast.operator, left: Value, right: Value) -> Value:
