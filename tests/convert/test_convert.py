@@ -14,7 +14,7 @@ from samestep.convert.convert import SEVEN_LINES, Conversion, check_parses, conv
 from samestep.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = ["mnist_example", "own_bar", "plateau", "mingpt", "imagenet_example"]
+SAMPLE = ["mnist_example", "own_bar", "step_function", "plateau", "mingpt", "imagenet_example"]
 BEGIN = """\
 import torch
 import torch.nn as nn
@@ -338,6 +338,11 @@ def test_a_total_of_what_all_processes_have_is_listed():
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'", "CUDA_VISIBLE_DEVICES"),
         ("def make(path):\n    with open(path, 'w') as file:\n        file.write('1')\nmake('data.csv')\n"
          "rows = open('data.csv').read()", "reads; write it inside"),
+        ("for (x, y), (a, b) in zip(train, test):\n    F.cross_entropy(model(x) + model(a).mean(0), y).backward()",
+         "takes batches of two loaders"),
+        ("class Out:\n    def __init__(self, x):\n        self.x = x\nclass Net(nn.Module):\n"
+         "    def forward(self, x):\n        return Out(x)\nnet = Net()\nfor x, y in train:\n    net(x)",
+         "make it a dataclass"),
     ],
 )  # fmt: skip
 def test_what_is_not_converted_is_listed_with_its_line(lines, reason):

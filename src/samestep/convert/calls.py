@@ -167,6 +167,8 @@ class Calls(Rewrites, Expressions):
             return self.value(node.func.value)  # type: ignore[attr-defined]
         if not self.in_forward and (not name or callee.kind == "instance"):
             self.called.add(callee.of if callee.kind == "model" else callee.of.key)
+            if self.is_model(callee):
+                self.comes_together()
         if method is None:
             shared = [one for one in (*given, *named.values()) if one.is_shared]
             if any(one.kind == Kind.OTHER for one in shared):
@@ -212,14 +214,12 @@ class Calls(Rewrites, Expressions):
         values = [self.value(one.value if isinstance(one, ast.Starred) else one) for one in node.args]
         values += [self.value(one.value) for one in node.keywords]
         last, first = name.rpartition(".")[2], (*values, Value())[0]
+        if made := self._made_by_name(name, node, values, first):
+            return made
         if name in LOADERS:
             return self.made_loader(node)
         if name == "torch.save":
             return self.saved(node)
-        if name in ("builtins.open", "io.BytesIO"):
-            return Value("file")
-        if last in ("dict", "OrderedDict") and not node.args and values:
-            return Value("dict", dict(zip([one.arg for one in node.keywords], values, strict=True)))
         if name in MEANS_OF_LISTS and first.kind == "list":
             return Value(Kind.OTHER, "is a mean over the batches that this process had")
         if name.startswith(("builtins.", "itertools.", "tqdm", "copy.", "functools.")):
@@ -233,6 +233,14 @@ class Calls(Rewrites, Expressions):
         if is_array or name.startswith(_FUNCTIONAL) or (name.startswith("torch.") and name.count(".") == 1):
             return self._of_torch(last, node, values, first)
         return self._of_library(name, last, node, values)
+
+    def _made_by_name(self, name: str, node: ast.Call, values: Values, first: Value) -> Value | None:
+        """An open file, or a dict, of Python's own."""
+        last, keys = name.rpartition(".")[2], [one.arg for one in node.keywords]
+        if name in ("builtins.open", "io.BytesIO"):
+            return Value("file")
+        is_dict = last in ("dict", "OrderedDict") and bool(keys) and not node.args
+        return Value("dict", dict(zip(keys, values, strict=True))) if is_dict else None
 
     def _is_optimizer(self, name: str, last: str, values: Values) -> bool:
         no_optimizer = name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa_utils"))
@@ -322,11 +330,10 @@ class Calls(Rewrites, Expressions):
         return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)
 
     def _python_getattr(self, node: ast.Call, values: Values, first: Value) -> Value:
-        return (
-            Value("external", f"{first.of}.{values[1].text}")
-            if first.kind == "external"
-            else self.opaque(node, values)
-        )
+        if first.kind == "external":
+            return Value("external", f"{first.of}.{values[1].text}")
+        is_known = first.kind == "instance" and values[1].text
+        return self.of_instance(first, str(values[1].text)) if is_known else self.opaque(node, values)
 
     def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
         return self.text_of(first)

@@ -157,7 +157,8 @@ def _replicate(followed: Follower, script: Source) -> None:
 
 def _place(followed: Follower, site: Site, name: str, key: object, options: str) -> None:
     source, statement = site.source, site.statement
-    if (made := _made_before(source, statement, name)) is not None:
+    made = _in_comprehension(statement, name) or _made_before(source, statement, name)
+    if made is not None:
         followed.found.edit(*source.wrapped(made, "samestep.replicate(", f"{options})"))
         return
     at: ast.AST = statement
@@ -172,6 +173,17 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
         followed.found.edit(edit)
     else:
         followed.found.gap(source, statement, f"{line} belongs before this statement")
+
+
+def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:
+    """The model in `model.parameters() for model in models`, which has its name only there."""
+    for part in ast.walk(statement):
+        targets = [ast.unparse(one.target) for one in getattr(part, "generators", ())]
+        calls = [one.func for one in ast.walk(part) if isinstance(one, ast.Call)] if name in targets else []
+        for called in calls:
+            if isinstance(called, ast.Attribute) and ast.unparse(called.value) == name:
+                return called.value
+    return None
 
 
 def _made_before(source: Source, statement: ast.stmt, name: str) -> ast.expr | None:

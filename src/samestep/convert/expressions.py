@@ -96,7 +96,7 @@ class Expressions(Names):
     def _attribute(self, node: ast.Attribute) -> Value:
         base, name = self.value(node.value), node.attr
         if base.kind == "instance":
-            return self._of_instance(base, name)
+            return self.of_instance(base, name)
         if base.kind == "class" and name == "apply" and base.of.descends_from("Function"):
             # of an autograd.Function, of which the first argument is torch's
             return Value("function", replace(base.of.find("forward").of, bound=Value()))
@@ -119,7 +119,7 @@ class Expressions(Names):
     def shape(self, of: Value) -> Value:
         return Value("list", {0: counted(of, self.batches), None: Value()})
 
-    def _of_instance(self, base: Value, name: str) -> Value:
+    def of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
             held = [value for value in base.of.scope.names.values() if value.is_shared]
             return self._holding(held) if held else Value()
@@ -192,11 +192,13 @@ class Expressions(Names):
 
     def _boolop(self, node: ast.BoolOp) -> Value:
         values = [self.value(one) for one in node.values]
-        is_shared = any(one.is_shared for one in values)
-        return self._any(node) if is_shared else join(*values)
+        found = join(*values)
+        return found if found.kind in (*ROWS, "list") or not found.is_shared else self._any(node)
 
     def _compare(self, node: ast.Compare) -> Value:
         values = [self.value(one) for one in (node.left, *node.comparators)]
+        if (holds := self.decided(node)) is not None:
+            return Value(text=str(holds))
         if any(one.kind == "none" for one in values):
             return Value()
         kinds = {one.kind for one in values if one.is_shared}

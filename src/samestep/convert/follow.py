@@ -353,6 +353,7 @@ class Follower(Calls):
     def backward(self, node: ast.Call, loss: Value) -> Value:
         """A loss is trained on: whether the gradients of the ranks are averaged, added, or unclear."""
         self.backwards += 1
+        self.comes_together()
         self._trained()
         if self.batches is not None and self.batches.is_mixed:
             self.gap(node, _MIXED)

@@ -197,6 +197,11 @@ class Following:
         if not any(self.known[part].is_shared for part in ast.walk(node) if part in self.known):
             self.found.alike[self.span(node)] = None
 
+    def comes_together(self) -> None:
+        """All ranks have to come here, as a model is called or trained."""
+        for loop in self.loops:
+            loop.together.add(loop.frame.statement)
+
     def enter(self, loop: Loop, node: ast.AST) -> None:
         self.loops_made += 1
         loop.number, loop.depth, loop.frame = self.loops_made, self.depth, self.frame

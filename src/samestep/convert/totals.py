@@ -164,7 +164,12 @@ class Totals(Following):
             return True
         is_sum = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp)
         is_simple = is_sum or isinstance(statement, ast.AugAssign | ast.Expr)
-        if loop.text is None or not is_simple or source.indent(statement) is None:
+        if (
+            loop.text is None
+            or not is_simple
+            or source.indent(statement) is None
+            or statement in loop.together
+        ):
             return False
         if source.data[source.end(statement) :].lstrip(b" ").startswith(b";"):
             return False

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
 from typing import Any
@@ -95,6 +95,7 @@ class Loop:
     number: int = 0
     trains: int = 0  # 1 where some turns train, 2 where all do
     found_training: int = 0
+    together: set[Any] = field(default_factory=set)  # its statements in which a model is called or trained
 
     def mapped(self, change: Callable[[Value], Value]) -> "Loop":
         return replace(self, element=change(self.element), objects=tuple(map(change, self.objects)))
