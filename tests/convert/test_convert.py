@@ -183,7 +183,7 @@ def test_values_inside_f_strings_are_found_where_they_are():
         ("device = 'cuda' if torch.cuda.is_available() else 'cpu'", "device = samestep.init().device.type"),
         ("args.device = torch.device('cuda', args.gpu)", "args.device = samestep.init().device"),
         ("model.to('cuda:0')", "model.to('cuda')"),
-        ("torch.save(model.state_dict(),\n    'a.pt')", 'samestep.save("a.pt", model.state_dict())'),
+        ("torch.save(model.state_dict(),\n    'a.pt')", "samestep.save('a.pt', model.state_dict())"),
         ("torch.save(model.state_dict(), 'a{}.pt'.format(3))", "samestep.save('a{}.pt'.format(3), model.state_dict())"),
         ("torch.save(obj=model.state_dict(), f=path)", "samestep.save(path, model.state_dict())"),
         ("net = nn.DataParallel(model, device_ids=[0])", "net = model"),

@@ -1,0 +1,256 @@
+"""What the functions, classes and methods give that are not in the project: torch's by name, Python's own, others."""
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from samestep.convert.expressions import Expressions
+from samestep.convert.rewrites import LOADERS, Rewrites
+from samestep.convert.signatures import NAMED, counted, given_to_loss, is_loss, of_loss, of_tensors, over_rows
+from samestep.convert.source import Edit
+from samestep.convert.totals import MEANS_OF_LISTS, name_of
+from samestep.convert.values import (
+    NUMBERS,
+    ROWS,
+    Kind,
+    Loop,
+    Value,
+    Values,
+    join,
+    models_of,
+    other,
+    rows_of,
+)
+
+_NUMBERED = "numbers the samples of a share"
+_FUNCTIONAL = ("torch.nn.functional.", "torch.special.", "torch.linalg.", "torch.fft.")
+_MODELS = ("torchvision.models.", "timm.create", "transformers.")
+
+
+class Library(Rewrites, Expressions):
+    """What a call gives whose body is not followed."""
+
+    optimizes: Callable[..., Value]
+    parameters: Callable[[ast.Call], Value]
+
+    def fields(self, node: ast.Call, text: ast.Constant) -> None:
+        """Attributes of an object that a format reads: `"{top1.avg}".format(top1=top1)`."""
+        for one in node.keywords:
+            for name in dict.fromkeys(re.findall(rf"\{{{one.arg}\.(\w+)", str(text.value))):
+                shown = ast.copy_location(ast.Attribute(one.value, name), one.value)
+                if any(isinstance(edit, Edit) for edit in self.value(shown).edits or ()):
+                    # the text has no place for a total
+                    self.gap(
+                        node, f"the format shows {name} of `{ast.unparse(one.value)}`, which is of a share"
+                    )
+                else:
+                    self.total(shown)
+
+    def method(self, node: ast.Call, base: Value, name: str) -> Value:
+        """A method of a tensor or a number, of a list or dict, or of a number that stands for one which is filled."""
+        values = [base, *(self.value(one) for one in (*node.args, *(one.value for one in node.keywords)))]
+        if name in NAMED["list"] and (
+            base.kind not in (Kind.ROWS, Kind.SOME) or name in ("append", "extend")
+        ):
+            return self._of_list(node, base, name, values)
+        if base.kind in ("list", "dict", "each"):
+            return self.opaque(node, values)
+        if name == "size" and base.kind in ROWS:
+            at = getattr(node.args[0], "value", None) if node.args else None
+            shape = self.shape(base)
+            return self.part_of(shape, at) if node.args else shape
+        if name in ("view", "reshape", "expand") and base.kind in ROWS:
+            self.sized(node, node.func.value)  # type: ignore[attr-defined]
+        if name == "squeeze" and base.kind in ROWS and not node.args:
+            self.squeezed(node, base, node.func.value)  # type: ignore[attr-defined]
+        return self._of_tensors(name, node, values, node.args)
+
+    def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
+        if name in NAMED["fact"]:
+            return Value()
+        if name in NAMED["count"] and values[0].kind in ROWS:
+            return counted(values[0], self.batches)
+        is_over_rows = over_rows(node, dims[-1:] if name in NAMED["piece"] else dims, self.in_forward)
+        return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
+
+    def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:
+        if name in ("append", "extend") and base.kind not in (Kind.BATCH, Kind.PART) and len(node.args) == 1:
+            return self.put(node, base, values[1])
+        if name == "scale":
+            return join(*values[1:])
+        if name == "items" and (base.parts or base.is_shared):
+            each = self.each(replace(base, kind="list") if base.kind == "dict" else base)
+            return Value("each", each.mapped(lambda element: Value("list", {0: Value(), 1: element})))
+        if base.parts or base.kind in NUMBERS:
+            if name in ("values", "copy"):
+                return replace(base, kind="list") if base.kind == "dict" and name == "values" else base
+            if name in ("get", "pop", "setdefault"):
+                return self.part_of(base, getattr(node.args[0], "value", None) if node.args else None)
+        return self.opaque(node, values)
+
+    def external(self, name: str, node: ast.Call) -> Value:
+        """A function or class that is not in the project."""
+        values = [self.value(one.value if isinstance(one, ast.Starred) else one) for one in node.args]
+        values += [self.value(one.value) for one in node.keywords]
+        last, first = name.rpartition(".")[2], (*values, Value())[0]
+        if made := self._made_by_name(name, node, values, first):
+            return made
+        if name in LOADERS:
+            return self.made_loader(node)
+        if name == "torch.save":
+            return self.saved(node)
+        if name in MEANS_OF_LISTS and first.kind == "list":
+            return Value(Kind.OTHER, "is a mean over the batches that this process had")
+        if name.startswith(("builtins.", "itertools.", "tqdm", "copy.", "functools.")):
+            return self._of_python(last, node, values, first)
+        if name.startswith("torch.nn.") and last == "DataParallel" and node.args:
+            return self.unwrapped(node, first)
+        if self._is_optimizer(name, last, values):
+            return self.optimizes(*values)
+        of_rows = first.kind == "list" and {part.kind for part in first.parts} <= ROWS
+        is_array = name.startswith("numpy.") and (first.kind in (*ROWS, *NUMBERS) or of_rows)
+        if is_array or name.startswith(_FUNCTIONAL) or (name.startswith("torch.") and name.count(".") == 1):
+            return self._of_torch(last, node, values, first)
+        return self._of_library(name, last, node, values)
+
+    def _made_by_name(self, name: str, node: ast.Call, values: Values, first: Value) -> Value | None:
+        """An open file, or a dict, of Python's own."""
+        last, keys = name.rpartition(".")[2], [one.arg for one in node.keywords]
+        if name in ("builtins.open", "io.BytesIO"):
+            return Value("file")
+        is_dict = last in ("dict", "OrderedDict") and bool(keys) and not node.args
+        return Value("dict", dict(zip(keys, values, strict=True))) if is_dict else None
+
+    def _is_optimizer(self, name: str, last: str, values: Values) -> bool:
+        no_optimizer = name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa_utils"))
+        averages = any(word in last.lower() for word in ("ema", "average"))
+        is_named = "optim" in name.lower() or (last[:1].isupper() and not averages)
+        return bool(models_of(*values)) and is_named and not no_optimizer
+
+    def _of_library(self, name: str, last: str, node: ast.Call, values: Values) -> Value:
+        if name.startswith("torch.autograd."):
+            return Value(Kind.BATCH if any(one.is_shared for one in values) else Kind.ALIKE)
+        if name.startswith("torch.nn.") and is_loss(last):
+            return Value("loss", given_to_loss(node, 0, last))
+        is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
+        is_class |= last == "AveragedModel"
+        if is_class or name.startswith(_MODELS) or last == "from_pretrained":
+            return Value("model", self.key(node), models_of(*values))
+        return self.opaque(node, values)
+
+    def _of_torch(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
+        is_shared = any(one.is_shared for one in values)
+        if name in NAMED["made"] and not is_shared and self.sized(node, None):
+            return Value(Kind.ROWS)
+        if name == "compile" or not is_shared:
+            return first if name == "compile" else Value(models=models_of(*values))
+        if is_loss(name):
+            return of_loss(given_to_loss(node, 2, name), values, self.batches)
+        return self._of_tensors(name, node, values, node.args[1:])
+
+    def _of_python(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
+        """A function of Python's own, of itertools, functools, copy or tqdm."""
+        rule: Callable[..., Value] | None = getattr(self, f"_python_{name}", None)
+        if rule is not None:
+            return rule(node, values, first)
+        if name in NAMED["fact"] or name == "type":
+            return Value()
+        if name in ("chain", "filter", "map"):
+            return join(*values)
+        if name == "cycle" and first.kind == "loader":
+            self.gap(
+                node, "itertools.cycle repeats the batches of the first pass; call iter() of the loader again"
+            )
+        if name == "partial" and first.of in LOADERS:
+            self.gap(node, "functools.partial of DataLoader; call DataLoader itself")
+        if name not in NAMED["kept"] or not values or (name == "abs" and first.kind in NUMBERS):
+            return self.opaque(node, values)
+        self.shown_once(name, node)
+        return Value("each", self.each(first)) if first.kind == "loader" else first
+
+    def _python_len(self, node: ast.Call, values: Values, first: Value) -> Value:
+        if first.kind in ROWS:
+            return counted(first, self.batches)
+        if first.kind == Kind.OTHER:
+            return other("is a length of what a share makes", first)
+        return Value(Kind.PASSES if first.kind == "list" and first.is_shared else Kind.ALIKE)
+
+    def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
+        each = self.each(first)
+        turn = {"batches": Value("turn"), "rows": Value(Kind.ROW, _NUMBERED)}.get(each.kind, Value())
+        return Value("each", each.mapped(lambda element: Value("list", {0: turn, 1: element})))
+
+    def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
+        parts = [self.each(one) for one in values]
+        kinds = [kind for kind in ("batches", "rows") if kind in {part.kind for part in parts}]
+        batches = [part for part in parts if part.kind == "batches"]
+        elements = Value("list", dict(enumerate(part.element for part in parts)))
+        first_of = (*batches, Loop())[0]
+        is_mixed = len({part.size for part in batches}) > 1
+        return Value(
+            "each", Loop(elements, (*kinds, "plain")[0], first_of.text, size=first_of.size, is_mixed=is_mixed)
+        )
+
+    def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
+        """What next() takes from an iterator over a loader: the loop around it is a loop over batches."""
+        each = self.each(first)
+        if each.kind == "batches" and self.loops:
+            loop = self.loops[-1]
+            if loop.kind == "plain":
+                loop.kind, loop.text, loop.frame, loop.size = "batches", each.text, self.frame, each.size
+            loop.is_mixed |= loop.size != each.size and not (self.without_gradients or self.in_eval)
+        return each.element if each.kind == "batches" else first
+
+    def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
+        is_count = any(one.kind in (Kind.COUNT, Kind.PART) for one in values)
+        return Value("each", Loop(Value(Kind.ROW, _NUMBERED), "rows")) if is_count else Value()
+
+    def _python_sum(self, node: ast.Call, values: Values, first: Value) -> Value:
+        return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)
+
+    def _python_getattr(self, node: ast.Call, values: Values, first: Value) -> Value:
+        if first.kind == "external":
+            return Value("external", f"{first.of}.{values[1].text}")
+        is_known = first.kind == "instance" and values[1].text
+        return self.of_instance(first, str(values[1].text)) if is_known else self.opaque(node, values)
+
+    def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
+        return self.text_of(first)
+
+    def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
+        return Value("model", self.key(node)) if self.is_model(first) else first
+
+    def opaque(self, node: ast.Call, values: Values) -> Value:
+        """A call whose body is not in the project: it is given the values of all ranks, if nothing is done with it."""
+        if name_of(node) in ("parameters", "named_parameters"):
+            # of a model, whatever made it
+            self.bind(node.func.value, Value("model", self.key(node)))  # type: ignore[attr-defined]
+            return self.parameters(node)
+        if name_of(node) in NAMED["spread"] and values and values[0].kind == Kind.COUNT:
+            return Value(Kind.ROWS)
+        known = dict(self.found.alike)
+        for function in [one.of for one in values if one.kind == "function"]:
+            made = self.run(function, [function.bound] if function.bound else [], {}, node)
+            if isinstance(function.node, ast.Lambda) and made.is_shared:
+                # it uses values of a share that are not given to it
+                self.known[function.node] = replace(made, edits=None)
+        self.found.alike = known
+        if not any(one.is_shared for one in values):
+            self.seen_alike(node)
+            return Value(models=models_of(*values))
+        if name_of(node) in NAMED["bar"] and not self.may_total():
+            self.found.note(self.source, node, "the progress bar shows numbers of rank 0's share")
+            return Value()
+        if isinstance(self.source.parents.get(node), ast.Expr):
+            for one in (*node.args, *(one.value for one in node.keywords)):
+                self.total(one.value if isinstance(one, ast.Starred) else one)
+            return Value()
+        kinds = {one.kind for one in values if one.is_shared}
+        if self.in_forward and kinds <= {*ROWS, Kind.COUNT}:
+            return rows_of(kinds)
+        name = ast.unparse(node.func)
+        reason = (
+            f"is {name}(...) of this rank's values; after the loop take {name}(...) of samestep.gather(...)"
+        )
+        return Value(Kind.OTHER, reason, models_of(*values))
