@@ -32,8 +32,6 @@ STEP = """\
     loss.backward()
     optimizer.step()
 """
-
-
 METER = """\
 class Meter:
     def __init__(self):
@@ -185,6 +183,7 @@ def test_values_inside_f_strings_are_found_where_they_are():
         ("model.to('cuda:0')", "model.to('cuda')"),
         ("torch.save(model.state_dict(),\n    'a.pt')", "samestep.save('a.pt', model.state_dict())"),
         ("torch.save(model.state_dict(), 'a{}.pt'.format(3))", "samestep.save('a{}.pt'.format(3), model.state_dict())"),
+        ("import os\nos.mkdir('out')", "import os\nos.makedirs('out', exist_ok=True)"),
         ("torch.save(obj=model.state_dict(), f=path)", "samestep.save(path, model.state_dict())"),
         ("net = nn.DataParallel(model, device_ids=[0])", "net = model"),
         ("log = open('log', 'w')", 'log = open(\'log\' if samestep.init().rank == 0 else "/dev/null", \'w\')'),
@@ -340,6 +339,7 @@ def test_a_total_of_what_all_processes_have_is_listed():
          "rows = open('data.csv').read()", "reads; write it inside"),
         ("for (x, y), (a, b) in zip(train, test):\n    F.cross_entropy(model(x) + model(a).mean(0), y).backward()",
          "takes batches of two loaders"),
+        ("import os\nif not os.path.exists('a.pt'):\n    torch.save(model.state_dict(), 'a.pt')", "no test for a file"),
         ("class Out:\n    def __init__(self, x):\n        self.x = x\nclass Net(nn.Module):\n"
          "    def forward(self, x):\n        return Out(x)\nnet = Net()\nfor x, y in train:\n    net(x)",
          "make it a dataclass"),

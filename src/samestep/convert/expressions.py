@@ -236,7 +236,7 @@ class Expressions(Names):
     _tuple = _set = _list
 
     def _dict(self, node: ast.Dict) -> Value:
-        values = [self._held(one) for one in node.values]
+        values = [self.named(one, self.value(one), {*NUMBERS, Kind.OTHER}) for one in node.values]
         keys = [getattr(key, "value", None) for key in node.keys]
         if {one.kind for one in values} == {Kind.ROWS}:
             return Value(Kind.BATCH)
@@ -244,12 +244,6 @@ class Expressions(Names):
             one.is_shared or one.kind in ("instance", "loader", "list", "function") for one in values
         )
         return Value("dict", dict(zip(keys, values, strict=True))) if is_known else join(*values).bare
-
-    def _held(self, node: ast.expr) -> Value:
-        """A number that is put into a dict outside of all batches is everyone's from there on."""
-        value = self.value(node)
-        is_number = value.kind in (*NUMBERS, Kind.OTHER) and value.edits is not None
-        return self.total(node) if is_number and self.is_outside else self.kept(value)
 
     def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:
         found = self.value(node.value)

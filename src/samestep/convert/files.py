@@ -94,6 +94,10 @@ def _one_writer(followed: Follower, source: Source, node: ast.Call) -> None:
     for writer, remedy in _WRITERS.items():
         if name == writer or name.endswith(f".{writer}"):
             followed.found.gap(source, node, f"every process would write here ({name}); {remedy}")
+    if name in ("os.mkdir", "os.makedirs") and len(node.args) == 1 and not node.keywords:
+        # another process may make it after this one has asked for it
+        found, end = followed.found, source.end(node.args[0])
+        found.edit(source.replaced(node.func, "os.makedirs"), Edit(source, end, end, ", exist_ok=True"))
     if not _writes(node):
         return
     if (line := _read_at(followed, followed.path_of(node.args[0]))) is not None:

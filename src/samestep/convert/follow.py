@@ -213,13 +213,8 @@ class Follower(Calls):
         value = self.total(made) if is_late else self.value(made)
         if self._is_element(target) and self.batches is not None and value.kind in (*NUMBERS, Kind.OTHER):
             value = self.accumulated(self._place(target), made, value)
-        elif self.is_outside and value.edits is not None and self._is_number(target, value):
-            # a number that gets a name outside of all batches is everyone's from there on
-            value = self.total(made)
-        return self.kept(value)
-
-    def _is_number(self, target: ast.expr, value: Value) -> bool:
-        return value.kind in NUMBERS or (value.kind == Kind.OTHER and not isinstance(target, ast.Name))
+        # what else is in an object stays there, where it may not be found again
+        return self.named(made, value, NUMBERS if isinstance(target, ast.Name) else {*NUMBERS, Kind.OTHER})
 
     def _is_element(self, target: ast.expr) -> bool:
         return isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)

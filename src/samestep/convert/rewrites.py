@@ -1,6 +1,7 @@
 """Rewrites the calls that samestep's functions replace: loaders, saved files, DataParallel, progress bars."""
 
 import ast
+import re
 
 from samestep.convert.source import Edit
 from samestep.convert.totals import Totals
@@ -42,8 +43,13 @@ class Rewrites(Totals):
             self.total(given["obj"])
             return Value()
         is_plain = given.keys() == {"obj", "f"} and len(node.args) + len(node.keywords) == 2
-        if not is_plain or self.value(given["f"]).is_shared or not self.may_total():
-            reason = "write samestep.save(path, state), with no other arguments, where every rank comes"
+        if (
+            not is_plain
+            or self.value(given["f"]).is_shared
+            or not self.may_total()
+            or self._asks_for_file(node)
+        ):
+            reason = "write samestep.save(path, state), with no other arguments and no test for a file, for all ranks"
             self.gap(node, f"this torch.save is not converted; {reason}")
             return Value()
         state, path = given["obj"], source.text(given["f"])
@@ -52,6 +58,13 @@ class Rewrites(Totals):
         self.found.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))
         self.found.edit(Edit(source, end, source.end(node) - 1, ""))
         return Value()
+
+    def _asks_for_file(self, node: ast.AST) -> bool:
+        """Whether a test for a file decides, which some ranks may make after others wrote it."""
+        while not isinstance(node := self.source.parents[node], ast.FunctionDef | ast.Module):
+            if isinstance(node, ast.If) and re.search(r"exists\(|is_?file\(", ast.unparse(node.test)):
+                return True
+        return False
 
     def unwrapped(self, node: ast.Call, model: Value) -> Value:
         source, start, end = self.source, self.source.start(node), self.source.end(node)

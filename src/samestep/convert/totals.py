@@ -1,7 +1,7 @@
 """Makes values of a share those of the whole batch: where they are shown, decided by, or added up."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from samestep.convert.project import Following, Frame, Scope
@@ -64,6 +64,11 @@ class Totals(Following):
         """A value that gets a name: what can be combined is combined where the name is used."""
         combines = value.kind in _SUMMED or value.kind in ROWS - {Kind.COLUMNS, Kind.VIEWS}
         return replace(value, edits=None) if combines or not self.may_total() else value
+
+    def named(self, node: ast.expr, value: Value, kinds: Collection[str]) -> Value:
+        """A value that gets a name; outside of all batches a number is everyone's from there on."""
+        is_everyones = self.is_outside and value.edits is not None and value.kind in kinds
+        return self.total(node) if is_everyones else self.kept(value)
 
     def edits_of(self, node: ast.AST, value: Value) -> Edits | None:
         """What makes an expression one of the whole batch, whose parts are known; None if nothing does."""
@@ -240,11 +245,8 @@ class Totals(Following):
         value = self.value(node)
         around = self.source.parents.get(node)
         around = self.source.parents.get(around) if isinstance(around, ast.keyword) else around
-        if around in self.learnt.eager:
-            if self.may_total():
-                return self.total(node)
-            if value.kind == Kind.MEAN and (loop := self.batches) and self._scale(loop, node):
-                return Value(Kind.PART, Sum(loop, frozenset()))
+        if around in self.learnt.eager and self.may_total():
+            return self.total(node)
         return value.bare if value.kind in ROWS else value
 
     def put(self, node: ast.Call, base: Value, value: Value) -> Value:
@@ -279,11 +281,8 @@ class Totals(Following):
     def divided(self, node: ast.AugAssign, old: Value, value: Value) -> Value:
         """`total /= count`, both of this rank's share."""
         found, source = combined(node.op, old, value), self.source
-        if old.kind not in (Kind.PART, Kind.COUNT) or not isinstance(node.op, ast.Div) or not value.is_shared:
-            return found
-        if value.kind == Kind.PASSES:
-            return found if self.total(node.value).is_shared else replace(old, of=None)
-        if not self.may_total():
+        is_ratio = isinstance(node.op, ast.Div) and old.kind in (Kind.PART, Kind.COUNT) and value.is_shared
+        if not is_ratio or not self.may_total():
             return found
         text = f" = samestep.sum({source.text(node.target)}) / "
         self.found.edit(Edit(source, source.end(node.target), source.start(node.value), text))
