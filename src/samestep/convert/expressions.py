@@ -97,11 +97,8 @@ class Expressions(Names):
         base, name = self.value(node.value), node.attr
         if base.kind == "instance":
             return self.of_instance(base, name)
-        if base.kind == "class" and name == "apply" and base.of.descends_from("Function"):
-            # of an autograd.Function, of which the first argument is torch's
-            return Value("function", replace(base.of.find("forward").of, bound=Value()))
-        if base.kind in ("module", "class"):
-            return base.of.find(name) or Value()
+        if base.kind in ("module", "class", "super"):
+            return self._of_class(base, name)
         if base.kind == "external":
             return Value("external", f"{base.of}.{name}")
         if (known := self._set_before(node)) is not None:
@@ -115,6 +112,16 @@ class Expressions(Names):
         if base.kind in (*ROWS, *NUMBERS, Kind.ROW, "model"):
             return base if name == "module" else Value(base.kind, base.of)
         return other(base.of, base) if base.is_shared else Value(models=base.models)
+
+    def _of_class(self, base: Value, name: str) -> Value:
+        if base.kind == "super":
+            own, of = base.of
+            inherited = own.of.of.above(of, name)
+            return Value("function", replace(inherited.of, bound=own)) if inherited else Value()
+        if base.kind == "class" and name == "apply" and base.of.descends_from("Function"):
+            # of an autograd.Function, of which the first argument is torch's
+            return Value("function", replace(base.of.find("forward").of, bound=Value()))
+        return base.of.find(name) or Value()
 
     def shape(self, of: Value) -> Value:
         return Value("list", {0: counted(of, self.batches), None: Value()})

@@ -174,7 +174,8 @@ class Library(Rewrites, Expressions):
             return counted(first, self.batches)
         if first.kind == Kind.OTHER:
             return other("is a length of what a share makes", first)
-        return Value(Kind.PASSES if first.kind == "list" and first.is_shared else Kind.ALIKE)
+        is_filled = first.kind == "list" and first.is_shared and first.of.keys() == {None}
+        return Value(Kind.PASSES if is_filled else Kind.ALIKE)
 
     def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
         each = self.each(first)
@@ -214,6 +215,13 @@ class Library(Rewrites, Expressions):
             return Value("external", f"{first.of}.{values[1].text}")
         is_known = first.kind == "instance" and values[1].text
         return self.of_instance(first, str(values[1].text)) if is_known else self.opaque(node, values)
+
+    def _python_super(self, node: ast.Call, values: Values, first: Value) -> Value:
+        function = self.frame.function
+        of = self.source.parents.get(function)
+        own = self.frame.scope.names.get(function.args.args[0].arg) if isinstance(of, ast.ClassDef) else None
+        is_known = own is not None and own.kind == "instance"
+        return Value("super", (own, of)) if is_known else self.opaque(node, values)
 
     def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
         return self.text_of(first)

@@ -48,6 +48,12 @@ class Class:
         inherited = (base.of.find(name) for base in self.bases if base.kind == "class")
         return self.scope.names.get(name) or next((found for found in inherited if found), None)
 
+    def above(self, node: ast.ClassDef, name: str) -> Value | None:
+        """What the bases have of the class that is written there, which is this one or a base of it."""
+        bases = [base.of for base in self.bases if base.kind == "class"]
+        found = (base.find(name) if self.node is node else base.above(node, name) for base in bases)
+        return next((one for one in found if one is not None), None)
+
     def descends_from(self, *names: str) -> bool:
         """Whether a base, or a base of a base, ends in one of these names."""
         return any(
@@ -99,9 +105,7 @@ Span = tuple[Source, int, int]
 class Learnt:
     """What only a later line tells: the script is followed again from its beginning until this stays."""
 
-    eager: set[ast.expr] = field(
-        default_factory=set
-    )  # what is totalled in the loop, as its sum is shown there
+    eager: set[ast.expr] = field(default_factory=set)  # totalled in the loop, as their sum is shown there
     trains: dict[Any, int] = field(default_factory=dict)
     serial: dict[ast.expr, str] = field(default_factory=dict)  # loaders that stay torch's own, and why
 
@@ -117,8 +121,7 @@ class Findings:
     sites: dict[Site, None] = field(default_factory=dict)
     alone: dict[tuple[Source, int], None] = field(
         default_factory=dict
-    )  # where a rank may come without others
-
+    )  # a rank may come there without others
     alike: dict[Span, None] = field(default_factory=dict)  # what is shown or decided by, and all ranks have
     over: dict[Span, str] = field(default_factory=dict)  # what loops go over
     mixed: dict[Span, None] = field(default_factory=dict)  # loops that go over batches, and over other things

@@ -128,6 +128,8 @@ class Totals(Following):
             mean = f"samestep.sum(sum({text})) / max(samestep.gather([len({text})]))"
             is_name = text.replace(".", "").isidentifier()
             return (self.source.replaced(node, mean),) if is_part and is_name else None
+        if str(callee.of).startswith("torch.") and value.kind == Kind.ROWS and self._joins(node):
+            return self._wrapped(node, value)
         names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
         is_late = any((self.frame.scope.find(name) or Value()).edits for name in names)
         if name_of(node) == "tolist":
@@ -135,6 +137,10 @@ class Totals(Following):
         if (callee.kind in _OURS and value.kind in ROWS) or (value.kind in _SUMMED and not is_late):
             return self._wrapped(node, value)
         return None if callee.kind in _OURS else self._inside(node)
+
+    def _joins(self, node: ast.Call) -> bool:
+        """Whether it joins a list of tensors, which is not gathered as such."""
+        return bool(node.args) and self.known[node.args[0]].kind == "list"
 
     def _wrapped(self, node: ast.expr, value: Value) -> Edits | None:
         """The edits around an expression of a kind that can be combined."""
@@ -195,12 +201,11 @@ class Totals(Following):
         if over_samples:
             adds = value.kind in (Kind.ALIKE, Kind.ROW, Kind.PART, Kind.COUNT)
             value = Value(Kind.PART) if adds else Value(Kind.OTHER, "is added up by sample")
-        if batch is not None:
-            found = join(old, self.per_batch(batch, node, value))
-        elif not over_samples and old.is_shared and value.is_shared and old.kind != value.kind:
-            found = combined(ast.Add(), old, value)
-        else:
-            found = join(old, value)
+        added = value if batch is None else self.per_batch(batch, node, value)
+        is_of_two = old.kind in NUMBERS and added.kind == Kind.ALIKE  # a share's, and what all processes have
+        is_of_two |= batch is None and not over_samples and old.is_shared and added.is_shared
+        is_of_two &= old.kind != added.kind
+        found = combined(ast.Add(), old, added) if is_of_two else join(old, added)
         return replace(self.kept(found), since=old.since)
 
     def per_batch(self, batch: Loop, node: ast.expr, value: Value) -> Value:

@@ -42,16 +42,15 @@ class Value:
     of: Any = None
     models: frozenset[Any] = (
         frozenset()
-    )  # where the models are given to an optimizer whose parameters are inside
+    )  # the sites at which an optimizer gets the parameters that are inside
     # what makes the expression that gives it one of the whole batch; a node stands for "total it where it is added up"
     edits: tuple[Edit | ast.expr, ...] | None = None
     since: tuple[int, ...] = ()  # the loops that it was set in
     made: tuple[ast.expr, Source, tuple[int, ...]] | None = (
         None  # the expression that gave it, and the loops around
     )
-
     text: str | None = (
-        None  # a string, or a truth, that the script gives; of a loader what its batches' sizes depend on
+        None  # a string or truth that the script gives; of a loader, what its batches' sizes depend on
     )
 
     @property
