@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from samestep.measure.plots import plots_of
+from samestep.measure.report import Report
 from samestep.measure.scale import Measured, Variant, variants
 from samestep.measure.verdict import limit_of, rows_of, verdict
 from samestep.steptimes import PARTS, SHOWN, Breakdown
@@ -264,6 +265,11 @@ def test_an_exchange_longer_than_a_step_of_one_process_is_said():
     assert "Without that a step would take 1 ms instead of 6 ms" in said
 
 
+def test_a_measurement_without_repeats_says_so():
+    assert "Each was run once" in verdict(of_sizes(run_of(1), run_of(2)))
+    assert "once" not in verdict(of_sizes(run_of(1), run_of(1, 1)))
+
+
 def test_equal_runs_that_differ_much_are_said():
     rows = of_sizes(*(run_of(1, at, seconds) for at, seconds in enumerate((0.1, 0.1, 0.2, 0.2))))
     assert "Equal runs differ by up to 67 %" in verdict(rows)
@@ -291,3 +297,14 @@ def test_plots_show_values_and_parts_and_escape_what_is_foreign(tmp_path):
     assert "ideal" in speedup
     assert all(name in step for name in ("compute", "exchange"))
     assert "optimizer" not in step
+
+
+def test_settings_have_a_line_each_in_tables_and_no_ideal_in_plots(tmp_path):
+    rows = of_sizes(*(run_of(2, settings=(("bucket_cap_mb", size),)) for size in ("1", "25")))
+    parts = dict(Report(rows, "", []).tables())["Parts of a step"]
+    assert parts == [
+        ["part of a step", "compute"],
+        [f"{rows[0].variant}", "100 %"],
+        [f"{rows[1].variant}", "100 %"],
+    ]
+    assert not any("ideal" in plot for plot in plots_of(rows, tmp_path))

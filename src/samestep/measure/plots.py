@@ -27,16 +27,20 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
     except Exception:  # an installation that is broken is none
         return []
     found = []
+    sizes = [row.variant.size for row in rows]
+    # sizes are as far apart as they differ, so that the ideal is a straight line; settings are side by side
+    are_sizes = len({*sizes}) == len(sizes)
+    names = [str(row.variant).replace(", ", "\n") for row in rows]
     for name, draw in (("throughput", _throughput), ("speedup", _speedup), ("step", _step)):
-        figure = Figure(figsize=(5, 3.6), layout="constrained")
+        figure = Figure(figsize=(5, 3.6 if are_sizes else 5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        at = _places(rows) if draw is not _step else list(range(len(rows)))
-        draw(axes, rows, at)
-        axes.set_xticks(at, [str(row.variant) for row in rows])
+        at = sizes if are_sizes and draw is not _step else list(range(len(rows)))
+        draw(axes, rows, at, are_sizes)
+        axes.set_xticks(at, names, rotation=0 if are_sizes else 90)
         axes.margins(0.15)
         axes.set_ylim(0)
-        axes.set_xlabel("processes")
+        axes.set_xlabel("processes" if are_sizes else "")
         figure.savefig(directory / f"{name}.png", dpi=150)
         written = StringIO()
         with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters stay letters
@@ -46,26 +50,20 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
     return found
 
 
-def _places(rows: Sequence[Row]) -> list[int]:
-    """Sizes are as far apart as they differ, so that the ideal is a straight line; settings are side by side."""
-    sizes = [row.variant.size for row in rows]
-    return sizes if len({*sizes}) == len(sizes) else list(range(len(rows)))
-
-
-def _throughput(axes: Any, rows: Sequence[Row], at: Sequence[int]) -> None:
-    _line(axes, at, [row.throughput for row in rows], "{:,.0f}")
+def _throughput(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool) -> None:
+    _line(axes, at, [row.throughput for row in rows], "{:,.0f}", are_sizes)
     axes.set(title="Throughput", ylabel="samples/s")
 
 
-def _speedup(axes: Any, rows: Sequence[Row], at: Sequence[int]) -> None:
-    _line(axes, at, [row.speedup for row in rows], "{:.2f}")
-    ideal = [row.variant.size / rows[0].variant.size for row in rows]
-    axes.plot(at, ideal, "--", color="#555", label="ideal")
+def _speedup(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool) -> None:
+    _line(axes, at, [row.speedup for row in rows], "{:.2f}", are_sizes)
+    if are_sizes:
+        axes.plot(at, [size / at[0] for size in at], "--", color="#555", label="ideal")
+        axes.legend()
     axes.set(title="Speed-up", ylabel="times as fast")
-    axes.legend()
 
 
-def _step(axes: Any, rows: Sequence[Row], at: Sequence[int]) -> None:
+def _step(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool) -> None:
     base = [0.0] * len(rows)
     for name in SHOWN:
         high = [1e3 * row.parts[name] for row in rows]
@@ -74,12 +72,12 @@ def _step(axes: Any, rows: Sequence[Row], at: Sequence[int]) -> None:
             axes.bar(at, high, 0.6, base, label=name, color=colour, hatch=hatch, edgecolor="#222")
         base = [low + more for low, more in zip(base, high, strict=True)]
     axes.set(title="Time of a step", ylabel="ms")
-    axes.legend()
+    axes.figure.legend(loc="outside right upper")  # it would cover bars
 
 
-def _line(axes: Any, at: Sequence[int], spreads: Sequence[Any], form: str) -> None:
+def _line(axes: Any, at: Sequence[int], spreads: Sequence[Any], form: str, is_joined: bool) -> None:
     values = [one.value for one in spreads]
     ends = [[one.value - one.low for one in spreads], [one.high - one.value for one in spreads]]
-    axes.errorbar(at, values, ends, label="measured", marker="o", capsize=4)
+    axes.errorbar(at, values, ends, fmt="o-" if is_joined else "o", label="measured", capsize=4)
     for place, value in zip(at, values, strict=True):
         axes.annotate(form.format(value), (place, value), (6, 6), textcoords="offset points")

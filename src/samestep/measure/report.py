@@ -63,10 +63,13 @@ class Report:
             parts.append([part, *(percent(row.parts[part] / row.step_s.value) for row in self.rows)])
         hidden = ["" if row.hidden is None else percent(row.hidden) for row in self.rows]
         parts.append(["(of all exchange, hidden)", *hidden])
+        parts = [row for row in parts if not {*row[1:]} <= {"", "0 %"}]
+        if any(row.variant.settings for row in self.rows):  # their names are too long for heads of columns
+            parts = [list(column) for column in zip(*parts, strict=True)]
         tables: list[tuple[str, Sequence[Sequence[str]]]] = [
             ("Runs", [_RUNS, *map(_run, self.rows)]),
             ("Each process", [_EACH, *map(_each, self.rows)]),
-            ("Parts of a step", [row for row in parts if not {*row[1:]} <= {"", "0 %"}]),
+            ("Parts of a step", parts),
         ]
         if self.predicted:
             heads = ["predicted", "samples/s", "interval", "efficiency", "exchange"]

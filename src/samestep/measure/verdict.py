@@ -205,6 +205,8 @@ def verdict(rows: Sequence[Row]) -> str:
     noise = max((row.step_s.high - row.step_s.low) / row.step_s.value for row in rows)
     if noise > _NOISE:
         said.append(f"Equal runs differ by up to {percent(noise)}: measure again when the machine is idle.")
+    if len(judged.runs) == 1:
+        said.append("Each was run once: --repeat 5 shows how far equal runs differ.")
     compute = f"{percent(judged.parts['compute'] / judged.step_s.value)} of each step"
     limit = (
         limit_of(judged, first)
