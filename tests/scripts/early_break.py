@@ -1,7 +1,7 @@
 """An epoch ends where the loss of a rank is small.
 
 verdict: failed
-cause: a rank has only its share of each batch
+cause: a value of one rank's share decides it
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Training stops by the validation loss of a rank's own share.
 
 verdict: failed
-cause: a rank has only its share of each batch
+cause: a value of one rank's share decides it
 """
 
 import torch

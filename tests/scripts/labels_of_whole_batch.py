@@ -1,7 +1,7 @@
 """The same with labels for the whole batch, of which a rank has only a share.
 
 verdict: failed
-cause: a rank has only its share of each batch
+cause: a value of one rank's share decides it
 """
 
 import torch

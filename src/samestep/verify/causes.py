@@ -31,7 +31,7 @@ _CLOSE = 1e-5
 _MOST_LINES = 3
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*)", re.MULTILINE)
 _NOTE = re.compile(r"^(?:\[rank\d+\]: )?samestep: (.*\breplicate\b.*)", re.MULTILINE)
-_WAITED = re.compile(r"^RuntimeError: .*\b[Tt]imed out waiting", re.MULTILINE)
+_WAITED = re.compile(r"RuntimeError: .*\b[Tt]imed out waiting")
 _OF_RANKS = {"RanksDiffer", "RankMissing"}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.train.digest import digests
@@ -85,11 +86,12 @@ def rows_of(value: Any) -> list[float]:
     tensor = _first_tensor(value)
     if tensor is None or not tensor.dim() or not tensor.numel():
         return []
-    rows = tensor.detach()[:_MOST_ROWS].cpu()
-    rows = torch.view_as_real(rows) if rows.is_complex() else rows
-    flat = rows.reshape(len(rows), -1).double()
-    along = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64).sin()
-    return [float(f"{number:.9g}") for number in (flat @ along).tolist()]
+    with _disable_current_modes():  # what watches the script's operations must not see these
+        rows = tensor.detach()[:_MOST_ROWS].cpu()
+        rows = torch.view_as_real(rows) if rows.is_complex() else rows
+        flat = rows.reshape(len(rows), -1).double()
+        along = torch.arange(1, flat.shape[1] + 1, dtype=torch.float64).sin()
+        return [float(f"{number:.9g}") for number in (flat @ along).tolist()]
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import samestep
@@ -227,6 +228,10 @@ class Recorder:
 
     def _record_loss(self, losses: list[torch.Tensor]) -> float:
         """Note the losses that backward is called on; returns by what they are to be multiplied."""
+        with _disable_current_modes():  # what watches the script's operations must not see these
+            return self._noted_loss(losses)
+
+    def _noted_loss(self, losses: list[torch.Tensor]) -> float:
         share, reduction = current_share(), reduction_of(losses[-1])
         count = reduction.get("count") if "counts" in self._removed else None
         weight = count / totals.sum(float(count)) if count else 1.0
