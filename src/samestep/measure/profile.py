@@ -57,7 +57,8 @@ def _events_of(directory: Path, rank: int) -> Iterator[Event]:
     for row, own in ((_STEPS, steps), (_PHASES, [mark for mark in begun if mark not in steps])):
         for (name, begin), (_, after) in pairwise([*own, ("end", end)]):
             if after > begin:
-                yield {"ph": "X", "pid": rank, "tid": row, "name": name, "ts": begin, "dur": after - begin}
+                shown = "script" if name == "user" else name
+                yield {"ph": "X", "pid": rank, "tid": row, "name": shown, "ts": begin, "dur": after - begin}
     numbers, until = [0] * len(steps), list[float]()
     for event in sorted(seen["traceEvents"], key=lambda event: event.get("ts", 0)):
         if event.get("ph") != "X" or not isinstance(event.get("pid"), int):
