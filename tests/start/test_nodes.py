@@ -294,3 +294,47 @@ def test_a_first_node_that_leaves_no_note_is_waited_for_as_long_as_was_said(laun
         rf"nodes have to see\); is node 0 started, and can {here} reach it\?\n",
         err,
     )
+
+
+# A launcher that gives the others half a second where one node has failed.
+BRIEF = """
+from samestep.start import nodes
+nodes._END_S = 0.5
+from samestep.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("asked", [None, signal.SIGINT])
+def test_a_node_that_has_finished_waits_as_long_as_the_others_work_or_until_it_is_asked_to_end(
+    launcher, asked
+):
+    launcher.write(
+        """
+        import os, time
+        open(f"up{os.environ['RANK']}", "w").write("up\\n")
+        time.sleep(4 if os.environ["RANK"] == "0" else 0)
+        """
+    )
+    at = f"tcp://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-c", BRIEF, "run", "-n", "1", "--nodes", "2", "--rendezvous", at]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), "train.py"], cwd=launcher.home, env=launcher.env
+        )
+        for node in range(2)
+    ]
+    try:
+        while not (launcher.home / "up1").exists():
+            time.sleep(0.01)
+        time.sleep(2)
+        assert nodes[1].poll() is None
+        if asked:
+            nodes[1].send_signal(asked)
+            assert nodes[1].wait(1.5) == 130
+        else:
+            assert [node.wait(20) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()

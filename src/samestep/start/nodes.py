@@ -27,6 +27,7 @@ from samestep.rendezvous.listen import addresses_for, listen, listen_at
 from samestep.rendezvous.member import Member
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import CHECKPOINTED, read_record
+from samestep.start.signals import Asked, ending_signals
 
 _SILENCE_S = 10.0
 _TORCHRUN_PORT = 29_400
@@ -280,9 +281,13 @@ class Launchers:
             if self.lost is None:
                 if mine.code and self._peers:
                     self._peers.tell(mine)
-                ends = [End(*end) for end in self._gather(mine)]
+                # what another node still does, such as a last save, may take hours
+                with ending_signals():
+                    ends = [End(*end) for end in self._gather(mine, _END_S if mine.code else inf)]
                 node = min(range(self.nodes), key=lambda node: _blame(ends[node]))
                 return node, ends[node]
+        except Asked as asked:
+            return self.node, mine._replace(code=128 + asked.number, asked=asked.number)
         except RankMissing as error:
             self.lost = error
         if (mine.code or mine.asked) and not mine.is_echo:
@@ -294,8 +299,8 @@ class Launchers:
         if self._peers:
             self._peers.leave()
 
-    def _gather(self, mine: Any) -> list[Any]:
-        return self._peers.gather(mine, _END_S) if self._peers else [mine]
+    def _gather(self, mine: Any, limit_s: float = _END_S) -> list[Any]:
+        return self._peers.gather(mine, limit_s) if self._peers else [mine]
 
 
 def _blame(end: End) -> tuple[bool, bool, bool, bool, float]:
