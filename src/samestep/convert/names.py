@@ -41,8 +41,6 @@ class Names(Totals):
 
     def _filled(self, old: Value, value: Value, at: Value) -> Value:
         """A list or tensor of which an element is set, whose index is no constant."""
-        if value.kind == "function":
-            return Value("list", {None: value, **(old.of if old.kind == "list" else {})})
         is_mixed = at.kind == Kind.OTHER or (at.is_shared and not old.is_shared)
         if value.kind in ROWS or (is_mixed and not self.in_forward):
             return Value(Kind.OTHER, "is filled by this process's samples")

@@ -263,10 +263,7 @@ class Totals(Following):
         if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
             value = Value(Kind.OTHER, value.of) if value.of else Value(Kind.ROWS)
         rows = join(*value.parts) if value.kind == "list" else value
-        if value.kind == "function":
-            held = base.of if base.kind == "list" else {}
-            scope.names[name] = Value("list", {**held, len(held): value}, since=base.since)
-        elif batch is not None and rows.kind in ROWS:
+        if batch is not None and rows.kind in ROWS:
             is_whole = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
             value = Value(Kind.ROWS) if is_whole else Value(Kind.OTHER, "is a list")
         elif (
