@@ -235,8 +235,9 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "    print([f'{m}' for m in [meter]])",
          "meter.update(samestep.mean(loss.item()), samestep.sum(len(x)))"),
         (f"sums = {{'a': 0.0}}\nfor x, y in train:\n{STEP}    sums['a'] += loss.item()\n"
-         "print({k: v / 2 for k, v in sums.items()})",
-         "sums['a'] += loss.item() * train.share\nprint({k: samestep.sum(v) / 2 for k, v in sums.items()})"),
+         "print(' '.join('%s %s' % (k, v / 2) for k, v in sums.items()))",
+         "sums['a'] += loss.item() * train.share\n"
+         "print(' '.join('%s %s' % (k, samestep.sum(v) / 2) for k, v in sums.items()))"),
         (f"{EVALUATE}        total += out.sum().item()\nlog = {{'total': total / 2}}\n"
          "print(' '.join(f'{k}={v}' for k, v in log.items()))",
          "log = {'total': samestep.sum(total) / 2}"),

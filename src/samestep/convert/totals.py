@@ -83,7 +83,9 @@ class Totals(Following):
                 return self._wrapped(node, value) if is_found else self._inside(node)
             case ast.Call():
                 return self._edits_of_call(node, value)
-            case ast.Lambda() | ast.GeneratorExp():
+            case ast.Lambda():
+                return None
+            case ast.GeneratorExp() if not isinstance(self.source.parents[node], ast.Call):
                 return None
         loops = [self.known[part.iter] for part in getattr(node, "generators", ()) if not part.ifs]
         is_even = len(loops) == len(getattr(node, "generators", ()))
