@@ -200,3 +200,25 @@ def test_ranks_that_do_not_come_or_do_not_end_are_named_and_end_the_run(launcher
         assert re.search(f"^samestep: {says}", err, re.MULTILINE), err
         assert "failed on rank 1 of 2" in err
         assert ("ValueError: why" in err) == (name == "failed")
+
+
+def test_a_run_that_was_suspended_as_a_whole_is_no_hang(launcher):
+    launcher.write(
+        """
+        import os, time, samestep
+        rank = samestep.init().rank
+        print(os.getpid(), os.getppid(), file=open(f"pids{rank}", "w"), flush=True)
+        for _ in range(2 * rank):
+            time.sleep(3)
+        samestep.sum(1)
+        """
+    )
+    started = launcher.start("-n", "2", "--hang-timeout", "7", "train.py")
+    pids = {int(pid) for rank in range(2) for pid in started.wait_for_lines(f"pids{rank}")[0].split()}
+    assert len(pids) == 3
+    time.sleep(1)
+    for number, seconds in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(seconds)
+    assert started.finish() == (0, "", "")

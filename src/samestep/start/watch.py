@@ -22,6 +22,7 @@ from samestep.start.worker import Worker
 from samestep.tracebacks import Traceback, describe_end
 
 _LOOK_S = 0.5
+_ASLEEP_S = 3.0
 _LATER_S = 5.0
 _STILL_S = 20.0
 _GONE_S = 8.0  # what a rank that cannot come any more is waited for
@@ -45,7 +46,7 @@ class Watch:
         """`limit_s` ends a hung run, by default init's timeout; `share` tells other nodes and hears them."""
         self._run, self._size, self._say = run, size, say
         self._limit_s, self._share, self._is_again = limit_s, share, is_again
-        self._look_at = 0.0
+        self._look_at = self._awake_at = 0.0
         self._paces: deque[float] = deque(maxlen=_MOST_PACES)
         self._step, self._step_at = -1, time.monotonic()
         self._phases: list[tuple[str, int, int]] = []
@@ -97,6 +98,10 @@ class Watch:
         """Say who waits for whom, once for each hang; true where it has lasted so long that the run is to end."""
         if now < self._look_at:
             return False
+        if now - self._look_at > _ASLEEP_S:
+            # this process was stopped, and all of the run perhaps, as Slurm does where jobs take turns
+            self._awake_at = self._changed_at = now
+            self._quiet.clear()
         self._look_at = now + _LOOK_S
         known = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
         if known:
@@ -171,7 +176,8 @@ class Watch:
     def _states(self, pulses: Mapping[int, PulseReading], now: float) -> list[RankState]:
         found = []
         for rank, pulse in pulses.items():
-            state = state_of(rank, pulse, now - pulse.phase_began, os.uname().nodename)
+            seconds = now - max(pulse.phase_began, self._awake_at)
+            state = state_of(rank, pulse, seconds, os.uname().nodename)
             seen_in, sight = self._seen.get(rank, (0.0, Sight()))
             if seen_in == pulse.phase_began:
                 is_told = state.waits_now or (state.phase == "end" and state.call)
