@@ -16,6 +16,7 @@ from samestep.verify.read import EPSILON, Digests, Run, alike
 _JUMP = 10.0
 _NOISE = 30.0
 _CHAOS = 1e-2
+_TERMS = 0.1
 SOFT = ("weights", "buffer", "loss", "grad")  # what rounding changes
 # Of one step, causes before effects.
 KINDS = ("failed", "uneven", "steps", "apart", "weights", "batch", "samples", "mode", "hyper", *SOFT[1:])
@@ -149,7 +150,9 @@ def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
     yield from _tensors("weights", step, mine.param, theirs.param, 1e-3)
     yield from _facts(first, other, step)
     yield from _tensors("buffer", step, mine.buffer, theirs.buffer, 1e-2)
-    scale = max(map(abs, first.losses[: step + 1]))
+    # a loss whose terms cancel out is rounding; what its gradient does to it tells how large the terms are
+    terms = _TERMS * total(mine.grad) * total(mine.param)
+    scale = max(terms, *map(abs, first.losses[: step + 1]))
     if apart := _apart(first.losses[step], other.losses[step], scale):
         yield Difference("loss", step, None, "loss", apart, apart)
     yield from _tensors("grad", step, mine.grad, theirs.grad, 0.0, total(mine.grad))
