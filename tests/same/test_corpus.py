@@ -11,7 +11,8 @@ SIZES = (2, 3, 5)
 # sizes given as numbers, noise in the loop, packed sequences, a collate_fn that pads, ranks with one graph, sampled
 # actions, an evaluation, batches that are not the latest, a share of one sample with the time in front, derivatives of
 # gradients, empty draws, an evaluation that calls backward(), padding beside what is laid
-# end to end, a collate_fn that draws, two views in one call, sizes that are a share's by chance
+# end to end, a collate_fn that draws, two views in one call, sizes that are
+# a share's by chance
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),
@@ -34,6 +35,7 @@ SAMPLE = {
     "masked_words": (2, 3),
     "views_end_to_end": (2,),
     "shown_in_loop": (3,),
+    "real_and_fake": (2, 3),
 }
 CASES = dict.fromkeys(sorted(corpus.SCRIPTS), SIZES) if LONG else SAMPLE
 # bfloat16 keeps 8 bits, and rounds sums of other parts otherwise

@@ -37,6 +37,7 @@ def look_again():
     group = joined()
     group._said.clear()
     backward = group.the(Backward)
+    backward._terms = 0.0
     backward._losses_to_look_at, backward._looked_at, backward._loose, backward._earlier = 3, [], [], []
 
 
@@ -153,6 +154,22 @@ def test_weights_that_the_loop_updates_by_hand_and_no_replica_holds_are_said(wor
             weight.grad = None
     text = "trains a tensor of shape [4, 1] that belongs to no replica"
     assert said.getvalue().count(text) == (world.size > 1 and world.rank == 0 and not is_averaged)
+
+
+@pytest.mark.parametrize("ignored", [0, 5], ids=["none ignored", "some ignored"])
+def test_a_mean_over_unlike_numbers_of_terms_is_said(world, ignored):
+    look_again()
+    labels = torch.arange(23) % 2
+    labels[:ignored] = -100
+    model = samestep.replicate(nn.Linear(4, 2).double())
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(TensorDataset(X, labels), 23):
+            F.cross_entropy(model(x), y).backward()
+            samestep.mean(0.0)
+            F.cross_entropy(samestep.gather(model(x)), samestep.gather(y)).backward()
+            samestep.mean(0.0)
+    is_said = ignored and world.size > 1 and world.rank == 0
+    assert said.getvalue().count("unlike numbers of them for each of their samples") == is_said
 
 
 def test_a_slope_of_the_inputs_of_frozen_models_is_no_sum_to_be_said(world):

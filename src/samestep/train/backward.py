@@ -5,6 +5,7 @@ through its parts, as a penalty on weights. Not covered: gradients under `torch.
 shares in one backward: there only what came through `model(...)` counts by its share.
 """
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import leaves_before, name_of, reduction_of
-from samestep.train.step import Share, Spine, spine
+from samestep.train.step import Share, Spine, cut, spine
 
 _FIRST_LOSSES = _FIRST_BATCHES = 3
 # both ways into the engine, backward() and grad(), look this up; nothing public of torch 2.13 is in both
 _AUTOGRAD: Any = torch.autograd
+_TERMS = struct.Struct("<d")
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
 _MOST_NODES = 1000
 _REAL = (torch.Tensor, torch.nn.Parameter)
@@ -53,6 +55,9 @@ class Backward(Member):
         self._loose: list[torch.Tensor] = []
         self._earlier: list[torch.Tensor] = []
         self._losses_to_look_at = _FIRST_LOSSES if group.world.size > 1 else 0
+        # of the latest loss that was looked at: its terms for each of this rank's samples, and the batch's samples
+        self._terms, self._rows = 0.0, 0
+        group.watch(lambda: _TERMS.pack(self._terms), self._unlike_terms)
         self._run: Callable[..., Any] = _AUTOGRAD._engine_run_backward
         self._watched = self._watched_run()
         _AUTOGRAD._engine_run_backward = self._watched
@@ -88,6 +93,8 @@ class Backward(Member):
         if self._losses_to_look_at and spine.at_hand is not None and outputs[0].numel() == 1:
             self._losses_to_look_at -= 1
             self._look_at(outputs[0])
+        elif not self._losses_to_look_at:
+            self._terms = 0.0
         spine.root = spine.weight_of_loss()
         spine.leaves = self._counts_for_inputs(outputs)
         spine.called.clear()
@@ -133,8 +140,11 @@ class Backward(Member):
         return 1.0 if spine.root else 0.0
 
     def _look_at(self, loss: torch.Tensor) -> None:
-        """Say once that a loss is a sum, which averaging over ranks makes smaller."""
+        """Say once that a loss is a sum, which averaging over ranks makes smaller; note how many terms a mean has."""
         models, found = self._spine.models, reduction_of(loss)
+        share = self._spine.trained
+        if found["reduction"] == "mean" and share is not None and not (share.lent or models.adds_losses):
+            self._terms, self._rows = (found["count"] or 0.0) / share.mine, share.all
         is_sum = found["reduction"] == "sum" and found["count"] is None
         # where no parameter is trained, slopes of the inputs are asked for
         if not is_sum or models.adds_losses or not any(one.requires_grad for one in models.parameters()):
@@ -144,6 +154,21 @@ class Backward(Member):
             f"the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "
             f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "
             'replicate(model, loss="sum")'
+        )
+
+    def _unlike_terms(self, marks: list[bytes], call: str) -> None:
+        """Say that a loss is a mean over terms of which ranks have neither as many for each sample nor all of them."""
+        size = self.group.world.size
+        terms = [_TERMS.unpack(mark)[0] for mark in marks]
+        parts = [range(*cut(self._rows, size, rank)) for rank in range(size)]
+        totals = [one * len(part) for one, part in zip(terms, parts, strict=True)]
+        if any(max(found) - min(found) <= 1e-9 * max(found) for found in (list(filter(None, terms)), totals)):
+            return
+        self.group.say(
+            "the loss is a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
+            "ignore_index, class weights or padding; so it is not the mean of the whole batch: write "
+            'replicate(model, loss="sum"), and divide the sum of the terms by samestep.sum of their number',
+            what="unlike terms",
         )
 
     def _compare_loose(self, loss: torch.Tensor, share: Share) -> None:

@@ -6,7 +6,6 @@ equal this rank's number of samples is not taken for the batch, and the memory l
 Not covered: tensors that an operation of another library makes; there the place is guessed from the shape.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.train.draw_sizes import fixed_sizes
 from samestep.train.nested import memory_of
 from samestep.train.step import Share
+from samestep.train.views import key_of, layout_of, meta_of, moved
 
 # Primes are no products of the sizes of layers. The first stands for the samples, the next ones for nodes of graphs and
 # the like, the last ones for a batch that is merged behind another dimension, as in a view of (length * batch, …).
@@ -77,7 +78,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._to_come: torch.Tensor | None = None
         self._samples = _Kind(_SAMPLES, share.mine)
         for tensor in constant:
-            self._note(tensor, _meta(tensor))
+            self._note(tensor, meta_of(tensor))
         # tensors of equal rows, such as those of nodes and of the graph that each is in, are of one kind
         ragged = {one.rows: name for name, one in reversed(share.of.ragged.items()) if one.rows != share.rows}
         kinds = {
@@ -95,24 +96,30 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A view of a tensor of the batch has the samples where their stride is; other tensors in front or second."""
         in_front = any(tensor.dim() and tensor.shape[0] == share.mine for tensor, _ in given)
         of_batch = {memory_of(tensor): (tensor, share.dim_in(name)) for name, tensor in share.of.tensors()}
+        # it was computed from the batch, as labelled and unlabelled rows laid end to end, or from nothing of it
+        has_none = not any(place or share.mine in tensor.shape[:2] for tensor, place in given)
         for tensor, place in given:
             if place is not None:
                 kind = next((one for one in self._kinds if one.ragged == place.ragged), self._samples)
                 self._note_place(tensor, place, kind)
                 continue
-            laid, dim = of_batch.get(memory_of(tensor), (None, int(not in_front)))
+            # as a state that a recurrent layer gave for the batch before
+            is_second = tensor.dim() > 2 and tensor.shape[0] != share.mine == tensor.shape[1]
+            laid, dim = of_batch.get(memory_of(tensor), (None, int(is_second or not in_front)))
             if laid is not None and (laid.shape, laid.stride()) != (tensor.shape, tensor.stride()):
                 stride = laid.stride(dim) if laid.dim() else None
                 dims = (at for at in range(tensor.dim()) if tensor.stride(at) == stride)
                 dim = next(dims, int(not in_front))
             self._note_at(tensor, dim, self._samples)
+            if laid is None and has_none and tensor.dim() and tensor.shape[0] > 1:
+                self._others[key_of(tensor)] = _Other(tensor, None)
 
     def _note_place(self, tensor: torch.Tensor, place: Place, kind: _Kind) -> None:
         sizes = list(tensor.shape)
         if place.dim is not None and not sizes[place.dim] % (place.before * kind.mine):
             size = self._merged_behind(place.before, kind).size if place.before > 1 else kind.size
             sizes[place.dim] = sizes[place.dim] // kind.mine * size
-        self._note(tensor, _meta(tensor, sizes))
+        self._note(tensor, meta_of(tensor, sizes))
 
     def mark(self, tensor: torch.Tensor, dim: int) -> None:
         """Say where the batch is in what a layer returned."""
@@ -122,7 +129,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.shape[dim : dim + 1] == (kind.mine,):
             self._note_place(tensor, Place(dim), kind)
         else:
-            self._note(tensor, _meta(tensor))
+            self._note(tensor, meta_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -163,7 +170,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where the batch is in this tensor, None where it is not known."""
-        _, other, sure = self._others.get(_key(tensor), _Other(tensor, None))
+        _, other, sure = self._others.get(key_of(tensor), _Other(tensor, None))
         if other is None or (not sure and tensor.shape == other.shape):
             other = self._to_come
         if other is None or not self._makes_sense(tensor, other):
@@ -173,7 +180,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # a share of the other batch's size is no share that anyone has
             return Place(None)
         dim, kind = found
-        layout, guessed = _layout(tensor), _layout(other)
+        layout, guessed = layout_of(tensor), layout_of(other)
         # strides say nothing of a dimension of size 1, as that of a share of one sample
         wide = [dim for dim in layout if tensor.shape[dim] > 1]
         if wide == [dim for dim in guessed if tensor.shape[dim] > 1]:
@@ -226,7 +233,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if (known := self._found(value)).other is None:
                     raise LookupError
                 found.append(known)
-                return known.other if known.sure or as_guessed else _meta(value)
+                return known.other if known.sure or as_guessed else meta_of(value)
             if isinstance(value, torch.device):
                 return torch.device("meta")
             if isinstance(value, list | tuple):
@@ -256,14 +263,14 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if found := self._batch_in(given, other):
                 dim, kind = found
-                dim, before = _moved(tuple(given.shape), tuple(made.shape), dim, kind)
+                dim, before = moved(given.shape, made.shape, dim, kind.before, kind.mine)
                 kind = self._merged_behind(before, kind)
                 sizes[dim] = sizes[dim] // kind.mine * kind.size
             return other.view(sizes), sure
         except LookupError:
             return None, True
         except RuntimeError:
-            return _meta(made, sizes), sure
+            return meta_of(made, sizes), sure
 
     def _end_to_end(self, made: torch.Tensor, other: torch.Tensor, of: list[_Other]) -> torch.Tensor | None:
         """The same of tensors one behind the other, each of which may have the whole batch."""
@@ -276,7 +283,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         sizes, before = list(made.shape), sum(kind.before for _, kind in kinds)
         sizes[dim] = before * self._merged_behind(before, self._samples).size
-        return _meta(made, sizes)
+        return meta_of(made, sizes)
 
     def _grown(
         self, made: torch.Tensor, of: _Other, counts: Sequence[int], is_repeated: bool
@@ -294,7 +301,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if is_repeated and counts[dim] > 1:
                     kind = self._merged_behind(counts[dim] * kind.before, kind)
                 sizes[dim] = sizes[dim] // kind.mine * kind.size
-                return _meta(made, sizes), sure
+                return meta_of(made, sizes), sure
         except LookupError:
             return None, True
         # as a token is put before every sample
@@ -304,7 +311,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         if len(grown) == 1 or (grown and self._samples.mine == 1):
             sizes[grown[0]], sure = fits[sizes[grown[0]]], False
-        return _meta(made, sizes), sure
+        return meta_of(made, sizes), sure
 
     def _merged_behind(self, before: int, kind: _Kind) -> _Kind:
         """The same of a batch that is merged behind a dimension of this size; of samples only."""
@@ -329,14 +336,16 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pairs = zip(sizes, like.tensor.shape, like.other.shape, strict=True)
             alike = [other if here == size else size for size, here, other in pairs]
             if alike != sizes:
-                return _meta(made, alike), True
+                return meta_of(made, alike), True
         equal = [dim for dim, size in enumerate(sizes) if size == self._samples.mine]
+        if len(equal) > 1 and len(fixed := fixed_sizes()) == len(sizes):
+            equal = [dim for dim in equal if not fixed[dim]]
         if len(equal) == 1:
             sizes[equal[0]] = _SAMPLES
         elif sizes and not equal:
             sizes[0] = self._sizes_of_kinds().get(sizes[0], sizes[0])
         # where several are equal it is perhaps a mask over time, which may be combined with a tensor of the batch
-        return _meta(made, sizes), not equal and sizes == list(made.shape)
+        return meta_of(made, sizes), not equal and sizes == list(made.shape)
 
     def _note(self, made: Any, other: Any, sure: bool = True) -> None:
         if isinstance(made, list | tuple):
@@ -344,7 +353,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for one, its in zip(made, other if has_all else [None] * len(made), strict=True):
                 self._note(one, its, sure)
         elif isinstance(made, torch.Tensor):
-            key = _key(made)
+            key = key_of(made)
             is_like = isinstance(other, torch.Tensor) and other.dim() == made.dim()
             # what is known stays known where it was changed in place, as by an all-reduce
             if is_like or key not in self._others or self._others[key].tensor is not made:
@@ -352,49 +361,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _found(self, tensor: torch.Tensor) -> _Other:
         """What was made before the call and is not of the batch is constant."""
-        return self._others.setdefault(_key(tensor), _Other(tensor, _meta(tensor)))
+        return self._others.setdefault(key_of(tensor), _Other(tensor, meta_of(tensor)))
 
 
 def _has_tensor(args: Sequence[Any]) -> bool:
     return any(isinstance(one, torch.Tensor) for one in args)
-
-
-def _key(tensor: torch.Tensor) -> Any:
-    # autograd may hand on a view as another object with the same memory
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _meta(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """A tensor without values, laid out in memory like this one."""
-    sizes = tuple(tensor.shape if sizes is None else sizes)
-    return torch.empty_permuted(sizes, _layout(tensor), dtype=tensor.dtype, device="meta")
-
-
-def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its dimensions in the order of memory."""
-    strides = tensor.stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
-
-
-def _moved(given: tuple[int, ...], made: tuple[int, ...], dim: int, kind: _Kind) -> tuple[int, int]:
-    """Where a batch is after a view, and how much is merged before it there; LookupError where it is nowhere.
-
-    Elements keep their order, so as many elements are before one step of the batch, and after it, as there were.
-    """
-    ahead, behind = given[:dim], given[dim + 1 :]
-    before = kind.before * math.prod(ahead)
-    passed = 1
-    found = []
-    for at, size in enumerate(made):
-        here, rest = divmod(before, passed)
-        if not rest and size % (here * kind.mine) == 0:
-            found.append((at, here))
-        passed *= size
-    if not found:
-        raise LookupError
-    if kind.mine > 1 or len(found) == 1:
-        return found[0]
-    # of a share of one sample the batch may be in several places
-    alone = next(((at, here) for at, here in found if here == 1 and made[at] == 1), None)
-    split = made[: len(ahead)] == ahead and len(made) > len(ahead) + len(behind)
-    return alone or (found[-1] if split else found[0])

@@ -161,7 +161,9 @@ class Draws(Member):
             tensors = [one for one in given if isinstance(one, torch.Tensor)]
             like = torch.broadcast_tensors(*tensors)[0]  # type: ignore[no-untyped-call]
             shape = like.shape
-            part = self._part(name, like) if generator is None else None
+            # of tensors that were there before the batch, as of a prior's mean, it is one for all ranks
+            is_own = generator is None and not self.watching.is_older(like, self._spine.at_hand)
+            part = self._part(name, like) if is_own else None
             if name == "multinomial" and part is not None and part.dim:
                 part = None
             with self._quiet():
@@ -281,14 +283,15 @@ class Draws(Member):
             found = Place(None) if all(fixed_sizes()) else self.watching.places.place(tensor)
             self._places[line] = found or self._places.get(line)
             # a segment that is computed again in backward() is in no call of a model
-            self._places[*line[:2], None, line[3]] = self._places[line]
+            if self.watching.in_model:
+                self._places[*line[:2], (), line[3]] = self._places[line]
         elif line not in self._places:
             self.watching.watch_again()
         return self._places.get(line)
 
     def _line(self, name: str, dims: int) -> tuple[Any, ...]:
         """What tells a draw from others: also how often the batch is in what the model is called with."""
-        return name, dims, self.watching.in_model and self.watching.in_model[-1], line_of_draw()
+        return name, dims, self.watching.times, line_of_draw()
 
     def _guessed(self, name: str, shape: torch.Size, share: Share) -> Part | None:
         """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
@@ -312,7 +315,7 @@ class Draws(Member):
             ):
                 return part
         known = tuple(shape), line
-        is_beside = not self.watching.in_model and not fixed
+        is_beside = not self.watching.times and not fixed
         if is_beside and rows.mine in shape[:2] and self._is_of_weights(name, shape, share):
             return None
         if rows.mine in shape[:2] and known not in self._of_all:
@@ -370,8 +373,12 @@ class Draws(Member):
         if rows.mine < 2 or shape[0] <= rows.mine or shape[0] % rows.mine:
             return
         named, times = named_in_call(), shape[0] // rows.mine
+        weights = {memory_of(one) for one in self._spine.models.parameters()}
         is_sized = rows.mine in [one for one in named if type(one) is int]
-        if is_sized or any(isinstance(one, torch.Tensor) and one.shape == shape for one in named):
+        if is_sized or any(
+            isinstance(one, torch.Tensor) and one.shape == shape and memory_of(one) not in weights
+            for one in named
+        ):
             self.say_other(
                 name,
                 f"{shape[0]} numbers are {times} for each of this rank's {rows.mine} samples, in an order that is not "

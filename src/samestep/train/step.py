@@ -321,6 +321,10 @@ class Spine(Member):
                 return share
         return None
 
+    def handed_out(self) -> Iterator[torch.Tensor]:
+        """The tensors of all batches that are still there."""
+        return (one for held, _ in list(self._shares.values()) if (one := held()) is not None)
+
     def _take_again(self, share: Share) -> None:
         """Batches that were collected in a list are gone through again, which is a pass too."""
         held = share.of
@@ -377,8 +381,7 @@ class Spine(Member):
 
     def weight_here(self) -> float:
         """What this rank's mean over the batch at hand counts for in a plain average over ranks."""
-        share = self.trained
-        if share is None or self.models.adds_losses:
+        if (share := self.trained) is None or self.models.adds_losses:
             return float(share is None or not share.lent)
         return share.weight(self.group.world.size)
 

@@ -4,8 +4,10 @@ Of the loop's first batch all is watched until backward() begins, so that it is 
 two views end to end have the batch twice, and noise for some pictures to show has none of it.
 """
 
+import gc
 import itertools
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +27,8 @@ class Watching(Subscriber):
     def __init__(self, spine: Spine) -> None:
         self.places: BatchPlaces | None = None
         self.in_model: Any = None
+        # how often what the model is called with has the batch
+        self.times: tuple[int, ...] = ()
         self.is_compiled = False
         self._spine, self._pid = spine, os.getpid()
         self._loop: BatchPlaces | None = None
@@ -33,6 +37,8 @@ class Watching(Subscriber):
         self._given: dict[Any, list[Place | None]] = {}
         # and whether it is in each at all
         self._computed: dict[Any, list[bool]] = {}
+        # by their memory, the tensors that were there before the first batch
+        self._older: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def watch_again(self) -> None:
         """The next call of this kind is watched: it draws where no call has drawn."""
@@ -45,19 +51,22 @@ class Watching(Subscriber):
         given = [tensor for _, tensor in named_tensors((args, kwargs))]
         mine = share.mine if share is not None else 0
         call = id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in given)
+        older = [Place(None) if self.is_older(one, share) else None for one in given]
         seen = [self.places.place(one) for one in given] if self.places and self.places is self._loop else []
         if seen:
             self._computed[call] = [place is not None and place.dim is not None for place in seen]
-        kind = *call, self._times(given, share, self._computed.get(call, [True] * len(given)))
+        times = self._times(given, share, self._computed.get(call, [True] * len(given)))
+        times = tuple(0 if place else time for place, time in zip(older, times, strict=False))
+        kind = *call, times
         if seen:
             self._given[kind] = seen
             self._seen.add(kind)
-        found = self._given.get(kind, [None] * len(given))
+        found = self._given.get(kind, older)
         has_share = any(
             mine in one.shape[:2] if place is None else place.dim is not None
             for one, place in zip(given, found, strict=True)
         )
-        before, self.in_model = self.in_model, kind if has_share else None
+        before, self.in_model, self.times = (self.in_model, self.times), has_share and kind, times
         try:
             if kind in self._seen or share is None or not 0 < mine < share.all or self.places:
                 yield
@@ -71,7 +80,13 @@ class Watching(Subscriber):
             finally:
                 self.places = None
         finally:
-            self.in_model = before
+            self.in_model, self.times = before
+
+    def is_older(self, tensor: torch.Tensor, share: Share | None) -> bool:
+        """Whether it was there before the first batch, as noise that is fixed for pictures to show."""
+        held = self._older.get(memory_of(tensor), lambda: None)()
+        batch = share.of.tensors() if share is not None else ()
+        return held is not None and all(memory_of(tensor) != memory_of(one) for _, one in batch)
 
     @staticmethod
     def _times(
@@ -98,6 +113,12 @@ class Watching(Subscriber):
         if kind in self._seen or not (is_alike and can_be):
             return
         self._seen.add(kind)
+        if not self._older:
+            objects = (one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter))
+            of_batches = set(map(memory_of, self._spine.handed_out()))
+            self._older = {
+                memory_of(one): weakref.ref(one) for one in objects if memory_of(one) not in of_batches
+            }
         given = [(tensor, None if one is share else Place(one.dim_in(name))) for one, name, tensor in tensors]
 
         def is_paused() -> bool:
