@@ -3,12 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from samestep.train.batch_places import Place
+from samestep.train.batch_sizes import Place
 from samestep.train.step import Rows, Share
+from samestep.train.views import layout_of
 
+# what is drawn, its dimensions, and the calls from the script's line down to it
+Line = tuple[str, int, tuple[Any, ...]]
 Memory = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 
@@ -44,9 +48,11 @@ class Part:
         """A tensor of the whole draw's size, laid out in memory like this one; with fill, around its values."""
         sizes = list(tensor.shape)
         sizes[self.dim] = sizes[self.dim] // self.rows.mine * self.rows.all
-        strides = tensor.stride()
         # the strides of a share of one sample do not tell how the whole batch lies in memory
-        layout = self.layout or sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        layout, found = layout_of(tensor), self.layout
+        wide = [[dim for dim in order if tensor.shape[dim] > 1] for order in (layout, found)]
+        if found and wide[0] == wide[1]:
+            layout = found
         if memory is not None:
             return _in_memory(memory, sizes, layout, tensor)
         whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
@@ -81,3 +87,49 @@ def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
         return None
     # the size ahead of the batch, or where there is none that behind it, may be another than where it was found
     return Part(place.dim, rows, times if place.before == 1 else place.after, place.layout)
+
+
+class Places:
+    """Where draws have the batch: by their line, and by the kind of the model's call, which begins with the model.
+
+    Several layers may draw at one line of a model, each with other sizes.
+    """
+
+    def __init__(self) -> None:
+        self._by_line: dict[Line, dict[Any, list[tuple[torch.Size, Place]]]] = {}
+
+    def note(self, line: Line, kind: Any, shape: torch.Size, place: Place | None) -> None:
+        """What was found in a call; what an earlier one showed stays where this one shows nothing."""
+        found = self._by_line.setdefault(line, {}).setdefault(kind, [])
+        if place is not None and (shape, place) not in found:
+            found.append((shape, place))
+
+    def has(self, line: Line, kind: Any) -> bool:
+        return kind in self._by_line.get(line, ())
+
+    def knows(self, line: Line) -> bool:
+        return any(self._by_line.get(line, {}).values())
+
+    def find(self, line: Line, kind: Any, shape: torch.Size, share: Share) -> Place | None:
+        """The place that was found for this shape, but for the batch, or else one that a draw of it can have."""
+        kinds = self._by_line.get(line, {})
+        # a checkpointed segment draws again in backward, beside the call
+        found = kinds.get(kind, []) if kind else [one for some in kinds.values() for one in some]
+        fits = [(of, one) for of, one in found if one.dim is None or part_at(one, shape, share)]
+        alike = [one for of, one in fits if _beside(one, of) == _beside(one, shape)]
+        others = [one for _, one in fits if one.dim is not None]
+        return next(iter((*alike, *others, *(one for _, one in fits))), None)
+
+    def part_elsewhere(self, kind: Any, shape: torch.Size, share: Share) -> Part | None:
+        """This rank's part as in a draw of as many dimensions at another line of the model."""
+        for (_, dims, _), kinds in self._by_line.items():
+            for other, found in kinds.items() if dims == len(shape) else ():
+                for _, place in found if other and other[0] == kind[0] else ():
+                    if place.dim is not None and (part := part_at(place, shape, share)):
+                        return part
+        return None
+
+
+def _beside(place: Place, shape: torch.Size) -> list[int]:
+    """The sizes beside the batch."""
+    return [size for dim, size in enumerate(shape) if dim != place.dim]

@@ -18,9 +18,9 @@ import torch
 
 from samestep.text import name_ranks
 from samestep.train import streams
-from samestep.train.batch_places import Place
+from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw, named_in_call
-from samestep.train.draw_parts import Memory, Part, part_at
+from samestep.train.draw_parts import Line, Memory, Part, Places, part_at
 from samestep.train.draw_sizes import fixed_sizes
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
@@ -55,7 +55,7 @@ class Draws(Member):
         self._paused = self._is_unwatched = False
         self._of_all: set[tuple[Any, ...]] = set()
         self.watching = Watching(self._spine)
-        self._places: dict[Any, Place | None] = {}
+        self._places = Places()
         self._memory: Memory = {}
 
     def begin(self) -> None:
@@ -271,29 +271,30 @@ class Draws(Member):
             return None
         if (packed := self.packed) is not None and shape[0] == packed.rows.mine:
             return packed
-        place = self._place(name, tensor)
+        line = name, tensor.dim(), line_of_draw()
+        place = self._place(line, tensor, share)
         if place is not None and place.dim is None:
             return None
-        return (place and part_at(place, shape, share)) or self._guessed(name, shape, share)
+        part = part_at(place, shape, share) if place is not None else None
+        if part is not None and place is not None and place.is_guessed:
+            why = (
+                f"the model was called with {shape[part.dim] // share.mine} rows for each sample, in an order that is "
+                "not known; call it once for each part, or give the samples a dimension of their own"
+            )
+            self.say_other(name, why, "may not")
+        return part or self._guessed(line, shape, share)
 
-    def _place(self, name: str, tensor: torch.Tensor) -> Place | None:
-        """Where the batch is, as found in a call of the model that drew at this line."""
-        line = self._line(name, tensor.dim())
-        if self.watching.places is not None:
-            found = Place(None) if all(fixed_sizes()) else self.watching.places.place(tensor)
-            self._places[line] = found or self._places.get(line)
-            # a segment that is computed again in backward() is in no call of a model
-            if self.watching.in_model:
-                self._places[*line[:2], (), line[3]] = self._places[line]
-        elif line not in self._places:
-            self.watching.watch_again()
-        return self._places.get(line)
+    def _place(self, line: Line, tensor: torch.Tensor, share: Share) -> Place | None:
+        """Where the batch is, as found in a call of the model, or a batch of the loop, that drew at this line."""
+        watching = self.watching
+        if watching.places is not None:
+            found = Place(None) if all(fixed_sizes()) else watching.places.place(tensor)
+            self._places.note(line, watching.in_model, tensor.shape, found)
+        elif not self._places.has(line, watching.in_model):
+            watching.watch_again()
+        return self._places.find(line, watching.in_model, tensor.shape, share)
 
-    def _line(self, name: str, dims: int) -> tuple[Any, ...]:
-        """What tells a draw from others: also how often the batch is in what the model is called with."""
-        return name, dims, self.watching.times, line_of_draw()
-
-    def _guessed(self, name: str, shape: torch.Size, share: Share) -> Part | None:
+    def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part | None:
         """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
         fits = (one for one in self._spine.open_shares if one.mine in shape[:2])
         rows, sizes = next(fits, share).rows, fixed_sizes()
@@ -301,19 +302,13 @@ class Draws(Member):
         kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
         if len(kinds) == 1 and not fixed:
             return Part(0, kinds.pop())
-        line = self._line(name, len(shape))
-        is_new = self.watching.in_model and line not in self._places
+        name, in_model = line[0], self.watching.in_model
+        is_new = in_model and not self._places.has(line, in_model)
         if is_new and not fixed and shape[:2] == (rows.mine, rows.mine):
             why = "it was not made in the first call, and its first two dimensions have the size of this rank's share"
             self.say_other(name, f"{why}; from the next call on it does")
-        for (_, dims, *_), place in self._places.items() if self.watching.in_model else ():
-            if (
-                dims == len(shape)
-                and place
-                and place.dim is not None
-                and (part := part_at(place, shape, share))
-            ):
-                return part
+        if in_model and (part := self._places.part_elsewhere(in_model, shape, share)):
+            return part
         known = tuple(shape), line
         is_beside = not self.watching.times and not fixed
         if is_beside and rows.mine in shape[:2] and self._is_of_weights(name, shape, share):
@@ -331,11 +326,11 @@ class Draws(Member):
                 )
             )
             return None if fixed else Part(int(not in_front), rows)
-        if self.watching.in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
+        if in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
             return Part(0, rows, shape[0] // rows.mine)
         if is_beside:
             self._look_for_multiple(name, shape, rows)
-        elif name in _OF_ACTIVATIONS and not fixed and self._places.get(line) is None:
+        elif name in _OF_ACTIVATIONS and not fixed and not self._places.knows(line):
             why = f"where among those of all ranks its {shape[0]} rows are, as a mask chooses them, is not known"
             self.say_other(name, why, "may not")
         self._of_all.add(known)

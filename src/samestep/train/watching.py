@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +16,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from samestep.train.batch_places import BatchPlaces, Place
+from samestep.train.batch_places import BatchPlaces
+from samestep.train.batch_sizes import Place
+from samestep.train.draw_lines import line_of_draw
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Pass, Share, Spine
 from samestep.train.subscriber import Subscriber
+
+_MOST_TIMES_AGAIN = 3
 
 
 class Watching(Subscriber):
@@ -33,6 +38,8 @@ class Watching(Subscriber):
         self._spine, self._pid = spine, os.getpid()
         self._loop: BatchPlaces | None = None
         self._seen: set[Any] = set()
+        self._kind_of_loop: Any = None
+        self._times_again = Counter[Any]()
         # of each kind of call, where the batch is in what the model is given
         self._given: dict[Any, list[Place | None]] = {}
         # and whether it is in each at all
@@ -44,13 +51,20 @@ class Watching(Subscriber):
         """The next call of this kind is watched: it draws where no call has drawn."""
         self._seen.discard(self.in_model)
 
+    def _watch_loop_again(self) -> None:
+        """A model is called as it was in no batch that was watched; some are called where none is, after backward()."""
+        self._times_again[self._kind_of_loop] += 1
+        if self._times_again[self._kind_of_loop] <= _MOST_TIMES_AGAIN:
+            self._seen.discard(self._kind_of_loop)
+
     @contextmanager
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """Local. While a model is called."""
         share = self._spine.at_hand
         given = [tensor for _, tensor in named_tensors((args, kwargs))]
         mine = share.mine if share is not None else 0
-        call = id(model), model.training, torch.is_grad_enabled(), tuple(one.dim() for one in given)
+        at = model.training, torch.is_grad_enabled(), line_of_draw()
+        call = weakref.ref(model), *at, tuple(one.dim() for one in given)
         older = [Place(None) if self.is_older(one, share) else None for one in given]
         seen = [self.places.place(one) for one in given] if self.places and self.places is self._loop else []
         if seen:
@@ -61,6 +75,8 @@ class Watching(Subscriber):
         if seen:
             self._given[kind] = seen
             self._seen.add(kind)
+        if kind not in self._given and any(time > 1 for time in times):
+            self._watch_loop_again()
         found = self._given.get(kind, older)
         has_share = any(
             mine in one.shape[:2] if place is None else place.dim is not None
@@ -95,10 +111,9 @@ class Watching(Subscriber):
         """How often each input that was computed from the batch has it, one behind the other."""
         if share is None or not share.mine:
             return ()
-        of_batch = {memory_of(tensor) for _, tensor in share.of.tensors()}
         return tuple(
             one.shape[0] // share.mine
-            if is_computed and one.dim() and memory_of(one) not in of_batch and not one.shape[0] % share.mine
+            if is_computed and one.dim() and share.mine not in one.shape[:2] and not one.shape[0] % share.mine
             else 1
             for one, is_computed in zip(given, are_computed, strict=True)
         )
@@ -107,7 +122,8 @@ class Watching(Subscriber):
         self._leave_loop()
         shares = self._spine.open_shares
         tensors = [(one, *named) for one in shares for named in one.of.tensors()]
-        kind = share.of.training, torch.is_grad_enabled(), *(tensor.dim() for *_, tensor in tensors)
+        dims = (tensor.dim() for *_, tensor in tensors)
+        self._kind_of_loop = kind = (share.of.training, torch.is_grad_enabled(), line_of_draw(), *dims)
         is_alike = all(one.rows == share.rows and (one is share or not one.of.ragged) for one in shares)
         can_be = 0 < share.mine < share.all and share.microbatch is None and not self.is_compiled
         if kind in self._seen or not (is_alike and can_be):
