@@ -48,7 +48,7 @@ def remedies(error):
 )
 @pytest.mark.parametrize("data", [DATA, LIST, Subset(LIST, range(23))], ids=["tensors", "list", "subset"])
 def test_a_dataloader_is_taken_over_with_its_order(world, data, options):
-    """The samples of each batch are those of torch's own iterator, in one process after the other's share."""
+    """The samples of each batch are those of torch's own iterator, one rank's share after the other's."""
     torch.manual_seed(4)
     wanted = [batch[0] if "collate_fn" not in options else batch for batch in DataLoader(data, **options)]
     torch.manual_seed(4)
@@ -57,7 +57,8 @@ def test_a_dataloader_is_taken_over_with_its_order(world, data, options):
     whole = samestep.gather([batch.tolist() for batch in found])
     assert len(found) == len(wanted)
     for number, batch in enumerate(wanted):
-        rows = [row for rank in range(world.size) for row in whole[rank * len(found) + number]]
+        parts = whole[number * world.size : (number + 1) * world.size]
+        rows = [row for part in parts for row in part]
         assert sorted(rows) == sorted(batch.tolist())
         if world.size == 1:
             assert rows == batch.tolist()
