@@ -145,6 +145,28 @@ def test_hooks_on_parameters_get_the_gradient_of_the_whole_batch(world, steps_in
             torch.testing.assert_close(mine.grad, wanted.grad)
 
 
+class Clipped(Net):
+    def forward(self, x):
+        hidden = self.body(x)
+        self.seen = []
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            hidden.register_hook(lambda gradient: self.seen.append(gradient))
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_hooks_on_activations_get_the_serial_scripts_gradients(world, loss):
+    plain, model = Clipped(), samestep.replicate(Clipped(), loss=loss)
+    for (x,) in samestep.loader(TensorDataset(rows(18)), 13):
+        getattr(model(x).square(), loss)().backward()
+    for x in rows(18).split(13):
+        getattr(plain(x).square(), loss)().backward()
+    torch.testing.assert_close(samestep.gather(torch.cat(model.seen)), torch.cat(plain.seen))
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+
+
 @pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_is_derived_again_in_a_microbatch_is_that_microbatchs(world, exact):

@@ -13,6 +13,7 @@ from samestep.errors import UsageError
 from samestep.train.backward import Backward
 from samestep.train.digest import bit_sums
 from samestep.train.group.group import Group, Member
+from samestep.train.hooks import Hooks
 from samestep.train.model.exchange import HeldHooks, times_of
 from samestep.train.model.replica import Replica
 from samestep.train.model.tree import Tree
@@ -35,6 +36,7 @@ class Replicas(Member, Models):
         self._any_moves_buffers = False
         spine = group.the(Spine)
         group.the(Backward)
+        group.the(Hooks)
         spine.subscribe(self)
         spine.models = self
 

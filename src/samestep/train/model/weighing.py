@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
+from samestep.train.hooks import register_hook
 from samestep.train.loss import leaves_before
 from samestep.train.nested import map_tensors
 from samestep.train.step import Share, Spine, spine
@@ -137,7 +138,7 @@ def on_backward(output: Any, call: Callable[[], None]) -> None:
 
     def watch(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is not None:
-            tensor.register_hook(lambda _: call())  # type: ignore[no-untyped-call]
+            register_hook(tensor, lambda _: call())
         return tensor
 
     if not torch.compiler.is_compiling():
