@@ -40,11 +40,15 @@ for epoch in range(2):
         ({"inside": "torch.rand(len(x) * 3)"}, "numbers are 3 for each of this rank's 2 samples"),
         ({"inside": "torch.multinomial(torch.ones(9), 3 * len(x))"}, "multinomial (train.py:"),
         ({"inside": "torch.multinomial(torch.ones(len(x)), 1)"}, "a choice among this rank's samples"),
+        ({"inside": "x = 0.7 * x + 0.3 * x.flip(0)"}, "moves samples within a batch (train.py:"),
+        ({"inside": "y = model(x, 0); (y @ y.t()).mean().backward()"}, "pairs of the samples of a batch (train.py:"),
+        ({"inside": "model(x, 0)[:, 0].sort()[0][0].backward()"}, "compares the samples of a batch (train.py:"),
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
     ids=[
         *("gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
-        *("several-for-each-sample", "several-words", "a-choice-of-samples", "a-copys-statistics"),
+        *("several-for-each-sample", "several-words", "a-choice-of-samples"),
+        *("flipped-samples", "pairs-of-samples", "hardest-samples", "a-copys-statistics"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.train.batch_sizes import Kind, Kinds, Other, Place
 from samestep.train.draw_sizes import fixed_sizes
+from samestep.train.mixing import mixes
 from samestep.train.nested import memory_of
 from samestep.train.step import Share
 from samestep.train.views import key_of, layout_of, meta_of, moved
@@ -36,11 +37,15 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         share: Share,
         given: Iterable[tuple[torch.Tensor, Place | None]],
         constant: Iterable[torch.Tensor],
+        on_mixed: Callable[[str], None],
         is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known."""
+        """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known.
+
+        `on_mixed` is told what an operation does that mixes samples of the batch.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_paused = is_paused
+        self._is_paused, self._on_mixed = is_paused, on_mixed
         self._others: dict[Any, Other] = {}
         self._to_come: torch.Tensor | None = None
         self._kinds = Kinds(share)
@@ -141,6 +146,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._to_come = before
         if func._overloadname.endswith("out") or func._schema.is_mutable:
             return made
+        if _has_tensor(args[:1]) and (
+            does := mixes(func, args, kwargs, self._kinds, self._found(args[0]), (made, other))
+        ):
+            self._on_mixed(does)
         if isinstance(made, torch.Tensor):
             if not self._makes_sense(made, other):
                 other, sure = self._computed(func, args, kwargs, as_guessed=False)

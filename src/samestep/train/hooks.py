@@ -12,8 +12,6 @@ import torch
 from samestep.train.group.group import Group, Member
 from samestep.train.step import Spine
 
-register_hook: Callable[..., Any] = torch.Tensor.register_hook
-
 
 class Hooks(Member):
     """Stands in torch.Tensor.register_hook."""
@@ -21,14 +19,15 @@ class Hooks(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
+        self._register: Callable[..., Any] = torch.Tensor.register_hook
         if group.world.size > 1:
             torch.Tensor.register_hook = self._registering()  # type: ignore[method-assign]
 
     def close(self) -> None:
-        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        torch.Tensor.register_hook = self._register  # type: ignore[method-assign]
 
     def _registering(self) -> Callable[..., Any]:
-        spine, size = self._spine, self.group.world.size
+        spine, size, register_hook = self._spine, self.group.world.size, self._register
 
         def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
             if tensor.grad_fn is None or torch.compiler.is_compiling():

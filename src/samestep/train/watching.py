@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from samestep.train.batch_places import BatchPlaces
 from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw
+from samestep.train.group.control import users_line
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Pass, Share, Spine
 from samestep.train.subscriber import Subscriber
@@ -89,7 +90,7 @@ class Watching(Subscriber):
                 return
             self._seen.add(kind)
             constant = itertools.chain(model.parameters(), model.buffers())
-            self.places = BatchPlaces(share, zip(given, found, strict=True), constant)
+            self.places = BatchPlaces(share, zip(given, found, strict=True), constant, self._say_mixed)
             try:
                 with self.places:
                     yield
@@ -118,6 +119,15 @@ class Watching(Subscriber):
             for one, is_computed in zip(given, are_computed, strict=True)
         )
 
+    def _say_mixed(self, does: str) -> None:
+        share = self._spine.at_hand
+        if share is not None and share.of.training and torch.is_grad_enabled():
+            self._spine.group.say(
+                f"what {does} ({users_line()}) has this rank's samples alone, and is not the serial script's: join "
+                "the batch first, with samestep.gather(...)",
+                what="mixed samples",
+            )
+
     def step_begins(self, share: Share) -> None:
         self._leave_loop()
         shares = self._spine.open_shares
@@ -140,7 +150,8 @@ class Watching(Subscriber):
         def is_paused() -> bool:
             return self._loop is not watched or self._spine.is_reading or os.getpid() != self._pid
 
-        watched = BatchPlaces(share, given, self._spine.models.parameters(), is_paused)
+        parameters = self._spine.models.parameters()
+        watched = BatchPlaces(share, given, parameters, self._say_mixed, is_paused)
         self._loop = self.places = watched
         watched.__enter__()  # type: ignore[no-untyped-call]
 

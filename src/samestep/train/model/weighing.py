@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
-from samestep.train.hooks import register_hook
 from samestep.train.loss import leaves_before
 from samestep.train.nested import map_tensors
 from samestep.train.step import Share, Spine, spine
@@ -138,7 +137,7 @@ def on_backward(output: Any, call: Callable[[], None]) -> None:
 
     def watch(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is not None:
-            register_hook(tensor, lambda _: call())
+            tensor.grad_fn.register_prehook(lambda _: call())
         return tensor
 
     if not torch.compiler.is_compiling():
