@@ -115,6 +115,8 @@ class Places:
         kinds = self._by_line.get(line, {})
         # a checkpointed segment draws again in backward, beside the call
         found = kinds.get(kind, []) if kind else [one for some in kinds.values() for one in some]
+        if kind and len(found) == 1:
+            return found[0][1]
         fits = [(of, one) for of, one in found if one.dim is None or part_at(one, shape, share)]
         alike = [one for of, one in fits if _beside(one, of) == _beside(one, shape)]
         others = [one for _, one in fits if one.dim is not None]
