@@ -210,31 +210,31 @@ for epoch in train.epochs(9):
 """
 
 
-def test_a_job_that_was_cancelled_after_a_commit_is_not_listed_as_done(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    job = _submit(cluster, tmp_path, _COMMITS, "--profile=cpu-node", "--tasks-per-node=1", "")
+def _listed_after_scancel(
+    cluster: Cluster, tmp_path: Path, script: str, sign: str
+) -> tuple[str, dict[str, Any]]:
+    """The job that was cancelled once its run had this file of a pulse, and how `samestep runs` lists it."""
+    job = _submit(cluster, tmp_path, script, "--profile=cpu-node", "--tasks-per-node=1", "")
     until = time.monotonic() + 30
-    while not (tmp_path / "runs" / f"train_{job}" / "pulse" / "steps-0").exists():
+    while not (tmp_path / "runs" / f"train_{job}" / "pulse" / sign).exists():
         assert time.monotonic() < until
         time.sleep(0.2)
     cluster.run("scancel", job)
     cluster.wait_state(job, "CANCELLED")
     samestep = str(Path(sys.executable).with_name("samestep"))
     [run] = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"]
+    return job, run
+
+
+def test_a_job_that_was_cancelled_after_a_commit_is_not_listed_as_done(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    _, run = _listed_after_scancel(cluster, tmp_path, _COMMITS, "steps-0")
     assert (run["state"], run["exit_code"]) == ("stopped at a checkpoint", 75)
 
 
 def test_a_job_that_was_cancelled_is_listed_as_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    job = _submit(cluster, tmp_path, _ENDS, "--profile=cpu-node", "--tasks-per-node=1", "")
-    until = time.monotonic() + 30
-    while not (tmp_path / "runs" / f"train_{job}" / "pulse" / "rank-0").exists():
-        assert time.monotonic() < until
-        time.sleep(0.2)
-    cluster.run("scancel", job)
-    cluster.wait_state(job, "CANCELLED")
-    samestep = str(Path(sys.executable).with_name("samestep"))
-    [run] = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"]
+    job, run = _listed_after_scancel(cluster, tmp_path, _ENDS, "rank-0")
     assert (run["run"].rpartition("/")[2], run["state"]) == (f"train_{job}", "cancelled")
 
 

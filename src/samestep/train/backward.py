@@ -88,9 +88,10 @@ class Backward(Member):
     ) -> Any:
         spine = self._spine
         spine.begin_backward(outputs[0])
-        if (share := spine.at_hand) is not None and len(self._looked_at) <= _FIRST_BATCHES:
+        share = spine.at_hand
+        if share is not None and len(self._looked_at) <= _FIRST_BATCHES:
             self._compare_loose(outputs[0], share)
-        if self._losses_to_look_at and spine.at_hand is not None and outputs[0].numel() == 1:
+        if self._losses_to_look_at and share is not None and outputs[0].numel() == 1:
             self._losses_to_look_at -= 1
             self._look_at(outputs[0])
         elif not self._losses_to_look_at:
