@@ -328,7 +328,7 @@ ENVIRONMENTS = st.builds(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(ENVIRONMENTS)
 @example({"RANK": "0", "WORLD_SIZE": "9" * 5000})
 @example(SRUN | {"SLURM_STEP_NODELIST": "[1-65535]" * 10_000})

@@ -97,7 +97,7 @@ class Backward(Member):
         elif not self._losses_to_look_at:
             self._terms = 0.0
         spine.root = spine.weight_of_loss()
-        spine.leaves = self._counts_for_inputs(outputs)
+        spine.leaves = self._counts_for_inputs(outputs) if spine.asks_for_leaves else 1.0
         spine.called.clear()
         with self.group.within("backward"), spine.models.exchanging():
             return run(outputs, _times(gradients, spine.root), *args, **options)

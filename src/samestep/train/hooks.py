@@ -32,6 +32,7 @@ class Hooks(Member):
         def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
             if tensor.grad_fn is None or torch.compiler.is_compiling():
                 return register_hook(tensor, hook)
+            spine.asks_for_leaves = True
             # the losses of a model with loss="sum" count within its call
             is_counted_here = spine.inside_model > 0 and spine.models.adds_losses
 

@@ -150,13 +150,12 @@ class Spine(Member):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.steps = 0
-        self.batches = 0
+        self.steps = self.batches = self.inside_model = 0
         self.models = Models()
-        self.inside_model = 0
         self.is_reading = False
         # what the loss is multiplied by in the backward that goes on, and what of it is left in gradients of leaves
         self.root = self.leaves = 1.0
+        self.asks_for_leaves = False
         # what the calls of models count for that no backward has followed yet
         self.called: set[float] = set()
         self._subscribers: list[Subscriber] = []
@@ -217,8 +216,9 @@ class Spine(Member):
             self.batches += 1
             self._position = (*self._position[:1], held.epoch & 0xFFFF, share.batch_start + share.all)
         if self.group.world.size > 1:
-            held.batch = {name: weakref.ref(tensor) for name, tensor in named_tensors(batch)}
-            for _, tensor in named_tensors(batch) if share.microbatch is None else ():
+            found = list(named_tensors(batch))
+            held.batch = {name: weakref.ref(tensor) for name, tensor in found}
+            for _, tensor in found if share.microbatch is None else ():
                 key = id(tensor)
                 gone = weakref.ref(tensor, lambda _, key=key: self._shares.pop(key, None))  # type: ignore[misc]
                 self._shares[key] = gone, share

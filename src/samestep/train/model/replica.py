@@ -206,7 +206,6 @@ class Replica:
         self._seen_since.add(id(parameter))
         if self._exchange == "due":
             self._exchange = "under way"
-            self._group.enter("backward")
             after_backward(self._begin_to_wait)
         elif self._exchange == "missed":
             self._exchange = "under way"
@@ -219,7 +218,6 @@ class Replica:
 
     def _end_exchange(self) -> None:
         self._exchange = ""
-        self._group.enter("user")
 
     def _exchange_again(self) -> None:
         """Collective. A second backward through one call, or of an earlier call, has added to everyone's gradients."""

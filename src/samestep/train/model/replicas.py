@@ -31,7 +31,7 @@ class Replicas(Member, Models):
         super().__init__(group)
         # in a world of one a model is left as it is, until its microbatches have to be weighed
         self.alone: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._living: weakref.WeakSet[Replica] = weakref.WeakSet()
+        self._living: list[weakref.ref[Replica]] = []
         self._made = 0
         self._any_moves_buffers = False
         spine = group.the(Spine)
@@ -41,12 +41,12 @@ class Replicas(Member, Models):
         spine.models = self
 
     def __iter__(self) -> Iterator[Replica]:
-        return iter(sorted(self._living, key=lambda replica: replica.number))
+        return (replica for held in tuple(self._living) if (replica := held()) is not None)
 
     @property
     def exact(self) -> bool:
         """Whether gradients are added in the fixed tree."""
-        return any(replica.tree for replica in self._living)
+        return any(replica.tree for replica in self)
 
     def add(
         self, model: torch.nn.Module, options: dict[str, Any], *, sums: bool, tree: Tree | None = None
@@ -55,10 +55,10 @@ class Replicas(Member, Models):
         replica = Replica(self._made, model, options, self.group, sums=sums, tree=tree)
         self._made += 1
         self._any_moves_buffers |= replica.moves_buffers
-        self._living.add(replica)
+        self._living.append(weakref.ref(replica, self._living.remove))
 
     def trains(self, shuffled: bool) -> bool:
-        return any(replica.model.training for replica in self._living) or (shuffled and bool(self._living))
+        return any(shuffled or replica.model.training for replica in self)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return (parameter for replica in self for parameter in replica.model.parameters())
@@ -72,11 +72,12 @@ class Replicas(Member, Models):
 
     @property
     def adds_losses(self) -> bool:
-        return any(replica.sums for replica in self._living)
+        return any(replica.sums for replica in self)
 
     @property
     def weigh_losses(self) -> bool:
-        return not self.exact and any(True for _ in self._living)
+        trees = [replica.tree for replica in self]
+        return bool(trees) and not any(trees)
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:

@@ -95,7 +95,7 @@ def _count_in_leaves(at: Spine, tensor: torch.Tensor) -> torch.Tensor:
     for leaf in leaves_before(tensor, _MOST_NODES) if tensor.requires_grad else ():
         if not isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, "_counts_by_share"):
             leaf.register_hook(counted)  # type: ignore[no-untyped-call]
-            leaf.__dict__["_counts_by_share"] = True
+            leaf.__dict__["_counts_by_share"] = at.asks_for_leaves = True
     return tensor
 
 
