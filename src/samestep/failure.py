@@ -120,7 +120,7 @@ def typed(path: Path) -> str:
     """A path as one would type it here."""
     try:
         return str(path.relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, FileNotFoundError):  # it is elsewhere, or the working directory was removed
         return str(path)
 
 

@@ -34,6 +34,7 @@ class RankState(NamedTuple):
     host: str = ""
     line: str = ""  # where in the script, as "train.py:28"
     does: str = ""  # what its process was found to do, as "is stopped (SIGSTOP)"
+    is_gone: bool = False  # whether it has ended or failed, and comes to no wait any more
 
     @property
     def waits_now(self) -> bool:
@@ -54,6 +55,8 @@ class RankState(NamedTuple):
             return self.does
         if self.waits_now:
             return f"is in {self.wait}"
+        if self.is_gone and self.phase != "end":
+            return "ended in the middle of the script"
         if self.phase == "end" and self.call:
             return self.call
         if self.phase == "checkpoint":

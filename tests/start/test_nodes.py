@@ -88,6 +88,22 @@ def test_a_failure_stops_the_other_nodes_at_once_and_gives_its_code(launcher, go
     assert re.match(head, json.loads((run / "result.json").read_text())["failure"])
 
 
+def test_a_rank_that_ends_before_init_on_another_node_is_named_in_time(launcher):
+    launcher.write("""
+        import os, sys
+        if os.environ["RANK"] == "1":
+            sys.exit()
+        import samestep
+        samestep.init()
+    """)
+    nodes = started(launcher, (1, 1), "train.py")
+    ends = [node.finish() for node in nodes]
+    assert [code for code, *_ in ends] == [1, 1]
+    assert (
+        "in samestep.init (train.py:6) for rank 1, which ended before it came to samestep.init" in ends[0][2]
+    )
+
+
 def test_a_launcher_that_is_killed_is_named_by_the_others(launcher):
     launcher.write(WAIT)
     nodes = started(launcher, (1, 1, 1), "train.py")

@@ -45,10 +45,53 @@ def test_a_rank_that_ends_early_is_told_with_the_line_where_another_waited(launc
     assert err.splitlines()[-6:-2] == [
         "  train.py:4 in <module>",
         '    samestep.save("best.pt", {})',
-        "rank 0 came to the end of the script with exit code 0 while others waited for it",
+        "rank 0 came to the end of the script with exit code 0 while others waited for it in this line",
         "samestep.errors.RanksDiffer: ranks are at different calls: rank 0 at the end of the script, rank 1 at "
         "samestep.save (train.py:4); every rank has to make the same calls in the same order",
     ]
+
+
+def test_a_rank_that_ends_without_leaving_the_script_is_told_so(launcher):
+    launcher.write("""
+        import os, samestep
+        if samestep.init().rank == 1:
+            os._exit(0)
+        samestep.sum(1)
+    """)
+    code, _, err = launcher.run("-n", "2", "--fork", "train.py")
+    assert code == 1
+    assert "failed on rank 1 of 2" in err
+    said = "rank 1 ended in the middle of the script with exit code 0 while others waited for it in this line"
+    assert err.splitlines()[-4:-2] == ["    samestep.sum(1)", said]
+
+
+def test_a_sys_exit_in_a_loader_worker_is_told_with_its_line(launcher):
+    launcher.write("""
+        import sys, samestep
+        class Shards(list):
+            def __getitem__(self, index):
+                return sys.exit("no shard") if index == 3 else 0
+        for _ in samestep.loader(Shards(range(8)), 2, num_workers=1):
+            pass
+    """)
+    code, _, err = launcher.run("-n", "2", "--fork", "train.py")
+    assert code == 1
+    assert err.splitlines()[-5:-2] == [
+        "  train.py:5 in __getitem__",
+        '    return sys.exit("no shard") if index == 3 else 0',
+        "RuntimeError: the data set called sys.exit('no shard') for sample 3; raise an exception there",
+    ]
+
+
+def test_a_failure_is_told_also_where_the_working_directory_was_removed(launcher):
+    launcher.write("""
+        import os, shutil
+        if os.environ["RANK"] == "1":
+            shutil.rmtree(os.getcwd())
+            raise ValueError("no shard 7")
+    """)
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert (code, "\nValueError: no shard 7\n" in err) == (1, True)
 
 
 def test_a_commit_that_failed_at_the_end_is_told_as_the_failure_and_was_told_at_the_start(launcher):

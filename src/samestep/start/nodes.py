@@ -267,12 +267,16 @@ class Launchers:
     def share(self, states: Sequence[RankState]) -> list[RankState]:
         """What the ranks of other nodes do; while ranks wait, all launchers tell each other of theirs."""
         now = time.monotonic()
-        fresh = [told for at, told in self._elsewhere.values() if now - at < _FRESH_S]
-        elsewhere = [state for told in fresh for state in told]
-        waits = any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in [*states, *elsewhere])
-        if self._peers and self.lost is None and waits:
+        told = [
+            state
+            for at, told in self._elsewhere.values()
+            for state in told
+            if state.is_gone or now - at < _FRESH_S
+        ]
+        waits = any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in [*states, *told])
+        if self._peers and self.lost is None and (waits or any(state.is_gone for state in states)):
             self._peers.tell([_RANKS, states])
-        return elsewhere
+        return told
 
     def end(self, mine: End) -> tuple[int, End]:
         """Tell the others how it ended here, and hear on which node (-1: a lost one) the cause was, and its end."""

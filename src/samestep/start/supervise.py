@@ -14,7 +14,7 @@ from samestep.start.fork import Warm
 from samestep.start.output import Stream, Terminal
 from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, Worker, WorkerSpec, started
-from samestep.tracebacks import Traceback, of_record
+from samestep.tracebacks import Traceback
 
 # How long a rank that only tells of another's end waits for that other to be seen.
 _ECHO_S = 0.7
@@ -85,6 +85,8 @@ class WorkerGroup:
         try:
             while self._alive():
                 self._turn()
+            if self._watch:
+                self._watch.tell_others(self.workers, time.monotonic())
         finally:
             self.kill()
         return self._outcome()
@@ -261,8 +263,9 @@ class WorkerGroup:
             at = self._hang.cause.rank
             cause = next((worker for worker in self.workers if worker.rank == at), self.workers[0])
             status = 1 if self._asked is None else -self._asked
-            failure = cause.failure
-            told = of_record(failure) if failure else self._watch.failure(self._hang)
+            told = cause.traceback() if cause.failure else None
+            if told is None or told.is_echo:
+                told = self._watch.failure(self._hang)  # it may just have heard that another was killed
             return Outcome(status, cause, told, self._asked)
         if not own:
             killed = any(worker.was_stopped for worker in self.workers)
@@ -271,8 +274,9 @@ class WorkerGroup:
         left = next((worker for worker in self.workers if not worker.status and self._way_out(worker)), None)
         if left and cause.is_echo:
             code = " with exit code 0" if left.status == 0 else ""
-            why = f"rank {left.rank} {self._way_out(left)}{code} while others waited for it"
             told = cause.traceback() or Traceback(None, ())  # where another waited, and for what
+            here = " in this line" if told.frame else ""
+            why = f"rank {left.rank} {self._way_out(left)}{code} while others waited for it{here}"
             said = [line for line in told.exception if "different calls" in line]
             return Outcome(1, left, Traceback(told.frame, (why, *said)), self._asked)
         if cause.is_echo:

@@ -53,6 +53,7 @@ class Watch:
         self._changed_at = time.monotonic()
         self._seen: dict[int, tuple[float, Sight]] = {}  # with the begin of the phase it was seen in
         self._quiet: dict[int, tuple[int, float]] = {}  # switches of the main thread, and since when so many
+        self._gone: dict[int, bool] = {}  # whether a rank of this node has ended or failed
         self._told: Hang | None = None
         self.hang: Hang | None = None
         self._files: dict[Path, int] = {}  # kept open: somebody may remove the directory
@@ -103,18 +104,13 @@ class Watch:
             self._awake_at = self._changed_at = now
             self._quiet.clear()
         self._look_at = now + _LOOK_S
-        known = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
-        if known:
-            self._note_progress(known, now)
-        self._note_quiet(known, now)
-        absent = [_not_there(worker) for worker in workers if worker.rank not in known]
-        others = [*absent, *self._share([*self._states(known, now), *absent])]
+        known, others = self.tell_others(workers, now)
         hang = find_hang([*self._states(known, now), *others], self._size, self.least_s)
         hang = hang or self._find_leaving(workers, known, now)
         if self._told and (hang is None or hang.key != self._told.key):
             self._say(f"samestep: {self._told.end}")
             self._told = None
-        is_over = hang is not None and hang.seconds >= self._limit_of(hang, workers, known)
+        is_over = hang is not None and hang.seconds >= self._limit_of(hang, known)
         if hang is not None and (self._told is None or is_over):
             self._look_closely(hang, known)
             hang = find_hang([*self._states(known, now), *others], self._size, self.least_s) or hang
@@ -127,24 +123,35 @@ class Watch:
             self._say(f"samestep: {hang.sentence(self.least_s)}")
         return is_over
 
-    def _limit_of(self, hang: Hang, workers: Sequence[Worker], known: Mapping[int, PulseReading]) -> float:
+    def _limit_of(self, hang: Hang, known: Mapping[int, PulseReading]) -> float:
         """After how many seconds such a hang ends the run."""
-        here = {worker.rank: worker for worker in workers}
-        missing = [here.get(state.rank) for state in hang.missing]
         if not hang.waiting:
             return self._limit_s or inf  # what a rank does after its script may be wanted
-        if missing and all(worker and (not worker.is_alive or worker.failure) for worker in missing):
+        if hang.missing and all(state.is_gone for state in hang.missing):
             return _GONE_S
         limit_s = self._limit_s or min((pulse.patience_s for pulse in known.values()), default=_PATIENCE_S)
         # the launcher of the missing rank ends the run; where it cannot, another does
-        return limit_s + _LATER_S * (hang.cause.rank not in here)
+        return limit_s + _LATER_S * (hang.cause.rank not in self._gone)
+
+    def tell_others(
+        self, workers: Sequence[Worker], now: float
+    ) -> tuple[dict[int, PulseReading], list[RankState]]:
+        """Tell the other nodes what the ranks here do; the pulses here, and what all ranks without one do."""
+        known = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
+        if known:
+            self._note_progress(known, now)
+        self._note_quiet(known, now)
+        self._gone = {worker.rank: not worker.is_alive or bool(worker.failure) for worker in workers}
+        absent = [_not_there(worker) for worker in workers if worker.rank not in known]
+        return known, [*absent, *self._share([*self._states(known, now), *absent])]
 
     def way_out(self, worker: Worker) -> str:
         """How this rank left the script or is leaving it; "" where it has not."""
-        pulse = self._pulse(worker.rank)
-        if pulse is None or (pulse.phase != "end" and worker.status != 0):
+        if (pulse := self._pulse(worker.rank)) is None:
             return ""
-        return pulse.call if pulse.phase == "end" and pulse.call else "came to the end of the script"
+        if pulse.phase == "end":
+            return pulse.call or "came to the end of the script"
+        return "ended in the middle of the script" if worker.status == 0 else ""
 
     def failure(self, hang: Hang) -> Traceback:
         """The hang as what ended the run."""
@@ -177,7 +184,7 @@ class Watch:
         found = []
         for rank, pulse in pulses.items():
             seconds = now - max(pulse.phase_began, self._awake_at)
-            state = state_of(rank, pulse, seconds, os.uname().nodename)
+            state = state_of(rank, pulse, seconds, os.uname().nodename)._replace(is_gone=self._gone[rank])
             seen_in, sight = self._seen.get(rank, (0.0, Sight()))
             if seen_in == pulse.phase_began:
                 is_told = state.waits_now or (state.phase == "end" and state.call)
@@ -233,4 +240,5 @@ def _not_there(worker: Worker) -> RankState:
         does = f"ended before it came to samestep.init ({describe_end(worker.status or 0)})"
     elif process_state(worker.pid) == "T":
         does = "is stopped (SIGSTOP)"
-    return RankState(worker.rank, -1, "start", "", 0, 0.0, os.uname().nodename, does=does)
+    host, is_gone = os.uname().nodename, not worker.is_alive
+    return RankState(worker.rank, -1, "start", "", 0, 0.0, host, does=does, is_gone=is_gone)

@@ -100,7 +100,16 @@ class _Seeded(Dataset[Any]):
 
     def _sample(self, seed: int, epoch: int, index: int) -> Any:
         seed_host(seed_of(seed, epoch, index))
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except SystemExit as error:
+            if get_worker_info() is None:
+                raise
+            # It would end the loader's worker without a word, and the rank by whatever that breaks first.
+            text = (
+                f"the data set called sys.exit({error.code!r}) for sample {index}; raise an exception there"
+            )
+            raise RuntimeError(text).with_traceback(error.__traceback__) from None
 
 
 def begin_worker(users: Callable[[int], None] | None, number: int) -> None:
