@@ -290,6 +290,25 @@ def test_a_script_that_destroys_the_group_itself_ends_well(script):
     assert [(code, error) for code, _, error in ranks] == [(0, ""), (0, "")]
 
 
+def test_a_group_of_the_script_that_is_not_of_all_ranks_is_refused(script):
+    ranks = script.run(
+        """
+    import os
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/{os.environ['RANK']}", rank=0, world_size=1)
+    import samestep
+    try:
+        samestep.init()
+    except samestep.UsageError as error:
+        print(str(error).partition(";")[0])
+        os._exit(0)
+    """,
+        2,
+    )
+    said = "the script's init_process_group made this rank 0 of 1, but it is rank {} of 2\n"
+    assert [out for _, out, _ in ranks] == [said.format(0), said.format(1)]
+
+
 def test_a_group_that_the_script_made_is_adopted(script):
     ranks = script.run(
         """

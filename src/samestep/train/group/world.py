@@ -215,6 +215,12 @@ def _open_process_group(
             timeout=timeout,
             device_id=device if of_nccl else None,
         )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (here.rank, here.size):
+        raise UsageError(
+            f"the script's init_process_group made this rank {rank} of {size}, but it is rank {here.rank} of "
+            f"{here.size}; call it without rank and world_size, or leave it out: samestep.init() makes the group"
+        )
     return places
 
 
