@@ -8,18 +8,7 @@ from typing import Any
 from samestep.convert.names import Names
 from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import counted
-from samestep.convert.values import (
-    NUMBERS,
-    ROWS,
-    Kind,
-    Loop,
-    Sum,
-    Value,
-    combined,
-    join,
-    models_of,
-    other,
-)
+from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, combined, join, models_of, other
 
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
 _HOLDS = "holds values of this process's share"
@@ -32,8 +21,6 @@ class Expressions(Names):
         if node is None:
             return Value()
         found: Value = getattr(self, f"_{type(node).__name__.lower()}", self._any)(node)
-        if found.kind == "turn":
-            found = Value()
         if found.kind == "loader" and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
             found = replace(found, of=ast.unparse(node))
         self.known[node] = found

@@ -10,18 +10,7 @@ from samestep.convert.rewrites import LOADERS, Rewrites
 from samestep.convert.signatures import NAMED, counted, given_to_loss, is_loss, of_loss, of_tensors, over_rows
 from samestep.convert.source import Edit
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
-from samestep.convert.values import (
-    NUMBERS,
-    ROWS,
-    Kind,
-    Loop,
-    Value,
-    Values,
-    join,
-    models_of,
-    other,
-    rows_of,
-)
+from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value, Values, join, models_of, other, rows_of
 
 _NUMBERED = "numbers the samples of a share"
 _FUNCTIONAL = ("torch.nn.functional.", "torch.special.", "torch.linalg.", "torch.fft.")

@@ -119,9 +119,8 @@ class Findings:
     notes: dict[str, None] = field(default_factory=dict)
     losses: dict[str, tuple[Source, ast.AST]] = field(default_factory=dict)
     sites: dict[Site, None] = field(default_factory=dict)
-    alone: dict[tuple[Source, int], None] = field(
-        default_factory=dict
-    )  # a rank may come there without others
+    # a rank may come there without others
+    alone: dict[tuple[Source, int], None] = field(default_factory=dict)
     alike: dict[Span, None] = field(default_factory=dict)  # what is shown or decided by, and all ranks have
     over: dict[Span, str] = field(default_factory=dict)  # what loops go over
     mixed: dict[Span, None] = field(default_factory=dict)  # loops that go over batches, and over other things

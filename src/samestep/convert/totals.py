@@ -12,14 +12,8 @@ MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.av
 _SUMMED = {*NUMBERS, Kind.PASSES}
 _OURS = ("model", "instance", "function")
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)
-_APART = (
-    ast.stmt,
-    ast.Call,
-    ast.keyword,
-    ast.FormattedValue,
-    ast.Dict,
-    ast.DictComp,
-)  # need no parentheses inside
+# need no parentheses inside
+_APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
 Edits = tuple[Edit | ast.expr, ...]
 _AT_A_STEP = (
     "this evaluation is totalled at a training step; where the step's batch has fewer samples than there are ranks, "

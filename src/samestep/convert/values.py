@@ -32,6 +32,25 @@ ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME, Kind.VIEWS, Kind.COLUMNS}
 BETWEEN = "compares samples of a share with each other"
 NUMBERS = {Kind.PART, Kind.COUNT, Kind.MEAN}
 _SHARED = set(Kind) - {Kind.ALIKE}
+_A, _P, _C, _M = Kind.ALIKE, Kind.PART, Kind.COUNT, Kind.MEAN
+_PAIRS = dict[tuple[str, str], Kind]
+_ADDED: _PAIRS = {
+    (_P, _P): _P,
+    (_P, _C): _P,
+    (_C, _P): _P,
+    (_C, _C): _P,
+    (_M, _M): _M,
+    (_M, _A): _M,
+    (_A, _M): _M,
+}
+_TIMES: _PAIRS = {
+    (_P, _A): _P,
+    (_C, _A): _P,
+    (_M, _A): _M,
+    (_M, _C): _P,
+    (_P, Kind.PER): _M,
+}  # or the other way round
+_DIVIDED: _PAIRS = {(_P, _A): _P, (_C, _A): _P, (_M, _A): _M, (_A, _C): Kind.PER, (_P, _C): _M, (_C, _C): _M}
 
 
 @dataclass(frozen=True)
@@ -40,18 +59,15 @@ class Value:
 
     kind: str = Kind.ALIKE
     of: Any = None
-    models: frozenset[Any] = (
-        frozenset()
-    )  # the sites at which an optimizer gets the parameters that are inside
+    # the sites at which an optimizer gets the parameters that are inside
+    models: frozenset[Any] = frozenset()
     # what makes the expression that gives it one of the whole batch; a node stands for "total it where it is added up"
     edits: tuple[Edit | ast.expr, ...] | None = None
     since: tuple[int, ...] = ()  # the loops that it was set in
-    made: tuple[ast.expr, Source, tuple[int, ...]] | None = (
-        None  # the expression that gave it, and the loops around
-    )
-    text: str | None = (
-        None  # a string or truth that the script gives; of a loader, what its batches' sizes depend on
-    )
+    # the expression that gave it, and the loops around
+    made: tuple[ast.expr, Source, tuple[int, ...]] | None = None
+    # a string or truth that the script gives; of a loader, what its batches' sizes depend on
+    text: str | None = None
 
     @property
     def parts(self) -> "Values":
@@ -128,10 +144,8 @@ def nameless(value: Value) -> Value:
 def join(*values: Value) -> Value:
     """What is known where a value is one of these."""
     is_shared = any(value.is_shared for value in values)
-    # such as math.inf
-    found = reduce(
-        _either, [value for value in values if not (is_shared and value.kind == "external")], Value()
-    )
+    # beside a share's value an external one is a number, such as math.inf
+    found = reduce(_either, (one for one in values if not (is_shared and one.kind == "external")), Value())
     known = [value.edits for value in values if value.is_shared]
     edits = None if None in known else tuple(dict.fromkeys(edit for edits in known for edit in edits or ()))
     common = tuple(sorted(set.intersection(*(set(value.since) for value in values)))) if values else ()
@@ -168,7 +182,7 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
         return rows_of(kinds)
     if kinds <= {Kind.ROW, Kind.ALIKE}:
         return Value(Kind.ROW, left.of if left.kind == Kind.ROW else right.of)
-    if kind := _number(op, left, right, kinds):
+    if kind := _number(op, left, right):
         loop = (left if left.is_shared else right).of
         return Value(kind, loop if isinstance(loop, Sum | Loop) else None)
     is_ratio = isinstance(op, ast.Div) and kinds <= {*NUMBERS, Kind.PASSES, Kind.ALIKE}
@@ -181,20 +195,15 @@ def rows_of(kinds: set[str]) -> Value:
     return Value(next((kind for kind in (Kind.SOME, Kind.VIEWS, Kind.COLUMNS) if kind in kinds), Kind.ROWS))
 
 
-def _number(op: ast.operator, left: Value, right: Value, kinds: set[str]) -> Kind | None:
+def _number(op: ast.operator, left: Value, right: Value) -> Kind | None:
     """The kind of a sum, product or quotient of numbers, if it is one that can be combined."""
+    pair = (left.kind, right.kind)
+    is_of_batch = left.of is right.of or Kind.ALIKE in pair
     if isinstance(op, ast.Add | ast.Sub):
-        is_part = kinds <= {Kind.PART, Kind.COUNT}
-        return Kind.MEAN if kinds <= {Kind.MEAN, Kind.ALIKE} else Kind.PART if is_part else None
-    divides, is_of_batch = isinstance(op, ast.Div), left.of is right.of or Kind.ALIKE in kinds
-    if not divides and not isinstance(op, ast.Mult | ast.MatMult):
+        return _ADDED.get(pair)
+    if isinstance(op, ast.Div):
+        is_by_count = right.kind == Kind.COUNT and isinstance(right.of, Loop) and is_of_batch
+        return _DIVIDED.get(pair) if is_by_count or right.kind == Kind.ALIKE else None
+    if not isinstance(op, ast.Mult | ast.MatMult) or (Kind.PER in pair and not is_of_batch):
         return None
-    is_scaled = right.kind == Kind.ALIKE or (Kind.ALIKE in kinds and not divides)
-    if is_scaled and kinds <= {*NUMBERS, Kind.ALIKE}:
-        return Kind.MEAN if Kind.MEAN in kinds else Kind.PART
-    if divides:
-        kind = {Kind.ALIKE: Kind.PER, Kind.PART: Kind.MEAN, Kind.COUNT: Kind.MEAN}.get(Kind(left.kind))
-        return kind if right.kind == Kind.COUNT and isinstance(right.of, Loop) and is_of_batch else None
-    if kinds == {Kind.PART, Kind.PER}:
-        return Kind.MEAN if is_of_batch else None
-    return Kind.PART if kinds == {Kind.MEAN, Kind.COUNT} else None
+    return _TIMES.get(pair) or _TIMES.get(pair[::-1])
