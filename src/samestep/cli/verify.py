@@ -67,6 +67,7 @@ def command(
       2  SCRIPT does not use samestep, or cannot be verified
       3  each run takes the same step, but what it prints or saves is one rank's alone
     """
+    from samestep.convert.convert import conversion
     from samestep.verify.verify import SerialScript, verify
 
     try:
@@ -81,7 +82,7 @@ def command(
                 progress=lambda said: click.echo(f"samestep verify: running {said}", err=True),
             )
     except UsageError as error:
-        diff = _conversion(script, module) if isinstance(error, SerialScript) else None
+        diff = conversion(Path(script)) if isinstance(error, SerialScript) and not module else None
         click.echo(f"samestep verify: {error}", err=True)
         if as_json:
             print_json({"error": str(error), "conversion": diff})
@@ -113,12 +114,6 @@ def _sizes(text: str | None, least: int) -> list[int]:
             "CUDA_VISIBLE_DEVICES= where there are too few"
         )
     return sizes
-
-
-def _conversion(script: str, module: bool) -> str:
-    from samestep.convert.convert import SEVEN_LINES, conversion
-
-    return SEVEN_LINES if module else conversion(Path(script))
 
 
 def _row(size: int | None, outcome: "Compared") -> tuple[object, ...]:

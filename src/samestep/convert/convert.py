@@ -17,19 +17,6 @@ from samestep.convert.source import Source
 from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
-SEVEN_LINES = """\
--from torch.utils.data import DataLoader
-+import samestep
--device = torch.device("cuda")
--train = DataLoader(dataset, batch_size=64, shuffle=True)
--model = Net().to(device)
-+device = samestep.init().device
-+train = samestep.loader(dataset, batch_size=64, shuffle=True)
-+model = samestep.replicate(Net().to(device))
--    print(f"epoch {epoch}: {correct / len(test.dataset):.2%}")
-+    print(f"epoch {epoch}: {samestep.sum(correct) / len(test.dataset):.2%}")
--torch.save(model.state_dict(), "model.pt")
-+samestep.save("model.pt", model.state_dict())"""
 _BESIDE = {"transformers", "xformers"}  # used by scripts that keep their own loop
 
 
@@ -121,17 +108,14 @@ def _check_serial(source: Source, script: Path) -> None:
 
 
 def conversion(script: Path) -> str:
-    """The lines of a serial script to change, for `samestep verify`; those of a usual script where none is known."""
+    """The lines of a serial script to change, and what is left to change by hand, for `samestep verify`."""
     try:
         found = convert(script)
     except UsageError as error:
-        return f"{SEVEN_LINES}\n\n{error}"
-    after = b"".join(after for _, after in found.files.values())
-    is_usual = b"samestep.loader" not in after and b"samestep.replicate" not in after
-    lines = SEVEN_LINES.splitlines() if is_usual else found.patch(0).splitlines()
-    shown = [line for line in lines if not line.startswith(("--- ", "+++ ", "@@"))]
+        return str(error)
+    lines = [line for line in found.patch(0).splitlines() if not line.startswith(("--- ", "+++ ", "@@"))]
     gaps = [f"left to change by hand: {gap}" for gap in found.gaps]
-    return "\n".join([*shown, *[""] * bool(gaps), *gaps])
+    return "\n".join([*lines, *[""] * bool(lines and gaps), *gaps])
 
 
 def _replicate(followed: Follower, script: Source) -> None:

@@ -127,14 +127,9 @@ class Expressions(Names):
             return Value("function", function)
         made = self.run(function, [base], {}, None)
         body = [one for one in function.node.body if not isinstance(one, ast.Expr)]
-        if (
-            made.is_shared
-            and len(body) == 1
-            and isinstance(body[0], ast.Return)
-            and body[0].value is not None
-        ):
-            return replace(made, edits=None, made=(body[0].value, function.source, ()))
-        return made
+        form = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
+        by_form = (form, function.source, ()) if made.is_shared and form is not None else made.made
+        return replace(made, edits=None, made=by_form)
 
     def _subscript(self, node: ast.Subscript) -> Value:
         base, index = self.value(node.value), self.value(node.slice)

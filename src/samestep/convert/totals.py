@@ -124,19 +124,15 @@ class Totals(Following):
             mean = f"samestep.sum(sum({text})) / max(samestep.gather([len({text})]))"
             is_name = text.replace(".", "").isidentifier()
             return (self.source.replaced(node, mean),) if is_part and is_name else None
-        if str(callee.of).startswith("torch.") and value.kind == Kind.ROWS and self._joins(node):
-            return self._wrapped(node, value)
         names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
         is_late = any((self.frame.scope.find(name) or Value()).edits for name in names)
-        if name_of(node) == "tolist":
-            return self._inside(node)
-        if (callee.kind in _OURS and value.kind in ROWS) or (value.kind in _SUMMED and not is_late):
+        is_sum = value.kind in _SUMMED and not is_late and name_of(node) != "tolist"
+        # a list of tensors is gathered once they are joined
+        is_joined = str(callee.of).startswith("torch.") and value.kind == Kind.ROWS
+        is_joined = is_joined and bool(node.args) and self.known[node.args[0]].kind == "list"
+        if is_sum or is_joined or (callee.kind in _OURS and value.kind in ROWS):
             return self._wrapped(node, value)
         return None if callee.kind in _OURS else self._inside(node)
-
-    def _joins(self, node: ast.Call) -> bool:
-        """Whether it joins a list of tensors, which is not gathered as such."""
-        return bool(node.args) and self.known[node.args[0]].kind == "list"
 
     def _wrapped(self, node: ast.expr, value: Value) -> Edits | None:
         """The edits around an expression of a kind that can be combined."""
@@ -170,15 +166,10 @@ class Totals(Following):
         if not (loop.trains or loop.lends):
             return True
         is_sum = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp)
-        is_simple = is_sum or isinstance(statement, ast.AugAssign | ast.Expr)
-        if (
-            loop.text is None
-            or not is_simple
-            or source.indent(statement) is None
-            or statement in loop.together
-        ):
-            return False
-        if source.data[source.end(statement) :].lstrip(b" ").startswith(b";"):
+        is_sum |= isinstance(statement, ast.AugAssign | ast.Expr)
+        is_alone = not source.data[source.end(statement) :].lstrip(b" ").startswith(b";")
+        is_alone &= source.indent(statement) is not None and statement not in loop.together
+        if loop.text is None or not (is_sum and is_alone):
             return False
         start = source.start(statement)
         self.found.edit(Edit(source, start, start, f"if {loop.text}.share: "))
@@ -259,14 +250,12 @@ class Totals(Following):
         if over_samples and value.kind in (Kind.ROW, Kind.ALIKE):
             value = Value(Kind.OTHER, value.of) if value.of else Value(Kind.ROWS)
         rows = join(*value.parts) if value.kind == "list" else value
+        is_late = value.is_shared and self.may_total()
+        is_late &= value.kind not in (NUMBERS - {Kind.MEAN} if batch else NUMBERS)
         if batch is not None and rows.kind in ROWS:
             is_whole = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
             value = Value(Kind.ROWS) if is_whole else Value(Kind.OTHER, "is a list")
-        elif (
-            value.is_shared
-            and self.may_total()
-            and (not self.batches or value.kind not in (NUMBERS - {Kind.MEAN} if batch else NUMBERS))
-        ):
+        elif is_late or (value.is_shared and self.may_total() and not self.batches):
             value = self.total(node.args[0])
         elif value.is_shared and batch is not None:
             value = self.per_batch(batch, node.args[0], value)
