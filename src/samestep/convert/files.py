@@ -2,6 +2,8 @@
 
 import ast
 import re
+from collections.abc import Callable
+from typing import Any
 
 from samestep.convert.follow import Follower
 from samestep.convert.source import Edit, Source
@@ -20,29 +22,23 @@ _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 def finish(followed: Follower, source: Source, is_script: bool) -> None:
     """Devices, writers, functions and loaders that were not reached, and the import."""
-    found, has_device = followed.found, False
+    found, devices = followed.found, []
     imports = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
     imported = (one for node in imports for one in node.names if one.name == "DataLoader")
-    aliases = {"DataLoader", *(one.asname or one.name for one in imported)}
+    loaders = {"DataLoader", *(one.asname or one.name for one in imported)}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Assign) and (device := _device_of(node.value)):
-            found.edit(source.replaced(node.value, device))
-            has_device = True
-        elif isinstance(node, ast.Call):
-            _one_writer(followed, source, node)
-            is_loader = ast.unparse(node.func).rpartition(".")[2] in aliases
-            if is_loader and node not in followed.reached:
+            devices.append(source.replaced(node.value, device))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loaders:
+            if node not in followed.reached:
                 found.gap(source, node, "no line of the script leads to this DataLoader; change it by hand")
-        elif isinstance(node, ast.Constant):
-            _numbered_device(followed, source, node)
-        elif isinstance(node, ast.FunctionDef):
-            _function(followed, source, node)
-        elif isinstance(node, ast.Attribute):
-            _without_module(followed, source, node)
+        elif rule := _RULES.get(type(node)):
+            rule(followed, source, node)
+    found.edit(*devices)
     changed = [edit.text for edit in found.edits if edit.source is source]
-    begins = b"cuda" in source.data and not has_device and bool(changed) and is_script
+    begins = b"cuda" in source.data and not devices and bool(changed) and is_script
     if begins or any("samestep." in text for text in changed):
-        _import(followed, source, aliases, begins)
+        _import(followed, source, loaders, begins)
 
 
 def _without_module(followed: Follower, source: Source, node: ast.Attribute) -> None:
@@ -58,11 +54,10 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
     if node.name == "__getitem__" and re.search(r"\brandom\.|torch\.rand|normal\(", text):
         remark = "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
         followed.found.note(source, node, remark)
-    if node not in followed.reached and re.search(r"\.(item|backward)\(|torch\.save", text):
-        uses = sum(one.data.count(node.name.encode()) for one in followed.modules)
-        if uses > 1:
-            reason = f"nothing that was followed leads to {node.name}; look at it by hand"
-            followed.found.gap(source, node, reason)
+    is_used = sum(one.data.count(node.name.encode()) for one in followed.modules) > 1
+    if is_used and node not in followed.reached and re.search(r"\.(item|backward)\(|torch\.save", text):
+        reason = f"nothing that was followed leads to {node.name}; look at it by hand"
+        followed.found.gap(source, node, reason)
 
 
 def _device_of(value: ast.expr) -> str | None:
@@ -89,7 +84,8 @@ def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> 
             followed.found.edit(source.replaced(node, re.sub(r":\d+", "", source.text(node))))
 
 
-def _one_writer(followed: Follower, source: Source, node: ast.Call) -> None:
+def _written(followed: Follower, source: Source, node: ast.Call) -> None:
+    """What every process would write: a directory, a file, a log."""
     name = ast.unparse(node.func)
     for writer, remedy in _WRITERS.items():
         if name == writer or name.endswith(f".{writer}"):
@@ -106,8 +102,7 @@ def _one_writer(followed: Follower, source: Source, node: ast.Call) -> None:
     elif name == "open":
         opens, closes = "()" if isinstance(node.args[0], ast.IfExp) else ("", "")
         no_file = f'{closes} if samestep.init().rank == 0 else "/dev/null"'
-        edits = source.wrapped(node.args[0], opens, no_file)
-        followed.found.edit(*edits)
+        followed.found.edit(*source.wrapped(node.args[0], opens, no_file))
 
 
 def _writes(node: ast.Call) -> bool:
@@ -131,7 +126,7 @@ def _import(followed: Follower, source: Source, loaders: set[str], begins: bool)
     """`import samestep`, in the place of the import of DataLoader where nothing else uses it."""
     uses = sum(isinstance(node, ast.Name) and node.id in loaders for node in ast.walk(source.tree))
     uses -= sum(edit.source is source and edit.text == "samestep.loader" for edit in followed.found.edits)
-    statements = [node for node in source.tree.body if not _is_text(node)]
+    statements = source.tree.body[ast.get_docstring(source.tree) is not None :]
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     unused = [node for node in imports if ast.unparse(node) == "from torch.utils.data import DataLoader"]
     after = [node for node in imports or statements if getattr(node, "module", "") != "__future__"]
@@ -147,5 +142,9 @@ def _import(followed: Follower, source: Source, loaders: set[str], begins: bool)
         followed.found.edit(source.line_before(first, "samestep.init()"))
 
 
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+_RULES: dict[type, Callable[[Follower, Source, Any], None]] = {
+    ast.Call: _written,
+    ast.Constant: _numbered_device,
+    ast.FunctionDef: _function,
+    ast.Attribute: _without_module,
+}
