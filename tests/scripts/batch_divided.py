@@ -1,7 +1,7 @@
 """The batch size is divided by the number of ranks, and then shared.
 
 verdict: different
-cause: do not divide it by the number of processes
+cause: batch_size, which is that of the whole step
 """
 
 import torch

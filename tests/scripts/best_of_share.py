@@ -1,7 +1,7 @@
 """The best model is chosen by the accuracy of a rank's own share.
 
 verdict: printed
-printed: saves best.pt
+printed: saves `best.pt
 """
 
 import torch

@@ -1,8 +1,8 @@
 """A CSV file, and a file of JSON lines, have values of one rank's share.
 
 verdict: printed
-printed: into loss.csv
-printed: into accuracy.jsonl
+printed: writes `loss.csv
+printed: writes `accuracy.jsonl
 """
 
 import csv

@@ -1,7 +1,7 @@
 """The losses of each epoch are written to a file of JSON, of one rank's share.
 
 verdict: printed
-printed: into history.json
+printed: writes `history.json
 """
 
 import json

@@ -1,7 +1,7 @@
 """The weights are initialised again after replicate, from each rank's own random numbers.
 
 verdict: different
-cause: the first weights are drawn after replicate
+cause: initialise the model before replicate
 """
 
 import torch

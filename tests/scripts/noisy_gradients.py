@@ -1,7 +1,7 @@
 """Noise on gradients; one dimension of a weight has the size of a rank's share.
 
 verdict: different
-cause: draws its own random numbers between backward and the step
+cause: each rank changes the weights by random numbers of its own
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Only the largest losses of the batch are trained on: those of the share.
 
 verdict: different
-cause: the loss chooses terms by comparing them within one rank's share
+cause: the hardest terms
 """
 
 import torch

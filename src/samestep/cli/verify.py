@@ -128,10 +128,10 @@ def _row(size: int | None, outcome: "Compared") -> tuple[object, ...]:
 
 def _document(report: "Report") -> dict[str, Any]:
     return {
-        "same": report.is_same,
+        "same": report.exit_code == 0,
         "verdict": report.verdict,
         "sentence": str(report),
-        "cause": report.cause,
+        "cause": report.harmful[0].sentence if report.harmful else None,
         "causes": [asdict(cause) for cause in report.causes],
         "printed": [asdict(found) for found in report.printed],
         "remarks": report.remarks,
@@ -141,23 +141,21 @@ def _document(report: "Report") -> dict[str, Any]:
 
 def _outcome(size: int | None, outcome: "Compared") -> dict[str, Any]:
     run, found = outcome.run, outcome.difference or outcome.bits
-    facts = None
-    if found:
-        step = None if found.step is None else found.step + 1
-        facts = {
-            "kind": found.kind,
-            "step": step,
-            "rank": found.rank,
-            "name": found.name,
-            "sentence": str(found),
-        }
+    step = None if found is None or found.step is None else found.step + 1
     return {
         "size": size,
         "steps": run.length,
         "samples": run.samples,
         "loss": run.losses[-1] if run.losses else None,
         "verdict": outcome.verdict,
-        "difference": facts,
+        "difference": found
+        and {
+            "kind": found.kind,
+            "step": step,
+            "rank": found.rank,
+            "name": found.name,
+            "sentence": str(found),
+        },
         "distance": outcome.distance,
         "note": outcome.note,
         "failure": run.failure if run.code else None,

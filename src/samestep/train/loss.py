@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-_PICKING = {"Topk", "Sort", "Kthvalue"}
 _PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "View", "Squeeze", "Clone")
 
 
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
-    """The last reduction (mean or sum), the count it divides by, and whether it took only some terms."""
+    """The last reduction (mean or sum), and the count it divides by."""
     return _reduction_at(loss.grad_fn)
 
 
@@ -43,7 +42,7 @@ def _reduction_at(node: Any) -> dict[str, Any]:
                 return found
         if reduction in (1, 2):
             count = divisor if reduction == 2 else _count(node)
-            return {"reduction": ("mean", "sum")[reduction - 1], "count": count, "picked": _is_picked(node)}
+            return {"reduction": ("mean", "sum")[reduction - 1], "count": count}
         if not name.startswith(_PASSED) or not node.next_functions:
             break
         divisor = _single(getattr(node, "_saved_other", None)) if name == "Div" else divisor
@@ -77,13 +76,3 @@ def _count(node: Any) -> float | None:
 def _single(value: Any) -> float | None:
     is_single = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     return float(value) if is_single else None
-
-
-def _is_picked(node: Any) -> bool:
-    """Whether the reduced terms were chosen by comparing them with each other."""
-    for _ in range(4):
-        if not node.next_functions or (node := node.next_functions[0][0]) is None:
-            return False
-        if name_of(node) in _PICKING:
-            return True
-    return False

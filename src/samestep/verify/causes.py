@@ -8,22 +8,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from samestep.verify.read import Digests, Run, alike, record_path, shares
-from samestep.verify.remedies import (
-    AGAINST_THE_UNTOUCHED,
-    CARELESS,
-    COUNT,
-    DECIDED,
-    MADE_BY_A_RANK,
-    NO_SYNC,
-    OF_THE_SHARE,
-    OF_WORLD,
-    OWN_SEED,
-    SHOWN,
-    SUM,
-    UNSTABLE,
-)
-from samestep.verify.trajectory import Difference, total
+from samestep.verify import remedies
+from samestep.verify.read import Run, alike, record_path, shares
+from samestep.verify.remedies import OF_THE_SHARE, OF_WORLD, SHOWN
+from samestep.verify.trajectory import Compared, total
 
 _SAME = 1e-4
 _APART = 1e-2
@@ -46,58 +34,43 @@ class Cause:
 
 def unstable(first: Run) -> list[Cause]:
     """What two runs that should be equal may have different."""
-    clock = ", ".join(first.fact("clock")[:_MOST_LINES])
-    facts = {"clock": (clock, first.at)}
-    return [
-        Cause(said.format(*facts.get(removed, (first.at,))), removed) for removed, said in UNSTABLE.items()
-    ]
+    lines = ", ".join(first.fact("clock")[:_MOST_LINES])
+    found = remedies.UNSTABLE.items()
+    return [Cause(said.format(at=first.at, lines=lines), removed) for removed, said in found]
 
 
-def suspects(first: Run, other: Run, found: Difference) -> Iterator[Cause]:
+def suspects(found: Compared) -> Iterator[Cause]:
     """Possible causes of a difference."""
+    first, other = found.first, found.run
     if foreign := other.fact("foreign"):
-        yield Cause(f"{_foreign(foreign)[1]}; {SHOWN['foreign']}", "loaders")
-    if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(
-        first, other, found
-    ):
-        yield Cause(OWN_SEED, f"reseeded={record_path(first.directory, 0)}", not first.is_untouched)
+        yield Cause(f"{_foreign(foreign)}; {SHOWN['foreign']}", "loaders")
+    if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(found):
+        removed = f"reseeded={record_path(first.directory, 0)}"
+        yield Cause(remedies.OWN_SEED, removed, not first.is_untouched)
     lines: dict[str, list[str]] = {}
     for facts in other.facts:
         lines = facts.get("told", {}) | lines
-    of_world = _of_world(first, other, found)
+    of_world = _of_world(found)
     for line, asked in lines.items():
         yield Cause(f"{of_world} ({line} reads {' and '.join(asked)})", f"world={line}")
-    if _is_in_a_step(first, other, found):
-        yield from _of_the_gradient(first, other, found.step or 0)
-    for removed, sentence, line in (
-        ("no_sync", NO_SYNC, other.fact("no_sync")),
-        ("statistics", CARELESS, other.fact("careless")),
-    ):
-        if line:
+    if found.is_in_a_step:
+        yield from _of_the_gradient(found)
+    for removed, sentence in remedies.AT_A_LINE.items():
+        if line := other.fact(removed):
             yield Cause(sentence.format(line), removed)
-    yield Cause(_of_the_share(first, other, found), "shares")
-    if found.kind == "hyper":
-        yield Cause(str(stated(first, other, found)), f"settings={record_path(first.directory, 0)}")
+    yield Cause(_of_the_share(found), "shares")
 
 
-def _is_drawn(first: Run, other: Run, found: Difference) -> bool:
-    """Whether samples, weights and the loaders' rows are the same, and the difference comes after them."""
-    is_after = found.kind in ("loss", "grad", "buffer") and _is_in_a_step(first, other, found)
-    step = found.step or 0
-    return is_after and (
-        _changed_in_the_loop(first, other, step) or not _rows_differ(first, other, step, "rows")
-    )
-
-
-def stated(first: Run, other: Run, found: Difference) -> str | None:
+def stated(found: Compared) -> str | None:
     """What the records show without an experiment: a fact that differs, and what to write."""
-    kind, said = _shown(first, other, found)
+    kind, said = _shown(found)
     if kind == "failed":
-        error, said = failure_of(other)
-        return f"{said}; {MADE_BY_A_RANK}" if error == "FileNotFoundError" else said
-    instead = (first.is_untouched and AGAINST_THE_UNTOUCHED.get(kind)) or SHOWN.get(kind)
-    if first.is_untouched and not kind and other.size == 1 and found.kind in AGAINST_THE_UNTOUCHED:
-        return AGAINST_THE_UNTOUCHED[found.kind]
+        error, said = failure_of(found.run)
+        return f"{said}; {remedies.MADE_BY_A_RANK}" if error == "FileNotFoundError" else said
+    against = remedies.AGAINST_THE_UNTOUCHED if found.first.is_untouched else {}
+    if not kind and found.run.size == 1 and found.kind in against:
+        return against[found.kind]
+    instead = against.get(kind) or SHOWN.get(kind)
     return f"{said}; {instead}" if instead else None
 
 
@@ -120,124 +93,116 @@ def says_its_cause(run: Run) -> bool:
     return bool(kind) and kind not in _OF_RANKS and ("replicate" in said or "samestep" in said)
 
 
-def _of_world(first: Run, other: Run, found: Difference) -> str:
+def _is_drawn(found: Compared) -> bool:
+    """Whether samples, weights and the loaders' rows are the same, and the difference comes after them."""
+    is_after = found.kind in ("loss", "grad", "buffer") and found.is_in_a_step
+    return is_after and (_is_of_the_loop(found) or not _rows_differ(found, "rows"))
+
+
+def _of_world(found: Compared) -> str:
     """What depends on the rank or the number of ranks."""
-    kind, said = _shown(first, other, found)
+    kind, said = _shown(found)
     if kind in OF_WORLD:
         return f"{said}; {OF_WORLD[kind]}"
-    if not _is_in_a_step(first, other, found):
+    if not found.is_in_a_step:
         return OF_WORLD["numbers"]
-    step = found.step or 0
-    if _rows_differ(first, other, step, "rows") and not _changed_in_the_loop(first, other, step):
+    if _rows_differ(found, "rows") and not _is_of_the_loop(found):
         return OF_WORLD["inputs"]
-    return _scaled(first, other, step) or OF_WORLD["numbers"]
+    return _scaled(found) or OF_WORLD["numbers"]
 
 
-def _of_the_share(first: Run, other: Run, found: Difference) -> str:
+def _of_the_share(found: Compared) -> str:
     """What is computed from a rank's share."""
-    kind, said = _shown(first, other, found)
-    if kind in ("", "buffer") and _is_in_a_step(first, other, found) and (drawn := other.fact("apart")):
+    kind, said = _shown(found)
+    if kind in ("", "buffer") and found.is_in_a_step and (drawn := found.run.fact("apart")):
         return f"{drawn}; without that draw verify can tell what else differs"
-    if kind in OF_THE_SHARE:
-        return f"{said}; {OF_THE_SHARE[kind]}"
     if kind:
-        return f"{said}; {DECIDED}"
-    if not _is_in_a_step(first, other, found):
-        return DECIDED
-    step = found.step or 0
+        return f"{said}; {OF_THE_SHARE.get(kind, remedies.DECIDED)}"
+    return OF_THE_SHARE[_numbers_of_the_share(found)] if found.is_in_a_step else remedies.DECIDED
+
+
+def _numbers_of_the_share(found: Compared) -> str:
+    """Which numbers of a step are made of a rank's share, by their name in the table of remedies."""
+    first, other, step = found.first, found.run, found.step
     parts = shares(other.parts(step))
-    if _rows_differ(first, other, step, "rows"):
-        if _changed_in_the_loop(first, other, step):
-            return OF_THE_SHARE["loop drew" if any(part.get("loop_drew") for part in parts) else "loop"]
+    if _rows_differ(found, "rows"):
+        if _is_of_the_loop(found):
+            return "loop drew" if any(part.get("loop_drew") for part in parts) else "loop"
         if first.batch("given", step):
-            return OF_THE_SHARE["given"]
-    elif _rows_differ(first, other, step, "out"):
-        return OF_THE_SHARE["outputs"]
-    if step < len(first.losses) and math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
-        return OF_THE_SHARE["gradients"]
-    is_picked = bool(parts) and all(part.get("picked") for part in parts)
-    return OF_THE_SHARE["picked" if is_picked else "numbers"]
+            return "given"
+    elif _rows_differ(found, "out"):
+        return "outputs"
+    if math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
+        return "gradients"
+    return "numbers"
 
 
-def _at(first: Run, other: Run) -> str:
-    return other.at if first.is_untouched else f"at {other.size}"
-
-
-def _is_in_a_step(first: Run, other: Run, found: Difference) -> bool:
-    return (found.step or 0) < min(first.length, other.length)
-
-
-def _shown(first: Run, other: Run, found: Difference) -> tuple[str, str]:
+def _shown(found: Compared) -> tuple[str, str]:
     """What the records show to differ, where it is no number of the training: its name in the tables, and in words."""
-    kind, name = found.kind, found.name
-    if kind in ("batch", "samples"):
-        return _samples(first, other, found.step or 0)
-    if kind == "hyper":
-        return _hyper(first, other, found)
-    if kind == "apart" and name.startswith("optimizer"):
-        return "own", f"{name} belongs to no replicated model, so each rank trains its own"
+    first, other, difference = found.first, found.run, found.difference
+    assert difference is not None
+    name, rank = difference.name, difference.rank
+    match difference.kind:
+        case "batch" | "samples":
+            return _samples(found)
+        case "hyper":
+            return _hyper(found)
+        case "uneven":
+            return ("uneven" if other.length else "no steps"), name
+        case "apart" if name.startswith("optimizer"):
+            return "own", f"{name} belongs to no replicated model, so each rank trains its own"
+        case "weights" if not found.step:
+            return "first weights", f"the first weights are not those {first.at}"
+        # what other inputs do to a buffer is no change of its own
+        case "buffer" if found.is_in_a_step and _rows_differ(found, "rows"):
+            return "", ""
     words = {
         "failed": failure_of(other)[1],
-        "mode": f"rank {found.rank} is in another mode (training or evaluation) than rank 0",
-        "steps": f"{first.length} steps {first.at} and {other.length} {_at(first, other)}",
-        "uneven": name,
-        "no steps": name,
-        "apart": f"{name} of rank {found.rank} is not that of rank 0",
-        "first weights": f"the first weights are not those {first.at}",
+        "mode": f"rank {rank} is in another mode (training or evaluation) than rank 0",
+        "steps": f"{first.length} steps {first.at} and {other.length} {_at(found)}",
+        "apart": f"{name} of rank {rank} is not that of rank 0",
         "buffer": f"forward changes the buffer {name} from each rank's share",
     }
-    if (
-        kind == "buffer"
-        and _is_in_a_step(first, other, found)
-        and _rows_differ(first, other, found.step or 0, "rows")
-    ):
-        return "", ""  # what other inputs do to a buffer is no change of its own
-    if kind == "uneven" and not other.length:
-        kind = "no steps"
-    if kind == "weights" and not found.step:
-        kind = "first weights"
-    return (kind, words[kind]) if kind in words else ("", "")
+    return (found.kind, words[found.kind]) if found.kind in words else ("", "")
 
 
-def _samples(first: Run, other: Run, step: int) -> tuple[str, str]:
+def _at(found: Compared) -> str:
+    return found.run.at if found.first.is_untouched else f"at {found.run.size}"
+
+
+def _samples(found: Compared) -> tuple[str, str]:
     """Why a step has other samples, or another number of them."""
+    first, other, step = found.first, found.run, found.step
     if not other.steps[step].is_ours:
-        return _foreign(other.fact("foreign"))
+        return "foreign", _foreign(other.fact("foreign"))
     mine, theirs = first.num_samples(step), other.num_samples(step)
-    said = f"a step has {mine} samples {first.at} and {theirs} {_at(first, other)}"
+    said = f"a step has {mine} samples {first.at} and {theirs} {_at(found)}"
+    if first.is_untouched and mine == theirs:
+        return "samples", "the samples or their order are not those of the untouched script"
     if mine == theirs:
         said = "the order of samples depends on the number of processes"
-        if first.is_untouched:
-            said = "the samples or their order are not those of the untouched script"
-    if first.is_untouched and mine == theirs and any(part.get("streamed") for part in other.parts(step)):
-        return "stream", said
-    sampler = next((part["sampler"] for part in other.steps[step].parts if part.get("sampler")), None)
-    if sampler and not first.is_untouched:
-        return (
-            "sampler",
-            f"{said}: the script's own sampler ({sampler}) chooses samples by the number of ranks",
-        )
-    if mine != theirs and theirs * first.size == mine * other.size:
-        return "multiplied", said
-    if mine != theirs and theirs * other.size == mine * first.size:
-        return "divided", said
+    samplers = [part["sampler"] for part in other.steps[step].parts if part.get("sampler")]
+    if samplers and not first.is_untouched:
+        said += f": the script's own sampler ({samplers[0]}) chooses samples by the number of ranks"
+        return "sampler", said
     return "samples", said
 
 
-def _foreign(loader: dict[str, str] | None) -> tuple[str, str]:
+def _foreign(loader: dict[str, str] | None) -> str:
     if not loader:
-        return "foreign", "batches do not come from samestep.loader"
-    sampler, line = loader["sampler"], loader["line"]
-    if sampler:
-        return "foreign", f"a {sampler} ({line}) chooses each rank's samples"
-    return "foreign", f"the batches come from a plain DataLoader ({line}), so every rank takes all samples"
+        return "batches do not come from samestep.loader"
+    if loader["sampler"]:
+        return f"a {loader['sampler']} ({loader['line']}) chooses each rank's samples"
+    return f"the batches come from a plain DataLoader ({loader['line']}), so every rank takes all samples"
 
 
-def _hyper(first: Run, other: Run, found: Difference) -> tuple[str, str]:
-    name, step, rank = found.name, found.step or 0, found.rank
+def _hyper(found: Compared) -> tuple[str, str]:
+    first, other, step = found.first, found.run, found.step
+    assert found.difference is not None
+    name, rank = found.difference.name, found.difference.rank
     if rank is None:
         kind = "schedule" if step and not first.is_untouched else "rate"
-        pair, places = (first.steps[step], other.steps[step]), (first.at, _at(first, other))
+        pair, places = (first.steps[step], other.steps[step]), (first.at, _at(found))
     else:
         kind = "rate of a rank"
         pair, places = (other.steps[step], other.ranks[rank][step]), ("on rank 0", f"on rank {rank}")
@@ -250,20 +215,20 @@ def _hyper(first: Run, other: Run, found: Difference) -> tuple[str, str]:
     return kind, f"{name} is {mine} {places[0]} and {theirs} {places[1]}{since}"
 
 
-def _of_the_gradient(first: Run, other: Run, step: int) -> Iterator[Cause]:
+def _of_the_gradient(found: Compared) -> Iterator[Cause]:
     """Causes of another loss or gradient from the same samples and weights."""
-    factor = _common_factor(first.steps[step].grad, other.steps[step].grad)
-    parts = other.parts(step)
+    first, other, factor = found.first, found.run, _common_factor(found)
+    parts = other.parts(found.step)
     is_small = factor is not None and math.isclose(factor, first.size / other.size, rel_tol=0.05)
     is_summed = any(part.get("reduction") == "sum" for part in parts)
     if (is_small or is_summed) and not any(part.get("adds") for part in parts):
-        yield Cause(SUM, "sum")
+        yield Cause(remedies.SUM, "sum")
     if any(part.get("count") for part in parts):
-        mine, theirs = " and ".join(_counts(first, step)[:1]), " and ".join(_counts(other, step)[:2])
-        shown = f" ({mine} samples {first.at}, {theirs} at {other.size})" if mine and theirs else ""
-        yield Cause(COUNT.format(shown), "counts")
+        mine, theirs = (_counts(run, found.step) for run in (first, other))
+        shown = f" ({mine[0]} samples {first.at}, {' and '.join(theirs[:2])} at {other.size})" if mine else ""
+        yield Cause(remedies.COUNT.format(shown), "counts")
     if factor and abs(factor - 1) > _APART and first.size != other.size:
-        sentence = _scaled(first, other, step) or f"gradients are {factor:.3g} times those {first.at}"
+        sentence = _scaled(found) or f"gradients are {factor:.3g} times those {first.at}"
         power = math.log(factor) / math.log(other.size / first.size)
         yield Cause(sentence, f"scale={round(power, 1)}")
 
@@ -273,27 +238,22 @@ def _counts(run: Run, step: int) -> list[str]:
     return [f"{part['count']:g} for {part['mine']}" for part in parts]
 
 
-def _scaled(first: Run, other: Run, step: int) -> str | None:
+def _scaled(found: Compared) -> str | None:
     """A common factor in loss and gradients, or in the gradients alone."""
-    gradients = _common_factor(first.steps[step].grad, other.steps[step].grad)
-    if not first.losses[step] or gradients is None or abs(gradients - 1) < _APART:
+    mine, theirs = (run.losses[found.step] for run in (found.first, found.run))
+    gradients = _common_factor(found)
+    if not mine or gradients is None or abs(gradients - 1) < _APART:
         return None
-    loss = other.losses[step] / first.losses[step]
-    if math.isclose(loss, 1, rel_tol=_SAME):
-        return (
-            f"gradients are {gradients:.3g} times those {first.at} and the loss is the same; samestep "
-            "averages gradients over the ranks: do not divide, multiply or all-reduce them"
-        )
-    if math.isclose(loss, gradients, rel_tol=_APART):
-        return (
-            f"the loss is {loss:.3g} times that {first.at}: one of its factors depends on the number of "
-            "processes (world.size, the length of a share); leave that factor out"
-        )
+    if math.isclose(theirs / mine, 1, rel_tol=_SAME):
+        return remedies.GRADIENTS_SCALED.format(gradients, found.first.at)
+    if math.isclose(theirs / mine, gradients, rel_tol=_APART):
+        return remedies.LOSS_SCALED.format(theirs / mine, found.first.at)
     return None
 
 
-def _common_factor(first: Digests, other: Digests) -> float | None:
+def _common_factor(found: Compared) -> float | None:
     """The factor between the gradients of two steps, where all tensors have the same one."""
+    first, other = found.first.steps[found.step].grad, found.run.steps[found.step].grad
     norm = total(first)
     if not norm or first.keys() != other.keys():
         return None
@@ -302,9 +262,9 @@ def _common_factor(first: Digests, other: Digests) -> float | None:
     return factor if math.isfinite(factor) and max(apart) <= _SAME * factor * norm else None
 
 
-def _rows_differ(first: Run, other: Run, step: int, name: str) -> bool:
+def _rows_differ(found: Compared, name: str) -> bool:
     """Whether the models' inputs (`rows`) or outputs (`out`) are others, where they have a row for each sample."""
-    mine, theirs = (_rows(run, step, name) for run in (first, other))
+    mine, theirs = (_rows(run, found.step, name) for run in (found.first, found.run))
     return mine is not None and theirs is not None and not alike(mine, theirs)
 
 
@@ -318,7 +278,7 @@ def _rows(run: Run, step: int, name: str) -> list[float] | None:
     return sorted(row for _, rows in found for row in rows) if has_a_row_for_each else None
 
 
-def _changed_in_the_loop(first: Run, other: Run, step: int) -> bool:
+def _is_of_the_loop(found: Compared) -> bool:
     """Whether the loaders gave the same, and the loop made other inputs of it."""
-    mine = first.batch("given", step)
-    return bool(mine) and alike(mine, other.batch("given", step))
+    mine = found.first.batch("given", found.step)
+    return bool(mine) and alike(mine, found.run.batch("given", found.step))

@@ -26,7 +26,6 @@ _WORDS = {
     "clock": "with a clock that counts",
     "hashes": "with hashes fixed",
     "world": "with its rank hidden at {}",
-    "settings": "with the first run's settings",
     "reseeded": "with the first run's seeds",
     "sum": 'with loss="sum"',
     "counts": "with each loss weighed by its count",
@@ -54,11 +53,10 @@ class Experiments:
     progress: Callable[[str], None]
     _began: float = field(default_factory=time.time)
     _runs: dict[tuple[int | None, Removed, str], Run] = field(default_factory=dict)
-    _compared: dict[tuple[int | None, Removed], Compared] = field(default_factory=dict)
 
     def run(self, size: int | None, removed: Removed, kind: str = "") -> Run:
         """A run of this size; at one process without what only several ranks have. It can be "again" or "nudged"."""
-        names = {name for name in removed if self._is_felt(name, size)}
+        names = {name for name in removed if (size or 1) > 1 or name in _AT_SIZE_1_TOO}
         if "world=*" in names:
             names = {name for name in names if not name.startswith("world=")} | {"world=*"}
         key = (size, tuple(sorted(names)), kind)
@@ -66,11 +64,6 @@ class Experiments:
             self.progress(_in_words(*key))
             self._runs[key] = self._recorded(*key)
         return self._runs[key]
-
-    def _is_felt(self, name: str, size: int | None) -> bool:
-        """Whether it makes a difference; at one process the numbers of the first run do where that is untouched."""
-        is_another = size == 1 and self.first is None and name.startswith("settings=")
-        return (size or 1) > 1 or name in _AT_SIZE_1_TOO or is_another
 
     def reference(self, removed: Removed, kind: str = "") -> Run:
         return self.run(self.first, removed, kind)
@@ -87,22 +80,15 @@ class Experiments:
         if is_shorter or again.code or third.code or follow(again, third).difference:
             return False
         self._runs |= {(self.first, (), ""): again, (self.first, (), "again"): third}
-        self._compared.clear()
         return True
 
     def compared(self, size: int | None, removed: Removed) -> Compared:
         """The run at this size against the first."""
-        key = (size, tuple(sorted(removed)))
-        if key not in self._compared:
-            self._compared[key] = self._compare(size, removed)
-        return self._compared[key]
-
-    def _compare(self, size: int | None, removed: Removed) -> Compared:
         first, run = self.reference(removed), self.run(size, removed)
         if run.code or first.code:
-            return Compared(run, Difference("failed", None, None, failure_of(run)[1]))
+            return Compared(first, run, Difference("failed", None, None, failure_of(run)[1]))
         if run is first:
-            return Compared(run)
+            return Compared(first, run)
         found = follow(first, run)
         if found.difference is not None and found.difference.kind in SOFT and self.is_stable(removed):
             found = follow(first, run, self.reference(removed, "nudged"))

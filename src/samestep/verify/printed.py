@@ -6,14 +6,14 @@ again once every rank is given whole batches. Inside a loop over batches to trai
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import zip_longest
 
 from samestep.verify.experiments import Experiments, Removed
-from samestep.verify.read import Line, Run
+from samestep.verify.read import NUMBER, Line, Run
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
 _SHAPE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)")
 _CLOSE = 1e-5
@@ -21,12 +21,12 @@ _LARGEST_TIMES = 20.0
 _TIMES_NOISE = 10.0
 _SHARE = "use samestep.sum or samestep.mean, which include every rank's share"
 _ON_ALL_RANKS = "; loop over the loader and call it on every rank, outside of `if rank == 0`"
+_CHOICE = "the choice depends on one rank's share; decide by samestep.sum(correct) or samestep.mean(loss)"
 _TOTAL = (
     "a number over all ranks that is not the serial script's: it counts samples unequally (take samestep.mean(loss) "
     "inside the loop, for its batch; divide samestep.sum(total) by samestep.sum(count)) or takes them in another order "
     "(samestep.gather has the order of the samples)"
 )
-_Kinds = dict[str, list[Line]]
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,19 @@ class Printed:
     """A line of which a number is one rank's own."""
 
     line: str
+    verb: str
     shown: str
     instead: str
     is_remark: bool
     is_total: bool  # the same on all ranks, and not that of the serial script
-    is_on_rank_0: bool = False
+    is_on_rank_0: bool
+    more: int = 0  # lines of other kinds that this line of the script prints
 
     def __str__(self) -> str:
-        if self.shown.startswith("saves "):
-            return (
-                f"{self.line} `{self.shown}` instead of `{self.instead}`; the choice depends on one rank's share; "
-                "decide by samestep.sum(correct) or samestep.mean(loss)"
-            )
-        file, _, shown = self.shown.removeprefix("writes ").partition(": ")
-        if shown and self.shown.startswith("writes "):
-            said = f"{self.line} writes `{shown}` into {file} instead of `{self.instead.partition(': ')[2]}`"
-        else:
-            said = f"{self.line} prints `{self.shown}` instead of `{self.instead}`"
+        said = f"{self.line} {self.verb} `{self.shown}` instead of `{self.instead}`"
+        said += f" (and {self.more} more like it)" * bool(self.more)
+        if self.verb == "saves":
+            return f"{said}; {_CHOICE}"
         if self.is_total:
             return f"{said}; {_TOTAL}"
         why = "progress of one rank's share" if self.is_remark else "a value of one rank's share alone"
@@ -93,11 +89,19 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
             and not _names_its_rank(kind, other)
             and (is_own or (is_same and is_right_with_shares))
         ):
-            is_remark = now.inside and not now.text.startswith("saves ")
-            is_on_rank_0 = not any(kind in _by_kind(lines) for lines in other.printed[1:])
-            shown_instead = (now.text.strip(), line.text.strip())
-            found[kind] = Printed(now.at, *shown_instead, is_remark, not is_own, is_on_rank_0)
-    return list(found.values())
+            found[kind] = Printed(
+                now.at,
+                now.verb,
+                now.text.strip(),
+                line.text.strip(),
+                is_remark=now.inside and now.verb != "saves",
+                is_total=not is_own,
+                is_on_rank_0=not any(kind in lines for lines in other.printed[1:]),
+            )
+    by_line: dict[tuple[str, bool], list[Printed]] = {}
+    for printed in found.values():
+        by_line.setdefault((printed.line, printed.is_remark), []).append(printed)
+    return [replace(printed, more=len(more)) for printed, *more in by_line.values()]
 
 
 class _Near:
@@ -127,22 +131,19 @@ class _Near:
 
 def _pairs(first: Run, other: Run) -> Iterator[tuple[str, int, Line, Line]]:
     """Lines of both runs by kind and place among the lines of that kind; of a saved file also those of one run only."""
-    ours, theirs = _by_kind(first.printed[0]), _by_kind(other.printed[0])
-    for kind in ours:
-        pairs = zip_longest(ours[kind], theirs.get(kind, []))
-        for at, (line, now) in enumerate(pairs):
+    for kind, lines in first.printed[0].items():
+        for at, (line, now) in enumerate(zip_longest(lines, other.printed[0].get(kind, []))):
             if line and now:
                 yield kind, at, line, now
             elif kind.startswith("saves"):
-                there = line or now
-                nothing = replace(there, text="saves nothing", inside=False)
+                nothing = replace(line or now, text="nothing", inside=False)
                 yield kind, at, line or nothing, now or nothing
                 break
 
 
 def _names_its_rank(kind: str, run: Run) -> bool:
     """Whether all lines of a kind have the number of their rank at one place."""
-    ranks = [[_NUMBER.findall(line.text) for line in _by_kind(lines).get(kind, [])] for lines in run.printed]
+    ranks = [[NUMBER.findall(line.text) for line in lines.get(kind, [])] for lines in run.printed]
     return all(ranks) and any(
         all(numbers[at] == str(rank) for rank, lines in enumerate(ranks) for numbers in lines)
         for at in range(len(ranks[0][0]))
@@ -151,9 +152,8 @@ def _names_its_rank(kind: str, run: Run) -> bool:
 
 def _differs_between_ranks(kind: str, first: Run, alone: Run, near: _Near) -> bool:
     """Whether the ranks, with equal weights, print different numbers."""
-    lines = [_by_kind(printed).get(kind, []) for printed in alone.printed]
-    expected = _by_kind(first.printed[0]).get(kind, [])
-    for line, mine, *others in zip(expected, *lines, strict=False):
+    lines = (kinds.get(kind, []) for kinds in (first.printed[0], *alone.printed))
+    for line, mine, *others in zip(*lines, strict=False):
         agree = not any(near.unlike(kind, mine, theirs, 0.0) for theirs in others)
         if not agree and any(near.unlike(kind, line, theirs) for theirs in (mine, *others)):
             return True
@@ -162,17 +162,8 @@ def _differs_between_ranks(kind: str, first: Run, alone: Run, near: _Near) -> bo
 
 def _has(run: Run, kind: str, at: int, line: Line, near: _Near) -> bool:
     """Whether this run prints what the first run does."""
-    lines = _by_kind(run.printed[0]).get(kind, [])
+    lines = run.printed[0].get(kind, [])
     return not run.code and len(lines) > at and not near.unlike(kind, line, lines[at])
-
-
-def _by_kind(lines: Sequence[Line]) -> _Kinds:
-    """Lines by kind: lines that differ only in their numbers, and the blanks beside them, are of one kind."""
-    found: _Kinds = {}
-    for line in lines:
-        if _NUMBER.search(line.text):
-            found.setdefault("".join(_NUMBER.sub("#", line.text).split()), []).append(line)
-    return found
 
 
 def _numbers(line: Line, other: Line) -> Iterator[tuple[int, str, str]]:
@@ -183,9 +174,7 @@ def _numbers(line: Line, other: Line) -> Iterator[tuple[int, str, str]]:
 
 def _counted(line: str) -> Iterator[str]:
     line = _SHAPE.sub("", line)
-    for match in _NUMBER.finditer(line):
-        if not _MEASURED.match(line, match.end()):
-            yield match[0]
+    return (match[0] for match in NUMBER.finditer(line) if not _MEASURED.match(line, match.end()))
 
 
 def _tolerance(a: str, b: str, near: float) -> float:
@@ -197,5 +186,4 @@ def _tolerance(a: str, b: str, near: float) -> float:
 
 def _unit(number: str) -> float:
     """The value of 1 in the last printed digit."""
-    digits, _, exponent = number.lower().partition("e")
-    return float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
+    return float(10.0 ** int(Decimal(number).as_tuple().exponent))

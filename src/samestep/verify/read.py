@@ -1,12 +1,11 @@
 """The format of a recorded run, and its reader: the steps, printed lines and facts of each rank.
 
 A rank's record has a line of JSON for each optimizer step, for each printed line, and a last one of facts:
-`optimizers` and `backwards` (how many), `serial`, `exact` (whether all models are), `own` (what each rank draws or
-computes from its share), `precision`, `seeded` (the seeds it gave torch), `param` and `buffer` (at the end), and,
-each with its line, `left` (a file of an earlier run that it reads), `foreign` (a loader that is not samestep's),
-`careless` (an evaluation in training mode), `told` (where the script asks for its rank), `clock` (where it reads the
-time or its process's number), `no_sync`, `children` (where it starts processes), and `apart` (a draw that --same does
-not make the serial script's).
+`optimizers` and `backwards` (how many), `serial`, `own` (what each rank draws or computes from its share), `precision`,
+`seeded` (the seeds it gave torch), `param` and `buffer` (at the end), and, each with its line, `left` (a file of an
+earlier run that it reads), `foreign` (a loader that is not samestep's), `statistics` (an evaluation in training mode),
+`told` (where the script asks for its rank), `clock` (where it reads the time or its process's number), `no_sync`,
+`children` (where it starts processes), and `apart` (a draw that --same does not make the serial script's).
 """
 
 import json
@@ -31,6 +30,7 @@ EPSILON = {
     "bfloat16": 2.0**-7,
     "tf32": 2.0**-10,
 }
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _SAME_ROW = 1e-4
 _NO_EXCEPTION = re.compile(r"^exit code \d+$", re.MULTILINE)
 _LAST_LINES = 5
@@ -51,10 +51,10 @@ Digests = dict[str, Digest]
 class Step:
     """One optimizer step of one rank; parameters and buffers as they were before it.
 
-    A part is what one backward pass added: `loss`, `reduction`, `count` and `picked` of the loss, `given` (numbers for
+    A part is what one backward pass added: `loss`, `reduction` and `count` of the loss, `given` (numbers for
     the loader's rows), `loop_drew`, and `forwards`, each with `training` and numbers for the `rows` of its input and
     its `out`put. With a loader of samestep it has `samples`, `mine` and `all` (how many of them are in this rank's
-    share and in the whole batch), `sampler`, `streamed` and `adds` (whether the gradients of ranks are added).
+    share and in the whole batch), `sampler` and `adds` (whether the gradients of ranks are added).
     """
 
     parts: list[dict[str, Any]]
@@ -75,11 +75,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank printed or saved: where, and whether inside a loop over batches to train on."""
+    """What a rank printed, wrote or saved: where, and whether inside a loop over batches to train on."""
 
+    verb: str
     text: str
     at: str
-    step: int
     inside: bool
 
 
@@ -92,7 +92,9 @@ class Run:
     ranks: list[list[Step]]
     facts: list[dict[str, Any]]
     directory: Path
-    printed: list[list[Line]]
+    printed: list[
+        dict[str, list[Line]]
+    ]  # lines that differ only in their numbers, and blanks, are of one kind
     failure: str = ""
     seconds: float = 0.0
 
@@ -194,15 +196,17 @@ def read_record(directory: Path, size: int, result: "Result") -> Run:
     return Run(size, result.code, [*ranks], [*facts], directory, [*said], failure, result.seconds)
 
 
-def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any], list[Line]]:
+def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any], dict[str, list[Line]]]:
     steps: list[Step] = []
     facts: dict[str, Any] = {}
-    said: list[Line] = []
+    said: dict[str, list[Line]] = {}
     for found in _lines(path):
         if "facts" in found:
             facts = _digested(found["facts"])
-        elif "said" in found:
-            said.append(Line(found["said"], found["at"], found["step"], found["inside"]))
+        elif "verb" in found:
+            line = Line(**found)
+            if NUMBER.search(line.text):
+                said.setdefault("".join(NUMBER.sub("#", f"{line.verb} {line.text}").split()), []).append(line)
         else:
             steps.append(Step(**_digested(found) | {"parts": _of_training(found["parts"])}))
     return steps, facts, said

@@ -6,9 +6,8 @@ STEPS = "use steps, whose microbatches are the same at any number of processes"
 SHOWN = {
     "foreign": "use samestep.loader, so that the ranks share each batch",
     "sampler": "leave it out: samestep.loader shares each batch among the ranks",
-    "multiplied": "batch_size is that of the whole step: do not multiply it by the number of processes",
-    "divided": "batch_size is that of the whole step: do not divide it by the number of processes",
-    "samples": "give samestep.loader the same dataset, seed and batch_size at any number of processes",
+    "samples": "give samestep.loader the same dataset, seed and batch_size, which is that of the whole step, at any "
+    "number of processes",
     "mode": "call model.train() on every rank before the epoch",
     "rate": "every step has the whole batch, so do not scale it by the number of processes",
     "schedule": "its schedule uses a length or count that depends on the number of processes",
@@ -20,11 +19,9 @@ SHOWN = {
 }
 AGAINST_THE_UNTOUCHED = {
     "samples": "give samestep.loader what the script's DataLoader had: dataset, batch_size, shuffle, sampler and "
-    "drop_last, and no seed",
+    "drop_last, and no seed; a stream that draws random numbers has to seed its own generator in __iter__",
     "rate": "give the optimizer and its schedule the numbers that the untouched script gives them",
     "first weights": "set the same seed, and draw nothing else before the model is built",
-    "stream": "a stream that draws random numbers draws others than in the untouched script; let it draw from a "
-    "generator that its __iter__ seeds, in both scripts",
     "steps": "train for as many epochs of as many batches, and stop by the same values",
     "loss": "the same samples and weights give another loss: compute it, and the model's output, as the untouched "
     "script does",
@@ -58,15 +55,14 @@ OF_THE_SHARE = {
     f"the dataset, for each sample, or {STEPS}, with replicate(exact=True)",
     "loop": "the loop changes the inputs by values of the rank's share, such as its mean or other samples of it, or by "
     f"the rank; use values of the whole data set, or of the whole batch by samestep.mean or gather, or {STEPS}",
-    "given": "the same samples are other numbers: the dataset or its collate_fn draws from a generator of its own, or "
-    "computes from the other samples of a batch; draw from torch's, Python's or NumPy's own stream, which is seeded "
-    "for each sample, and compute on each sample alone",
+    "given": "the same samples are other numbers: the dataset or its collate_fn draws from a generator of its own, "
+    "counts its calls, or computes from the other samples of a batch; draw from torch's, Python's or NumPy's own "
+    "stream, which is seeded for each sample, and compute on each sample alone",
     "outputs": "the model computes over all samples of its input together (a mean, a normalization, a maximum), and "
     f"each rank has only its share; compute on each sample, or use samestep.gather or mean inside, or {STEPS}",
-    "picked": "the loss chooses terms by comparing them within one rank's share, not within the batch; choose each "
-    f"term by itself, or {STEPS}",
     "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
-    "(pairs, statistics, a maximum, a count); compute it from samestep.gather(model(x)), or from samestep.sum and mean",
+    "(pairs, statistics, a maximum, a count, the hardest terms), or from what earlier shares left (a running mean, a "
+    f"queue); compute it from samestep.gather(model(x)), or from samestep.sum and mean, or {STEPS}",
     "gradients": "the loss is the same and its gradient is not: each rank clips or scales its own, or they are "
     "averaged by hand with equal weights for unequal shares, or the loss takes other ranks' values without their "
     "gradient, as dist.all_gather does; leave the average to samestep.replicate, and use samestep.gather",
@@ -74,11 +70,11 @@ OF_THE_SHARE = {
 }
 # Where an experiment of its own shows it.
 UNSTABLE = {
-    "seeds": "no seed is set: two runs {} differ too; call torch.manual_seed, and seed NumPy's and Python's random "
+    "seeds": "no seed is set: two runs {at} differ too; call torch.manual_seed, and seed NumPy's and Python's random "
     "numbers where they are used, before data and model are made",
-    "clock": "the time or the process's number decides what is trained ({}): two runs {} differ too; "
+    "clock": "the time or the process's number decides what is trained ({lines}): two runs {at} differ too; "
     "count steps or samples instead, and seed with a number",
-    "hashes": "the order of a set of strings is another in each process: two runs {} differ too; sort it, as in "
+    "hashes": "the order of a set of strings is another in each process: two runs {at} differ too; sort it, as in "
     "sorted(set(labels))",
 }
 STILL_UNSTABLE = (
@@ -97,28 +93,31 @@ COUNT = (
     'the loss is divided by a count in each rank\'s share{}; write replicate(model, loss="sum") and divide the sum of '
     "its terms by samestep.sum(count)"
 )
-NO_SYNC = (
-    "gradients are read or changed inside no_sync ({}), where each rank has its own; clip or scale them after the last "
-    "backward, which is outside no_sync"
+# {} is the line.
+AT_A_LINE = {
+    "no_sync": "gradients are read or changed inside no_sync ({}), where each rank has its own; clip or scale them "
+    "after the last backward, which is outside no_sync",
+    "statistics": "an evaluation in training mode ({}) changes BatchNorm statistics; call model.eval() before it and "
+    "model.train() after it",
+}
+GRADIENTS_SCALED = (
+    "gradients are {:.3g} times those {} and the loss is the same; samestep averages gradients over the ranks: do not "
+    "divide, multiply or all-reduce them"
 )
-CARELESS = (
-    "an evaluation in training mode ({}) changes BatchNorm statistics; call model.eval() before it and model.train() "
-    "after it"
-)
-OWN_WEIGHTS = (
-    "the first weights are drawn after replicate, where each rank draws its own random numbers; initialise the model "
-    "before replicate"
+LOSS_SCALED = (
+    "the loss is {:.3g} times that {}: one of its factors depends on the number of processes (world.size, the length "
+    "of a share); leave that factor out"
 )
 OWN_SEED = (
     "each rank has a seed of its own for what it draws; with --same too its draws are then not those of the serial "
     "script, unless all ranks have the same seed"
 )
 OWN_DRAWS = (
-    "each rank draws its own random numbers between backward and the step; draw them from a torch.Generator with the "
-    "same seed on every rank"
+    "each rank changes the weights by random numbers of its own; initialise the model before replicate, and draw later "
+    "changes from a torch.Generator with the same seed on every rank"
 )
-NOT_EXACT = (
-    "exact=True does not cover values that the script computes from a rank's share, from the rank or the time, or with "
-    "samestep.sum or mean of floats, nor nondeterministic kernels; add floats in the order of microbatches, from "
-    "samestep.gather"
+EXACT = (
+    "the same bits need steps and replicate(exact=True), and no values that the script computes from a rank's share, "
+    "from the rank or the time, or with samestep.sum or mean of floats, nor nondeterministic kernels; add floats in "
+    "the order of microbatches, from samestep.gather"
 )

@@ -7,22 +7,16 @@ goes on from there, until nothing differs or no experiment changes anything.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from samestep.verify.causes import (
-    Cause,
-    failure_of,
-    says_its_cause,
-    stated,
-    suspects,
-    unstable,
-)
+from samestep.verify.causes import Cause, failure_of, says_its_cause, stated, suspects, unstable
 from samestep.verify.experiments import Experiments, Removed
 from samestep.verify.read import Run
-from samestep.verify.remedies import OWN_DRAWS, OWN_WEIGHTS, STILL_UNSTABLE
-from samestep.verify.trajectory import SOFT, Compared, first_apart, first_fact, follow
+from samestep.verify.remedies import OWN_DRAWS, STILL_UNSTABLE
+from samestep.verify.trajectory import SOFT, Compared, first_fact, follow
 
 _MOST_CAUSES = 8
 _MOST_LINES = 2
-_OF_EVERY_CAUSE = ("scale=", "settings=")  # they remove the difference, whatever its cause
+_IsEnough = Callable[[Sequence[Cause]], bool]
+_SCALE = "scale="  # removes the difference, whatever its cause
 
 
 class Search:
@@ -33,9 +27,10 @@ class Search:
         self.causes: list[Cause] = []
         self.removed: Removed = ("draws",) if experiments.first is None else ()
 
-    def without(self, size: int | None, *names: str | None) -> Compared:
+    def without(self, size: int | None, causes: Sequence[Cause] = ()) -> Compared:
         """The run at this size without the causes found so far, and these."""
-        return self._experiments.compared(size, (*self.removed, *filter(None, names)))
+        names = (cause.removed for cause in causes if cause.removed)
+        return self._experiments.compared(size, (*self.removed, *names))
 
     def explain(self, size: int) -> Compared:
         """Find all causes of the difference of the run at this size; returns what is left of it without them."""
@@ -50,44 +45,42 @@ class Search:
 
     def _without_draws(self, found: Compared, size: int) -> Compared:
         """From here on all ranks draw the serial script's numbers, so that a mistake stands alone."""
-        assert found.difference is not None
-        if found.is_failed or (after := self.without(size, "draws")).is_failed:
+        after = self.without(size, [Cause("", "draws")])
+        if "failed" in (found.kind, after.kind):
             return found
         self.removed = (*self.removed, "draws")
         # draws of a rank's own make a loss differ first, where the model has dropout too
-        if (apart := first_apart(found.run)) and not first_apart(after.run):
-            self.causes.append(Cause(OWN_DRAWS if apart.step else OWN_WEIGHTS, "draws"))
+        apart, still = (first_fact(run, run) for run in (found.run, after.run))
+        if apart and apart.kind == "apart" and not still:
+            self.causes.append(Cause(OWN_DRAWS, "draws"))
         return after
 
     def _find_next(self, found: Compared, size: int) -> Compared | None:
         """The state of the search after one more cause, or several that only differ together; None where there is
         none to be found."""
-        assert found.difference is not None
-        if found.is_failed and says_its_cause(found.run):
+        if found.kind == "failed" and says_its_cause(found.run):
             self._state(failure_of(found.run)[1])
             return None
         if not self._experiments.is_stable(self.removed):
             return self._made_stable(size)
-        first = self._experiments.reference(self.removed)
-        listed = self._suspects(found, size)
+
+        def is_enough(some: Sequence[Cause]) -> bool:
+            return _is_progress(found, self.without(size, some))
+
+        listed = self._suspects(found, is_enough)
         for suspect in listed:
             if suspect.removed == "shares" and (note := self._is_amplified(found)):
                 # It goes on with what rounding cannot change.
-                fact = first_fact(first, found.run)
+                fact = first_fact(found.first, found.run)
                 return replace(found, difference=fact, note=None if fact else note)
-            after = self.without(size, suspect.removed)
-            if _is_progress(found, after):
-                return self._confirmed([suspect], after)
-        chosen = [cause for cause in listed if not str(cause.removed).startswith(_OF_EVERY_CAUSE)]
+            if is_enough([suspect]):
+                return self._confirmed([suspect], size)
+        chosen = [cause for cause in listed if not str(cause.removed).startswith(_SCALE)]
         # The general experiment last: what remains is as specific as can be.
         chosen.sort(key=lambda cause: cause.removed != "shares")
-
-        def is_enough(some: Sequence[Cause]) -> bool:
-            return _is_progress(found, self.without(size, *(one.removed for one in some)))
-
-        if together := _needed(chosen, is_enough):
-            return self._confirmed(together, self.without(size, *(one.removed for one in together)))
-        self._state(stated(first, found.run, found.difference))
+        if together := _together(chosen, is_enough):
+            return self._confirmed(together, size)
+        self._state(stated(found))
         return None
 
     def _state(self, sentence: str | None) -> None:
@@ -95,10 +88,10 @@ class Search:
         if sentence and not any(cause.removed is None for cause in self.causes):
             self.causes.append(Cause(sentence))
 
-    def _confirmed(self, causes: Sequence[Cause], after: Compared) -> Compared:
+    def _confirmed(self, causes: Sequence[Cause], size: int) -> Compared:
         self.causes += causes
         self.removed = (*self.removed, *(cause.removed for cause in causes if cause.removed))
-        return after
+        return self.without(size)
 
     def _made_stable(self, size: int) -> Compared | None:
         """Without what two equal runs have different: before that, an experiment shows nothing."""
@@ -106,52 +99,41 @@ class Search:
         listed = [cause for cause in unstable(first) if cause.removed not in self.removed]
 
         def is_stable(some: Sequence[Cause]) -> bool:
-            return self._experiments.is_stable((*self.removed, *(str(one.removed) for one in some)))
+            return self._experiments.is_stable((*self.removed, *(str(cause.removed) for cause in some)))
 
-        for cause in listed:
-            if is_stable([cause]):
-                return self._confirmed([cause], self.without(size, cause.removed))
-        if together := _needed(listed, is_stable):
-            return self._confirmed(together, self.without(size, *(one.removed for one in together)))
+        alone = next(([cause] for cause in listed if is_stable([cause])), [])
+        if chosen := alone or _together(listed, is_stable):
+            return self._confirmed(chosen, size)
         self._state(STILL_UNSTABLE.format(first.at))
         return None
 
-    def _suspects(self, found: Compared, size: int) -> list[Cause]:
-        assert found.difference is not None
-        first = self._experiments.reference(self.removed)
-        listed = list(suspects(first, found.run, found.difference))
-        listed = [suspect for suspect in listed if suspect.removed not in self.removed]
+    def _suspects(self, found: Compared, is_enough: _IsEnough) -> list[Cause]:
+        """Those left to try; of many lines that read the rank none, where hiding it at all of them is not enough."""
+        listed = [suspect for suspect in suspects(found) if suspect.removed not in self.removed]
         of_world = [suspect for suspect in listed if str(suspect.removed).startswith("world=")]
-        if len(of_world) > _MOST_LINES and not _is_progress(found, self.without(size, "world=*")):
+        if len(of_world) > _MOST_LINES and not is_enough([Cause("", "world=*")]):
             listed = [suspect for suspect in listed if suspect not in of_world]
         return listed
 
     def _is_amplified(self, found: Compared) -> str | None:
         """Says so where the training amplifies rounding this far at the first size too, from changed last bits."""
-        difference = found.difference
-        if difference is None or difference.kind not in SOFT or not difference.step:
+        if found.kind not in SOFT or not found.step:
             return None
-        first = self._experiments.reference(self.removed)
-        nudged = follow(first, self._experiments.reference(self.removed, "nudged")).difference
-        if nudged is None or nudged.kind not in SOFT or not 0 < (nudged.step or 0) <= 3 * difference.step + 5:
+        first = found.first
+        nudged = follow(first, self._experiments.reference(self.removed, "nudged"))
+        if nudged.kind not in SOFT or not 0 < nudged.step <= 3 * found.step + 5:
             return None
         return (
-            f"from step {difference.step + 1} on the training itself amplifies rounding, as it does from step "
-            f"{(nudged.step or 0) + 1} on where {first.processes} start{'s' * (first.size == 1)} from changed last bits"
+            f"from step {found.step + 1} on the training itself amplifies rounding, as it does from step "
+            f"{nudged.step + 1} on where {first.processes} start{'s' * (first.size == 1)} from changed last bits"
         )
 
     def harmless(self, size: int) -> list[Cause]:
-        """What each rank draws for itself, where that too makes the runs differ."""
-        rest = tuple(name for name in self.removed if name != "draws")
-        if rest == self.removed or self._experiments.first is None:
-            return []
+        """What each rank draws for itself, beside the causes of a difference."""
         run = self._experiments.run(size, ())
-        found = self._experiments.compared(size, rest)
-        is_felt = found.difference is not None and found.place != self.without(size).place
-        if not run.fact("own") and not is_felt:
+        if self._experiments.first is None or "draws" not in self.removed or not run.fact("own"):
             return []
-        draws = draws_of(run)
-        said = f"{draws} are each rank's own; --same makes them those of the whole batch"
+        said = f"{draws_of(run)} are each rank's own; --same makes them those of the whole batch"
         return [Cause(said, "draws", is_harmless=True)]
 
 
@@ -160,8 +142,8 @@ def draws_of(run: Run) -> str:
     return " and ".join(run.fact("own") or ["random draws"])
 
 
-def _needed(causes: list[Cause], is_enough: Callable[[Sequence[Cause]], bool]) -> list[Cause]:
-    """Those of several causes that have to be removed together; none where all of them are not enough."""
+def _together(causes: list[Cause], is_enough: _IsEnough) -> list[Cause]:
+    """Those that are only enough together; none where all of them are not."""
     if len(causes) < 2 or not is_enough(causes):
         return []
     for cause in list(causes):
@@ -176,7 +158,7 @@ def _is_progress(before: Compared, after: Compared) -> bool:
     assert before.difference is not None
     if after.difference is None:
         return True
-    if after.is_failed:
+    if after.kind == "failed":
         return False
     if after.place != before.place:
         return after.place > before.place

@@ -34,27 +34,22 @@ class Difference:
     own: float = math.inf  # over the tensor's own norm
 
     def __str__(self) -> str:
+        # Weights are recorded before the step, so they show what the step before did.
+        done = (self.step or 0) + (self.kind not in ("weights", "apart"))
+        when = "" if self.step is None else f"step {done}, " if done else "before step 1, "
         where = "" if self.rank is None else f"rank {self.rank}, "
-        what = f"gradient of {self.name}" if self.kind == "grad" else self.name
-        return f"{self._when}{where}{what}"
+        return f"{when}{where}{'gradient of ' * (self.kind == 'grad')}{self.name}"
 
     @property
     def key(self) -> tuple[str, str]:
         return self.kind, self.name
-
-    @property
-    def _when(self) -> str:
-        if self.step is None:
-            return ""
-        # Weights are recorded before the step, so they show what the step before did.
-        done = self.step + (self.kind not in ("weights", "apart"))
-        return f"step {done}, " if done else "before step 1, "
 
 
 @dataclass(frozen=True)
 class Compared:
     """How a run differs from the first run."""
 
+    first: Run
     run: Run
     difference: Difference | None = None  # the first beyond rounding
     also: Sequence[Difference] = ()  # all beyond rounding in that step
@@ -69,8 +64,16 @@ class Compared:
         return "different" if self.difference else "rounding" if self.bits else "bits"
 
     @property
-    def is_failed(self) -> bool:
-        return self.difference is not None and self.difference.kind == "failed"
+    def kind(self) -> str | None:
+        return self.difference.kind if self.difference else None
+
+    @property
+    def step(self) -> int:
+        return (self.difference.step if self.difference else None) or 0
+
+    @property
+    def is_in_a_step(self) -> bool:
+        return self.step < min(self.first.length, self.run.length)
 
     @property
     def distance(self) -> float:
@@ -81,9 +84,8 @@ class Compared:
         """Where in the training the difference is."""
         if self.difference is None:
             return math.inf, 0
-        kind = KINDS.index(self.difference.kind)
         steps = {"failed": -1, "uneven": self.run.length}
-        return steps.get(self.difference.kind, self.difference.step or 0), kind
+        return steps.get(self.difference.kind, self.step), KINDS.index(self.difference.kind)
 
 
 def follow(first: Run, other: Run, nudged: Run | None = None) -> Compared:
@@ -104,12 +106,12 @@ def follow(first: Run, other: Run, nudged: Run | None = None) -> Compared:
             and (found.own > _JUMP * furthest or found.own > _CHAOS)
         ] or list(_times_ranks(first, other, nudged, step))
         if beyond:
-            return Compared(other, beyond[0], beyond, bits, largest)
+            return Compared(first, other, beyond[0], beyond, bits, largest)
         # What is noise in one tensor must not excuse another, nor what is printed.
         calm = [found for found in differences if noise.get(found.key, 0.0) <= bound]
         largest = max([largest, *(found.distance for found in calm)])
         furthest = max([furthest, *(found.own for found in calm)])
-    return Compared(other, None, (), bits, largest)
+    return Compared(first, other, None, (), bits, largest)
 
 
 def first_fact(first: Run, other: Run) -> Difference | None:
@@ -117,12 +119,6 @@ def first_fact(first: Run, other: Run) -> Difference | None:
     steps = range(max(first.length, other.longest) + 1)
     found = (found for step in steps for found in _differences(first, other, step) if found.kind not in SOFT)
     return next(found, None)
-
-
-def first_apart(run: Run) -> Difference | None:
-    """Where the ranks of a run, all of which took as many steps, first have unlike weights."""
-    found = (one for step in range(run.length + 1) for one in _apart_ranks(run, step))
-    return next(found, None) if run.length == run.longest else None
 
 
 def _is_beyond(found: Difference, bound: float, noise: float) -> bool:

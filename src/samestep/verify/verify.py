@@ -12,12 +12,11 @@ from samestep.verify.causes import Cause, failure_of
 from samestep.verify.experiments import Experiments
 from samestep.verify.printed import Printed, compare_printed
 from samestep.verify.read import Run
-from samestep.verify.remedies import CARELESS, NOT_EXACT
+from samestep.verify.remedies import AT_A_LINE, EXACT
 from samestep.verify.search import Search, draws_of
 from samestep.verify.trajectory import Compared
 
 _ORDER = ("bits", "rounding", "with_same", "printed", "different", "failed")
-_EXACT = "use steps and replicate(exact=True) for the same bits"
 _IN_CHILDREN = (
     "{} trains in processes that it starts itself ({}), which verify does not see; call the training in the script "
     "itself: samestep run starts the processes"
@@ -54,7 +53,7 @@ class Report:
     causes: Sequence[Cause] = ()
     printed: Sequence[Printed] = ()
     draws: str = ""  # what of the runs differs only because each rank draws its own
-    careless: Sequence[str] = ()
+    of_first: Sequence[str] = ()  # remarks on the first run
 
     @property
     def worst(self) -> Compared:
@@ -67,20 +66,6 @@ class Report:
         return "with_same" if self.draws else self.worst.verdict
 
     @property
-    def cause(self) -> str | None:
-        """The first that is no harmless one."""
-        return next((cause.sentence for cause in self.causes if not cause.is_harmless), None)
-
-    @property
-    def findings(self) -> list[Printed]:
-        return [found for found in self.printed if not found.is_remark]
-
-    @property
-    def remarks(self) -> list[str]:
-        """What is no mistake, or is one of the serial script too."""
-        return [*(str(found) for found in self.printed if found.is_remark), *self.careless]
-
-    @property
     def verdict(self) -> str:
         return "printed" if self.is_same_step and self.findings else self.step
 
@@ -89,20 +74,28 @@ class Report:
         return self.step == "bits" or (self.step in ("rounding", "with_same") and not self.wants_bits)
 
     @property
-    def is_same(self) -> bool:
-        return self.is_same_step and not self.findings
+    def exit_code(self) -> int:
+        return 1 if not self.is_same_step else 3 if self.findings else 0
 
     @property
-    def exit_code(self) -> int:
-        return 0 if self.is_same else 3 if self.is_same_step else 1
+    def harmful(self) -> list[Cause]:
+        return [cause for cause in self.causes if not cause.is_harmless]
+
+    @property
+    def findings(self) -> list[Printed]:
+        return [found for found in self.printed if not found.is_remark]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is no mistake, or is a mistake of the serial script too."""
+        return [*(str(found) for found in self.printed if found.is_remark), *self.of_first]
 
     @property
     def lines(self) -> list[str]:
         """What was found, harmful causes first; the last line is the verdict on the step, then on what is printed."""
-        harmful = [cause for cause in self.causes if not cause.is_harmless]
         return [
             *(f"remark: {remark}" for remark in self.remarks),
-            *(f"also: {cause.sentence}" for cause in harmful[1:]),
+            *(f"also: {cause.sentence}" for cause in self.harmful[1:]),
             *(f"no mistake: {cause.sentence}" for cause in self.causes if cause.is_harmless),
             *(f"printed: {found}" for found in self.findings),
             str(self),
@@ -110,12 +103,12 @@ class Report:
 
     def __str__(self) -> str:
         is_conversion = self.is_same_step and None in self.outcomes
-        said = "your conversion takes the serial script's step: " * is_conversion + self._found()
+        said = "your conversion takes the serial script's step: " * is_conversion + self._of_the_step()
         return f"{said}; what it prints is not the same, see above" if self.verdict == "printed" else said
 
-    def _found(self) -> str:
+    def _of_the_step(self) -> str:
         worst = self.worst
-        cause = f"; {self.cause}" if self.cause else ""
+        cause = f"; {self.harmful[0].sentence}" if self.harmful else ""
         match self.step:
             case "bits":
                 return "same to the bit"
@@ -128,12 +121,9 @@ class Report:
             case "different":
                 return f"different: {worst.difference}{cause}"
         rounding = f"same to rounding: {max(outcome.distance for outcome in self.outcomes.values()):.1e}"
-        if notes := [outcome.note for outcome in self.outcomes.values() if outcome.note]:
-            rounding += f"; {notes[0]}"
-        if not self.wants_bits:
-            return rounding
-        remedy = NOT_EXACT if worst.run.fact("exact") else _EXACT
-        return f"{rounding}, not the same bits: {worst.bits}; {remedy}"
+        notes = [f"; {outcome.note}" for outcome in self.outcomes.values() if outcome.note]
+        bits = f", not the same bits: {worst.bits}; {EXACT}" if self.wants_bits else ""
+        return "".join([rounding, *notes[:1], bits])
 
 
 def verify(
@@ -174,8 +164,8 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
             _check(experiments, found[size].run, size)
         elif size == sizes[0]:
             return Report(found, exact)
-    careless = _of_earlier_runs(experiments, found)
-    if careless:
+    remarks = _of_earlier_runs(experiments, found)
+    if remarks:
         found = {size: search.without(size) for size in sizes}
     left = found | {size: search.explain(size) for size in sizes[1:] if size}
     differing = [size for size in sizes if size and found[size].difference]
@@ -190,17 +180,16 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
         is_noise = left[size].note and not search.causes
         found[size] = replace(one, note=left[size].note, difference=None if is_noise else one.difference)
     printed = compare_printed(experiments, search.removed, last)
-    line = found[sizes[0]].run.fact("careless")
     is_named = any(cause.removed == "statistics" for cause in search.causes)
-    careless += [CARELESS.format(line)] if line and not is_named else []
-    return Report(found, exact, search.causes, printed, draws, careless)
+    if not is_named and (line := found[sizes[0]].run.fact("statistics")):
+        remarks.append(AT_A_LINE["statistics"].format(line))
+    return Report(found, exact, search.causes, printed, draws, remarks)
 
 
 def _of_earlier_runs(experiments: Experiments, found: Mapping[int | None, Compared]) -> list[str]:
     """Refuse a script that does something else at each start; where only the first start is another, say so, and
     compare with a later one."""
-    differing = [one.run for one in found.values() if one.difference]
-    if not differing or experiments.is_stable(()):
+    if not any(one.difference for one in found.values()) or experiments.is_stable(()):
         return []
     name = _name(experiments.script)
     if (again := experiments.reference((), "again")).code:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from samestep.train.digest import digests
 from samestep.train.group import world
@@ -51,7 +51,6 @@ def current_share() -> dict[str, Any]:
         "all": current.all,
         "samples": current.samples.tolist(),
         "sampler": None if sampler is None else type(sampler).__name__,
-        "streamed": isinstance(getattr(current.of.of, "dataset", None), IterableDataset),
         "adds": spine.models.adds_losses and not current.lent,
     }
 

@@ -7,7 +7,6 @@ Not covered: optimizers that are not torch's.
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from samestep.train.group.control import users_line
 from samestep.train.loss import reduction_of
 from samestep.train.model import replicate
 from samestep.train.model.batchnorm import Synced
-from samestep.train.model.replica import replica_of
 from samestep.train.step import Pass, Share, Spine
 from samestep.verify.read import EPSILON, record_path
 from samestep.verify.record import wrap
@@ -107,7 +105,6 @@ class Recorder:
         wrap(torch.amp.GradScaler, "scale", _scaled)
         wrap(DataLoader, "__iter__", self._iterate)
         wrap(BaseProcess, "start", self._start_process)
-        wrap(subprocess.Popen, "__init__", self._start_program)
         wrap(Spine, "hand_out", self._hand_out)
         wrap(Spine, "leave_pass", self._leave_pass)
         wrap(replicate, "no_sync", self._no_sync, samestep)
@@ -115,7 +112,6 @@ class Recorder:
 
     def finish(self) -> None:
         """Write the facts, and what the parameters and buffers are at the end."""
-        replicas = [replica_of(root) for root in self._outermost()]
         self._facts |= {
             "serial": not is_parallel(),
             "optimizers": len(self._taken),
@@ -124,7 +120,6 @@ class Recorder:
             "seeded": self._told.seeded,
             "whole_batches": "shares" in self._removed,
             "own": sorted(self._own, reverse=True),
-            "exact": bool(replicas) and all(one and one.tree is not None for one in replicas),
             "param": digests_of(self._named(nn.Module.named_parameters)),
             "buffer": digests_of(self._named(nn.Module.named_buffers)),
         }
@@ -136,7 +131,9 @@ class Recorder:
             self._file.write(json.dumps(line) + "\n")
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note the first file that the script reads and an earlier run wrote."""
+        """Note the first Python that the script starts, and the first file that it reads and an earlier run wrote."""
+        if event == "subprocess.Popen" and sys.executable in str(args[:2]):
+            self._facts.setdefault("children", users_line())
         if event != "open" or "left" in self._facts or not isinstance(args[0], str) or args[2] & _WRITES:
             return
         try:
@@ -147,9 +144,8 @@ class Recorder:
         if is_left and (line := users_line()):
             self._facts["left"] = f"{Path(args[0]).name} ({line})"
 
-    def _where(self) -> dict[str, Any]:
-        """Where in the training the script is."""
-        return {"step": sum(self._taken.values()), "inside": is_inside() and not self._evaluated}
+    def _where(self) -> tuple[int, bool]:
+        return sum(self._taken.values()), is_inside() and not self._evaluated
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
@@ -167,7 +163,7 @@ class Recorder:
             self._forwards.append({"training": module.training, "rows": rows_of(args)})
             self._own |= {own for own in map(_own_of_each_rank, parts) if own}
         elif any(isinstance(part, _BatchNorm) and part.momentum is not None for part in parts):
-            self._facts["careless"] = users_line()
+            self._facts["statistics"] = users_line()
             if "statistics" in self._removed:
                 self._kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
@@ -183,34 +179,26 @@ class Recorder:
 
     @torch.no_grad()
     def _change_last_bits(self, parameters: Iterable[torch.Tensor]) -> None:
-        if self._nudge is None:
-            return
-        for tensor in parameters:
+        for tensor in parameters if self._nudge else ():
             if tensor.is_floating_point():
-                tensor.mul_((1 + self._epsilon(tensor) * self._signs(tensor.shape)).to(tensor))
+                tensor.mul_((1 + self._last_bits(tensor, tensor.shape)).to(tensor))
 
-    def _epsilon(self, tensor: torch.Tensor) -> float:
-        return max(torch.finfo(tensor.dtype).eps, EPSILON.get(self._facts["precision"], 0.0))
-
-    def _signs(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.randint(0, 2, tuple(shape), generator=self._nudge) * 2 - 1
+    def _last_bits(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The dtype's epsilon, with either sign for each element."""
+        epsilon = max(torch.finfo(tensor.dtype).eps, EPSILON.get(self._facts["precision"], 0.0))
+        return epsilon * (torch.randint(0, 2, tuple(shape), generator=self._nudge) * 2 - 1)
 
     @torch.no_grad()
     def _add_rounding(self, tensors: Sequence[torch.Tensor]) -> None:
         """To gradients, as of sums in another order: also where terms cancel out, but not in rows without any."""
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        dense = [
-            one
-            for one in gradients
-            if one.layout is torch.strided and one.is_floating_point() and one.numel()
-        ]
-        sizes = [float(one.double().square().mean()) ** 0.5 for one in dense]
+        strided = [grad for grad in gradients if grad.layout is torch.strided and grad.numel()]
+        dense = [grad for grad in strided if grad.is_floating_point()]
+        sizes = [float(grad.double().norm()) / grad.numel() ** 0.5 for grad in dense]
         for gradient, size in zip(dense, sizes, strict=True):
-            rows = gradient.reshape(len(gradient) if gradient.dim() > 1 else 1, -1)
+            rows = gradient.reshape(len(gradient), -1) if gradient.dim() > 1 else gradient.reshape(1, -1)
             is_used = rows.any(1, keepdim=True) if gradient.dim() > 1 else 1
-            rounding = (
-                self._epsilon(gradient) * max(size, max(sizes) / 10) * self._signs(rows.shape) * is_used
-            )
+            rounding = self._last_bits(gradient, rows.shape) * max(size, max(sizes) / 10) * is_used
             gradient.add_(rounding.reshape(gradient.shape).to(gradient))
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -218,7 +206,8 @@ class Recorder:
             original(tensors, *args, **kwargs)
             return
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        weight = self._record_loss(losses)
+        with _disable_current_modes():  # what watches the script's operations must not see these
+            weight = self._record_loss(losses)
         self._facts["backwards"] += 1
         self._in_backward = True
         try:
@@ -228,10 +217,6 @@ class Recorder:
 
     def _record_loss(self, losses: list[torch.Tensor]) -> float:
         """Note the losses that backward is called on; returns by what they are to be multiplied."""
-        with _disable_current_modes():  # what watches the script's operations must not see these
-            return self._noted_loss(losses)
-
-    def _noted_loss(self, losses: list[torch.Tensor]) -> float:
         share, reduction = current_share(), reduction_of(losses[-1])
         count = reduction.get("count") if "counts" in self._removed else None
         weight = count / totals.sum(float(count)) if count else 1.0
@@ -291,11 +276,6 @@ class Recorder:
             self._facts.setdefault("children", users_line())
         original(process)
 
-    def _start_program(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if sys.executable in str(args[1:2] or kwargs.get("args")):
-            self._facts.setdefault("children", users_line())
-        original(*args, **kwargs)
-
     def _no_sync(self, original: Callable[..., Any], model: nn.Module, enabled: bool = True) -> Any:
         self._facts["no_sync"] = users_line()
         return original(model, enabled)
@@ -308,7 +288,7 @@ class Recorder:
         if not (self._untouched or is_parallel()):
             raise SystemExit(0)
         number = [*self._taken].index(optimizer)
-        self._removed.before_step(optimizer, sum(self._taken.values()))
+        self._removed.before_step(optimizer)
         names = {id(tensor): name for name, tensor in self._named(nn.Module.named_parameters)}
         named = [
             (names.get(id(tensor), f"optimizer {number}, tensor {at}"), tensor)

@@ -1,27 +1,12 @@
 """Takes suspected causes out of a run, so that verify can tell whether a difference goes away without them.
 
-| removed | what is changed |
-|---|---|
-| `seeds` | torch's, Python's and NumPy's streams begin at a seed |
-| `clock` | the time and the process's number are counts of how often the script reads them |
-| `hashes` | Python's hashes of strings, and so the order of sets, are the same in each process |
-| `world=LINE` | at this line of the script the rank is 0 and the number of ranks is 1; `*` is every line |
-| `settings=RECORD` | the optimizers' numbers are those of that record |
-| `reseeded=RECORD` | torch.manual_seed gets the seeds of that record |
-| `sum` | the gradients of ranks are added |
-| `counts` | each loss counts by what it was divided by |
-| `scale=K` | gradients are divided by the number of ranks to the power K before a step |
-| `shares` | every rank computes with the whole batch, and totals are its own |
-| `no_sync` | every backward exchanges gradients |
-| `loaders` | DataLoaders of the script's own share their batches |
-| `statistics` | an evaluation in training mode leaves buffers as they were |
-
-`draws` and `hashes` are variables of the run's environment.
+Those of experiments.py, by their names; `draws` and `hashes` are variables of the run's environment.
 """
 
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +35,6 @@ class Removed:
         self._values: dict[str, list[str]] = {}
         for name, _, value in (name.partition("=") for name in names):
             self._values.setdefault(name, []).append(value)
-        self._settings: list[list[dict[str, Any]]] = []
         self._loaders: dict[int, Any] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -71,20 +55,11 @@ class Removed:
             _share_nothing()
         if "no_sync" in self:
             wrap(replicate, "no_sync", lambda original, model, enabled=True: original(model, False), samestep)
-        for path in self._values.get("settings", ()):
-            self._settings = [line["hyper"] for line in _read(path) if "hyper" in line]
-        for path in self._values.get("reseeded", ()):
-            _reseed(iter(_read(path)[-1]["facts"]["seeded"]))
+        for record in self._values.get("reseeded", ()):
+            facts = json.loads(Path(record).read_text(encoding="utf-8").splitlines()[-1])["facts"]
+            wrap(torch, "manual_seed", partial(_reseed, iter(facts["seeded"])), torch.random)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Before the step of this number, over all optimizers."""
-        settings = self._settings[step] if step < len(self._settings) else ()
-        for group, numbers in zip(optimizer.param_groups, settings, strict=False):
-            for name, value in numbers.items():
-                if isinstance(group[name], torch.Tensor):
-                    group[name].fill_(value)
-                elif not isinstance(group[name], bool):
-                    group[name] = tuple(value) if isinstance(value, list) else type(group[name])(value)
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for scale in self._values.get("scale", ()):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -108,13 +83,8 @@ class Removed:
         return self._loaders[id(of)]
 
 
-def _read(path: str) -> list[dict[str, Any]]:
-    """The lines of a rank's record."""
-    return [*map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())]
-
-
-def _reseed(seeds: Iterator[int]) -> None:
-    wrap(torch, "manual_seed", lambda seed, given: seed(next(seeds, given)), torch.random)
+def _reseed(seeds: Iterator[int], original: Callable[[int], Any], given: int) -> Any:
+    return original(next(seeds, given))
 
 
 def _seed() -> None:

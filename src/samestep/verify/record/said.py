@@ -2,7 +2,6 @@
 
 import builtins
 import io
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -23,59 +22,61 @@ _MOST_LETTERS = 500
 class Said:
     """Writes a record of each printed line and each saved file."""
 
-    def __init__(self, write: Callable[[dict[str, Any]], None], where: Callable[[], dict[str, Any]]) -> None:
-        """`where` says where in the training the script is."""
+    def __init__(
+        self, write: Callable[[dict[str, Any]], None], where: Callable[[], tuple[int, bool]]
+    ) -> None:
+        """`where` says how many steps the script took, and whether it is inside a loop over batches to train on."""
         self._write, self._where = write, where
         self._count = 0
         self._is_saving = False
 
     def begin(self) -> None:
-        self._listen(sys.stdout)
-        self._listen(sys.stderr)
+        self._listen(sys.stdout, "prints")
+        self._listen(sys.stderr, "prints")
         wrap(builtins, "open", self._open, io)
         wrap(torch, "save", partial(self._save, 1))
         wrap(samestep, "save", partial(self._save, 0))
-        wrap(json, "dump", self._dump)
 
-    def _note(self, text: str, line: str) -> None:
+    def _note(self, verb: str, text: str, at: str) -> None:
         self._count += 1
         if self._count <= _MOST_LINES:
-            self._write({"said": text[:_MOST_LETTERS], "at": line, **self._where()})
+            self._write({"verb": verb, "text": text[:_MOST_LETTERS], "at": at, "inside": self._where()[1]})
 
     def _open(
         self, original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any
     ) -> Any:
         file = original(path, mode, *args, **kwargs)
         if isinstance(file, io.TextIOWrapper) and file.writable() and users_line():
-            self._listen(file, f"writes {Path(str(path)).name}: ")
+            self._listen(file, "writes", f"{Path(str(path)).name}: ")
         return file
 
-    def _listen(self, stream: TextIO, what: str = "") -> None:
-        begun = line = ""
+    def _listen(self, stream: TextIO, verb: str, into: str = "") -> None:
+        begun = at = ""
 
         def write(original: Callable[[str], int], text: str) -> int:
-            nonlocal begun, line
-            line = line if begun else users_line()
+            nonlocal begun, at
+            at = at if begun else users_line()
             *lines, begun = (begun + text).split("\n")
             for said in lines:
-                if said.strip() and "\r" not in said.rstrip("\r") and not said.startswith("samestep:"):
-                    self._note(what + said, line)
-            line = users_line() if lines else line
+                if "\r" not in said.rstrip("\r") and not said.startswith("samestep:"):
+                    self._note(verb, into + said, at)
+            at = users_line() if lines else at
             return original(text)
 
+        def close(original: Callable[[], None]) -> None:
+            if begun and not stream.closed:
+                self._note(verb, into + begun, at)
+            original()
+
         wrap(stream, "write", write)
+        wrap(stream, "close", close)
 
     def _save(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         path = args[place] if len(args) > place else kwargs.get("f", kwargs.get("path"))
         if isinstance(path, str | os.PathLike) and not self._is_saving:
-            self._note(f"saves {Path(path).name} after step {self._where()['step']}", users_line())
+            self._note("saves", f"{Path(path).name} after step {self._where()[0]}", users_line())
         before, self._is_saving = self._is_saving, True
         try:
             return original(*args, **kwargs)
         finally:
             self._is_saving = before
-
-    def _dump(self, original: Callable[..., None], value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        original(value, file, *args, **kwargs)
-        if (line := users_line()) and isinstance(name := getattr(file, "name", None), str):
-            self._note(f"writes {Path(name).name}: {value}", line)
