@@ -8,7 +8,7 @@ from same import corpus
 LONG = bool(os.environ.get("LONG"))
 SIZES = (2, 3, 5)
 # what each guards: recomputed draws, a batch merged behind the sequence, dimensions of equal size beside a BatchNorm,
-# sizes given as numbers, noise in the loop, packed sequences, a collate_fn that pads, ranks with one graph, sampled
+# sizes given as numbers, noise in the loop, what a recurrent layer returns of one sample, what all gathered, packed sequences, a collate_fn that pads, ranks with one graph, sampled
 # actions, an evaluation, batches that are not the latest, a share of one sample with the time in front, derivatives of
 # gradients, empty draws, an evaluation that calls backward(), padding beside what is laid
 # end to end, a collate_fn that draws, two views in one call, sizes that are
@@ -19,6 +19,8 @@ SAMPLE = {
     "conv1d": (2, 3),
     "class_token": (2,),
     "mixup": (3,),
+    "lstm_batch_first": (5,),
+    "gathered": (2,),
     "lstm_packed": (2, 3),
     "padded_text": (3,),
     "graphs_end_to_end": (5,),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.train.batch_sizes import Kind, Kinds, Other, Place
+from samestep.train.batch_sizes import Kinds, Other, Place
 from samestep.train.draw_sizes import fixed_sizes
 from samestep.train.mixing import mixes
 from samestep.train.nested import memory_of
@@ -55,82 +55,52 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, laid in share.of.tensors():
             one = share.of.ragged.get(name)
             if one is not None and one.rows in self._kinds.ragged:
-                self._note_at(laid, one.dim, self._kinds.ragged[one.rows])
+                self._note_place(laid, Place(one.dim, ragged=name))
 
     def _note_given(self, share: Share, given: Sequence[tuple[torch.Tensor, Place | None]]) -> None:
         """A view of a tensor of the batch has the samples where their stride is; other tensors in front or second."""
         in_front = any(tensor.dim() and tensor.shape[0] == share.mine for tensor, _ in given)
         of_batch = {memory_of(tensor): (tensor, share.dim_in(name)) for name, tensor in share.of.tensors()}
+        batch = [tensor for tensor, dim in of_batch.values() if dim == 0]
         is_plain = any(
             place or share.mine in tensor.shape[:2] or memory_of(tensor) in of_batch
             for tensor, place in given
         )
         for tensor, place in given:
-            if place is not None:
-                kind = self._kinds.named(place.ragged)
-                self._note_place(tensor, place, kind)
-                continue
             # as a state that a recurrent layer gave for the batch before
             is_second = tensor.dim() > 2 and tensor.shape[0] != share.mine == tensor.shape[1]
             laid, dim = of_batch.get(memory_of(tensor), (None, int(is_second or not in_front)))
-            if laid is not None and (laid.shape, laid.stride()) != (tensor.shape, tensor.stride()):
-                self._note_view(tensor, laid, dim)
-            elif tensor.shape[dim : dim + 1] == (share.mine,):
-                self._note_place(tensor, Place(dim), self._kinds.samples)
-            else:
-                rows = len(tensor) if laid is None and tensor.dim() else 0
-                batch = [one for one, at in of_batch.values() if at == 0]
-                several = self._kind_of_several(tensor, batch) if rows and rows % share.mine == 0 else None
+            if place is None and laid is not None and key_of(laid) != key_of(tensor):
+                place = _place_in_view(tensor, laid, dim, share.mine)
+            elif place is None and tensor.shape[dim : dim + 1] == (share.mine,):
+                place = Place(dim)
+            elif (
+                place is None
+                and laid is None
+                and tensor.dim()
+                and len(tensor) % share.mine == 0 < len(tensor)
+            ):
+                place = _place_of_several(tensor, batch, share.mine)
                 # beside a tensor of the batch it may be a mask over time, or the like
-                if is_plain and (several is None or several.is_guessed):
-                    self._note(tensor, meta_of(tensor))
-                elif several is None:
-                    self._others[key_of(tensor)] = Other(tensor, None if rows > 1 else meta_of(tensor))
-                else:
-                    self._note(
-                        tensor, meta_of(tensor, [rows // share.mine * several.size, *tensor.shape[1:]])
-                    )
+                place = Place(None) if is_plain and place.is_guessed else place
+            if place is None and not is_plain and tensor.dim() and len(tensor) > 1:
+                self._others[key_of(tensor)] = Other(tensor, None)
+            else:
+                self._note_place(tensor, place or Place(None))
 
-    def _note_view(self, tensor: torch.Tensor, laid: torch.Tensor, dim: int) -> None:
-        """A view of a tensor of the batch, in which the samples, or several rows of each, lie where their stride is."""
-        step, mine = laid.stride(dim) if laid.dim() else 0, self._kinds.samples.mine
-        sizes = list(enumerate(zip(tensor.shape, tensor.stride(), strict=True)))
-        exact = (at for at, found in sizes if found == (mine, step))
-        merged = (at for at, (size, by) in sizes if by and step % by == 0 and size == step // by * mine)
-        self._note_place(tensor, Place(next(itertools.chain(exact, merged), None)), self._kinds.samples)
-
-    def _kind_of_several(self, tensor: torch.Tensor, batch: Sequence[torch.Tensor]) -> Kind:
-        """Of what has several rows for each sample: whole batches behind each other, or a sample's rows together.
-
-        It was computed outside, so its numbers tell it, where they resemble those of the batch.
-        """
-        samples = self._kinds.samples
-        times = len(tensor) // samples.mine
-        pieces = range(min(times, _MOST_PIECES))
-        blocks = torch.split(tensor, samples.mine)
-        behind = [_resemblance(blocks[at], batch, at) for at in pieces]
-        together = [_resemblance(tensor[at::times], batch, at) for at in pieces]
-        unlike = (sum(behind) - sum(together)) / len(pieces)
-        if max(*behind, *together) < _ALIKE or abs(unlike) < _CLEAR:
-            return self._kinds.like(samples._replace(is_guessed=True))
-        return self._kinds.behind(times, samples) if unlike > 0 else samples
-
-    def _note_place(self, tensor: torch.Tensor, place: Place, kind: Kind) -> None:
+    def _note_place(self, tensor: torch.Tensor, place: Place) -> None:
         sizes = list(tensor.shape)
-        if place.dim is not None and not sizes[place.dim] % (place.before * kind.mine):
-            size = self._kinds.behind(place.before, kind).size if place.before > 1 else kind.size
-            sizes[place.dim] = sizes[place.dim] // kind.mine * size
+        if place.dim is not None and place.dim < len(sizes):
+            kind = self._kinds.at(place)
+            if sizes[place.dim] % (kind.before * kind.mine) == 0:
+                sizes[place.dim] = sizes[place.dim] // kind.mine * kind.size
         self._note(tensor, meta_of(tensor, sizes))
 
     def mark(self, tensor: torch.Tensor, dim: int) -> None:
-        """Say where the batch is in what a layer returned."""
-        self._note_at(tensor, dim, self._kinds.samples)
-
-    def _note_at(self, tensor: torch.Tensor, dim: int, kind: Kind) -> None:
-        if tensor.shape[dim : dim + 1] == (kind.mine,):
-            self._note_place(tensor, Place(dim), kind)
-        else:
-            self._note(tensor, meta_of(tensor))
+        """Say where the batch is in what a layer returned, if that was not seen."""
+        is_known = self._kinds.batch_known_in(self._found(tensor)) is not None
+        if tensor.shape[dim] == self._kinds.samples.mine and not is_known:
+            self._note_place(tensor, Place(dim))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -308,6 +278,30 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _found(self, tensor: torch.Tensor) -> Other:
         """What was made before the call and is not of the batch is constant."""
         return self._others.setdefault(key_of(tensor), Other(tensor, meta_of(tensor)))
+
+
+def _place_in_view(tensor: torch.Tensor, laid: torch.Tensor, dim: int, mine: int) -> Place:
+    """In a view of a tensor of the batch the samples, or several rows of each, lie where their stride is."""
+    step = laid.stride(dim) if laid.dim() else 0
+    sizes = list(enumerate(zip(tensor.shape, tensor.stride(), strict=True)))
+    exact = (at for at, found in sizes if found == (mine, step))
+    merged = (at for at, (size, by) in sizes if by and step % by == 0 and size == step // by * mine)
+    return Place(next(itertools.chain(exact, merged), None))
+
+
+def _place_of_several(tensor: torch.Tensor, batch: Sequence[torch.Tensor], mine: int) -> Place:
+    """Of what has several rows for each sample: whole batches behind each other, or a sample's rows together.
+
+    It was computed outside, so its numbers tell it, where they resemble those of the batch.
+    """
+    times = len(tensor) // mine
+    pieces = range(min(times, _MOST_PIECES))
+    blocks = torch.split(tensor, mine)
+    behind = [_resemblance(blocks[at], batch, at) for at in pieces]
+    together = [_resemblance(tensor[at::times], batch, at) for at in pieces]
+    unlike = (sum(behind) - sum(together)) / len(pieces)
+    is_guessed = max(*behind, *together) < _ALIKE or abs(unlike) < _CLEAR
+    return Place(0, 1 if is_guessed or unlike < 0 else times, is_guessed=is_guessed)
 
 
 def _resemblance(rows: torch.Tensor, batch: Sequence[torch.Tensor], at: int) -> float:

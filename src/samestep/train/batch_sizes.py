@@ -59,10 +59,11 @@ class Kinds:
     def __init__(self, share: Share) -> None:
         self.samples = Kind(_SAMPLES, share.mine)
         # tensors of equal rows, such as those of nodes and of the graph that each is in, are of one kind
-        ragged = {one.rows: name for name, one in reversed(share.of.ragged.items()) if one.rows != share.rows}
+        self._laid = share.of.ragged
+        names = {one.rows: name for name, one in reversed(self._laid.items()) if one.rows != share.rows}
         self.ragged = {
             rows: Kind(size, rows.mine, 1, name)
-            for size, (rows, name) in zip(_RAGGED, ragged.items(), strict=False)
+            for size, (rows, name) in zip(_RAGGED, names.items(), strict=False)
         }
         self._all = [self.samples, *self.ragged.values()]
 
@@ -70,8 +71,12 @@ class Kinds:
         """For as many rows as this rank has of a kind, the size that stands for them."""
         return {one.before * one.mine: one.before * one.size for one in reversed(self._all)}
 
-    def named(self, ragged: str) -> Kind:
-        return next((one for one in self._all if one.ragged == ragged), self.samples)
+    def at(self, place: Place) -> Kind:
+        """What is at a place, as it was found in another batch too."""
+        laid = self._laid.get(place.ragged)
+        kind = self.ragged.get(laid.rows, self.samples) if laid else self.samples
+        kind = self.like(kind._replace(is_guessed=True)) if place.is_guessed else kind
+        return self.behind(place.before, kind)
 
     def in_size(self, size: int) -> list[Kind]:
         return [kind for kind in self._all if size and size % kind.size == 0]
@@ -98,7 +103,7 @@ class Kinds:
             return kind
         if kind.ragged:
             raise LookupError
-        return self.like(self.samples._replace(before=before))
+        return self.like(kind._replace(before=before))
 
     def like(self, asked: Kind) -> Kind:
         """The kind of this sort, made where it is the first."""

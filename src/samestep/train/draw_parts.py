@@ -65,6 +65,10 @@ class Part:
         return whole
 
 
+# one draw for all ranks, of which each has all
+FOR_ALL = Part(-1, Rows(0, 0, 0))
+
+
 def _in_memory(
     memory: Memory, sizes: Sequence[int], layout: Sequence[int], like: torch.Tensor
 ) -> torch.Tensor:
@@ -79,7 +83,8 @@ def _in_memory(
 
 def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
     """This rank's part of a draw that has the batch in that place; None where a draw of this shape cannot."""
-    assert place.dim is not None
+    if place.dim is None:
+        return FOR_ALL
     ragged = share.of.ragged.get(place.ragged)
     rows = ragged.rows if ragged else share.rows
     times, rest = divmod(shape[place.dim], rows.mine)
@@ -107,29 +112,30 @@ class Places:
     def has(self, line: Line, kind: Any) -> bool:
         return kind in self._by_line.get(line, ())
 
-    def knows(self, line: Line) -> bool:
-        return any(self._by_line.get(line, {}).values())
-
-    def find(self, line: Line, kind: Any, shape: torch.Size, share: Share) -> Place | None:
-        """The place that was found for this shape, but for the batch, or else one that a draw of it can have."""
+    def part(self, line: Line, kind: Any, shape: torch.Size, share: Share) -> Part | None:
+        """This rank's, by the place that was found for this shape, but for the batch, or else one that fits it."""
         kinds = self._by_line.get(line, {})
         # a checkpointed segment draws again in backward, beside the call
         found = kinds.get(kind, []) if kind else [one for some in kinds.values() for one in some]
-        if kind and len(found) == 1:
-            return found[0][1]
-        fits = [(of, one) for of, one in found if one.dim is None or part_at(one, shape, share)]
-        alike = [one for of, one in fits if _beside(one, of) == _beside(one, shape)]
-        others = [one for _, one in fits if one.dim is not None]
-        return next(iter((*alike, *others, *(one for _, one in fits))), None)
+        fits = [(of, one, part) for of, one in found if (part := part_at(one, shape, share))]
+
+        def unlike(fit: tuple[torch.Size, Place, Part]) -> int:
+            of, place, _ = fit
+            return 0 if _beside(place, of) == _beside(place, shape) else 1 + (place.dim is None)
+
+        return min(fits, key=unlike)[2] if fits else None
 
     def part_elsewhere(self, kind: Any, shape: torch.Size, share: Share) -> Part | None:
         """This rank's part as in a draw of as many dimensions at another line of the model."""
-        for (_, dims, _), kinds in self._by_line.items():
-            for other, found in kinds.items() if dims == len(shape) else ():
-                for _, place in found if other and other[0] == kind[0] else ():
-                    if place.dim is not None and (part := part_at(place, shape, share)):
-                        return part
-        return None
+        places = (
+            place
+            for (_, dims, _), kinds in self._by_line.items()
+            for other, found in kinds.items()
+            if dims == len(shape) and other and other[0] == kind[0]
+            for _, place in found
+            if place.dim is not None
+        )
+        return next(filter(None, (part_at(place, shape, share) for place in places)), None)
 
 
 def _beside(place: Place, shape: torch.Size) -> list[int]:

@@ -20,7 +20,7 @@ from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw, named_in_call
-from samestep.train.draw_parts import Line, Memory, Part, Places, part_at
+from samestep.train.draw_parts import FOR_ALL, Line, Memory, Part, Places
 from samestep.train.draw_sizes import fixed_sizes
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
@@ -272,69 +272,70 @@ class Draws(Member):
         if (packed := self.packed) is not None and shape[0] == packed.rows.mine:
             return packed
         line = name, tensor.dim(), line_of_draw()
-        place = self._place(line, tensor, share)
-        if place is not None and place.dim is None:
-            return None
-        part = part_at(place, shape, share) if place is not None else None
-        if part is not None and place is not None and place.is_guessed:
-            why = (
-                f"the model was called with {shape[part.dim] // share.mine} rows for each sample, in an order that is "
-                "not known; call it once for each part, or give the samples a dimension of their own"
-            )
-            self.say_other(name, why, "may not")
-        return part or self._guessed(line, shape, share)
+        self._watch(line, tensor, share)
+        part = self._places.part(line, self.watching.in_model, shape, share)
+        part = part or self._guessed(line, shape, share)
+        return None if part is FOR_ALL else part
 
-    def _place(self, line: Line, tensor: torch.Tensor, share: Share) -> Place | None:
-        """Where the batch is, as found in a call of the model, or a batch of the loop, that drew at this line."""
+    def _watch(self, line: Line, tensor: torch.Tensor, share: Share) -> None:
+        """Note where the batch is, in a call of the model, or a batch of the loop, that is watched."""
         watching = self.watching
-        if watching.places is not None:
-            found = Place(None) if all(fixed_sizes()) else watching.places.place(tensor)
-            self._places.note(line, watching.in_model, tensor.shape, found)
-        elif not self._places.has(line, watching.in_model):
-            watching.watch_again()
-        return self._places.find(line, watching.in_model, tensor.shape, share)
-
-    def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part | None:
-        """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
-        fits = (one for one in self._spine.open_shares if one.mine in shape[:2])
-        rows, sizes = next(fits, share).rows, fixed_sizes()
-        fixed = all(sizes)
-        kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
-        if len(kinds) == 1 and not fixed:
-            return Part(0, kinds.pop())
-        name, in_model = line[0], self.watching.in_model
-        is_new = in_model and not self._places.has(line, in_model)
-        if is_new and not fixed and shape[:2] == (rows.mine, rows.mine):
-            why = "it was not made in the first call, and its first two dimensions have the size of this rank's share"
-            self.say_other(name, f"{why}; from the next call on it does")
-        if in_model and (part := self._places.part_elsewhere(in_model, shape, share)):
-            return part
-        known = tuple(shape), line
-        is_beside = not self.watching.times and not fixed
-        if is_beside and rows.mine in shape[:2] and self._is_of_weights(name, shape, share):
-            return None
-        if rows.mine in shape[:2] and known not in self._of_all:
-            # where a batch has the time in front, so has what the loop draws for it
-            is_second = len(sizes) == len(shape) and shape[1:2] == shape[:1] and sizes[:2] == [True, False]
-            in_front = (
-                shape[0] == rows.mine
-                and not is_second
-                and not any(
-                    one.dim == 1
-                    for one in share.of.ragged.values()
-                    if one.rows == rows and shape[1:2] == shape[:1]
-                )
+        if watching.places is None:
+            if not self._places.has(line, watching.in_model):
+                watching.watch_again()
+            return
+        found = Place(None) if all(fixed_sizes()) else watching.places.place(tensor)
+        self._places.note(line, watching.in_model, tensor.shape, found)
+        if found is not None and found.dim is not None and found.is_guessed:
+            why = (
+                f"the model was called with {tensor.shape[found.dim] // share.mine} rows for each sample, in an order "
+                "that is not known; call it once for each part, or give the samples a dimension of their own"
             )
-            return None if fixed else Part(int(not in_front), rows)
+            self.say_other(line[0], why, "may not")
+
+    def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part:
+        """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
+        if all(sizes := fixed_sizes()):
+            return FOR_ALL
+        fits = (one for one in self._spine.open_shares if one.mine in shape[:2])
+        rows, name, known = next(fits, share).rows, line[0], (tuple(shape), line)
+        in_model, is_beside = self.watching.in_model, not self.watching.is_in_call
+        kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
+        if len(kinds) == 1:
+            return Part(0, kinds.pop())
+        if in_model and (part := self._elsewhere(line, shape, share, rows)):
+            return part
+        if rows.mine in shape[:2] and known not in self._of_all:
+            if is_beside and self._is_of_weights(name, shape, share):
+                return FOR_ALL
+            return Part(int(self._is_second(shape, rows, sizes, share)), rows)
         if in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
             return Part(0, rows, shape[0] // rows.mine)
         if is_beside:
             self._look_for_multiple(name, shape, rows)
-        elif name in _OF_ACTIVATIONS and not fixed and not self._places.knows(line):
+        elif name in _OF_ACTIVATIONS:
             why = f"where among those of all ranks its {shape[0]} rows are, as a mask chooses them, is not known"
             self.say_other(name, why, "may not")
         self._of_all.add(known)
-        return None
+        return FOR_ALL
+
+    def _elsewhere(self, line: Line, shape: torch.Size, share: Share, rows: Rows) -> Part | None:
+        """The part of a draw that was not made in the model's first call, as at another line of the model."""
+        in_model = self.watching.in_model
+        if shape[:2] == (rows.mine, rows.mine) and not self._places.has(line, in_model):
+            why = "it was not made in the first call, and its first two dimensions have the size of this rank's share"
+            self.say_other(line[0], f"{why}; from the next call on it does")
+        return self._places.part_elsewhere(in_model, shape, share)
+
+    @staticmethod
+    def _is_second(shape: torch.Size, rows: Rows, sizes: list[bool], share: Share) -> bool:
+        """Whether the batch is in the second dimension: where a batch has the time in front, so has what is drawn."""
+        if shape[0] != rows.mine:
+            return True
+        if shape[1:2] != shape[:1]:
+            return False
+        has_time = any(one.dim == 1 and one.rows == rows for one in share.of.ragged.values())
+        return has_time or (sizes[:2] == [True, False] and len(sizes) == len(shape))
 
     def _is_of_weights(self, name: str, shape: torch.Size, share: Share) -> bool:
         """Whether a draw beside the model is for weights, though it has a size of this rank's share: what its call

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.autograd.function import once_differentiable
 
 from samestep.errors import RanksDiffer, UsageError
@@ -270,7 +271,9 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _rebuilt(value: Value, leaves: Iterator[Any]) -> Value:
     if not isinstance(value, Mapping):
-        total = next(leaves)
+        # what all ranks made is alike on all, and none of a batch whose samples are followed
+        with _disable_current_modes():
+            total = next(leaves)
         return cast(Value, total.numpy() if isinstance(value, np.ndarray) else total)
     new: Any = copy.copy(value)
     for key in value:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from samestep.train.batch_places import BatchPlaces
 from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw
+from samestep.train.draw_parts import part_at
 from samestep.train.group.control import users_line
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Pass, Share, Spine
@@ -33,18 +34,15 @@ class Watching(Subscriber):
     def __init__(self, spine: Spine) -> None:
         self.places: BatchPlaces | None = None
         self.in_model: Any = None
-        # how often what the model is called with has the batch
-        self.times: tuple[int, ...] = ()
+        self.is_in_call = False
         self.is_compiled = False
         self._spine, self._pid = spine, os.getpid()
         self._loop: BatchPlaces | None = None
         self._seen: set[Any] = set()
         self._kind_of_loop: Any = None
         self._times_again = Counter[Any]()
-        # of each kind of call, where the batch is in what the model is given
-        self._given: dict[Any, list[Place | None]] = {}
-        # and whether it is in each at all
-        self._computed: dict[Any, list[bool]] = {}
+        # of each call, where the batch is in what the model is given
+        self._given: dict[Any, list[list[Place | None]]] = {}
         # by their memory, the tensors that were there before the first batch
         self._older: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -63,27 +61,22 @@ class Watching(Subscriber):
         """Local. While a model is called."""
         share = self._spine.at_hand
         given = [tensor for _, tensor in named_tensors((args, kwargs))]
-        mine = share.mine if share is not None else 0
         at = model.training, torch.is_grad_enabled(), line_of_draw()
         call = weakref.ref(model), *at, tuple(one.dim() for one in given)
-        older = [Place(None) if self.is_older(one, share) else None for one in given]
-        seen = [self.places.place(one) for one in given] if self.places and self.places is self._loop else []
-        if seen:
-            self._computed[call] = [place is not None and place.dim is not None for place in seen]
-        times = self._times(given, share, self._computed.get(call, [True] * len(given)))
-        times = tuple(0 if place else time for place, time in zip(older, times, strict=False))
-        kind = *call, times
-        if seen:
-            self._given[kind] = seen
-            self._seen.add(kind)
-        if kind not in self._given and any(time > 1 for time in times):
-            self._watch_loop_again()
-        found = self._given.get(kind, older)
+        found = self._places_in(call, given, share)
+        mine = share.mine if share is not None else 0
         has_share = any(
             mine in one.shape[:2] if place is None else place.dim is not None
             for one, place in zip(given, found, strict=True)
         )
-        before, self.in_model, self.times = (self.in_model, self.times), has_share and kind, times
+        kind = *call, *(_times(one, place, mine) for one, place in zip(given, found, strict=True))
+        if self.places and self.places is self._loop:
+            self._seen.add(kind)
+        before, self.in_model, self.is_in_call = (
+            (self.in_model, self.is_in_call),
+            has_share and kind,
+            bool(given),
+        )
         try:
             if kind in self._seen or share is None or not 0 < mine < share.all or self.places:
                 yield
@@ -97,27 +90,32 @@ class Watching(Subscriber):
             finally:
                 self.places = None
         finally:
-            self.in_model, self.times = before
+            self.in_model, self.is_in_call = before
+
+    def _places_in(self, call: Any, given: Sequence[torch.Tensor], share: Share | None) -> list[Place | None]:
+        """Where the batch is in what a model is called with, as it is seen now or was in such a call."""
+        known = self._given.setdefault(call, [])
+        if self.places and self.places is self._loop:
+            found = [self.places.place(one) for one in given]
+            if found not in known:
+                known.append(found)
+            return found
+        older = [Place(None) if self.is_older(one, share) else None for one in given]
+        if share is None or not share.mine:
+            return older
+        for found in known:
+            pairs = zip(found, given, strict=True)
+            if all(place is None or part_at(place, one.shape, share) for place, one in pairs):
+                return found
+        if any(_times(one, place, share.mine) > 1 for one, place in zip(given, older, strict=True)):
+            self._watch_loop_again()
+        return older
 
     def is_older(self, tensor: torch.Tensor, share: Share | None) -> bool:
         """Whether it was there before the first batch, as noise that is fixed for pictures to show."""
         held = self._older.get(memory_of(tensor), lambda: None)()
         batch = share.of.tensors() if share is not None else ()
         return held is not None and all(memory_of(tensor) != memory_of(one) for _, one in batch)
-
-    @staticmethod
-    def _times(
-        given: Sequence[torch.Tensor], share: Share | None, are_computed: Sequence[bool]
-    ) -> tuple[int, ...]:
-        """How often each input that was computed from the batch has it, one behind the other."""
-        if share is None or not share.mine:
-            return ()
-        return tuple(
-            one.shape[0] // share.mine
-            if is_computed and one.dim() and share.mine not in one.shape[:2] and not one.shape[0] % share.mine
-            else 1
-            for one, is_computed in zip(given, are_computed, strict=True)
-        )
 
     def _say_mixed(self, does: str) -> None:
         share = self._spine.at_hand
@@ -168,3 +166,11 @@ class Watching(Subscriber):
 
     def pass_left(self, left: Pass) -> None:
         self._leave_loop()
+
+
+def _times(tensor: torch.Tensor, place: Place | None, mine: int) -> int:
+    """How often it has the batch, one behind the other; 0 where it has none of it."""
+    if place is not None:
+        return 0 if place.dim is None else place.before * place.after
+    is_several = mine and tensor.dim() and mine not in tensor.shape[:2] and not tensor.shape[0] % mine
+    return tensor.shape[0] // mine if is_several else 1

@@ -11,7 +11,7 @@ torch.set_default_dtype(torch.float64)
 torch.manual_seed(8)
 world = samestep.init()
 series = TensorDataset(torch.randn(39, 5, 3), torch.randint(0, 3, (39,)))
-train = samestep.loader(series, batch_size=10, shuffle=True)
+train = samestep.loader(series, batch_size=8, shuffle=True)
 
 
 class Tagger(nn.Module):
@@ -22,7 +22,7 @@ class Tagger(nn.Module):
 
     def forward(self, x):
         found, _ = self.lstm(x)
-        return self.head(self.dropout(found[:, -1]))
+        return self.head(self.dropout(found)[:, -1])
 
 
 model = samestep.replicate(Tagger().to(world.device), same=True)
