@@ -7,12 +7,12 @@ from same import corpus
 
 LONG = bool(os.environ.get("LONG"))
 SIZES = (2, 3, 5)
-# what each guards: recomputed draws, a batch merged behind the sequence, dimensions of equal size beside a BatchNorm,
-# sizes given as numbers, noise in the loop, what a recurrent layer returns of one sample, what all gathered, packed sequences, a collate_fn that pads, ranks with one graph, sampled
-# actions, an evaluation, batches that are not the latest, a share of one sample with the time in front, derivatives of
-# gradients, empty draws, an evaluation that calls backward(), padding beside what is laid
-# end to end, a collate_fn that draws, two views in one call, sizes that are
-# a share's by chance
+# what each guards: recomputed draws, a batch merged behind the sequence, dimensions of equal size beside a
+# BatchNorm, sizes given as numbers, noise in the loop, what a recurrent layer returns of one sample, what all
+# gathered, packed sequences, a collate_fn that pads, ranks with one graph, sampled actions, an evaluation, batches
+# that are not the latest, a share of one sample with the time in front, derivatives of gradients, empty draws, an
+# evaluation that calls backward(), padding beside what is laid end to end, a collate_fn that draws, two views in
+# one call, sizes that are a share's by chance
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.text import counted as in_words

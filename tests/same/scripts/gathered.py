@@ -16,7 +16,7 @@ model = samestep.replicate(
     nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)), same=True
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for epoch in range(2):
+for _ in range(2):
     for x, y in train:
         scores, labels = samestep.gather(model(x)), samestep.gather(y)
         losses = F.cross_entropy(scores + 0.1 * torch.randn_like(scores), labels, reduction="none")
