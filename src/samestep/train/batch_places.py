@@ -23,9 +23,6 @@ from samestep.train.views import key_of, layout_of, meta_of, moved
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _GROWN = {"expand", "repeat"}
-_ALIKE = 0.95  # a correlation of numbers
-_CLEAR = 0.2  # by how much one has to be larger than another on the average
-_MOST_PIECES = 8
 _SIZED = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "as_strided"}
 
 
@@ -61,7 +58,6 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A view of a tensor of the batch has the samples where their stride is; other tensors in front or second."""
         in_front = any(tensor.dim() and tensor.shape[0] == share.mine for tensor, _ in given)
         of_batch = {memory_of(tensor): (tensor, share.dim_in(name)) for name, tensor in share.of.tensors()}
-        batch = [tensor for tensor, dim in of_batch.values() if dim == 0]
         is_plain = any(
             place or share.mine in tensor.shape[:2] or memory_of(tensor) in of_batch
             for tensor, place in given
@@ -76,13 +72,11 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 place = Place(dim)
             elif (
                 place is None
-                and laid is None
+                and not is_plain
                 and tensor.dim()
                 and len(tensor) % share.mine == 0 < len(tensor)
             ):
-                place = _place_of_several(tensor, batch, share.mine)
-                # beside a tensor of the batch it may be a mask over time, or the like
-                place = Place(None) if is_plain and place.is_guessed else place
+                place = Place(0, is_guessed=True)  # several rows for each sample; it was computed outside
             if place is None and not is_plain and tensor.dim() and len(tensor) > 1:
                 self._others[key_of(tensor)] = Other(tensor, None)
             else:
@@ -287,34 +281,6 @@ def _place_in_view(tensor: torch.Tensor, laid: torch.Tensor, dim: int, mine: int
     exact = (at for at, found in sizes if found == (mine, step))
     merged = (at for at, (size, by) in sizes if by and step % by == 0 and size == step // by * mine)
     return Place(next(itertools.chain(exact, merged), None))
-
-
-def _place_of_several(tensor: torch.Tensor, batch: Sequence[torch.Tensor], mine: int) -> Place:
-    """Of what has several rows for each sample: whole batches behind each other, or a sample's rows together.
-
-    It was computed outside, so its numbers tell it, where they resemble those of the batch.
-    """
-    times = len(tensor) // mine
-    pieces = range(min(times, _MOST_PIECES))
-    blocks = torch.split(tensor, mine)
-    behind = [_resemblance(blocks[at], batch, at) for at in pieces]
-    together = [_resemblance(tensor[at::times], batch, at) for at in pieces]
-    unlike = (sum(behind) - sum(together)) / len(pieces)
-    is_guessed = max(*behind, *together) < _ALIKE or abs(unlike) < _CLEAR
-    return Place(0, 1 if is_guessed or unlike < 0 else times, is_guessed=is_guessed)
-
-
-def _resemblance(rows: torch.Tensor, batch: Sequence[torch.Tensor], at: int) -> float:
-    """The largest correlation of these rows, one for each sample, with tensors of the batch or their part `at`."""
-    size, found = rows[0].numel(), [0.0]
-    for one in batch:
-        flat = one.flatten(1) if one.dim() > 1 else one[:, None]
-        parts = flat.shape[1] // size if flat.shape[1] % size == 0 else 0
-        for part in {0, at} & {*range(parts)}:
-            numbers = flat[:, part * size :][:, :size]
-            pair = torch.stack([rows.detach().double().flatten(), numbers.detach().double().flatten()])
-            found.append(abs(float(torch.corrcoef(pair)[0, 1].nan_to_num())))
-    return max(found)
 
 
 def _has_tensor(args: Sequence[Any]) -> bool:

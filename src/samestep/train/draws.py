@@ -309,12 +309,10 @@ class Draws(Member):
             if is_beside and self._is_of_weights(name, shape, share):
                 return FOR_ALL
             return Part(int(self._is_second(shape, rows, sizes, share)), rows)
-        if in_model and name in _OF_ACTIVATIONS and shape[0] % rows.mine == 0:
-            return Part(0, rows, shape[0] // rows.mine)
         if is_beside:
             self._look_for_multiple(name, shape, rows)
         elif name in _OF_ACTIVATIONS:
-            why = f"where among those of all ranks its {shape[0]} rows are, as a mask chooses them, is not known"
+            why = f"where among those of all ranks its {shape[0]} rows are, as where a mask chooses them, is not known"
             self.say_other(name, why, "may not")
         self._of_all.add(known)
         return FOR_ALL
