@@ -36,7 +36,7 @@ check: .venv/made
 
 docs: .venv/made-docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
-	@echo "site/index.html is the first page; to serve it: python3 -m http.server --directory site"
+	@echo "site/index.html is the first page: open it in a browser"
 
 docs-test: docs
 	.ci/setup browser

@@ -115,8 +115,11 @@ def test_every_link_of_a_page_leads_to_something(page: Any, address: str, name: 
         ("NCCL watchdog", "troubleshooting"),
     ],
 )
-def test_the_search_finds_a_page_by_a_users_words(page: Any, address: str, words: str, found: str) -> None:
-    page.goto(f"{address}/index.html")
+@pytest.mark.parametrize("opened", ["by a server", "from a disk"])
+def test_the_search_finds_a_page_by_a_users_words(
+    page: Any, address: str, opened: str, words: str, found: str
+) -> None:
+    page.goto(f"{address}/index.html" if opened == "by a server" else (SITE / "index.html").as_uri())
     page.locator("input[data-md-component=search-query]").first.click()
     page.keyboard.type(words)
     # results for the first words come before the last word is typed
