@@ -68,6 +68,25 @@ def test_other_samples_of_the_same_number_are_refused(run, tmp_path):
     )
 
 
+def test_no_commit_is_left_out_because_another_is_being_written(run, tmp_path):
+    source = """
+        import time
+        model.register_buffer("bulk", torch.zeros(30_000_000))
+        run = samestep.Checkpoint("commits", every=10, keep=9, model=model)
+        run.resume()
+        for step in range(1, 30):
+            run.step()
+            if step > 20:
+                time.sleep(0.2)
+        for _ in range(2):
+            run.step()
+            run.commit()
+    """.replace("commits", str(tmp_path / "commits"))
+    assert run(source, 1)[0] == [0]
+    *asked, late, first = steps(tmp_path / "commits")
+    assert (asked[:2], first, 20 < late < 29) == ([31, 30], 10, True)
+
+
 def test_an_epoch_in_another_order_is_begun_anew(nest, tmp_path):
     trail, other = Trail(tmp_path / "changed"), Trail(tmp_path / "other")
     survive(nest, trail, 1, "--stop-at", 6)

@@ -164,21 +164,23 @@ class Checkpoint:
                 self._stop(stop)
             elif due or timed:
                 self._remember_at += remembers
-                self.commit()
+                self._commit(is_patient=False)
             elif remembers:
                 self._remember(began)
 
     def commit(self, *, wait: bool = False) -> str:
         """Collective. Commit now, in the background; with `wait` return why that failed, or "" if it did not."""
+        self._commit(is_patient=True)
+        return self._outcome() if wait else ""
+
+    def _commit(self, is_patient: bool) -> None:
+        """Collective. Commit now, or where another commit is being written after it, unless this one waits for it."""
         self._hold()
         self._asked_at = self.steps
         self._group.the(Replicas).settle()
         kept = self._gathered_streams()
-        if self._world.rank == 0:
-            self._writer.wait() if wait else self._writer.finish_remembering()
-            if not self._writer.is_writing:
-                self._writer.start(*self._state(kept), self._place())
-        return self._outcome() if wait else ""
+        if self._world.rank == 0 and self._writer.is_free(is_patient):
+            self._writer.start(*self._state(kept), self._place())
 
     def _remember(self, began: float) -> None:
         """Collective. Keep the state in the launcher's memory, from where a restart takes it."""
@@ -234,9 +236,10 @@ class Checkpoint:
         """Why this rank should stop now, or "", and whether it is time to commit; the rest is the other ranks' say."""
         since = time.monotonic() - self._writer.begun_at
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
-        timed = since >= every or (bool(self._writer.failure) and since >= _RETRY_SECONDS)
+        is_late = self._writer.left_out or (bool(self._writer.failure) and since >= _RETRY_SECONDS)
         stop = self._requests.asked(2 * (self._commit_seconds + pace) + _LEAVE_SECONDS)
-        return stop, timed and self._world.rank == 0 and not self._writer.is_writing
+        is_time = (since >= every or is_late) and not self._writer.is_writing
+        return stop, is_time and self._world.rank == 0
 
     def _agree(self) -> tuple[str, bool]:
         """Collective. What all ranks do next: stop, and why, or commit, or nothing."""
@@ -335,11 +338,8 @@ class Checkpoint:
             return state
         now = self._loaders[name].facts()
         of_order = now.keys() - {"batch_size", "microbatch", "drop_last"}
-        return {
-            **state,
-            **now,
-            "position": 0 if any(state[one] != now[one] for one in of_order) else state["position"],
-        }
+        position = 0 if any(state[one] != now[one] for one in of_order) else state["position"]
+        return {**state, **now, "position": position}
 
     def _place(self) -> list[Any]:
         return [self.steps, *(one.state_dict() for one in self._loaders.values())]

@@ -38,7 +38,7 @@ class Writer:
         self.slots, self._is_remembering = slots, False
         self._remembered = 0, 0.0  # after which step, and when
         self._cost_s = 0.0  # of keeping the state in memory
-        self.failure = ""
+        self.failure, self.left_out = "", False  # whether a commit was due while the one before was written
         self.committed: list[Any] = [0]
         self.begun_at = time.monotonic()
         self._directory, self._device, self._on_written = directory, device, on_written
@@ -57,10 +57,12 @@ class Writer:
         pace = (now - then) / (step - before) if then else self._cost_s
         return step + max(_SOON, math.ceil(self._cost_s / _SHARE / (pace or 1.0))) if self.slots else 0
 
-    def finish_remembering(self) -> None:
-        """Wait for what is being written into memory, as a commit must not be left out for it."""
-        if self._is_remembering and self._thread is not None:
+    def is_free(self, is_patient: bool) -> bool:
+        """Whether a commit can begin; a patient one waits for the one under way, any for what goes into memory."""
+        if self._thread is not None and (is_patient or self._is_remembering):
             self._thread.join()
+        self.left_out = self.is_writing
+        return not self.left_out
 
     def wait(self) -> None:
         """Wait for the commit that is under way, if there is one."""
