@@ -268,6 +268,11 @@ class CheckpointDirectory:
             usable = [
                 one for one in examine(dir_fd, record) if one.outline and (not one.why or one.is_renamed)
             ]
+            if usable and self._named is None:  # this object has neither read nor written a commit
+                found = f"{self.directory} holds commits up to step {max(one.entry.step for one in usable)}"
+                self._say(
+                    f"{found}, and this run began without them; call resume() before the first step to go on"
+                )
             self._before, self._named = max((one.numbered for one in usable), default=None), record.commits
         number, previous = self._before or (0, bytes(32))
         newest = max((number for number, _ in record.commits), default=0)

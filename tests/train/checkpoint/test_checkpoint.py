@@ -87,6 +87,18 @@ def test_no_commit_is_left_out_because_another_is_being_written(run, tmp_path):
     assert (asked[:2], first, 20 < late < 29) == ([31, 30], 10, True)
 
 
+def test_a_run_that_commits_without_having_resumed_is_told_what_it_leaves_behind(run, tmp_path):
+    source = f"""
+        run = samestep.Checkpoint({str(tmp_path / "commits")!r}, every=1, model=model)
+        for _ in range(3):
+            run.step()
+        run.commit(wait=True)
+    """
+    assert run(source)[1] == [""]
+    said = "holds commits up to step 3, and this run began without them; call resume() before the first step to go on"
+    assert run(source, 2)[1] == [f"samestep: {tmp_path / 'commits'} {said}\n", ""]
+
+
 def test_an_epoch_in_another_order_is_begun_anew(nest, tmp_path):
     trail, other = Trail(tmp_path / "changed"), Trail(tmp_path / "other")
     survive(nest, trail, 1, "--stop-at", 6)

@@ -101,7 +101,8 @@ def check_state(file: str, state: Any, step: int, parts: Mapping[str, Part]) -> 
         wrong += [f"{name}'s {what}" for what in _wrong_in_part(parts[name], state[name])]
     if wrong:
         raise CheckpointError(
-            f"{file} is not damaged, but no run has such a state: its {printable(wrong[0])} is wrong",
+            f"{file} is not damaged, but its {printable(wrong[0])} does not fit this run; give Checkpoint the parts it "
+            "was made with, or another directory",
             path=file,
         )
 
