@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -118,28 +117,3 @@ def test_workers_that_print_their_stack_at_sigterm_are_stopped_as_any_other(laun
     code, err = sent_sigterm(launcher)
     assert code == 3
     assert "train.py was stopped by SIGTERM after" in err
-
-
-def test_ctrl_z_stops_the_workers_and_fg_continues_them(launcher):
-    launcher.write(
-        """
-        import os, time
-        print(os.getpid(), file=open("pids", "a"), flush=True)
-        while not os.path.exists("go"):
-            time.sleep(0.01)
-        """
-    )
-    started = launcher.start("-n", "2", "train.py")
-    pids = [started.process.pid, *(int(pid) for pid in started.wait_for_lines("pids", 2))]
-    started.process.send_signal(signal.SIGTSTP)
-    until = time.monotonic() + 5
-    while {state(pid) for pid in pids} != {"T"}:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    started.process.send_signal(signal.SIGCONT)
-    (launcher.home / "go").touch()
-    assert started.finish()[0] == 0
-
-
-def state(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -272,8 +272,7 @@ def test_a_rank_that_only_logged_a_traceback_is_not_blamed(launcher):
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="a control group of one's own needs root")
-@pytest.mark.parametrize("log", ["/dev/kmsg", "/dev/null"])
-def test_a_worker_killed_for_memory_is_said_to_be_by_the_kernels_log_or_its_count(launcher, log):
+def test_a_worker_killed_for_memory_is_said_to_be_by_the_kernels_count(launcher):
     top = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
     group = top / f"samestep-test-{os.getpid()}"
     try:
@@ -287,8 +286,7 @@ def test_a_worker_killed_for_memory_is_said_to_be_by_the_kernels_log_or_its_coun
     launcher.write(
         "import os, time\ndata = b'x' * (400 << 20) if os.environ['RANK'] == '1' else time.sleep(100)"
     )
-    enter = f'mount --bind {log} /dev/kmsg && echo $$ > "$0"/cgroup.procs && exec "$@"'
-    inside = ["unshare", "--mount", "sh", "-c", enter, str(group)]
+    inside = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group)]
     command = [*inside, sys.executable, "-m", "samestep", "run", "-n", "2", "train.py"]
     try:
         done = subprocess.run(command, cwd=launcher.home, env=launcher.env, capture_output=True, text=True)

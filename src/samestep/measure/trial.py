@@ -24,6 +24,8 @@ from samestep.rundir import begin_run, log_path, start_record
 from samestep.start.python import scripts_python
 from samestep.start.scan import names_early_variable
 from samestep.start.script import Script, run_script
+from samestep.start.signals import handled
+from samestep.start.worker import bound
 
 _STOP_S = 2.0  # what workers have to end in once they are told to
 _LAUNCHER_STOP_S = 10.0
@@ -94,7 +96,7 @@ class Trial:
             command, run = [*self.launcher, *self.script], self.directory.absolute() / "run"
             begin_run(run, start_record(command, self.size, time.time()))
             env |= {**self._env, "SAMESTEP_RUN": str(run)}
-        with _on_cores(self.cores):
+        with bound(_cores_apart(self.cores)):
             process = subprocess.Popen(
                 command,
                 env=env,
@@ -142,31 +144,15 @@ def end_on_signals() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    changed = [number for number, action in before.items() if action is not signal.SIG_IGN]
-    try:
-        for number in changed:
-            signal.signal(number, end)
+    with handled((signal.SIGTERM, signal.SIGHUP), end):
         yield
-    finally:
-        for number in changed:
-            signal.signal(number, before[number])
 
 
-@contextmanager
-def _on_cores(count: int | None) -> Iterator[None]:
-    """What is started meanwhile has one core, or some that are far apart; under a quota all cores are as good."""
+def _cores_apart(count: int | None) -> set[int]:
+    """So many cores that are far apart, or none to have them all; under a quota all cores are as good."""
     shares, _ = share_cores(max(2, count or 0))
     chosen = {share[0] for share in shares[:count] if share}
-    if count is None or len(chosen) < count:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, chosen)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+    return set() if count is None or len(chosen) < count else chosen
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from samestep.failure import heading, typed
 from samestep.rundir import CHECKPOINTED, PulseReading, pulse_path, read_pulse
-from samestep.start.memory import Kills, explain_kill
+from samestep.start.memory import explain_kill
 from samestep.start.supervise import Outcome
 from samestep.start.worker import Worker
 from samestep.text import duration, name_ranks
@@ -21,7 +21,7 @@ def ending(
     workers: Sequence[Worker],
     shown: Container[int],
     seconds: float,
-    kills: Kills,
+    kills: int | None,
     size: int,
 ) -> str | None:
     """The lines a run ends with, or None where it simply finished."""
@@ -60,13 +60,13 @@ def step_of(run: Path, rank: int) -> int | None:
 
 
 def _what(
-    outcome: Outcome, cause: Worker, shown: bool, kills: Kills, pulse: PulseReading | None
+    outcome: Outcome, cause: Worker, shown: bool, kills: int | None, pulse: PulseReading | None
 ) -> list[str]:
     lines = outcome.traceback.lines if outcome.traceback else []
     if outcome.status == -signal.SIGKILL:
-        return [*lines, explain_kill(cause.pid, kills)]
+        return [*lines, explain_kill(kills)]
     if any("killed by signal: Killed" in line for line in lines):
-        return [*lines, explain_kill(0, kills).replace("killed by SIGKILL", "a loader worker was killed", 1)]
+        return [*lines, explain_kill(kills).replace("killed by SIGKILL", "a loader worker was killed", 1)]
     if outcome.traceback is None:
         words = () if shown and not cause.err.hides else last_words(cause.err.tail.decode(errors="replace"))
         left = [f"rank {cause.rank} {pulse.call}"] if pulse and pulse.phase == "end" and pulse.call else []

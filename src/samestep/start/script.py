@@ -34,7 +34,7 @@ from samestep.rundir import (
 )
 from samestep.start.ending import ending, step_of, summarised
 from samestep.start.fork import Warm
-from samestep.start.memory import check_room, watch_kills
+from samestep.start.memory import check_room, kills_for_memory
 from samestep.start.nodes import End, Launchers, NodeMeeting
 from samestep.start.output import Log, Terminal
 from samestep.start.python import scripts_python
@@ -97,7 +97,7 @@ class _Run:
         self._script, self._began, self._began_at = script, time.time(), time.monotonic()
         self._launchers = stack.enter_context(closing(Launchers(script.where)))
         self._directory = _directory(script, self._launchers, self._began)
-        self._terminal, self._kills = Terminal(), watch_kills()
+        self._terminal, self._kills = Terminal(), kills_for_memory()
         if advice := better_place(self._directory, os.environ):
             self._terminal.say(f"samestep: {advice}")
         if self._terminal.is_live and os.environ.get("SAMESTEP_METER") != "0":

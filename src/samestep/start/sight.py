@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from samestep.failure import Frame, is_users
 from samestep.rundir import STACK_SIGNAL
 from samestep.tracebacks import main_stack
@@ -18,10 +20,10 @@ _LOADING = "/torch/utils/data/dataloader.py"
 _MOST_BYTES = 1 << 20
 _MOST_FRAMES = 100  # of a thread, that faulthandler writes
 _STATES = {
-    "T": "is stopped (SIGSTOP)",
-    "t": "is stopped by a debugger",
-    "D": "is in uninterruptible sleep (D)",
-    "Z": "has ended",
+    psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "is in uninterruptible sleep (D)",
+    psutil.STATUS_ZOMBIE: "has ended",
 }
 
 
@@ -68,9 +70,8 @@ def look_at(pid: int, stacks: int | None) -> Sight:
 
 def switches(pid: int) -> int:
     """How often the main thread has gone to sleep or was made to; unchanged, it was in one system call throughout."""
-    with suppress(OSError):
-        status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
-        return sum(int(count) for count in re.findall(r"voluntary_ctxt_switches:\s*(\d+)", status))
+    with suppress(psutil.Error):
+        return sum(psutil.Process(pid).num_ctx_switches())
     return -1
 
 
@@ -81,19 +82,17 @@ def _where(frame: Frame) -> str:
 
 def _state(pid: int) -> str:
     """In words, where a process cannot run at all."""
-    letter = process_state(pid)
-    if letter == "D":  # any read of a file is that for a moment
+    if status_of(pid) == psutil.STATUS_DISK_SLEEP:  # any read of a file is that for a moment
         time.sleep(5 * _POLL_S)
-        letter = process_state(pid)
-    return _STATES.get(letter, "")
+    return _STATES.get(status_of(pid), "")
 
 
-def process_state(pid: int) -> str:
-    """Its letter in /proc."""
+def status_of(pid: int) -> str:
+    """As psutil names it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "Z"
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return str(psutil.STATUS_ZOMBIE)
 
 
 def _users(stack: Iterable[Frame]) -> Frame | None:
@@ -127,7 +126,6 @@ def _listens(pid: int) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    with suppress(OSError):
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    with suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children()]
     return []

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Asked(Exception):
@@ -23,7 +23,7 @@ def ending_signals() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise Asked(number)
 
-    with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end):
+    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end):
         yield
 
 
@@ -35,7 +35,7 @@ def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(end, warn_on_full_buffer=False)
     try:
-        with _handled(numbers, lambda *_: None):
+        with handled(numbers, lambda *_: None):
             yield pipe
     finally:
         signal.set_wakeup_fd(-1)
@@ -44,7 +44,7 @@ def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
 
 
 @contextmanager
-def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+def handled(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
     """While entered, these are handled so; what is ignored from the start (nohup, a background job) stays so."""
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heard}

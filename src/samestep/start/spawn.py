@@ -20,7 +20,7 @@ from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.start.call import BOOT
 from samestep.start.fork import Warm
-from samestep.start.memory import check_room, explain_kill, watch_kills
+from samestep.start.memory import check_room, explain_kill, kills_for_memory
 from samestep.start.nodes import NodeRanks
 from samestep.start.output import OUT
 from samestep.start.script import defaults, worker_env
@@ -55,7 +55,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
     check_room(size)
     text = _pickled(fn, args, kwargs)
     fill_standard_descriptors()
-    kills = watch_kills()
+    kills = kills_for_memory()
     with ExitStack() as stack:
         held, port = hold_port()
         stack.enter_context(held)
@@ -83,7 +83,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         group = WorkerGroup(specs, guardian, warm=warm)
         outcome = group.watch()
         if outcome.cause is not None:
-            _raise(outcome.cause, calls[outcome.cause.rank], size, explain_kill(outcome.cause.pid, kills))
+            _raise(outcome.cause, calls[outcome.cause.rank], size, explain_kill(kills))
         return [_value(rank, call) for rank, call in enumerate(calls)]
 
 

@@ -206,9 +206,7 @@ class WorkerGroup:
         for number in numbers:
             if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
                 self._asked_at = min(self._asked_at, time.monotonic())
-            if number == signal.SIGTSTP:
-                self._pause()
-            elif number == signal.SIGINT:
+            if number == signal.SIGINT:
                 self._interrupt()
             else:
                 self._pass_on(number)
@@ -238,14 +236,6 @@ class WorkerGroup:
         for worker in self._alive():
             worker.send(signal.SIGINT)
         self._stop_at = time.monotonic() + self._patience_s
-
-    def _pause(self) -> None:
-        """Ctrl-Z stops the launcher alone, so it stops and continues its workers itself."""
-        for worker in self._alive():
-            worker.send_group(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        for worker in self._alive():
-            worker.send_group(signal.SIGCONT)
 
     @property
     def _has_failed(self) -> bool:

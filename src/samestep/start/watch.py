@@ -14,10 +14,12 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 
+import psutil
+
 from samestep.files import open_regular
 from samestep.hang import LEAST_S, Hang, RankState, find_hang, state_of
 from samestep.rundir import PulseReading, pulse_in, pulse_path, stack_path, stop_path
-from samestep.start.sight import Sight, look_at, process_state, switches
+from samestep.start.sight import Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
 from samestep.tracebacks import Traceback, describe_end
 
@@ -238,7 +240,7 @@ def _not_there(worker: Worker) -> RankState:
     does = "has not come to samestep.init"
     if not worker.is_alive:
         does = f"ended before it came to samestep.init ({describe_end(worker.status or 0)})"
-    elif process_state(worker.pid) == "T":
+    elif status_of(worker.pid) == psutil.STATUS_STOPPED:
         does = "is stopped (SIGSTOP)"
     host, is_gone = os.uname().nodename, not worker.is_alive
     return RankState(worker.rank, -1, "start", "", 0, 0.0, host, does=does, is_gone=is_gone)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
@@ -53,7 +53,7 @@ class Started(Protocol):
 def started(spec: WorkerSpec) -> Started:
     """The command of a rank in a new process; raises OSError where it cannot be executed."""
     kept = spec.descriptors
-    with _bound(spec.cores):
+    with bound(spec.cores):
         return Popen(
             spec.command,
             bufsize=0,
@@ -184,7 +184,7 @@ def fill_standard_descriptors() -> None:
 
 
 @contextmanager
-def _bound(cores: Sequence[int] | None) -> Iterator[None]:
+def bound(cores: Collection[int] | None) -> Iterator[None]:
     """While entered, this process has these cores, which a process that it starts inherits."""
     before = os.sched_getaffinity(0) if cores else None
     if cores:
