@@ -31,6 +31,9 @@ STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 # The variables that tell rank 0 the descriptors of the memory that its launcher keeps for commits.
 SLOTS = ("SAMESTEP_SLOT_A", "SAMESTEP_SLOT_B")
 CHECKPOINTED = 75  # the exit code that asks to be started again
+STARTED, RESULT = "run.json", "result.json"
+STOP = "stop"  # a file that asks a run to commit its state and end, and not to be started again
+TIME_UP = "time-is-up"  # a file that says that a run ended because its job's time is up
 # "exchange" and "call" are waits: a rank leaves them only when the others have come to them too.
 WAITS = ("exchange", "call")
 COMPUTE = ("forward", "backward", "optimizer", "user", "evaluation")
@@ -139,21 +142,6 @@ def failure_path(run: Path, rank: int) -> Path:
     return run / "failures" / f"rank-{rank}.json"
 
 
-def result_path(run: Path) -> Path:
-    """Where it is said how a run ended."""
-    return run / "result.json"
-
-
-def stop_path(run: Path) -> Path:
-    """Where a file asks a run to commit its state and end, and not to be started again."""
-    return run / "stop"
-
-
-def time_up_path(run: Path) -> Path:
-    """Where a file says that a run ended because its job's time is up."""
-    return run / "time-is-up"
-
-
 def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
     """Where this worker's pulse lies, or None outside a run's directory."""
     run = own_run(env, "pulse")
@@ -197,9 +185,9 @@ def begin_run(run: Path, started: Mapping[str, Any]) -> None:
         make_private_directory(folder)
         if not is_own_directory(folder):
             raise PermissionError(EPERM, "it is another user's or a link", str(folder))
-    for old in (run / "result.json", time_up_path(run), *(run / "failures").glob("*")):
+    for old in (run / RESULT, run / TIME_UP, *(run / "failures").glob("*")):
         old.unlink(missing_ok=True)
-    write_record(run / "run.json", started)
+    write_record(run / STARTED, started)
 
 
 def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, Any]) -> Path:

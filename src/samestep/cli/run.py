@@ -16,8 +16,7 @@ import click
 
 from samestep.cli.output import numbers, ranks_of, verb
 from samestep.errors import UsageError
-from samestep.placement.cores import cores
-from samestep.placement.devices import COUNTED, masked, visible_devices
+from samestep.placement.devices import COUNTED, cores, masked, visible_devices
 from samestep.placement.place import place
 from samestep.start.allocation import allocation_command, explanation
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone

@@ -10,8 +10,7 @@ import click
 from samestep.cli.output import check_script, print_json, print_table, progress, room, sizes_of, verb
 from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.trial import end_on_signals
-from samestep.placement.cores import cores
-from samestep.placement.devices import visible_devices
+from samestep.placement.devices import cores, visible_devices
 from samestep.placement.launchers import count
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import click
 
@@ -10,7 +9,7 @@ from samestep.cli.output import harmless, verb
 from samestep.errors import UsageError
 from samestep.files import open_directory
 from samestep.measure.runs import find_run
-from samestep.rundir import stop_path
+from samestep.rundir import STOP
 
 
 @verb("samestep stop")
@@ -28,13 +27,9 @@ def command(run: str | None) -> None:
     found = find_run(run)
     if found.is_over:
         raise UsageError(f"{harmless(found.path)} is {found.state}, so there is nothing to stop")
-    _ask(found.path)
+    # in its directory, not where a link leads
+    with open_directory(found.path) as dir_fd, suppress(FileExistsError):
+        os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
     click.echo(
         f"{harmless(found.path)} was asked to stop; `samestep status {harmless(found.path)}` says when it has"
     )
-
-
-def _ask(run: Path) -> None:
-    """Leave the file that asks a run to stop: in its directory, not where a link leads."""
-    with open_directory(run) as dir_fd, suppress(FileExistsError):
-        os.close(os.open(stop_path(run).name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))

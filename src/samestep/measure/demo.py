@@ -11,7 +11,7 @@ from samestep.compare.compare import compare
 from samestep.compare.weights import read
 from samestep.errors import WorkerFailed
 from samestep.measure.trial import Trial
-from samestep.placement.cores import cores
+from samestep.placement.devices import cores
 from samestep.text import counted
 
 SCRIPT = Path(__file__).parents[1] / "data" / "demo_train.py"

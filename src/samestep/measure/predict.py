@@ -18,7 +18,7 @@ from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.scale import Plan, Variant
 from samestep.measure.trial import Trial
 from samestep.measure.verdict import Row
-from samestep.placement.cores import cores
+from samestep.placement.devices import cores
 from samestep.rundir import step_times_path
 from samestep.steptimes import PARTS, SHOWN, read_step_times
 from samestep.text import percent

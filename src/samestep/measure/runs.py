@@ -15,6 +15,8 @@ import psutil
 from samestep.errors import UsageError
 from samestep.rundir import (
     CHECKPOINTED,
+    RESULT,
+    STARTED,
     PulseReading,
     log_path,
     pulse_path,
@@ -135,7 +137,7 @@ def root_of(directory: str | None) -> Path:
 
 def read_run(path: Path) -> Run | None:
     """The run in a directory, or None where there is none."""
-    record = _started(read_record(path / "run.json") or {})
+    record = _started(read_record(path / STARTED) or {})
     if record is None:
         return None
     logs = tuple(sorted(_numbers(path / "logs", "rank-", ".log")))
@@ -143,7 +145,7 @@ def read_run(path: Path) -> Run | None:
     read = {rank: _plain(pulse) for rank, pulse in sorted(pulses.items()) if pulse}
     outputs = [log_path(path, rank) for rank in logs] or [job_output(path)]
     written = max((found.st_mtime for one in outputs if (found := _look(one))), default=0.0)
-    return Run(path, record, _ended(read_record(path / "result.json")), read, logs, written)
+    return Run(path, record, _ended(read_record(path / RESULT)), read, logs, written)
 
 
 def job_output(run: Path) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from samestep.errors import UsageError
 from samestep.measure.trial import Trial
-from samestep.placement.cores import cores as usable_cores
+from samestep.placement.devices import cores as usable_cores
 from samestep.placement.devices import masked, visible_devices
 from samestep.placement.launchers import count
 from samestep.rundir import step_times_path

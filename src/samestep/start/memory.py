@@ -8,7 +8,7 @@ from pathlib import Path
 
 from samestep.errors import UsageError
 from samestep.files import read_text
-from samestep.placement.cores import control_groups
+from samestep.placement.devices import control_groups
 from samestep.start.scan import imports_torch
 from samestep.text import size
 

@@ -26,7 +26,7 @@ from samestep.rendezvous.key import derive, key_of_user
 from samestep.rendezvous.listen import addresses_for, listen, listen_at
 from samestep.rendezvous.member import Member
 from samestep.rendezvous.tree import Tree
-from samestep.rundir import CHECKPOINTED, read_record
+from samestep.rundir import CHECKPOINTED, STARTED, read_record
 from samestep.start.signals import Asked, ending_signals
 
 _SILENCE_S = 10.0
@@ -186,11 +186,11 @@ class Launchers:
 
     def agree_on_run(self, run: Path | None) -> Path | None:
         """The directory node 0 has made, where this node sees it too."""
-        name, record = self._gather([str(run), read_record(run / "run.json") if run else None])[0]
+        name, record = self._gather([str(run), read_record(run / STARTED) if run else None])[0]
         path = Path(name)
         self.run_name = path.name
         for _ in range(10):
-            if run or (path.is_dir() and os.listdir(path) and read_record(path / "run.json") == record):
+            if run or (path.is_dir() and os.listdir(path) and read_record(path / STARTED) == record):
                 return path
             time.sleep(0.1)
         return None

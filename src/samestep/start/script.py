@@ -19,7 +19,10 @@ from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
 from samestep.rundir import (
     CHECKPOINTED,
+    RESULT,
     SLOTS,
+    STOP,
+    TIME_UP,
     better_place,
     create_run,
     failure_path,
@@ -28,8 +31,6 @@ from samestep.rundir import (
     stack_path,
     start_record,
     step_times_path,
-    stop_path,
-    time_up_path,
     write_record,
 )
 from samestep.start.ending import ending, step_of, summarised
@@ -182,9 +183,9 @@ class _Run:
             host = os.uname().nodename
             text = f"{self._script.name} was stopped on node {here} ({host}): {text.splitlines()[0]}"
         try:
-            write_record(self._directory / (f"result-node-{here}.json" if here else "result.json"), record)
+            write_record(self._directory / (f"result-node-{here}.json" if here else RESULT), record)
         except OSError as error:
-            self._terminal.say(f"result.json in {self._directory} cannot be written ({reason_of(error)})")
+            self._terminal.say(f"{RESULT} in {self._directory} cannot be written ({reason_of(error)})")
         if text:
             self._terminal.say(text)
         self._terminal.flush()
@@ -292,7 +293,7 @@ def _progress(run: Path) -> str:
 def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:
     """How an attempt ended on this node; code 0 where its workers were stopped because another node failed."""
     code, asked = exit_code(outcome.status), outcome.asked
-    if asked is None and code == CHECKPOINTED and (stop_path(run).exists() or time_up_path(run).exists()):
+    if asked is None and code == CHECKPOINTED and ((run / STOP).exists() or (run / TIME_UP).exists()):
         asked = signal.SIGTERM
     ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]
     is_own = outcome.cause is not None or outcome.asked is not None or bool(ends)

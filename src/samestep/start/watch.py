@@ -18,7 +18,7 @@ import psutil
 
 from samestep.files import open_regular
 from samestep.hang import LEAST_S, Hang, RankState, find_hang, state_of
-from samestep.rundir import PulseReading, pulse_in, pulse_path, stack_path, stop_path
+from samestep.rundir import STOP, PulseReading, pulse_in, pulse_path, stack_path
 from samestep.start.sight import Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
 from samestep.tracebacks import Traceback, describe_end
@@ -90,12 +90,12 @@ class Watch:
 
     def ask_to_stop(self, number: int) -> None:
         """Have the ranks commit and end because of this signal, as `samestep stop` does."""
-        stop_path(self._run).write_text(signal.Signals(number).name)
+        (self._run / STOP).write_text(signal.Signals(number).name)
 
     @property
     def is_asked_to_stop(self) -> bool:
         """Whether `samestep stop` has asked for it."""
-        return stop_path(self._run).exists()
+        return (self._run / STOP).exists()
 
     def look(self, workers: Sequence[Worker], now: float) -> bool:
         """Say who waits for whom, once for each hang; true where it has lasted so long that the run is to end."""

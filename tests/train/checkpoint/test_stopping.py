@@ -164,11 +164,11 @@ def test_a_signal_is_heard_within_a_step_when_the_pace_has_changed(loop, rank):
 def test_a_file_is_heard_within_a_second_when_the_pace_has_changed(loop, tmp_path):
     codes, said, committed = loop(
         """
-        from samestep.rundir import stop_path
+        from samestep.rundir import STOP
         from pathlib import Path
         for number, _ in enumerate(steps(epochs=100), 1):
             time.sleep(0.001 if number < 60 else 0.3)
-            if number == 62 and world.rank == 0: stop_path(Path(os.environ["SAMESTEP_RUN"])).touch()
+            if number == 62 and world.rank == 0: Path(os.environ["SAMESTEP_RUN"], STOP).touch()
         """,
         2,
         env={"SAMESTEP_RUN": str(tmp_path)},

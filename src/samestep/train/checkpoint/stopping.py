@@ -12,7 +12,7 @@ from types import FrameType
 
 from samestep.errors import RankMissing
 from samestep.files import read_text
-from samestep.rundir import stop_path, time_up_path
+from samestep.rundir import STOP, TIME_UP
 from samestep.train.group.group import Group
 
 _LOOK_S = 0.3
@@ -46,10 +46,10 @@ class StopRequests:
             if self._run is not None:
                 # a launcher that started the run again would do it in vain
                 with suppress(OSError):
-                    time_up_path(self._run).touch()
+                    (self._run / TIME_UP).touch()
             return "the job's time limit"
-        if self._run is not None and stop_path(self._run).exists():
-            asked_by = read_text(stop_path(self._run))  # a launcher names its signal there
+        if self._run is not None and (self._run / STOP).exists():
+            asked_by = read_text(self._run / STOP)  # a launcher names its signal there
             return asked_by if asked_by in signal.Signals.__members__ else "samestep stop"
         return ""
 

@@ -16,7 +16,7 @@ from samestep.errors import UsageError
 from samestep.placement.place import Placement
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
-from samestep.rundir import begin_run, create_run, log_path, own_run, result_path, start_record, write_record
+from samestep.rundir import RESULT, begin_run, create_run, log_path, own_run, start_record, write_record
 from samestep.text import reason_of
 
 _TEE = Path(__file__).with_name("tee.py")
@@ -84,4 +84,4 @@ class Output:
         code = status & 0xFF if isinstance(status, int) else int(status is not None)
         record = {"exit_code": code, "seconds": round(time.time() - self._began, 3), "failure": None}
         with suppress(OSError):
-            write_record(result_path(self._run), record)
+            write_record(self._run / RESULT, record)

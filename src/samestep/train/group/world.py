@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import RanksDiffer, SamestepError, UsageError
-from samestep.placement.cores import cores
-from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, own_instance
+from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, cores, own_instance
 from samestep.placement.place import Placement, by_hand, exports, this_process
 from samestep.rendezvous.listen import LOOP, allow_descriptors
 from samestep.rendezvous.member import say
