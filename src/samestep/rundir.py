@@ -193,9 +193,17 @@ def begin_run(run: Path, started: Mapping[str, Any]) -> None:
 def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, Any]) -> Path:
     """Make a run's directory under --run-dir, $SAMESTEP_RUN_DIR or ./runs, and note what was started."""
     parent = Path(root or env.get("SAMESTEP_RUN_DIR") or "runs").absolute()
+    now = time.localtime()
+    minute, second = time.strftime("%m%d-%H%M", now), time.strftime("%m%d-%H%M%S", now)
     try:
         make_private_directory(parent)
-        run = _new_directory(parent)
+        for name in (minute, second, *(f"{second}-{k}" for k in range(2, 10_000))):
+            with suppress(FileExistsError):
+                (parent / name).mkdir(mode=0o700)
+                break
+        else:
+            raise FileExistsError(f"10000 runs began within one second in {parent}")
+        run = parent / name
         begin_run(run, started)
     except OSError as error:
         raise UsageError(
@@ -214,16 +222,6 @@ def better_place(run: Path, env: Mapping[str, str]) -> str | None:
     if not in_home or in_scratch:
         return None
     return f"the run's files go to {run.parent} in the home directory; SAMESTEP_RUN_DIR={scratch} is made for them"
-
-
-def _new_directory(parent: Path) -> Path:
-    now = time.localtime()
-    minute, second = time.strftime("%m%d-%H%M", now), time.strftime("%m%d-%H%M%S", now)
-    for name in (minute, second, *(f"{second}-{k}" for k in range(2, 10_000))):
-        with suppress(FileExistsError):
-            (parent / name).mkdir(mode=0o700)
-            return parent / name
-    raise FileExistsError(f"10000 runs began within one second in {parent}")
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

@@ -72,8 +72,11 @@ def read_traceback(stderr: str) -> Traceback | None:
     """The last traceback in what a process wrote to its stderr."""
     lines = _plain_lines(stderr)
     for number, line in enumerate(lines):
-        if found := _CRASH.match(line):
-            return _crash(found[1], lines[number + 1 :])
+        if found := _CRASH.match(
+            line
+        ):  # of the interpreter, which prints every thread, the latest call first
+            stack = _stack(lines[number + 1 :], "Current thread")
+            return Traceback(_innermost(reversed(stack)), (f"Fatal Python error: {found[1]}",))
     blocks = [_Block()]
     for line in lines:
         last = blocks[-1]
@@ -122,11 +125,6 @@ def exit_code(status: int) -> int:
 
 def _plain_lines(stderr: str) -> list[str]:
     return [_BAR.sub("", _RANK.sub("", _COLOUR.sub("", line))) for line in stderr.splitlines()]
-
-
-def _crash(what: str, lines: Sequence[str]) -> Traceback:
-    """A crash of the interpreter, which prints every thread, the most recent call first."""
-    return Traceback(_innermost(reversed(_stack(lines, "Current thread"))), (f"Fatal Python error: {what}",))
 
 
 def main_stack(text: str) -> list[Frame]:

@@ -51,7 +51,9 @@ def main(args: list[str] | None = None) -> None:
         # import_module would import warnings first, which takes a fifth of the time that --help has.
         __import__(f"samestep.cli.{verb}", fromlist=["command"]).command.main(rest, f"samestep {verb}")
     elif verb in ("-h", "--help", "help"):
-        print(_help())
+        groups = (f"{group}:\n{_aligned(verbs)}" for group, verbs in _VERBS.items())
+        more = "`samestep run --help` explains run, and so on for each command."
+        print("\n\n".join([_aligned(_EXAMPLES), *groups, more]))
     elif verb in ("--version", "-V", "version"):
         print(f"samestep {samestep.__version__}")
     else:
@@ -66,11 +68,6 @@ def _meant(verb: str) -> str:
 
     near = get_close_matches(verb, COMMANDS, 1)
     return f"did you mean `samestep {near[0]}`?" if near else "see `samestep --help`"
-
-
-def _help() -> str:
-    parts = [_aligned(_EXAMPLES), *(f"{group}:\n{_aligned(verbs)}" for group, verbs in _VERBS.items())]
-    return "\n\n".join([*parts, "`samestep run --help` explains run, and so on for each command."])
 
 
 def _aligned(lines: dict[str, str]) -> str:

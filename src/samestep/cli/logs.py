@@ -34,9 +34,9 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
     """
     found = find_run(run)
     # a batch job's ranks write to one file
-    paths = {log_of(found, rank): rank for rank in _chosen(found, ranks)}
-    marks = [f"[rank {rank}] " if len(paths) > 1 else "" for rank in paths.values()]
-    tails = [Tail(path, mark) for path, mark in zip(paths, marks, strict=True)]
+    chosen = (found.logs or [0]) if ranks == "all" else numbers("--rank", ranks, "ranks")
+    paths = {log_of(found, rank): rank for rank in chosen}
+    tails = [Tail(path, f"[rank {rank}] " if len(paths) > 1 else "") for path, rank in paths.items()]
     try:
         _show(found, tails, follow)
     except BrokenPipeError:
@@ -78,7 +78,3 @@ def _show(run: Run, tails: list[Tail], follow: bool) -> None:
             pass
         if not is_last:
             time.sleep(_LOOK_S)
-
-
-def _chosen(run: Run, text: str) -> list[int]:
-    return (list(run.logs) or [0]) if text == "all" else numbers("--rank", text, "ranks")

@@ -64,7 +64,7 @@ def _events_of(directory: Path, rank: int) -> Iterator[Event]:
         if event.get("ph") != "X" or not isinstance(event.get("pid"), int):
             continue
         event |= {"pid": rank, "ts": event["ts"] + seen.get("baseTimeNanoseconds", 0) / 1e3}
-        if _is_exchange(event):
+        if event["name"].endswith(":all_reduce") and event.get("cat") in ("cpu_op", "user_annotation"):
             step = sum(begin <= event["ts"] for _, begin in steps) - 1
             if step < 0:
                 continue
@@ -80,10 +80,6 @@ def _events_of(directory: Path, rank: int) -> Iterator[Event]:
     yield {**named, "name": "process_sort_index", "args": {"sort_index": rank}}
     for row, name in rows.items():
         yield {**named, "tid": row, "name": "thread_name", "args": {"name": name}}
-
-
-def _is_exchange(event: Event) -> bool:
-    return str(event["name"]).endswith(":all_reduce") and event.get("cat") in ("cpu_op", "user_annotation")
 
 
 def _size_of(event: Event) -> str:

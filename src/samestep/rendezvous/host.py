@@ -196,7 +196,8 @@ class Meeting:
                 self._strangers.pop(channel, None)
             while message := channel.take_json():
                 if "told" in message:
-                    self._note(self._number_of(channel), message["told"])
+                    number = next(number for number, member in self.members.items() if member is channel)
+                    self._note(number, message["told"])
                 elif not self._admit(channel, message):
                     break
         except RanksDiffer as error:
@@ -280,9 +281,6 @@ class Meeting:
             )
         if objection := me.objection({me.number: me.facts, number: hello["facts"]}):
             raise objection
-
-    def _number_of(self, channel: Channel) -> int:
-        return next(number for number, member in self.members.items() if member is channel)
 
     def _there(self) -> Iterator[tuple[int, str]]:
         """The numbers that have come, and from which host."""

@@ -53,7 +53,8 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
             f"launch got size {size!r}, which is not a number of processes; use a whole number of at least 1"
         )
     check_room(size)
-    text = _pickled(fn, args, kwargs)
+    with _by_value_where_unimportable(sys.modules.get(getattr(fn, "__module__", None) or "")):
+        text = cloudpickle.dumps(sys.path) + cloudpickle.dumps((fn, args, kwargs))
     fill_standard_descriptors()
     kills = kills_for_memory()
     with ExitStack() as stack:
@@ -140,11 +141,6 @@ def _value(rank: int, call: BinaryIO) -> Any:
 def _answer(call: BinaryIO) -> bytes:
     call.seek(0)
     return call.read()
-
-
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    with _by_value_where_unimportable(sys.modules.get(getattr(fn, "__module__", None) or "")):
-        return bytes(cloudpickle.dumps(sys.path) + cloudpickle.dumps((fn, args, kwargs)))
 
 
 @contextmanager

@@ -175,7 +175,8 @@ class WorkerGroup:
                 self._asked, self.asked_late = None, self._asked  # no script ends so because it was asked to
             if self._asked is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
-            elif self._alive() and (worker.is_echo or self._blames_another(worker)):
+            # its exception may name a rank that is about to raise the same
+            elif worker.is_echo or any(other.rank in worker.blamed for other in self._alive()):
                 wait_s = _LEAVE_S if any(map(self._way_out, self._alive())) else _ECHO_S
             self._stop_at = min(self._stop_at, now + wait_s)
         if now >= self._stop_at:
@@ -185,10 +186,6 @@ class WorkerGroup:
             self._kill_at = inf
             for worker in self._alive():
                 worker.send_group(signal.SIGKILL)
-
-    def _blames_another(self, worker: Worker) -> bool:
-        """Whether its exception names a rank that is about to raise the same."""
-        return any(other.rank in worker.blamed for other in self._alive())
 
     def _stop(self, now: float) -> None:
         """Ask the workers that are left to end."""
@@ -271,7 +268,9 @@ class WorkerGroup:
             return Outcome(1, left, Traceback(told.frame, (why, *said)), self._asked)
         if cause.is_echo:
             # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
-            cause = min([cause, *(worker for worker in self.workers if _hangs(worker, cause))], key=_blame)
+            since = cause.failed_at - _HANG_S
+            hung = [worker for worker in self.workers if since < worker.err.traceback_at < cause.ended_at]
+            cause = min([cause, *(worker for worker in hung if worker.was_stopped)], key=_blame)
         # all ranks raise that they differ, and the first of them may be one of the many that are alike
         cause = next((worker for worker in own if worker.rank in cause.blamed), cause)
         status = 1 if cause.was_stopped else cause.status or 0
@@ -287,10 +286,6 @@ class WorkerGroup:
 def _blame(worker: Worker) -> tuple[bool, float]:
     """The smallest is the cause: first of all who does not only tell of another, then who was first."""
     return worker.is_echo, worker.failed_at
-
-
-def _hangs(worker: Worker, after: Worker) -> bool:
-    return worker.was_stopped and after.failed_at - _HANG_S < worker.err.traceback_at < after.ended_at
 
 
 def _is_own_fault(status: int, traceback: Traceback | None) -> bool:

@@ -114,7 +114,10 @@ class Watch:
             self._told = None
         is_over = hang is not None and hang.seconds >= self._limit_of(hang, known)
         if hang is not None and (self._told is None or is_over):
-            self._look_closely(hang, known)
+            # at the missing ranks, and at one that waits, whose stack tells the line
+            for state in [*hang.missing[:_MOST_LOOKED_AT], *hang.waiting[:1]]:
+                if state.rank in known:
+                    self._look_at_rank(state.rank, known[state.rank])
             hang = find_hang([*self._states(known, now), *others], self._size, self.least_s) or hang
         self.hang = hang
         if hang is None:
@@ -201,12 +204,6 @@ class Watch:
                     )
             found.append(state)
         return found
-
-    def _look_closely(self, hang: Hang, pulses: Mapping[int, PulseReading]) -> None:
-        """At the missing ranks, and at one that waits, whose stack tells the line."""
-        for state in [*hang.missing[:_MOST_LOOKED_AT], *hang.waiting[:1]]:
-            if state.rank in pulses:
-                self._look_at_rank(state.rank, pulses[state.rank])
 
     def _look_at_rank(self, rank: int, pulse: PulseReading) -> None:
         stacks = self._files.get(stack_path(self._run, rank))
