@@ -12,18 +12,8 @@ from typing import Any, cast
 
 import psutil
 
+from samestep import rundir
 from samestep.errors import UsageError
-from samestep.rundir import (
-    CHECKPOINTED,
-    RESULT,
-    STARTED,
-    PulseReading,
-    log_path,
-    pulse_path,
-    read_pulse,
-    read_record,
-    step_times_path,
-)
 from samestep.start.slurm import state_of_job
 from samestep.steptimes import Progress, read_step_times
 from samestep.text import name_ranks, printable
@@ -34,7 +24,7 @@ _END_OF_TIME = 2.0**37  # later years have five digits
 _MOST_RANKS = 10_000_000
 _MOST_LINES = 1000
 _MOST_CHARACTERS = 2000
-_ENDS = {0: "done", CHECKPOINTED: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
+_ENDS = {0: "done", rundir.CHECKPOINTED: "stopped at a checkpoint", 124: "out of time", 130: "interrupted"}
 _JOB_ENDS = {"completed": "done", "timeout": "out of time", "node fail": "lost a node"}
 
 
@@ -45,7 +35,7 @@ class Run:
     path: Path
     record: dict[str, Any]
     result: dict[str, Any] | None
-    pulses: dict[int, PulseReading]
+    pulses: dict[int, rundir.PulseReading]
     logs: tuple[int, ...]
     written: float
 
@@ -108,7 +98,7 @@ class Run:
     def progress(self) -> Progress:
         """What the first rank's meter says."""
         rank = min(self.pulses, default=0)
-        found = read_step_times(step_times_path(self.path, rank))
+        found = read_step_times(rundir.step_times_path(self.path, rank))
         return found.progress if found else Progress()
 
     def facts(self) -> dict[str, Any]:
@@ -137,15 +127,18 @@ def root_of(directory: str | None) -> Path:
 
 def read_run(path: Path) -> Run | None:
     """The run in a directory, or None where there is none."""
-    record = _started(read_record(path / STARTED) or {})
+    record = _started(rundir.read_record(path / rundir.STARTED) or {})
     if record is None:
         return None
     logs = tuple(sorted(_numbers(path / "logs", "rank-", ".log")))
-    pulses = {rank: read_pulse(pulse_path(path, rank)) for rank in _numbers(path / "pulse", "rank-", "")}
+    pulses = {
+        rank: rundir.read_pulse(rundir.pulse_path(path, rank))
+        for rank in _numbers(path / "pulse", "rank-", "")
+    }
     read = {rank: _plain(pulse) for rank, pulse in sorted(pulses.items()) if pulse}
-    outputs = [log_path(path, rank) for rank in logs] or [job_output(path)]
+    outputs = [rundir.log_path(path, rank) for rank in logs] or [job_output(path)]
     written = max((found.st_mtime for one in outputs if (found := _look(one))), default=0.0)
-    return Run(path, record, _ended(read_record(path / RESULT)), read, logs, written)
+    return Run(path, record, _ended(rundir.read_record(path / rundir.RESULT)), read, logs, written)
 
 
 def job_output(run: Path) -> Path:
@@ -183,7 +176,7 @@ def log_of(run: Run, rank: int) -> Path:
     if rank not in run.logs:
         there = name_ranks(run.logs) if run.logs else "no log yet"
         raise UsageError(f"rank {rank} has no log in {run.path}, which has {there}; choose with --rank")
-    return log_path(run.path, rank)
+    return rundir.log_path(run.path, rank)
 
 
 def _started(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -218,7 +211,7 @@ def _ended(record: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def _plain(pulse: PulseReading) -> PulseReading:
+def _plain(pulse: rundir.PulseReading) -> rundir.PulseReading:
     """A pulse that can be printed and reckoned with, whatever its file holds."""
     device, phase, call = (printable(text) for text in (pulse.device, pulse.phase, pulse.call))
     unix = pulse.unix if math.isfinite(pulse.unix) else 0.0

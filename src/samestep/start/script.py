@@ -11,35 +11,19 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+from samestep import rundir
 from samestep.errors import RankMissing, UsageError
 from samestep.files import unnamed_file
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, share_cores
 from samestep.placement.place import Placement, exports
 from samestep.rendezvous.key import DESCRIPTOR, handed_on
 from samestep.rendezvous.listen import hold_port
-from samestep.rundir import (
-    CHECKPOINTED,
-    RESULT,
-    SLOTS,
-    STOP,
-    TIME_UP,
-    better_place,
-    create_run,
-    failure_path,
-    log_path,
-    pulse_path,
-    stack_path,
-    start_record,
-    step_times_path,
-    write_record,
-)
 from samestep.start.ending import ending, step_of, summarised
 from samestep.start.fork import Warm
 from samestep.start.memory import check_room, kills_for_memory
-from samestep.start.nodes import End, Launchers, NodeMeeting
+from samestep.start.nodes import End, Launchers, NodeMeeting, Past
 from samestep.start.output import Log, Terminal
 from samestep.start.python import scripts_python
-from samestep.start.restarts import Restarts
 from samestep.start.scan import names_early_variable
 from samestep.start.signals import PASSED_ON, Asked, ending_signals, signals_as_bytes
 from samestep.start.supervise import GRACE_S, Outcome, WorkerGroup
@@ -99,7 +83,7 @@ class _Run:
         self._launchers = stack.enter_context(closing(Launchers(script.where)))
         self._directory = _directory(script, self._launchers, self._began)
         self._terminal, self._kills = Terminal(), kills_for_memory()
-        if advice := better_place(self._directory, os.environ):
+        if advice := rundir.better_place(self._directory, os.environ):
             self._terminal.say(f"samestep: {advice}")
         if self._terminal.is_live and os.environ.get("SAMESTEP_METER") != "0":
             self._terminal.progress = partial(_progress, self._directory)
@@ -108,16 +92,16 @@ class _Run:
         self._shares, self._threads = share_cores(script.size, {**os.environ, **script.env})
         self._restarts = Restarts(script.max_restarts, script.restart_on)
         # memory for the state of rank 0, which is there as long as this process is
-        slots = SLOTS if script.max_restarts else ()
-        self._slots = {name: stack.enter_context(unnamed_file(name=SLOTS[0])).fileno() for name in slots}
+        slots = rundir.SLOTS if script.max_restarts else ()
+        self._slots = {name: stack.enter_context(unnamed_file(name=name)).fileno() for name in slots}
         self._warm: Warm | None = None
         if script.is_warmable:
             env = {**defaults(self._threads), **os.environ, **script.env}
-            errors = log_path(self._directory, 0).with_name("warm.log")
-            what = script.command[1]
+            errors, what = self._directory / "logs" / "warm.log", script.command[1]
             folder = os.getcwd() if what == "-m" else os.path.dirname(os.path.realpath(what))
-            self._warm = Warm([folder], env, script.size, errors, self._guardian)
-            stack.callback(self._warm.close)
+            self._warm = stack.enter_context(
+                closing(Warm([folder], env, script.size, errors, self._guardian))
+            )
             if script.fork:
                 self._warm.wait(self._signals)
 
@@ -183,9 +167,11 @@ class _Run:
             host = os.uname().nodename
             text = f"{self._script.name} was stopped on node {here} ({host}): {text.splitlines()[0]}"
         try:
-            write_record(self._directory / (f"result-node-{here}.json" if here else RESULT), record)
+            rundir.write_record(
+                self._directory / (f"result-node-{here}.json" if here else rundir.RESULT), record
+            )
         except OSError as error:
-            self._terminal.say(f"{RESULT} in {self._directory} cannot be written ({reason_of(error)})")
+            self._terminal.say(f"{rundir.RESULT} in {self._directory} cannot be written ({reason_of(error)})")
         if text:
             self._terminal.say(text)
         self._terminal.flush()
@@ -234,21 +220,60 @@ class _Run:
                     worker_env(place, self._threads, told),
                     cores,
                     0 if rank == 0 else None,
-                    stack.enter_context(closing(Log(log_path(run, rank), lost))),
+                    stack.enter_context(closing(Log(rundir.log_path(run, rank), lost))),
                     self._terminal if rank in script.shown else None,
                     None if script.shown == {0} else f"[rank {rank}] ".encode() if rank else b"",
-                    failure_path(run, rank),
+                    rundir.failure_path(run, rank),
                     key | self._slots if rank == 0 else key,
                 )
             )
         return specs, ranks.total
 
 
+class Restarts:
+    """Whether a run is started again after a failure: not for the same one twice, and as often as it gets further."""
+
+    def __init__(self, most: int, codes: Container[int]) -> None:
+        """`codes` are the exit codes after which to start again; none means any."""
+        self._most, self._codes = most, codes
+        self._failures: dict[str, str] = {}
+        self.past = Past()
+
+    def agree(self, pasts: Sequence[Past]) -> None:
+        """Take over what the launchers of all nodes know, as one that has come in a lost node's place has to."""
+        furthest, used = max((past.furthest, past.used) for past in pasts)
+        self.past = Past(max(past.generation for past in pasts), used, furthest)
+
+    def are_over(self, end: End) -> str | None:
+        """What the run ends with, after this end of an attempt; None to start again."""
+        report = end.text or ""
+        if end.asked is not None or end.code == 0:
+            return report
+        if self._codes and end.code not in self._codes:
+            return report
+        generation, used, furthest = self.past
+        if end.step > furthest:
+            used, furthest = 0, end.step
+        if used == self._most:
+            return report
+        if end.place in self._failures:
+            again = "The same failure came again at the same place, so the run is not restarted:"
+            return f"{self._failures[end.place]}\n\n{again}\n\n{report}"
+        if end.place is not None:
+            self._failures[end.place] = report
+        self.past = Past(generation + 1, used + 1, furthest)
+        return None
+
+
 def _forget(run: Path, rank: int) -> bool:
     """Remove what a rank of an older start told; whether there was any of it."""
     told = [
         path
-        for path in (pulse_path(run, rank), failure_path(run, rank), stack_path(run, rank))
+        for path in (
+            rundir.pulse_path(run, rank),
+            rundir.failure_path(run, rank),
+            rundir.stack_path(run, rank),
+        )
         if path.exists()
     ]
     for path in told:
@@ -274,26 +299,30 @@ def defaults(threads: int) -> dict[str, str]:
 def _directory(script: Script, launchers: Launchers, began: float, known: Path | None = None) -> Path:
     """Node 0 makes the run's directory; another node makes its own only where it does not see node 0's."""
     try:
-        started = start_record(script.command, script.size, began)
+        started = rundir.start_record(script.command, script.size, began)
     except FileNotFoundError as error:
         raise UsageError(
             "the directory this was started in was removed; change to one that exists"
         ) from error
     if launchers.nodes > 1:
         started["nodes"] = launchers.nodes
-    own = None if launchers.node else known or create_run(script.run_dir, os.environ, started)
-    return launchers.agree_on_run(own) or known or create_run(script.run_dir, os.environ, started)
+    own = None if launchers.node else known or rundir.create_run(script.run_dir, os.environ, started)
+    return launchers.agree_on_run(own) or known or rundir.create_run(script.run_dir, os.environ, started)
 
 
 def _progress(run: Path) -> str:
-    found = read_step_times(step_times_path(run, 0))
+    found = read_step_times(rundir.step_times_path(run, 0))
     return str(found.progress) if found and found.progress.rows else ""
 
 
 def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:
     """How an attempt ended on this node; code 0 where its workers were stopped because another node failed."""
     code, asked = exit_code(outcome.status), outcome.asked
-    if asked is None and code == CHECKPOINTED and ((run / STOP).exists() or (run / TIME_UP).exists()):
+    if (
+        asked is None
+        and code == rundir.CHECKPOINTED
+        and ((run / rundir.STOP).exists() or (run / rundir.TIME_UP).exists())
+    ):
         asked = signal.SIGTERM
     ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]
     is_own = outcome.cause is not None or outcome.asked is not None or bool(ends)

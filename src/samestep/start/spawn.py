@@ -5,7 +5,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -93,8 +93,8 @@ def _warm(size: int, threads: int, guardian: Guardian, stack: ExitStack) -> Warm
     if size == 1 or "torch" not in sys.modules:
         return None
     path = [os.path.abspath(place) for place in sys.path]
-    warm = Warm(path, {**defaults(threads), **os.environ}, size, Path(os.devnull), guardian)
-    stack.callback(warm.close)
+    env = {**defaults(threads), **os.environ}
+    warm = stack.enter_context(closing(Warm(path, env, size, Path(os.devnull), guardian)))
     warm.wait()
     return warm
 

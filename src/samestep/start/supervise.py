@@ -5,6 +5,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -65,9 +66,8 @@ class WorkerGroup:
         self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere
         self._watch, self._warm = watch, warm
         self._hang: Hang | None = None
-        self._grace_s = grace_s if patience_s is None else patience_s
-        self._patience_s = _PATIENCE_S if patience_s is None else patience_s
-        self._stuck_s = _STUCK_S if patience_s is None else patience_s
+        given = (grace_s, _PATIENCE_S, _STUCK_S) if patience_s is None else [patience_s] * 3
+        self._grace_s, self._patience_s, self._stuck_s = given
         self._asked = asked
         self.asked_late: int | None = None  # after a worker had failed
         self._asked_at = inf if asked is None else self.began
@@ -111,38 +111,30 @@ class WorkerGroup:
         streams = [
             stream for worker in alive for stream in (worker.out, worker.err) if not stream.pipe.closed
         ]
-        ready = self._actions(alive, streams)
+        actions = self._actions(alive, streams)
         poll = select.poll()
-        for fd in ready:
-            poll.register(fd, select.POLLIN)
-        for kind in self._terminal.waiting() if self._terminal else ():
-            poll.register(kind, select.POLLOUT)
+        for fd, (event, _) in actions.items():
+            poll.register(fd, event)
         for fd, _ in poll.poll(_SOON_MS if min(self._stop_at, self._kill_at) < inf else _TICK_MS):
-            if fd in ready:
-                ready[fd]()
-            elif self._terminal:
-                self._terminal.write(fd)
+            actions[fd][1]()
         now = time.monotonic()
         for stream in streams:
             stream.tick(now)
         if self._terminal:
             self._terminal.tick(now)
         self._settle(alive, now)
-        if not self._stopping:
-            self._look_around(now)
-
-    def _look_around(self, now: float) -> None:
-        """At what may end the run, and what is got ready for its next start."""
+        if self._stopping:
+            return
         if self._is_over_elsewhere and self._is_over_elsewhere():
             self._stop(now)
         elif self._watch:
             self._look(self._watch, now)
-            # before the first step it would take cores from the start of the ranks
-            if self._warm and (self._watch.has_stepped or now - self.began > _SETTLED_S):
-                self._warm.tend(now)
 
     def _look(self, watch: Watch, now: float) -> None:
         """Stop the workers where some wait in vain for too long, or after a request that none of them heeds."""
+        # before the first step a warm process would take cores from the start of the ranks
+        if self._warm and (watch.has_stepped or now - self.began > _SETTLED_S):
+            self._warm.tend(now)
         is_over = watch.look(self.workers, now)
         if self._asked_at == inf and watch.is_asked_to_stop:
             self._asked_at = now
@@ -154,17 +146,22 @@ class WorkerGroup:
             self._stopping = True
             self.kill()
 
-    def _actions(self, alive: Sequence[Worker], streams: Sequence[Stream]) -> dict[int, Callable[[], object]]:
-        """What to do when one of these descriptors can be read."""
-        actions: dict[int, Callable[[], object]] = {
+    def _actions(
+        self, alive: Sequence[Worker], streams: Sequence[Stream]
+    ) -> dict[int, tuple[int, Callable[[], object]]]:
+        """What to do when one of these descriptors can be read or written."""
+        readers: dict[int, Callable[[], object]] = {
             stream.pipe.fileno(): stream.read
             for stream in streams
             if stream.console is None or not stream.console.crowded
         }
-        actions |= {worker.pidfd: worker.look for worker in alive if worker.pidfd is not None}
+        readers |= {worker.pidfd: worker.look for worker in alive if worker.pidfd is not None}
         if (signals := self._signals) is not None:
-            actions[signals] = lambda: self._hear(os.read(signals, 64))
-        return actions
+            readers[signals] = lambda: self._hear(os.read(signals, 64))
+        terminal = self._terminal
+        writers = {kind: partial(terminal.write, kind) for kind in terminal.waiting()} if terminal else {}
+        at_read = {fd: (select.POLLIN, read) for fd, read in readers.items()}
+        return at_read | {fd: (select.POLLOUT, write) for fd, write in writers.items()}
 
     def _settle(self, watched: Sequence[Worker], now: float) -> None:
         """Stop the workers when one has failed, and kill them when their time to end is over."""
@@ -210,16 +207,16 @@ class WorkerGroup:
 
     def _pass_on(self, number: int) -> None:
         """To the workers; in a recovery, where it would end them before they commit, as a request to stop."""
-        if number not in (signal.SIGTERM, signal.SIGHUP):
-            pass
-        elif self._has_failed:
-            self.asked_late = number
-        elif self._watch and self._watch.is_recovering:
-            self._watch.ask_to_stop(number)
-            self._asked, self._stop_at = number, time.monotonic() + self._patience_s
-            return
-        else:
-            self._asked = number
+        if number in (signal.SIGTERM, signal.SIGHUP):
+            ended = [worker.status for worker in self.workers if worker.look() and not worker.was_stopped]
+            if set(ended) - {0, CHECKPOINTED}:
+                self.asked_late = number
+            else:
+                self._asked = number
+                if self._watch and self._watch.is_recovering:
+                    self._watch.ask_to_stop(number)
+                    self._stop_at = time.monotonic() + self._patience_s
+                    return
         for worker in self._alive():
             worker.send(number)
 
@@ -233,11 +230,6 @@ class WorkerGroup:
         for worker in self._alive():
             worker.send(signal.SIGINT)
         self._stop_at = time.monotonic() + self._patience_s
-
-    @property
-    def _has_failed(self) -> bool:
-        ended = [worker for worker in self.workers if worker.look() and not worker.was_stopped]
-        return any(worker.status not in (0, CHECKPOINTED) for worker in ended)
 
     def _way_out(self, worker: Worker) -> str:
         return self._watch.way_out(worker) if self._watch else ""

@@ -139,10 +139,9 @@ class Worker:
 
     def send_group(self, number: int) -> None:
         """A signal for the worker and everything it started."""
-        if not self.is_alive:
-            return
         try:
-            os.killpg(self.pid, number)
+            if self.is_alive:
+                os.killpg(self.pid, number)
         except ProcessLookupError:
             os.kill(self.pid, number)
 
