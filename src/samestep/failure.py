@@ -3,7 +3,6 @@
 import json
 import linecache
 import os
-import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -20,12 +19,6 @@ from samestep.text import duration, printable
 
 _MOST_FRAMES = 20
 _MOST_CHARACTERS = 1 << 14
-# What a rank raises because another rank has failed.
-_ECHO = re.compile(
-    r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
-    r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
-    r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
-)
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
 
@@ -36,7 +29,17 @@ class Frame(NamedTuple):
     file: str
     line: int
     name: str
-    code: str
+    code: str = ""
+
+    @property
+    def place(self) -> str:
+        """As `train.py:28`."""
+        return f"{printable(Path(self.file).name)}:{self.line}"
+
+    @property
+    def doing(self) -> str:
+        """What a process does that is there: `is in read_shard (data.py:17)`."""
+        return f"is at {self.place}" if self.name == "<module>" else f"is in {self.name} ({self.place})"
 
 
 class Failure(NamedTuple):
@@ -85,11 +88,6 @@ def add_remedy(error: BaseException) -> None:
             error.add_note(f"samestep: {remedy}")
 
 
-def is_echo(line: str) -> bool:
-    """Whether this line of an exception only says that another rank has ended."""
-    return _ECHO.search(line) is not None
-
-
 def is_users(file: str) -> bool:
     """Whether a frame in this file is the user's own, not a library's."""
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
@@ -97,23 +95,17 @@ def is_users(file: str) -> bool:
     return not file.startswith((_STANDARD, _OURS))
 
 
-def users_frame(frame: FrameType | None) -> FrameType | None:
+def users_frame(frame: FrameType | None) -> Frame | None:
     """This frame or the nearest that called it of the user's own; None where the script has ended."""
     while frame and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame
+    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
 
 
 def heading(script: str, rank: int, size: int, place: str, seconds: float, step: int | None) -> str:
     """The first line of a report."""
     when = duration(seconds) + ("" if step is None else f", in step {step}")
     return f"{printable(script)} failed on rank {rank} of {size} ({printable(place)}) after {when}"
-
-
-def location(frame: Frame) -> list[str]:
-    """The lines that say where it happened."""
-    where = f"  {typed(Path(frame.file))}:{frame.line}" + (f" in {frame.name}" if frame.name else "")
-    return [where, f"    {frame.code[:200]}"] if frame.code else [where]
 
 
 def typed(path: Path) -> str:
@@ -181,7 +173,7 @@ def _text(error: BaseException) -> str:
 def _frames(error: BaseException) -> list[Frame]:
     """The user's own frames, the innermost last; of an exception that has none of them, the last one."""
     steps = traceback.walk_tb(error.__traceback__)
-    frames = [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name, "") for frame, line in steps]
+    frames = [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in steps]
     chosen = [frame for frame in frames if is_users(frame.file)][-_MOST_FRAMES:] or frames[-1:]
     shown = [frame._replace(code=linecache.getline(frame.file, frame.line).strip()[:400]) for frame in chosen]
     if isinstance(error, SyntaxError) and error.filename:

@@ -4,7 +4,7 @@ A rank that is in its wait number 7 leaves it only when every other rank has com
 that has counted fewer waits is being waited for, whatever it does, and no clocks are compared.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from samestep.rundir import WAITS, PulseReading
@@ -164,14 +164,6 @@ def _at_another_call(states: Sequence[RankState]) -> list[RankState]:
 def state_of(rank: int, pulse: PulseReading, seconds: float, host: str = "") -> RankState:
     """What a rank's pulse says, where its phase began so many seconds ago."""
     return RankState(rank, pulse.step, pulse.phase, pulse.call, pulse.waits, seconds, host)
-
-
-def states_of_files(pulses: Collection[tuple[int, PulseReading]], now: float) -> list[RankState]:
-    """What ranks of any machine say, by the wall clock."""
-    return [
-        state_of(rank, pulse, now - pulse.unix + pulse.monotonic - pulse.phase_began)
-        for rank, pulse in pulses
-    ]
 
 
 def _of_step(step: int, word: str = "of") -> str:

@@ -4,9 +4,10 @@ import linecache
 import re
 import signal
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from samestep.failure import Failure, Frame, is_echo, is_users, location
+from samestep.failure import Failure, Frame, is_users, typed
 from samestep.text import printable
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -18,6 +19,12 @@ _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<
 _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 _NOISE = re.compile(
     r"^(?:-[-+]{7}|\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)"
+)
+# What a rank raises because another rank has failed.
+_ECHO = re.compile(
+    r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
+    r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
+    r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
 )
 _WORKER = "DataLoader worker (pid"
 _MOST_LINES = 4
@@ -36,12 +43,15 @@ class Traceback(NamedTuple):
     @property
     def lines(self) -> list[str]:
         """As a report shows it."""
-        return [*(location(self.frame) if self.frame else []), *self.exception]
+        if (frame := self.frame) is None:
+            return [*self.exception]
+        where = f"  {typed(Path(frame.file))}:{frame.line}" + (f" in {frame.name}" if frame.name else "")
+        return [where, *([f"    {frame.code[:200]}"] if frame.code else []), *self.exception]
 
     @property
     def is_echo(self) -> bool:
         """Whether the exception only says that another rank has ended."""
-        return any(is_echo(line) for line in self.exception)
+        return any(map(_ECHO.search, self.exception))
 
 
 class _Block:
@@ -57,7 +67,7 @@ class _Block:
         if self.ended:
             return
         if frame and not self.exception:
-            self.frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or "", ""))
+            self.frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or ""))
         elif self.exception:
             self.ended = bool(_NOISE.match(line))
             if not self.ended:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.measure.plots import plots_of
-from samestep.measure.report import Report
+from samestep.measure.report import Report, plots_of
 from samestep.measure.scale import Measured, Variant, variants
 from samestep.measure.verdict import limit_of, rows_of, verdict
 from samestep.steptimes import PARTS, SHOWN, Breakdown

@@ -5,7 +5,7 @@ import time
 import click
 
 from samestep.cli.output import harmless, print_json, verb
-from samestep.hang import LEAST_S, find_hang, states_of_files
+from samestep.hang import LEAST_S, find_hang, state_of
 from samestep.measure.runs import find_run
 
 
@@ -24,7 +24,11 @@ def command(run: str | None, as_json: bool) -> None:
     found = find_run(run)
     now = time.time()
     facts = found.facts()
-    states = states_of_files(found.pulses.items(), now)
+    # by the wall clock: they may be of any machine
+    states = [
+        state_of(rank, pulse, now - pulse.unix + pulse.monotonic - pulse.phase_began)
+        for rank, pulse in found.pulses.items()
+    ]
     hang = None if found.is_over else find_hang(states, found.size, LEAST_S)
     if as_json:
         names = ("device", "step", "epoch")

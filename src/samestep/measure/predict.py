@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import log2
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import fmean, linear_regression, median
 from tempfile import TemporaryDirectory
 
 from samestep.errors import UsageError, WorkerFailed
@@ -144,7 +144,7 @@ class Model:
 
     def part(self, size: int, name: str) -> float:
         """Seconds of a part at a size: a + b * share, through what was measured; constant where that is one size."""
-        seconds = [_mean(row, name) for row in self.rows]
+        seconds = [fmean(row.of_rank(rank)[name] for rank in range(row.variant.size)) for row in self.rows]
         if self.weak:
             return median(seconds)
         shares = [1 / row.variant.size for row in self.rows]
@@ -180,12 +180,6 @@ class Model:
         of = len(self.jitter)
         weights = (((at + 1) / of) ** size - (at / of) ** size for at in range(of))
         return sum(ratio * weight for ratio, weight in zip(self.jitter, weights, strict=True))
-
-
-def _mean(row: Row, name: str) -> float:
-    """Seconds of a part, as a mean over the ranks."""
-    ranks = [row.of_rank(rank)[name] for rank in range(row.variant.size)]
-    return sum(ranks) / len(ranks)
 
 
 def model_of(plan: Plan, rows: Sequence[Row], link: Link | None) -> Model:

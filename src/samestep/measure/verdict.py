@@ -201,7 +201,7 @@ def verdict(rows: Sequence[Row]) -> str:
         best, *others = sorted(rows, key=lambda row: -row.throughput.value)
         judged, said = best, [_best(best, others)]
     else:
-        said = [_gain(judged, first), *_knee(rows)] if len(rows) > 1 else []
+        said = [*_gains(rows)] if len(rows) > 1 else []
     noise = max((row.step_s.high - row.step_s.low) / row.step_s.value for row in rows)
     if noise > _NOISE:
         said.append(f"Equal runs differ by up to {percent(noise)}: measure again when the machine is idle.")
@@ -215,22 +215,20 @@ def verdict(rows: Sequence[Row]) -> str:
     return " ".join([*said, str(limit)])
 
 
-def _gain(row: Row, first: Row) -> str:
-    speed = row.speedup
+def _gains(rows: Sequence[Row]) -> Iterable[str]:
+    """How much faster the last size is, how much each doubling gained, and the last size that was worth it."""
+    first, last = rows[0], rows[-1]
+    speed = last.speedup
     how = "slower than" if speed.high < 1 else "no faster than" if speed.low <= 1 else "faster than"
-    return f"{row.processes} are {how} {first.processes}: speed-up {speed}, efficiency {percent(row.efficiency)}."
-
-
-def _knee(rows: Sequence[Row]) -> Iterable[str]:
-    """How much each doubling gained, and the last size that was worth it."""
+    yield f"{last.processes} are {how} {first.processes}: speed-up {speed}, efficiency {percent(last.efficiency)}."
     gains = []
     for before, after in pairwise(rows):
         ratio = after.variant.size / before.variant.size
         gains.append((after.speedup.value / before.speedup.value) ** (1 / log2(ratio)))
     if len(rows) > 2:
-        gain = rows[-1].speedup.value / rows[-2].speedup.value
-        yield f"Going from {rows[-2].variant.size} to {rows[-1].processes} made it {gain:.2f} times as fast."
-    first, knee = rows[0], rows[next((at for at, gain in enumerate(gains) if gain < _WORTH), len(gains))]
+        gain = last.speedup.value / rows[-2].speedup.value
+        yield f"Going from {rows[-2].variant.size} to {last.processes} made it {gain:.2f} times as fast."
+    knee = rows[next((at for at, gain in enumerate(gains) if gain < _WORTH), len(gains))]
     rule = f"if a doubling has to make it {_WORTH} times as fast"
     if knee is not first:
         yield (
@@ -238,7 +236,7 @@ def _knee(rows: Sequence[Row]) -> Iterable[str]:
             f"of {duration(first.device_s)}."
         )
         return
-    exchange, step = rows[-1].parts["exchange"], first.step_s.value
+    exchange, step = last.parts["exchange"], first.step_s.value
     alone = f": the exchange alone takes {_ms(exchange)}, a step of {first.processes} {_ms(step)}"
     yield f"More than {first.processes} is not worth it, {rule}{alone if exchange > step else ''}."
 

@@ -124,7 +124,13 @@ def meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str,
     if found.launcher == "slurm":
         # A host file may begin with any node, and the list is sorted: it does not say which.
         is_sorted = text(env, "SLURM_DISTRIBUTION") == "arbitrary" and nodes > 1
-        return None if is_sorted else _first_node(env), _step_port(env)
+        name, value = _first(env, "SLURM_STEP_NODELIST|SLURM_JOB_NODELIST|SLURM_NODELIST")
+        first = (expand_nodes(value)[0], f"{name}={printable(value)}") if value and not is_sorted else None
+        job, step = fact(env, "SLURM_JOB_ID|SLURM_JOBID"), fact(env, "SLURM_STEP_ID")
+        if job is None or step is None:
+            return first, None
+        # 64 and the number of ports have no common divisor: 296 jobs in a row differ, each in 64 steps.
+        return first, Fact(_port(64 * job.number + step.number), f"{job.origin} {step.origin}")
     if found.launcher not in _RUN_NAMES:
         return None, None
     name, value = _first(env, _RUN_NAMES[found.launcher])
@@ -262,19 +268,6 @@ def _step(env: Env, facts: Facts) -> Facts:
         )
     here = {"local_size": Fact(tasks[node], f"{name}={printable(value)}")} if 0 <= node < len(tasks) else {}
     return facts | here
-
-
-def _first_node(env: Env) -> tuple[str, str] | None:
-    name, value = _first(env, "SLURM_STEP_NODELIST|SLURM_JOB_NODELIST|SLURM_NODELIST")
-    return (expand_nodes(value)[0], f"{name}={printable(value)}") if value else None
-
-
-def _step_port(env: Env) -> Fact | None:
-    job, step = fact(env, "SLURM_JOB_ID|SLURM_JOBID"), fact(env, "SLURM_STEP_ID")
-    if job is None or step is None:
-        return None
-    # 64 and the number of ports have no common divisor: 296 jobs in a row differ, each in 64 steps.
-    return Fact(_port(64 * job.number + step.number), f"{job.origin} {step.origin}")
 
 
 def _port(number: int) -> int:

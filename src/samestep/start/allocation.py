@@ -29,7 +29,9 @@ def allocation_command(env: Mapping[str, str], args: Sequence[str], is_counted: 
     here = os.uname().nodename.partition(".")[0]
     if len(names) == 1 and (here == names[0].partition(".")[0] or "SLURM_NODEID" in env):
         return None
-    tasks = _tasks(env)
+    # Slurm also fills whole nodes with tasks that nobody asked for
+    is_asked = count(env, "SLURM_NTASKS") or count(env, "SLURM_NTASKS_PER_NODE")
+    tasks = tasks_per_node(each_has) if is_asked and (each_has := env.get("SLURM_TASKS_PER_NODE")) else []
     step = [clean, *(f"-u{name}" for name in _UNSET if name in env)]
     step += [srun, *_devices(env, tasks, len(names)), "--disable-status", "--cpu-bind=none"]
     step += ["--kill-on-bad-exit=0", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1"]
@@ -44,12 +46,6 @@ def explanation(env: Mapping[str, str]) -> str:
     """The line that says what happens."""
     job, nodes = printable(env.get("SLURM_JOB_ID", "")), printable(env["SLURM_JOB_NODELIST"])
     return f"this is in no step of Slurm job {job}, so srun starts one on {nodes}"
-
-
-def _tasks(env: Mapping[str, str]) -> list[int]:
-    """How many tasks each node was asked for; Slurm also fills whole nodes with tasks that nobody asked for."""
-    is_asked = count(env, "SLURM_NTASKS") or count(env, "SLURM_NTASKS_PER_NODE")
-    return tasks_per_node(env["SLURM_TASKS_PER_NODE"]) if is_asked and env.get("SLURM_TASKS_PER_NODE") else []
 
 
 def _devices(env: Mapping[str, str], tasks: Sequence[int], nodes: int) -> list[str]:

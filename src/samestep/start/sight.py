@@ -35,11 +35,6 @@ class Sight(NamedTuple):
     wait: str = ""  # the call of torch.distributed that it is in, with its line
     has_left: bool = False  # whether its main thread is past the end of the script
 
-    @property
-    def line(self) -> str:
-        """As `train.py:28`."""
-        return f"{Path(self.frame.file).name}:{self.frame.line}" if self.frame else ""
-
 
 def look_at(pid: int, stacks: int | None) -> Sight:
     """What this process does, by its own stack or by that of the loader worker that it waits for.
@@ -52,7 +47,7 @@ def look_at(pid: int, stacks: int | None) -> Sight:
     stack = main_stack(said)
     frame, inner = _users(stack), stack[0].file if stack else ""
     if said and len(stack) < _MOST_FRAMES and all(each.name != "<module>" for each in stack):
-        at = "" if not stack else f", and {_where(frame or stack[0])}"
+        at = "" if not stack else f", and {(frame or stack[0]).doing}"
         return Sight(f"has come to the end of the script{at}", frame, has_left=True)
     for worker in _children(pid) if any(_LOADING in each.file for each in stack) else ():
         waits = f"waits for its loader worker (pid {worker}), which"
@@ -60,12 +55,12 @@ def look_at(pid: int, stacks: int | None) -> Sight:
             return Sight(f"{waits} {does}", frame)
         own = _users(main_stack(_dumped(worker, stacks)))
         if own is not None and own.name != "<module>":
-            return Sight(f"{waits} {_where(own)}", own)
+            return Sight(f"{waits} {own.doing}", own)
     wait = ""
     if frame and ("/torch/distributed/" in inner or inner.endswith("/torch/nn/parallel/distributed.py")):
         name = "DDP's forward" if "/nn/" in inner else stack[0].name
-        wait = f"{name} ({Path(frame.file).name}:{frame.line})"
-    return Sight(_where(frame) if frame else "does not answer", frame, wait)
+        wait = f"{name} ({frame.place})"
+    return Sight(frame.doing if frame else "does not answer", frame, wait)
 
 
 def switches(pid: int) -> int:
@@ -73,11 +68,6 @@ def switches(pid: int) -> int:
     with suppress(psutil.Error):
         return sum(psutil.Process(pid).num_ctx_switches())
     return -1
-
-
-def _where(frame: Frame) -> str:
-    line = f"{Path(frame.file).name}:{frame.line}"
-    return f"is at {line}" if frame.name == "<module>" else f"is in {frame.name} ({line})"
 
 
 def _state(pid: int) -> str:

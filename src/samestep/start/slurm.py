@@ -67,13 +67,6 @@ class Job:
         return Path(self.run_dir or "runs")
 
     @property
-    def script_paths(self) -> Iterator[Path]:
-        """Where its script may lie, beside others of its name."""
-        stem = f"{self.title}-{time.strftime('%m%d-%H%M%S')}"
-        names = [f"{stem}.sh", *(f"{stem}-{k}.sh" for k in range(2, 1000))]
-        return (path for name in names if not os.path.lexists(path := self.folder / name))
-
-    @property
     def tasks(self) -> int:
         """Processes on each node."""
         return self.profile.tasks_per_node or self.profile.gpus_per_node or 1
@@ -128,13 +121,14 @@ def write_script(job: Job, said: Sequence[str]) -> Path:
     """Write the script beside the job's output, and say where it is."""
     script = batch_script(job, said).encode(errors="surrogateescape")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    stem = f"{job.title}-{time.strftime('%m%d-%H%M%S')}"
     try:
         make_private_directory(job.folder)
-        for path in job.script_paths:
+        for name in (f"{stem}.sh", *(f"{stem}-{k}.sh" for k in range(2, 1000))):
             # another submission may take the same name at the same moment
-            with suppress(FileExistsError), open(os.open(path, flags, 0o700), "wb") as file:
+            with suppress(FileExistsError), open(os.open(job.folder / name, flags, 0o700), "wb") as file:
                 file.write(script)
-                return path
+                return job.folder / name
     except OSError as error:
         raise UsageError(
             f"{job.folder} cannot be written ({reason_of(error)}); name another with --run-dir"

@@ -193,7 +193,8 @@ class Watch:
             seen_in, sight = self._seen.get(rank, (0.0, Sight()))
             if seen_in == pulse.phase_began:
                 is_told = state.waits_now or (state.phase == "end" and state.call)
-                state = state._replace(line=sight.line, does="" if is_told else sight.does)
+                line = sight.frame.place if sight.frame else ""
+                state = state._replace(line=line, does="" if is_told else sight.does)
                 quiet_s = now - self._quiet[rank][1]
                 if sight.has_left:
                     state = state._replace(phase="end", seconds=min(quiet_s, state.seconds))

@@ -7,12 +7,11 @@ through the tree once.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from samestep.errors import RankMissing, RanksDiffer
 from samestep.failure import users_frame
 from samestep.rendezvous.tree import Late, Tree
-from samestep.text import name_ranks, printable
+from samestep.text import name_ranks
 from samestep.train.group.census import Item, by_rank, merged, of_kind, packed, unpacked
 
 _LONGEST_PLACE = 160
@@ -64,7 +63,7 @@ def place_of(call: str) -> str:
 def users_line() -> str:
     """File and line of the nearest frame of the user's code, empty where the script has ended."""
     frame = users_frame(sys._getframe(1))
-    return f"{printable(Path(frame.f_code.co_filename).name)}:{frame.f_lineno}" if frame else ""
+    return frame.place if frame else ""
 
 
 def _at_different_calls(places: Mapping[int, str]) -> RanksDiffer:

@@ -72,11 +72,9 @@ class MutualWatch:
         group = self._group
         (phase, call), seconds = group.phase, time.monotonic() - group.phase_began
         frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
-        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
-        name = frame.f_code.co_name if frame else ""
-        does = f"is at {line}" if name == "<module>" else f"is in {name} ({line})"
+        line = frame.place if frame else ""
         state = RankState(self._tree.number, -1, phase, call, group.waits, seconds, line=line)
-        return state if state.waits_now or not frame else state._replace(does=does)
+        return state if state.waits_now or not frame else state._replace(does=frame.doing)
 
     def _silent(self, known: Sequence[RankState]) -> list[RankState]:
         """Ranks that say nothing while all others have told that they wait in one and the same call."""
