@@ -18,12 +18,13 @@ from samestep.cli.output import numbers, ranks_of, verb
 from samestep.errors import UsageError
 from samestep.placement.devices import COUNTED, cores, masked, visible_devices
 from samestep.placement.place import place
-from samestep.start.allocation import allocation_command, explanation
+from samestep.start.allocation import allocation_command
 from samestep.start.nodes import NodeMeeting, by_hand, by_step, check_alone
 from samestep.start.python import remark_on_python, scripts_python
 from samestep.start.scan import remark_on
 from samestep.start.script import Script, run_script
 from samestep.start.signals import PASSED_ON
+from samestep.text import printable
 
 _MANY = 1 << 20
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -244,7 +245,10 @@ def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
     if here.launcher == "alone":
         step = allocation_command(os.environ, sys.argv[2:], bool(options["count"] or options["devices"]))
         if step:
-            click.echo(f"samestep: {explanation(os.environ)}", err=True)
+            job, nodes = (printable(os.environ.get(f"SLURM_JOB_{name}", "")) for name in ("ID", "NODELIST"))
+            click.echo(
+                f"samestep: this is in no step of Slurm job {job}, so srun starts one on {nodes}", err=True
+            )
             os.execv(step[0], step)
     where = by_step(here, options["wait"], options["nodes"])
     if where is None and options["nodes"]:

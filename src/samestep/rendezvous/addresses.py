@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,8 +19,8 @@ _HOSTS = Path("/etc/hosts")
 
 def resolve(name: str, suffix: str = "", instead: str = "set MASTER_ADDR to") -> list[str]:
     """The addresses of another machine; PlacementError says what to do instead where they are none, or lead back."""
-    if _is_literal(name) or name == "localhost":
-        return [name]
+    with suppress(ValueError):
+        return [name if name == "localhost" else str(ipaddress.ip_address(name))]
     here, wanted = socket.gethostname(), name + suffix
     try:
         answers = socket.getaddrinfo(wanted, None, type=socket.SOCK_STREAM)
@@ -84,14 +85,6 @@ def unreachable(places: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 def machine() -> str:
     """What tells this machine from others, also from one that runs on the same kernel under its own name."""
     return f"{os.uname().nodename} {read_text(BOOT_ID).strip()}"
-
-
-def _is_literal(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_local(address: str) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from samestep.placement.launchers import count, in_step
 from samestep.placement.nodelist import device_count, expand_nodes, tasks_per_node
-from samestep.text import printable
 
 # From these srun would take fewer cores or devices than each node has, more tasks than nodes, or another order.
 _UNSET = (
@@ -40,12 +39,6 @@ def allocation_command(env: Mapping[str, str], args: Sequence[str], is_counted: 
     step += [clean, f"SLURM_CPUS_PER_TASK={cores}"] if cores else []
     each = ["-n", ",".join(map(str, tasks))] if sum(tasks) > len(names) and not is_counted else []
     return [*step, sys.executable, "-m", "samestep", "run", *each, *args]
-
-
-def explanation(env: Mapping[str, str]) -> str:
-    """The line that says what happens."""
-    job, nodes = printable(env.get("SLURM_JOB_ID", "")), printable(env["SLURM_JOB_NODELIST"])
-    return f"this is in no step of Slurm job {job}, so srun starts one on {nodes}"
 
 
 def _devices(env: Mapping[str, str], tasks: Sequence[int], nodes: int) -> list[str]:

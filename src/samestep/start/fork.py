@@ -10,7 +10,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -80,21 +80,6 @@ class Warm:
         warm.close()
 
 
-class _Rank:
-    """A rank that a warm process was asked for."""
-
-    def __init__(self, pid: int, out: int, err: int, poll: Callable[[], int | None] | None) -> None:
-        self.pid, self.stdout, self.stderr = pid, FileIO(out), FileIO(err)
-        self._status: int | None = None
-        self.poll = poll or self._reap
-
-    def _reap(self) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
-
-
 class _Warm:
     """One such process."""
 
@@ -137,7 +122,9 @@ class _Warm:
             finally:
                 os.close(out_end)
                 os.close(err_end)
-        return _Rank(pid, out, err, None if self.forks else self.process.poll)
+        return Started(
+            pid, FileIO(out), FileIO(err), partial(_reap, pid) if self.forks else self.process.poll
+        )
 
     def _ask(self, descriptors: Sequence[int]) -> int:
         """The number of the process that this order has made: this process's child, by the kernel's adoption."""
@@ -161,6 +148,12 @@ class _Warm:
             self.process.kill()
         self.process.wait()
         self._guardian.watch(self.process.pid, "-")
+
+
+def _reap(pid: int) -> int | None:
+    """The status of a forked rank that has ended."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _adopt(is_on: bool) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import cloudpickle
 
@@ -83,9 +83,15 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         ]
         group = WorkerGroup(specs, guardian, warm=warm)
         outcome = group.watch()
+        for call in calls:
+            call.seek(0)
+        answers = [call.read() for call in calls]
         if outcome.cause is not None:
-            _raise(outcome.cause, calls[outcome.cause.rank], size, explain_kill(kills))
-        return [_value(rank, call) for rank, call in enumerate(calls)]
+            _raise(outcome.cause, answers[outcome.cause.rank], size, explain_kill(kills))
+        for rank in (rank for rank, answer in enumerate(answers) if not answer):
+            why = "left with exit code 0 before it returned; return instead of sys.exit"
+            raise WorkerFailed(f"rank {rank} {why}", rank=rank, code=0)
+        return [cloudpickle.loads(answer) for answer in answers]
 
 
 def _warm(size: int, threads: int, guardian: Guardian, stack: ExitStack) -> Warm | None:
@@ -114,33 +120,21 @@ class _Caller:
         stream.flush()
 
 
-def _raise(cause: Worker, call: BinaryIO, size: int, killed: str) -> NoReturn:
+def _raise(cause: Worker, answer: bytes, size: int, killed: str) -> NoReturn:
     status, facts = cause.status or 0, {"rank": cause.rank, "code": cause.status or 0}
     who = f"rank {cause.rank} of {size}"
-    if status != 1 or not (data := _answer(call)):
+    if status != 1 or not answer:
         how = killed if status == -9 else describe_end(status)
         said = "".join(f"\n{line}" for line in last_words(cause.err.tail.decode(errors="replace")))
         raise WorkerFailed(f"{who} ended without an answer: {how}{said}", **facts)
     try:
-        error, text = cloudpickle.loads(data)
+        error, text = cloudpickle.loads(answer)
     except Exception as unreadable:
         raise WorkerFailed(f"{who} failed, and its exception is not readable here", **facts) from unreadable
     if error is None:
         raise WorkerFailed(f"{who} failed:\n{text}", **facts)
     error.add_note(f"on {who}:\n{text}")
     raise error
-
-
-def _value(rank: int, call: BinaryIO) -> Any:
-    if data := _answer(call):
-        return cloudpickle.loads(data)
-    why = "left with exit code 0 before it returned; return instead of sys.exit"
-    raise WorkerFailed(f"rank {rank} {why}", rank=rank, code=0)
-
-
-def _answer(call: BinaryIO) -> bytes:
-    call.seek(0)
-    return call.read()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from io import FileIO
 from math import inf
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from samestep.failure import Failure, read_failure
 from samestep.rundir import CHECKPOINTED
@@ -39,22 +39,20 @@ class WorkerSpec(NamedTuple):
     is_alone: bool = True  # whether this process has no other threads; what runs before exec needs that
 
 
-class Started(Protocol):
+class Started(NamedTuple):
     """A process that was started for a rank."""
 
     pid: int
     stdout: Any
     stderr: Any
-
-    def poll(self) -> int | None:
-        """Its status once it has ended."""
+    poll: Callable[[], int | None]  # gives its status once it has ended
 
 
 def started(spec: WorkerSpec) -> Started:
     """The command of a rank in a new process; raises OSError where it cannot be executed."""
     kept = spec.descriptors
     with bound(spec.cores):
-        return Popen(
+        process = Popen(
             spec.command,
             bufsize=0,
             env={**spec.env, **{name: str(descriptor) for name, descriptor in kept.items()}},
@@ -65,6 +63,7 @@ def started(spec: WorkerSpec) -> Started:
             pass_fds=tuple(kept.values()),
             preexec_fn=partial(end_with, os.getpid()) if spec.is_alone else None,
         )
+    return Started(process.pid, process.stdout, process.stderr, process.poll)
 
 
 class Guardian(Popen[bytes]):
