@@ -93,7 +93,9 @@ class _Run:
         self._restarts = Restarts(script.max_restarts, script.restart_on)
         # memory for the state of rank 0, which is there as long as this process is
         slots = rundir.SLOTS if script.max_restarts else ()
-        self._slots = {name: stack.enter_context(unnamed_file(name=name)).fileno() for name in slots}
+        self._slots = {
+            name: stack.enter_context(unnamed_file(name=rundir.SLOTS[0])).fileno() for name in slots
+        }
         self._warm: Warm | None = None
         if script.is_warmable:
             env = {**defaults(self._threads), **os.environ, **script.env}
