@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -28,38 +28,45 @@ _ENDS = {0: "done", rundir.CHECKPOINTED: "stopped at a checkpoint", 124: "out of
 _JOB_ENDS = {"completed": "done", "timeout": "out of time", "node fail": "lost a node"}
 
 
+class End(NamedTuple):
+    """How a run ended."""
+
+    code: int
+    seconds: float | None
+    failure: str | None
+
+
 @dataclass(frozen=True)
 class Run:
-    """One run's directory, read once."""
+    """What a run's directory holds, read once; `ended` is how it ended, None where no result is there."""
 
     path: Path
-    record: dict[str, Any]
-    result: dict[str, Any] | None
+    argv: list[str]
+    num_started: int  # ranks
+    host: str
+    pid: int
+    started: float
+    slurm_job: str
+    ended: "End | None"
     pulses: dict[int, rundir.PulseReading]
     logs: tuple[int, ...]
     written: float
 
     @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
     def command(self) -> str:
         """What was run, without the interpreter, on one line."""
-        argv = self.record["argv"]
-        is_python = len(argv) > 1 and Path(argv[0]).name.startswith("python")
-        text = " ".join(argv[1:] if is_python else argv)[:_MOST_CHARACTERS]
+        is_python = len(self.argv) > 1 and Path(self.argv[0]).name.startswith("python")
+        text = " ".join(self.argv[1:] if is_python else self.argv)[:_MOST_CHARACTERS]
         return "".join(letter if letter.isprintable() else " " for letter in text)
 
     @cached_property
     def state(self) -> str:
-        if self.result:
-            code = self.result["exit_code"]
-            return _ENDS.get(code, f"failed ({code})")
-        is_here = self.record["host"] == os.uname().nodename
-        if is_here and _lives(self.record["pid"], self.started):
+        if self.ended:
+            return _ENDS.get(self.ended.code, f"failed ({self.ended.code})")
+        is_here = self.host == os.uname().nodename
+        if is_here and _lives(self.pid, self.started):
             return "running"
-        job = state_of_job(self.record["slurm_job"])
+        job = state_of_job(self.slurm_job)
         if job not in (None, "running"):
             return _JOB_ENDS.get(job, job)
         if is_here:
@@ -75,17 +82,13 @@ class Run:
     @property
     def size(self) -> int:
         """How many ranks it has."""
-        return len(self.logs) or int(self.record["size"])
-
-    @property
-    def started(self) -> float:
-        return float(self.record["started"])
+        return len(self.logs) or self.num_started
 
     @property
     def seconds(self) -> float:
         """How long it ran, or has been running."""
-        if self.result and self.result["seconds"] is not None:
-            return float(self.result["seconds"])
+        if self.ended and self.ended.seconds is not None:
+            return self.ended.seconds
         last = max([self.started, *(pulse.unix for pulse in self.pulses.values())])
         return max(0.0, (last if self.is_over else time.time()) - self.started)  # a clock may be put back
 
@@ -109,14 +112,14 @@ class Run:
             "state": self.state,
             "command": self.command,
             "ranks": self.size,
-            "host": self.record["host"],
+            "host": self.host,
             "started": self.started,
             "seconds": round(self.seconds, 3),
             "step": self.step,
             "steps_per_second": step_s and round(1 / step_s, 3),
             "samples_per_second": round(self.progress.samples_per_second, 1) or None,
-            "exit_code": self.result and self.result["exit_code"],
-            "failure": self.result and self.result["failure"],
+            "exit_code": self.ended and self.ended.code,
+            "failure": self.ended and self.ended.failure,
         }
 
 
@@ -126,19 +129,22 @@ def root_of(directory: str | None) -> Path:
 
 
 def read_run(path: Path) -> Run | None:
-    """The run in a directory, or None where there is none."""
-    record = _started(rundir.read_record(path / rundir.STARTED) or {})
-    if record is None:
+    """The run in a directory, or None where there is none: other programs keep a run.json in ./runs too."""
+    record: Any = rundir.read_record(path / rundir.STARTED) or {}
+    argv, size, started, pid = (record.get(name) for name in ("argv", "size", "started", "pid"))
+    are_words = isinstance(argv, list) and all(isinstance(word, str) for word in argv)
+    if not are_words or type(size) is not int or not _is_time(started) or not 0 < size < _MOST_RANKS:
         return None
     logs = tuple(sorted(_numbers(path / "logs", "rank-", ".log")))
-    pulses = {
-        rank: rundir.read_pulse(rundir.pulse_path(path, rank))
-        for rank in _numbers(path / "pulse", "rank-", "")
-    }
-    read = {rank: _plain(pulse) for rank, pulse in sorted(pulses.items()) if pulse}
+    numbers = sorted(_numbers(path / "pulse", "rank-", ""))
+    pulses = {rank: rundir.read_pulse(rundir.pulse_path(path, rank)) for rank in numbers}
+    read = {rank: _plain(pulse) for rank, pulse in pulses.items() if pulse}
     outputs = [rundir.log_path(path, rank) for rank in logs] or [job_output(path)]
     written = max((found.st_mtime for one in outputs if (found := _look(one))), default=0.0)
-    return Run(path, record, _ended(rundir.read_record(path / rundir.RESULT)), read, logs, written)
+    host, job = printable(record.get("host")), str(record.get("slurm_job") or "")
+    ended = _ended(rundir.read_record(path / rundir.RESULT))
+    pid = pid if type(pid) is int else 0
+    return Run(path, argv, size, host, pid, started, job, ended, read, logs, written)
 
 
 def job_output(run: Path) -> Path:
@@ -153,7 +159,7 @@ def list_runs(root: Path) -> list[Run]:
     except OSError:
         return []
     found = [run for path in paths if (run := read_run(path))]
-    return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
+    return sorted(found, key=lambda run: (run.started, run.path.name), reverse=True)
 
 
 def find_run(name: str | None) -> Run:
@@ -179,36 +185,15 @@ def log_of(run: Run, rank: int) -> Path:
     return rundir.log_path(run.path, rank)
 
 
-def _started(record: dict[str, Any]) -> dict[str, Any] | None:
-    """What run.json says; None where samestep did not write it: other programs keep a run.json in ./runs too."""
-    argv, size, started = record.get("argv"), record.get("size"), record.get("started")
-    are_words = isinstance(argv, list) and all(isinstance(word, str) for word in argv)
-    if not are_words or type(size) is not int or not _is_time(started) or not 0 < size < _MOST_RANKS:
-        return None
-    pid = record.get("pid")
-    host = printable(record.get("host"))
-    return {
-        "argv": argv,
-        "size": size,
-        "started": started,
-        "host": host,
-        "pid": pid if type(pid) is int else 0,
-        "slurm_job": str(record.get("slurm_job") or ""),
-    }
-
-
-def _ended(record: dict[str, Any] | None) -> dict[str, Any] | None:
+def _ended(record: dict[str, Any] | None) -> End | None:
     """What result.json says; code 1 where that is no exit code."""
     if record is None:
         return None
     code, seconds, failure = record.get("exit_code"), record.get("seconds"), record.get("failure")
-    is_code = type(code) is int and abs(code) < 256
     lines = failure.splitlines()[:_MOST_LINES] if isinstance(failure, str) else []
-    return {
-        "exit_code": code if is_code else 1,
-        "seconds": seconds if _is_time(seconds) else None,
-        "failure": "\n".join(printable(line, _MOST_CHARACTERS) for line in lines) or None,
-    }
+    said = "\n".join(printable(line, _MOST_CHARACTERS) for line in lines)
+    exit_code = code if type(code) is int and abs(code) < 256 else 1
+    return End(exit_code, seconds if _is_time(seconds) else None, said or None)
 
 
 def _plain(pulse: rundir.PulseReading) -> rundir.PulseReading:
@@ -218,8 +203,8 @@ def _plain(pulse: rundir.PulseReading) -> rundir.PulseReading:
     return pulse._replace(device=device, phase=phase, call=call, unix=unix)
 
 
-def _is_time(seconds: object) -> bool:
-    return type(seconds) in (int, float) and 0 <= cast(float, seconds) < _END_OF_TIME
+def _is_time(seconds: Any) -> bool:
+    return type(seconds) in (int, float) and bool(0 <= seconds < _END_OF_TIME)
 
 
 def _lives(pid: int, started: float) -> bool:

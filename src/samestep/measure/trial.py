@@ -44,7 +44,7 @@ class Result:
     @property
     def failure(self) -> str | None:
         """The launcher's report of the first failure."""
-        return self.run.result.get("failure") if self.run.result else None
+        return self.run.ended.failure if self.run.ended else None
 
     def checked(self) -> "Result":
         """The same; a WorkerFailed with the report where the script failed."""
