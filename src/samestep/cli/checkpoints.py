@@ -63,10 +63,9 @@ def _table(rows: list[dict[str, Any]]) -> None:
     table: list[tuple[object, ...]] = [("step", "committed", "size", "state", "from")]
     for row in rows:
         meta = row.get("meta", {})
-        facts = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in meta.items()}
-        made = " ".join(
-            f"{key}={value}" for key, value in facts.items() if key not in _IN_COLUMNS and value != ""
-        )
+        facts = {key: value for key, value in meta.items() if key not in _IN_COLUMNS and value != ""}
+        shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in facts.items()}
+        made = " ".join(f"{key}={value}" for key, value in shown.items())
         told = printable(row.get("why", made))
         table.append((row["step"], _when(meta), size(row.get("bytes", 0)), row["state"], told))
     print_table(table)

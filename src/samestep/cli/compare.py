@@ -149,13 +149,12 @@ def _row(d: "Difference", one: str, other: str, width: int) -> str:
             text = f"{d.a} and {d.b}"
         case _:
             elements = f"{d.elements} of {d.size}"
+            largest, relative = (amount(value, d.nans) for value in (d.absolute, d.relative))
             if width < _WIDE:
-                text = (
-                    f"{elements}, largest {amount(d.absolute, d.nans)}, relative {amount(d.relative, d.nans)}"
-                )
-                return fill(f"{label.strip()} {text}, bits {d.bits}", width, subsequent_indent="    ")
-            numbers = f"{amount(d.absolute, d.nans):>11}{amount(d.relative, d.nans):>11}{d.bits:>10}"
-            return f"{label:26}{elements:>{max(0, 48 - max(26, len(label)))}}{numbers}"
+                text = f"{label.strip()} {elements}, largest {largest}, relative {relative}, bits {d.bits}"
+                return fill(text, width, subsequent_indent="    ")
+            elements = f"{elements:>{max(0, 48 - max(26, len(label)))}}"
+            return f"{label:26}{elements}{largest:>11}{relative:>11}{d.bits:>10}"
     return f"{label:26}  {text}" if width >= _WIDE else f"{label} {text}"
 
 

@@ -13,9 +13,7 @@ from samestep.text import printable
 
 @verb("samestep export")
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option(
-    "-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="New file."
-)
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--part", default="model", show_default=True, help="Part of the state; a dot separates levels.")
 @click.option("--force", is_flag=True, help="Replace the output file.")
 def command(source: Path, output: Path, part: str, force: bool) -> None:

@@ -13,9 +13,7 @@ from samestep.text import size
 
 
 @verb("samestep profile", allow_interspersed_args=False)
-@click.option(
-    "-n", "count", metavar="N", default=2, show_default=True, type=click.IntRange(1), help="Processes."
-)
+@click.option("-n", "count", metavar="N", default=2, type=click.IntRange(1), help="Processes  [2]")
 @click.option(
     "--steps", default="20:25", show_default=True, metavar="A:B", help="Record from step A up to step B - 1."
 )

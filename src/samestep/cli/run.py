@@ -65,14 +65,10 @@ def _torchruns_options(command: Any) -> Any:
     metavar="N",
     help="Processes on each node, or 4,2 by node  [one for each visible device]",
 )
-@click.option(
-    "--devices", metavar="0,2", help="One process on each of these devices; others are hidden  [all]"
-)
+@click.option("--devices", metavar="0,2", help="One process on each of these devices; hides others  [all]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program, not a Python file.")
-@click.option(
-    "--run-dir", "--log-dir", metavar="DIR", help="Where runs are kept  [$SAMESTEP_RUN_DIR, ./runs]"
-)
+@click.option("--run-dir", "--log-dir", metavar="DIR", help="Where runs go  [$SAMESTEP_RUN_DIR, ./runs]")
 @click.option("-t", "--tee", metavar="all|0,3", help="Ranks whose output is shown  [0]; the logs keep all.")
 @click.option("--all-ranks", is_flag=True, help="The same as --tee all.")
 @click.option(
@@ -106,9 +102,7 @@ def _torchruns_options(command: Any) -> Any:
     type=click.FloatRange(0, min_open=True),
     help="Seconds that ranks may wait for another before the run ends  [the timeout of init, 600]",
 )
-@click.option(
-    "--signals-to-handle", metavar="NAMES", help="More signals to pass on to the workers, such as SIGQUIT."
-)
+@click.option("--signals-to-handle", metavar="NAMES", help="More signals to pass on to workers, as SIGQUIT.")
 @click.option(
     "--nodes",
     "--nnodes",

@@ -22,12 +22,8 @@ if TYPE_CHECKING:
     "-n", "sizes", metavar="1,2,4", help="Numbers of processes  [1, 2, 4, ... up to the cores or devices]"
 )
 @click.option("--weak", is_flag=True, help="Multiply batch_size by the number of processes.")
-@click.option(
-    "--repeat", metavar="K", default=5, show_default=True, type=click.IntRange(1), help="Runs of each."
-)
-@click.option(
-    "--steps", metavar="K", default=200, show_default=True, type=click.IntRange(10), help="Steps of each run."
-)
+@click.option("--repeat", metavar="K", default=5, type=click.IntRange(1), help="Runs of each  [5]")
+@click.option("--steps", metavar="K", default=200, type=click.IntRange(10), help="Steps of each run  [200]")
 @click.option(
     "--vary",
     multiple=True,

@@ -69,9 +69,8 @@ def link_of(text: str, *, is_gloo: bool) -> Link:
         raise UsageError(
             f"--link {text} is not a bandwidth and a latency; write for instance --link 25GB/s,5us"
         )
-    return Link(
-        float(found[1]) * _SCALES[found[2]] * _UNITS[found[3]], float(found[4]) * _TIMES[found[5]], is_gloo
-    )
+    bandwidth = float(found[1]) * _SCALES[found[2]] * _UNITS[found[3]]
+    return Link(bandwidth, float(found[4]) * _TIMES[found[5]], is_gloo)
 
 
 def exchange_end(ready: Ready, size: int, link: Link) -> float:

@@ -96,9 +96,8 @@ class Row:
     def over(self, others: Sequence[Measured]) -> Spread:
         """Times as fast: formed within each repeat, so that what disturbs the machine for long cancels out."""
         base = {run.repeat: run.said.samples_per_second for run in others}
-        return Spread.of(
-            run.said.samples_per_second / base[run.repeat] for run in self.runs if run.repeat in base
-        )
+        paired = [run for run in self.runs if run.repeat in base]
+        return Spread.of(run.said.samples_per_second / base[run.repeat] for run in paired)
 
     @property
     def efficiency(self) -> float:
@@ -146,9 +145,8 @@ class Row:
 def rows_of(measured: Sequence[Measured], variants: Sequence[Variant], weak: bool = False) -> list[Row]:
     """By variant, in the order of the plan."""
     runs = {one: [run for run in measured if run.variant == one] for one in variants}
-    return [
-        Row(one, runs[one], runs[variants[0]], weak) for one in variants if runs[one] and runs[variants[0]]
-    ]
+    base = runs[variants[0]]
+    return [Row(one, runs[one], base, weak) for one in variants if runs[one] and base]
 
 
 @dataclass(frozen=True)
@@ -165,10 +163,11 @@ class Limit:
     def __str__(self) -> str:
         what, helps = _LIMITS[self.name]
         took = f"{_ms(self.seconds)} of each step, {percent(self.seconds / self.of_s)}"
-        without = (
-            f"Without that a step would take {_ms(self.of_s - self.seconds)} instead of {_ms(self.of_s)}"
+        without, now = _ms(self.of_s - self.seconds), _ms(self.of_s)
+        return (
+            f"{what.format(them=self.them, who=self.who)} ({took}){self.because}. Without that a step would take "
+            f"{without} instead of {now}. What helps: {helps}."
         )
-        return f"{what.format(them=self.them, who=self.who)} ({took}){self.because}. {without}. What helps: {helps}."
 
 
 def limit_of(row: Row, first: Row) -> Limit | None:

@@ -203,10 +203,8 @@ def _of_amd(root: Path) -> Iterator[_Device]:
         minor = facts.get("drm_render_minor")
         if int(facts.get("simd_count", 0)) and (minor is None or _opens(root / f"dev/dri/renderD{minor}")):
             place = int(facts.get("location_id", 0))
-            bus, slot, function = place >> 8, place >> 3 & 31, place & 7
-            yield _Device(
-                f"{int(facts.get('domain', 0)):04x}:{bus:02x}:{slot:02x}.{function}" if place else ""
-            )
+            domain, bus, slot = int(facts.get("domain", 0)), place >> 8, place >> 3 & 31
+            yield _Device(f"{domain:04x}:{bus:02x}:{slot:02x}.{place & 7}" if place else "")
 
 
 def _of_intel(root: Path) -> Iterator[_Device]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from samestep.errors import PlacementError
 from samestep.files import read_text
 from samestep.placement import launchers
-from samestep.placement.launchers import FIELDS, Fact, Facts, LauncherFacts
+from samestep.placement.launchers import FIELDS, Env, Fact, Facts, LauncherFacts
 from samestep.text import counted, printable
 
 ASSUMED = "one node, assumed"
@@ -37,9 +37,7 @@ class Placement:
     run: str | None = None
 
 
-def place(
-    env: Mapping[str, str], *, run: str | None = None, usable: int | None = None, cores: int = 1
-) -> Placement:
+def place(env: Env, *, run: str | None = None, usable: int | None = None, cores: int = 1) -> Placement:
     """What an environment says of a process that may use `usable` of its machine's `cores`.
 
     `run` is what only the processes of this run share, for launchers that name no run.
@@ -190,9 +188,7 @@ def _check(facts: Facts) -> None:
         raise PlacementError(f"{local_size} and {nodes}, but {size}; make the three agree")
 
 
-def _meeting(
-    env: Mapping[str, str], found: LauncherFacts, run: str | None
-) -> tuple[tuple[str, str] | None, Fact | None]:
+def _meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
     if found.launcher == "alone":
         return None, None
     host, port = launchers.text(env, "MASTER_ADDR"), launchers.fact(env, "MASTER_PORT")
@@ -214,9 +210,7 @@ def _meeting(
     return (host, f"MASTER_ADDR={host}") if host else derived_address, port or derived_port
 
 
-def _core_note(
-    env: Mapping[str, str], found: LauncherFacts, usable: int | None, cores: int
-) -> tuple[str, ...]:
+def _core_note(env: Env, found: LauncherFacts, usable: int | None, cores: int) -> tuple[str, ...]:
     """srun and mpirun may bind a process to one core, which slows every step and shows nowhere."""
     if usable is None or found.launcher in ("alone", *_BELOW_TASKS):
         return ()

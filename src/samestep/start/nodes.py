@@ -239,9 +239,8 @@ class Launchers:
         sizes, hosts, ports, words, pasts = zip(*told, strict=True)
         self._hosts = list(hosts)
         # The word of node 0 is no secret: it was sent over the network.
-        self.key = (
-            derive(key_of_user(os.environ), "run", words[0]) if self._peers else secrets.token_bytes(32)
-        )
+        is_shared = self._peers is not None
+        self.key = derive(key_of_user(os.environ), "run", words[0]) if is_shared else secrets.token_bytes(32)
         self._began = time.monotonic()
         ranks = NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, hosts[0], ports[0])
         return ranks, [Past(*each) for each in pasts]

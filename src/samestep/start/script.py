@@ -168,10 +168,9 @@ class _Run:
         if node != here and text:
             host = os.uname().nodename
             text = f"{self._script.name} was stopped on node {here} ({host}): {text.splitlines()[0]}"
+        name = f"result-node-{here}.json" if here else rundir.RESULT
         try:
-            rundir.write_record(
-                self._directory / (f"result-node-{here}.json" if here else rundir.RESULT), record
-            )
+            rundir.write_record(self._directory / name, record)
         except OSError as error:
             self._terminal.say(f"{rundir.RESULT} in {self._directory} cannot be written ({reason_of(error)})")
         if text:

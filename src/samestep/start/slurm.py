@@ -90,10 +90,10 @@ class Job:
     def output(self) -> str:
         """Its output's file, with what sbatch fills in; the user's own where an option names one."""
         own = [option for option in self.profile.options if option.startswith(_OUTPUT)]
+        if own:
+            return own[-1].removeprefix(_OUTPUT)
         number = "%A_%a" if self.array or self.one_run else "%j"
-        return (
-            own[-1].removeprefix(_OUTPUT) if own else f"{str(self.folder).replace('%', '%%')}/%x_{number}.out"
-        )
+        return f"{str(self.folder).replace('%', '%%')}/%x_{number}.out"
 
 
 def batch_script(job: Job, said: Sequence[str]) -> str:

@@ -108,9 +108,8 @@ class WorkerGroup:
 
     def _turn(self) -> None:
         alive = self._alive()
-        streams = [
-            stream for worker in alive for stream in (worker.out, worker.err) if not stream.pipe.closed
-        ]
+        both = (stream for worker in alive for stream in (worker.out, worker.err))
+        streams = [stream for stream in both if not stream.pipe.closed]
         actions = self._actions(alive, streams)
         poll = select.poll()
         for fd, (event, _) in actions.items():
@@ -267,10 +266,8 @@ class WorkerGroup:
         cause = next((worker for worker in own if worker.rank in cause.blamed), cause)
         status = 1 if cause.was_stopped else cause.status or 0
         traceback = cause.traceback() if status > 0 or status in _TOLD else None
-        expected = status == CHECKPOINTED or (
-            self._asked is not None and not _is_own_fault(status, traceback)
-        )
-        if expected or self._asked == signal.SIGINT:
+        was_asked = self._asked is not None and not _is_own_fault(status, traceback)
+        if was_asked or status == CHECKPOINTED or self._asked == signal.SIGINT:
             return Outcome(min(own, key=lambda worker: worker.ended_at).status or 0, None, None, self._asked)
         return Outcome(status, cause, traceback, self._asked)
 

@@ -200,9 +200,8 @@ class Watch:
                     state = state._replace(phase="end", seconds=min(quiet_s, state.seconds))
                 if sight.wait and not state.waits_now:
                     # of the script itself or of DDP: nobody counted it
-                    state = state._replace(
-                        phase="call", call=sight.wait, waits=state.waits + 1, seconds=quiet_s
-                    )
+                    waits = state.waits + 1
+                    state = state._replace(phase="call", call=sight.wait, waits=waits, seconds=quiet_s)
             found.append(state)
         return found
 
