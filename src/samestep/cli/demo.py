@@ -19,12 +19,7 @@ Next: read the script, {script}
 
 @verb("samestep")
 @click.option(
-    "--epochs",
-    metavar="K",
-    default=20,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Passes over the digits.",
+    "--epochs", metavar="K", default=20, type=click.IntRange(1), help="Passes over the digits  [20]"
 )
 def command(epochs: int) -> None:
     """Train a small network at 1 and 2 processes; compare batches, accuracy, weights and speed.

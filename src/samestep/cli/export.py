@@ -28,11 +28,12 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
     if output.exists() and not force:
         raise UsageError(f"{output} exists; write --force to replace it")
     from samestep.compare import weights
+    from samestep.train.checkpoint.save import without_prefix
 
     try:
         with working(f"writing {output}"):
             found = weights.read(source)
-            chosen = _without_prefix(_part(found.state, part))
+            chosen = without_prefix(_part(found.state, part))
             write_atomically(output, lambda file: _write(file, chosen, part, output.suffix))
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else printable(error)
@@ -51,13 +52,6 @@ def _part(state: Any, part: str) -> Any:
             raise UsageError(f"{part} is not in this checkpoint, which holds {names}; choose with --part")
         state = known[key]
     return state
-
-
-def _without_prefix(chosen: Any) -> Any:
-    """A model saved from inside DistributedDataParallel has `module.` before every name."""
-    if isinstance(chosen, dict) and all(str(key).startswith("module.") for key in chosen):
-        return {str(key).removeprefix("module."): value for key, value in chosen.items()}
-    return chosen
 
 
 def _write(file: BinaryIO, chosen: Any, part: str, suffix: str) -> None:

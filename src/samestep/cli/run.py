@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,6 +48,16 @@ _OF_TORCHRUN = (
 )
 
 
+_FROM_0 = click.IntRange(0)
+_Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def _seconds(name: str, help: str, default: float | None = None, *, not_0: bool = False) -> _Decorator:
+    """An option for a number of seconds."""
+    kind = click.FloatRange(0, min_open=not_0)
+    return click.option(name, metavar="S", type=kind, default=default, help=f"Seconds {help}")
+
+
 def _torchruns_options(command: Any) -> Any:
     """Take the options of torchrun that are not in our help."""
     for name in _OF_TORCHRUN:
@@ -59,9 +69,7 @@ def _torchruns_options(command: Any) -> Any:
 
 @verb("samestep", allow_interspersed_args=False, token_normalize_func=lambda token: token.replace("_", "-"))
 @click.option(
-    "-n",
-    "--nproc-per-node",
-    "count",
+    *("-n", "--nproc-per-node", "count"),
     metavar="N",
     help="Processes on each node, or 4,2 by node  [one for each visible device]",
 )
@@ -72,11 +80,7 @@ def _torchruns_options(command: Any) -> Any:
 @click.option("-t", "--tee", metavar="all|0,3", help="Ranks whose output is shown  [0]; the logs keep all.")
 @click.option("--all-ranks", is_flag=True, help="The same as --tee all.")
 @click.option(
-    "--max-restarts",
-    metavar="K",
-    type=click.IntRange(0),
-    default=0,
-    help="Start again after a failure, K times at most  [0]",
+    "--max-restarts", metavar="K", type=_FROM_0, default=0, help="Starts again after a failure  [0]"
 )
 @click.option(
     "--same",
@@ -90,18 +94,8 @@ def _torchruns_options(command: Any) -> Any:
     help="Fork the ranks from a process that has imported torch (see docs/restarts.md)  [restarts alone]",
 )
 @click.option("--restart-on", metavar="75", help="Start again only after these exit codes  [any]")
-@click.option(
-    "--shutdown-timeout",
-    metavar="S",
-    type=click.FloatRange(0),
-    help="Seconds that workers have to end  [1 after a failure, 30 after Ctrl-C]",
-)
-@click.option(
-    "--hang-timeout",
-    metavar="S",
-    type=click.FloatRange(0, min_open=True),
-    help="Seconds that ranks may wait for another before the run ends  [the timeout of init, 600]",
-)
+@_seconds("--shutdown-timeout", "that workers have to end  [1 after a failure, 30 after Ctrl-C]")
+@_seconds("--hang-timeout", "that ranks may wait before the run ends  [init's timeout, 600]", not_0=True)
 @click.option("--signals-to-handle", metavar="NAMES", help="More signals to pass on to workers, as SIGQUIT.")
 @click.option(
     "--nodes",
@@ -109,7 +103,7 @@ def _torchruns_options(command: Any) -> Any:
     metavar="N",
     help="Machines that run this command together, or 1:2 where 1 of 2 is enough to go on  [1]",
 )
-@click.option("--node-rank", type=click.IntRange(0), metavar="K", help="Number of this machine, from 0.")
+@click.option("--node-rank", type=_FROM_0, metavar="K", help="Number of this machine, from 0.")
 @click.option(
     "--rendezvous",
     "--rdzv-endpoint",
@@ -117,13 +111,7 @@ def _torchruns_options(command: Any) -> Any:
     help="Where machines meet: tcp://HOST:PORT of machine 0, env:// ($MASTER_ADDR, $MASTER_PORT), or a shared "
     "file:///PATH.",
 )
-@click.option(
-    "--wait",
-    metavar="S",
-    type=click.FloatRange(0),
-    default=1800.0,
-    help="Seconds to wait for the other machines  [1800]",
-)
+@_seconds("--wait", "to wait for the other machines  [1800]", 1800.0)
 @_torchruns_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

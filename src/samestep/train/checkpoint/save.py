@@ -79,15 +79,15 @@ def load(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(
             f"{path} is not a file of plain weights ({reason}); save a state_dict instead, and numbers as float(x)"
         ) from error
-    return _without_prefix(state)
+    return without_prefix(state)
 
 
-def _without_prefix(state: Any) -> Any:
+def without_prefix(state: Any) -> Any:
     """Without DDP's prefix, in every dict of which all keys have it."""
     if not isinstance(state, dict) or not state:
         return state
     has_prefix = all(isinstance(key, str) and key.startswith("module.") for key in state)
     return {
-        key.removeprefix("module.") if has_prefix else key: _without_prefix(value)
+        key.removeprefix("module.") if has_prefix else key: without_prefix(value)
         for key, value in state.items()
     }
