@@ -41,9 +41,7 @@ def complete(asked: str) -> int:
 
 @verb("samestep completion")
 @click.argument("shell", metavar="SHELL", type=click.Choice(list(_HOMES)))
-@click.option(
-    "--install", is_flag=True, help="Write it to where the shell looks for it, and say where that is."
-)
+@click.option("--install", is_flag=True, help="Write it to where the shell looks for it, and say where.")
 def command(shell: str, install: bool) -> None:
     """Print the completion of samestep's commands and options for SHELL.
 

@@ -19,9 +19,7 @@ _LONGEST_LINE = 1 << 20
 
 @verb("samestep logs")
 @click.argument("run", required=False)
-@click.option(
-    "--rank", "ranks", metavar="0,2|all", default="0", show_default=True, help="Ranks whose output is shown."
-)
+@click.option("--rank", "ranks", metavar="0,2|all", default="0", help="Ranks whose output is shown  [0]")
 @click.option("-f", "--follow", is_flag=True, help="Follow the output until the run is over.")
 def command(run: str | None, ranks: str, follow: bool) -> None:
     """Show the output of RUN.

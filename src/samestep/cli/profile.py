@@ -14,12 +14,10 @@ from samestep.text import size
 
 @verb("samestep profile", allow_interspersed_args=False)
 @click.option("-n", "count", metavar="N", default=2, type=click.IntRange(1), help="Processes  [2]")
-@click.option(
-    "--steps", default="20:25", show_default=True, metavar="A:B", help="Record from step A up to step B - 1."
-)
+@click.option("--steps", default="20:25", metavar="A:B", help="Record steps A up to B - 1  [20:25]")
 @click.option("--ranks", metavar="0,3", help="Record these ranks  [all]")
 @click.option(
-    "-o", "--out", default="trace.json", show_default=True, type=click.Path(dir_okay=False), help="New file."
+    "-o", "--out", default="trace.json", type=click.Path(dir_okay=False), help="New file  [trace.json]"
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script")

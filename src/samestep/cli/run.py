@@ -80,7 +80,11 @@ def _torchruns_options(command: Any) -> Any:
 @click.option("-t", "--tee", metavar="all|0,3", help="Ranks whose output is shown  [0]; the logs keep all.")
 @click.option("--all-ranks", is_flag=True, help="The same as --tee all.")
 @click.option(
-    "--max-restarts", metavar="K", type=_FROM_0, default=0, help="Starts again after a failure  [0]"
+    "--max-restarts",
+    metavar="K",
+    type=_FROM_0,
+    default=0,
+    help="Start again after a failure, K times at most  [0]",
 )
 @click.option(
     "--same",

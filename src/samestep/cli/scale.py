@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 @verb("samestep scale", allow_interspersed_args=False)
-@click.option(
-    "-n", "sizes", metavar="1,2,4", help="Numbers of processes  [1, 2, 4, ... up to the cores or devices]"
-)
+@click.option("-n", "sizes", metavar="1,2,4", help="Numbers of processes  [1,2,4,... up to cores or devices]")
 @click.option("--weak", is_flag=True, help="Multiply batch_size by the number of processes.")
 @click.option("--repeat", metavar="K", default=5, type=click.IntRange(1), help="Runs of each  [5]")
 @click.option("--steps", metavar="K", default=200, type=click.IntRange(10), help="Steps of each run  [200]")
@@ -35,9 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--cores", "each", metavar="C", type=click.IntRange(1), help="Cores of each process  [all / largest -n]"
 )
-@click.option(
-    "--predict", metavar="8,16,64", help="Also predict throughput at these sizes, without running them."
-)
+@click.option("--predict", metavar="8,16,64", help="Also predict throughput at these sizes without a run.")
 @click.option("--link", metavar="25GB/s,5us", help="The link to predict for  [this machine's, measured]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
@@ -97,9 +93,8 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             print_table(rows_of_table)
             click.echo()
         for text in report.said():
-            click.echo(
-                fill(text.replace(" %", "\xa0%"), room()).replace("\xa0", " ") + "\n"
-            )  # 5 % on one line
+            unbroken = text.replace(" %", "\xa0%")  # 5 % on one line
+            click.echo(fill(unbroken, room()).replace("\xa0", " ") + "\n")
         click.echo(f"Report: {written}")
 
 

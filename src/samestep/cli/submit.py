@@ -45,9 +45,7 @@ def _profile_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--array-ranks", "one_run", is_flag=True, help="One run whose ranks are the elements of the job array."
 )
-@click.option(
-    "--scale", "scale", metavar="'OPTIONS'", help="Measure SCRIPT by `samestep scale` with these options."
-)
+@click.option("--scale", metavar="'OPTIONS'", help="Measure SCRIPT by `samestep scale` with these options.")
 @click.option("--name", help="The job's name  [the script's]")
 @click.option("--run-dir", metavar="DIR", help="Where script and output go  [$SAMESTEP_RUN_DIR, ./runs]")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")

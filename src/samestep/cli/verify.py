@@ -22,9 +22,7 @@ _HEADING = ("processes", "steps", "samples", "last loss", "first difference", "s
 
 
 @verb("samestep verify", allow_interspersed_args=False)
-@click.option(
-    "-n", "sizes", metavar="1,2,3", help="Numbers of processes; the first is the reference  [1,2,3]"
-)
+@click.option("-n", "sizes", metavar="1,2,3", help="Numbers of processes, the reference first  [1,2,3]")
 @click.option(
     "--against",
     metavar="SERIAL",
