@@ -100,6 +100,7 @@ def batch_script(job: Job, said: Sequence[str]) -> str:
     """The script of a job, which `said` asked for."""
     _check_words(job, said)
     _check_sense(job)
+    _check_way(job)
     directives = [f"#SBATCH --{name}={_directive(value)}" for name, value in _options(job)]
     keep = "--requeue" if job.profile.requeue else "--no-requeue"
     options = [option for option in job.profile.options if not option.startswith(_OUTPUT)]
@@ -191,28 +192,23 @@ def output_of(job: Job, number: str) -> str | None:
 
 def _check_words(job: Job, said: Sequence[str]) -> None:
     have, env = job.profile, job.profile.env or {}
-    texts_for_readers = ("about", "source")
-    single = {
-        name: value
-        for name, value in vars(have).items()
-        if type(value) is str and name not in texts_for_readers
-    }
-    single |= {"script": job.script, "name": job.title, "array": job.array or "0", "run-dir": str(job.folder)}
-    values = [(name.replace("_", "-"), value) for name, value in single.items()]
-    values += [("module", value) for value in have.modules]
-    values += [("container-command", value) for value in have.container_command[:1]]
-    lists = {"argument": (*said, *job.args), "setup": have.setup, "container-command": have.container_command}
-    texts = [(name, value) for name, words in lists.items() for value in words]
-    options = [("option", option) for option in have.options]
-    for name, value in (*values, *texts, *options, *((f"env {name}", value) for name, value in env.items())):
+    of_profile = {name.replace("_", "-"): value for name, value in vars(have).items() if type(value) is str}
+    of_job = {"script": job.script, "name": job.title, "array": job.array or "0", "run-dir": str(job.folder)}
+    single = {name: value for name, value in of_profile.items() if name not in ("about", "source")} | of_job
+    command = [("container-command", word) for word in have.container_command]
+    words = [*single.items(), *(("module", name) for name in have.modules), *command[:1]]
+    forms = [*(("option", option) for option in have.options), *(("env", name) for name in env)]
+    texts = [("argument", word) for word in (*said, *job.args)] + [("setup", line) for line in have.setup]
+    texts += [*command, *((f"env {name}", value) for name, value in env.items())]
+    for name, value in (*words, *texts, *forms):
         for character, called in _ENDS_OF_LINES.items():
             if character in value:
                 raise UsageError(f"{name} {value!r} holds {called}, which would end its line; leave it out")
-    for name, value in values:
+    for name, value in words:
         if not value or value.startswith("-"):
             why = "would be read as another option" if value else "is empty"
             raise UsageError(f"{name} {value!r} {why}; begin it with a letter")
-    for name, value in (*values, *options, *(("env", name) for name in env)):
+    for name, value in (*words, *forms):
         form, wrong = _FORMS.get(name, (".*", ""))
         if not re.fullmatch(form, value):
             raise UsageError(f"{name} {value!r} is {wrong}")
@@ -234,7 +230,6 @@ def _check_sense(job: Job) -> None:
             raise UsageError(f"array {job.array!r} counts down from {first} to {last}; write {last}-{first}")
     if not have.nodes:
         raise UsageError("nodes 0 leaves no node to run on; use at least 1")
-    _check_way(job)
 
 
 def _check_way(job: Job) -> None:
