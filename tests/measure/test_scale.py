@@ -64,12 +64,19 @@ def test_a_planted_limit_is_named(tmp_path, slow):
         assert "its forward takes" in document["verdict"]
 
 
-def test_a_report_fits_60_columns_and_its_page_needs_nothing_else(tmp_path):
+def test_an_interrupted_measurement_goes_on_to_a_report_of_60_columns_and_a_page_that_needs_nothing(tmp_path):
     words = ("-n", "1,2", "--repeat", "1", "--steps", "12", str(PLANTED), "nothing")
+    first = scale(tmp_path, *words)
+    until = time.monotonic() + 40
+    while not [path for path in tmp_path.glob("runs/*/runs.jsonl") if path.read_text().count("\n")]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    assert ended(first)[2] == 130
     out, err = finished(scale(tmp_path, *words))
+    assert [line[:10] for line in err.splitlines() if line.startswith("run ")] == ["run 2 of 2"]
     lines = out.partition("\nReport:")[0].splitlines()
     assert max(map(len, lines)) <= 60
-    assert "run 2 of 2" in err
     assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
     assert 0.8 < float(lines[2].split()[3]) < 1.3  # a pause is as long on two processes
     assert "More than 1 process is not worth it" in " ".join(" ".join(lines).split())
@@ -79,24 +86,7 @@ def test_a_report_fits_60_columns_and_its_page_needs_nothing_else(tmp_path):
     assert text.count("<svg") == 3
     assert not re.search(r"""(src|href)="(?!#)|@import|url\((?!#)""", text)
     assert {one.name for one in page.parent.glob("*.png")} == {"throughput.png", "speedup.png", "step.png"}
-
-
-def test_an_interrupted_measurement_goes_on_where_it_was_and_says_what_had_no_devices(tmp_path):
-    several = ("--repeat", "2", "--vary", "method=ddp,dataparallel")
-    words = ("-n", "1", *several, "--steps", "12", str(PLANTED), "nothing")
-    first = scale(tmp_path, *words)
-    until = time.monotonic() + 40
-    while not [path for path in tmp_path.glob("runs/*/runs.jsonl") if path.read_text().count("\n")]:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    first.send_signal(signal.SIGINT)
-    assert ended(first)[2] == 130
-    done = next(tmp_path.glob("runs/*/runs.jsonl")).read_text().count("\n")
-    out, err = finished(scale(tmp_path, *words))
-    assert err.count("run ") == 2 - done
-    said = " ".join(out.split())
-    assert "1 process, method=dataparallel was not measured: it needs 2 devices, and 0 are visible." in said
-    assert [one for one in next(tmp_path.glob("runs/*/")).iterdir() if one.name.startswith("run-")] == []
+    assert [one for one in page.parent.iterdir() if one.name.startswith("run-")] == []
 
 
 def test_a_script_that_takes_no_measured_steps_is_refused(tmp_path):
@@ -154,12 +144,16 @@ for _ in train.epochs(1):
 """
 
 
-def test_a_measured_run_begins_at_the_first_step_and_leaves_the_scripts_commits_alone(nest, tmp_path):
+def test_a_measured_run_leaves_the_scripts_commits_alone_and_what_had_no_devices_is_said(nest, tmp_path):
     (tmp_path / "commits.py").write_text(COMMITS)
     assert nest.wait(nest.start(tmp_path / "commits.py", 0, cwd=tmp_path)) == [0]
     before = sorted(path.name for path in (tmp_path / "commits").iterdir())
-    words = ("-n", "1", "--repeat", "1", "--steps", "12", "--json", "commits.py")
-    assert json.loads(finished(scale(tmp_path, *words))[0])["rows"]
+    several = ("--vary", "method=ddp,dataparallel")
+    words = ("-n", "1", "--repeat", "1", *several, "--steps", "12", "--json", "commits.py")
+    document = json.loads(finished(scale(tmp_path, *words))[0])
+    assert len(document["rows"]) == 1
+    why = "1 process, method=dataparallel was not measured: it needs 2 devices, and 0 are visible."
+    assert document["verdict"].endswith(why)
     assert sorted(path.name for path in (tmp_path / "commits").iterdir()) == before
 
 
