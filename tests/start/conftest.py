@@ -55,6 +55,7 @@ class Launcher:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self.way = ["-m", "samestep"]
         self.started: list[Started] = []
         self.env = {
             name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))
@@ -74,7 +75,7 @@ class Launcher:
     def start(self, *args: str) -> Started:
         """Start and go on."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "samestep", "run", *args],
+            [sys.executable, *self.way, "run", *args],
             cwd=self.home,
             env=self.env,
             stdout=subprocess.PIPE,

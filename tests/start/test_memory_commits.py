@@ -125,11 +125,12 @@ def test_a_run_that_is_asked_to_end_while_it_recovers_commits_what_it_kept_in_me
     assert int(committed[1]) >= int(kept[1])
 
 
-def test_a_run_without_restarts_keeps_no_state_in_memory(launcher):
-    launcher.write(TRAIN)
-    started = launcher.start("-n", "1", "train.py", "3")
-    started.wait_for_lines("pids-0")
-    assert slots(started.process.pid) == []
+@pytest.mark.parametrize(("options", "count"), [([], 0), (["--max-restarts", "1", "--no-fork"], 2)])
+def test_only_a_run_with_restarts_has_memory_for_its_state(launcher, options, count):
+    launcher.write("open('up', 'w').write('up\\n')\nimport time\ntime.sleep(1)")
+    started = launcher.start("-n", "1", *options, "train.py")
+    started.wait_for_lines("up")
+    assert len(slots(started.process.pid)) == count
     assert started.finish()[0] == 0
 
 

@@ -25,6 +25,13 @@ if os.environ["RANK"] == "2":
     BAD
 time.sleep(60)
 """
+# A launcher that has another of its limits on waiting for other nodes.
+LIMITED = """
+from samestep.start import nodes
+nodes.{} = {}
+from samestep.cli import main
+main()
+"""
 # The clock of a launcher that waits jumps by 100 s each of the first three times that it looks and finds nothing.
 HASTY = """
 import time
@@ -138,6 +145,7 @@ def test_the_nodes_that_are_left_go_on_without_a_lost_one(launcher, lost):
 
 def test_fewer_nodes_than_are_enough_do_not_go_on(launcher):
     launcher.write(LATER)
+    launcher.way = ["-c", LIMITED.format("_AGAIN_S", 2)]  # instead of 20 s
     nodes = started(launcher, (1, 1, 1), "--no-fork", "--max-restarts", "1", "train.py", nodes="2:3")
     nodes[0].wait_for_lines("up0-3", 3)
     for node in nodes[1:]:
@@ -308,15 +316,6 @@ def test_a_first_node_that_leaves_no_note_is_waited_for_as_long_as_was_said(laun
     )
 
 
-# A launcher that gives the others half a second where one node has failed.
-BRIEF = """
-from samestep.start import nodes
-nodes._END_S = 0.5
-from samestep.cli import main
-main()
-"""
-
-
 @pytest.mark.parametrize("asked", [None, signal.SIGINT])
 def test_a_node_that_has_finished_waits_as_long_as_the_others_work_or_until_it_is_asked_to_end(
     launcher, asked
@@ -328,25 +327,15 @@ def test_a_node_that_has_finished_waits_as_long_as_the_others_work_or_until_it_i
         time.sleep(4 if os.environ["RANK"] == "0" else 0)
         """
     )
-    at = f"tcp://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-c", BRIEF, "run", "-n", "1", "--nodes", "2", "--rendezvous", at]
-    nodes = [
-        subprocess.Popen(
-            [*command, "--node-rank", str(node), "train.py"], cwd=launcher.home, env=launcher.env
-        )
-        for node in range(2)
-    ]
-    try:
-        while not (launcher.home / "up1").exists():
-            time.sleep(0.01)
-        time.sleep(2)
-        assert nodes[1].poll() is None
-        if asked:
-            nodes[1].send_signal(asked)
-            assert nodes[1].wait(1.5) == 130
-        else:
-            assert [node.wait(20) for node in nodes] == [0, 0]
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
+    launcher.way = ["-c", LIMITED.format("_END_S", 0.5)]  # what a node has to end in where another has failed
+    nodes = started(launcher, (1, 1), "train.py")
+    nodes[1].wait_for_lines("up1")
+    time.sleep(2)
+    assert nodes[1].process.poll() is None
+    if asked:
+        nodes[1].process.send_signal(asked)
+        began = time.monotonic()
+        assert nodes[1].finish()[0] == 130
+        assert time.monotonic() - began < 1.5
+    else:
+        assert [node.finish()[0] for node in nodes] == [0, 0]
