@@ -13,20 +13,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from cluster.network import DYING, Network, possible
 
 SCRIPT = Path(__file__).with_name("stuck.py")
 WHERE = ("first step", "middle", "evaluation", "checkpoint")
 LIMIT_S = 6.5
+LOST_S = 14.0
 ALLOWED_S = 8.0  # 5 s, what two looks and a stack take, and what a loaded machine adds
 # What the notice says of the stuck rank, where that is not the line where it is stuck.
 SAYS = {"stop": "which is stopped (SIGSTOP)", "d-state": "which is in uninterruptible sleep (D)"}
 
 SLOW_S = (0.0, 0.5, 1.0, 2.0, 4.0, 6.0)
 CODES = {"exit": 77, "os-exit": 5}
+ON_MACHINES = threading.Lock()
 
 
 class Case(NamedTuple):
@@ -35,11 +41,11 @@ class Case(NamedTuple):
     exact: bool = False
     rank: int = 1
     size: int = 3
+    nodes: int = 1
 
     def __str__(self):
-        return (
-            f"{self.kind} in {self.where}, rank {self.rank} of {self.size}{', exact' if self.exact else ''}"
-        )
+        others = ", exact" * self.exact + ", 2 machines" * (self.nodes == 2)
+        return f"{self.kind} in {self.where}, rank {self.rank} of {self.size}{others}"
 
 
 def cases():
@@ -59,6 +65,39 @@ def cases():
     yield from (Case("extra", where) for where in ("middle",))
     yield from (Case("stop", size=2), Case("sleep", size=2, rank=0))
     yield from (Case(kind, where) for kind in CODES for where in ("middle", "evaluation"))
+    if possible():
+        kinds = (*kinds, "barrier", "os-exit", "link", "launcher")
+        yield from (Case(kind, rank=2, nodes=2) for kind in kinds)
+        yield from (
+            Case(kind, "evaluation", exact, rank=1, nodes=2)
+            for kind in ("sleep", "stop")
+            for exact in (False, True)
+        )
+
+
+@contextmanager
+def machines(case):
+    """Two with a network of their own, for a case that has them; the last rank is on the second."""
+    if case.nodes == 1:
+        yield None
+        return
+    with ON_MACHINES, tempfile.TemporaryDirectory() as home:
+        network = Network(Path(home, "hosts"), ["ss1", "ss2"])
+        try:
+            yield network
+        finally:
+            network.close()
+
+
+def launchers(case, network):
+    """What to put before `samestep run`, and its options, for each launcher of a case."""
+    if network is None:
+        return [([], ["-n", case.size])]
+    options = ["--nodes", 2, "--rendezvous", f"tcp://{network.address['ss1']}:29500"]
+    return [
+        ([*DYING, *network.enter(name)], ["-n", count, *options, "--node-rank", node])
+        for node, (name, count) in enumerate((("ss1", case.size - 1), ("ss2", 1)))
+    ]
 
 
 def run(case, home, *options, patience_s=60, limit_s=LIMIT_S):
@@ -67,39 +106,46 @@ def run(case, home, *options, patience_s=60, limit_s=LIMIT_S):
     fifo.exists() or os.mkfifo(fifo)
     words = ["--kind", case.kind, "--where", case.where, "--rank", case.rank, "--fifo", fifo, *options]
     words += ["--exact"] * case.exact
-    command = [
-        sys.executable,
-        "-m",
-        "samestep",
-        "run",
-        "-n",
-        case.size,
-        "--fork",
-        "--all-ranks",
-        "--hang-timeout",
-        limit_s,
-    ]
-    process = subprocess.Popen(
-        [str(word) for word in (*command, SCRIPT, *words)],
-        cwd=home,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    # a launcher hears of the ranks of another a little later
+    watched = ["--fork", "--all-ranks", "--hang-timeout", limit_s + case.nodes - 1]
+    with machines(case) as network:
+        read, write = os.pipe()
+        processes = []
+        for before, of_node in launchers(case, network):
+            command = [*before, sys.executable, "-m", "samestep", "run", *of_node, *watched, SCRIPT, *words]
+            out = {"cwd": home, "stdout": write, "stderr": subprocess.STDOUT, "start_new_session": True}
+            processes.append(subprocess.Popen([str(word) for word in command], **out))
+        os.close(write)
+        try:
+            with open(read) as said:
+                lines, line = follow(said, lambda: strike(case, network, processes[-1]))
+            return processes[0].wait(patience_s), lines, line
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+def follow(said, strike):
+    """Each line with its time since the rank was stuck, and where that is; then it is time to strike from outside."""
     lines, stuck, line = [], None, None
-    try:
-        for text in process.stdout:
-            now = time.monotonic()
-            if found := re.search(r"stuck at (\d+)", text):
-                stuck, line = now, int(found[1])
-            lines.append((now - (stuck or now), text.rstrip("\n")))
-        return process.wait(patience_s), lines, line
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
+    for text in said:
+        now = time.monotonic()
+        if found := re.search(r"stuck at (\d+)", text):
+            stuck, line = now, int(found[1])
+            strike()
+        lines.append((now - (stuck or now), text.rstrip("\n")))
+    return lines, line
+
+
+def strike(case, network, launcher):
+    """Cut the link of the second machine, or stop its launcher for as long as it takes to be missed."""
+    if case.kind == "link":
+        network.cut("ss2")
+    elif case.kind == "launcher":
+        launcher.send_signal(signal.SIGSTOP)
+        threading.Timer(LOST_S, launcher.kill).start()
 
 
 def fault(case, code, lines, line, allowed_s=ALLOWED_S):
@@ -108,6 +154,10 @@ def fault(case, code, lines, line, allowed_s=ALLOWED_S):
     if line is None and case.kind != "skip":
         return f"the rank never got stuck\n{report}"
     where = f"stuck.py:{line}"
+    if case.kind in ("link", "launcher"):
+        lost = "was stopped on node 0 (ss1): node 1 (ss2) was lost: nothing was heard of it for 10 s"
+        said = [after for after, text in lines if lost in text]
+        return None if code == 1 and said and said[0] < LOST_S else f"node 1 was not named in time\n{report}"
     if f"failed on rank {case.rank} of {case.size}" not in report:
         return f"another rank is the run's cause, or none\n{report}"
     if case.kind in CODES:
@@ -123,7 +173,8 @@ def fault(case, code, lines, line, allowed_s=ALLOWED_S):
     after, said = notices[0]
     if after > allowed_s:
         return f"it was said after {after:.1f} s"
-    if f" for rank {case.rank}, which " not in said:
+    host = f" (ss{1 + (case.rank == case.size - 1)})" if case.nodes == 2 else ""
+    if f" for rank {case.rank}{host}, which " not in said:
         return f"another rank was named: {said}"
     if case.kind in ("skip", "uneven"):  # the rank is stuck nowhere: it goes on, or has come to its next call
         return None

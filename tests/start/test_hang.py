@@ -10,9 +10,12 @@ import textwrap
 import time
 
 import pytest
+from cluster.network import possible
 from hang import SCRIPT, Case, fault, run, untrue
 
 from samestep.hang import RankState, find_hang
+
+needs_machines = pytest.mark.skipif(not possible(), reason="networks of their own need root")
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,8 @@ from samestep.hang import RankState, find_hang
         pytest.param(Case("extra", rank=0), marks=pytest.mark.long),
         pytest.param(Case("exit"), marks=pytest.mark.long),
         Case("os-exit", "evaluation"),
+        pytest.param(Case("sleep", "evaluation", rank=1, nodes=2), marks=needs_machines),
+        pytest.param(Case("link", rank=2, nodes=2), marks=[needs_machines, pytest.mark.long]),
     ],
     ids=str,
 )

@@ -233,10 +233,16 @@ class WorkerGroup:
     def _way_out(self, worker: Worker) -> str:
         return self._watch.way_out(worker) if self._watch else ""
 
+    def _given_up(self, failed: Sequence[Worker]) -> Hang | None:
+        """A hang by a rank of this node, where the ranks that waited gave up before this process did."""
+        hang = (
+            self._watch.hang if self._watch and failed and all(worker.is_echo for worker in failed) else None
+        )
+        return hang if hang and hang.cause.rank in {worker.rank for worker in self.workers} else None
+
     def _outcome(self) -> Outcome:
         own = [worker for worker in self.workers if worker.status and not worker.was_stopped]
-        if self._watch and not self._hang and own and all(worker.is_echo for worker in own):
-            self._hang = self._watch.hang  # the ranks that waited gave up before this process did
+        self._hang = self._hang or self._given_up(own)
         if self._watch and self._hang:
             at = self._hang.cause.rank
             cause = next((worker for worker in self.workers if worker.rank == at), self.workers[0])
