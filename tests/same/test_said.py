@@ -43,12 +43,16 @@ for epoch in range(2):
         ({"inside": "x = 0.7 * x + 0.3 * x.flip(0)"}, "moves samples within a batch (train.py:"),
         ({"inside": "y = model(x, 0); (y @ y.t()).mean().backward()"}, "pairs of the samples of a batch (train.py:"),
         ({"inside": "model(x, 0)[:, 0].sort()[0][0].backward()"}, "compares the samples of a batch (train.py:"),
+        ({"inside": "model(x, 0).square().mean().sqrt().backward()"}, "computed from averages over this rank's"),
+        ({"inside": "x = (x - x.mean()) / x.std()"}, "computed from averages over this rank's"),
+        ({"inside": "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backward()"}, "at train.py:"),
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
     ids=[
         *("gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
         *("several-for-each-sample", "several-words", "a-choice-of-samples"),
-        *("flipped-samples", "pairs-of-samples", "hardest-samples", "a-copys-statistics"),
+        *("flipped-samples", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean", "a-normalized-batch"),
+        *("a-product-of-means", "a-copys-statistics"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path):

@@ -112,8 +112,10 @@ def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, e
     [
         (lambda out, y: F.mse_loss(out, y, reduction="sum"), True),
         (lambda out, y: ((out - y) ** 2).sum(), True),
+        (lambda out, y: ((out - y) ** 2).sum() / 6, True),
         (lambda out, y: F.mse_loss(out, y), False),
         (lambda out, y: ((out - y) ** 2).sum() / len(y), False),
+        (lambda out, y: samestep.gather(out).var(0).sum(), False),
         (
             lambda out, y: (
                 torch.ones(2).double() * torch.stack([F.mse_loss(out, y), out.abs().mean()])
@@ -121,7 +123,7 @@ def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, e
             False,
         ),
     ],
-    ids=["reduction", "sum", "mean", "divided", "weighted losses"],
+    ids=["reduction", "sum", "divided by the batch", "mean", "divided", "gathered", "weighted losses"],
 )
 def test_a_sum_over_samples_is_said_once(world, loss, is_said):
     look_again()

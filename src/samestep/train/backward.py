@@ -15,7 +15,7 @@ import torch.distributed as dist
 from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.loss import leaves_before, name_of, reduction_of
+from samestep.train.loss import leaves_before, name_of, nodes_before, reduction_of
 from samestep.train.step import Share, Spine, cut, spine
 
 _FIRST_LOSSES = _FIRST_BATCHES = 3
@@ -24,6 +24,7 @@ _AUTOGRAD: Any = torch.autograd
 _TERMS = struct.Struct("<d")
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
 _MOST_NODES = 1000
+_NEAR_NODES = 50
 _REAL = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -71,7 +72,7 @@ class Backward(Member):
 
         def run(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
             # inside of a backward a segment is computed again, and torch.compile runs the engine on no real tensors
-            if self._is_running or type(outputs[0]) not in _REAL or _is_functional():
+            if self._is_running or type(outputs[0]) not in _REAL or is_functional():
                 return original(outputs, gradients, *args, **options)
             self._is_running = True
             way = self._backward if options["accumulate_grad"] else self._grad
@@ -116,6 +117,12 @@ class Backward(Member):
         """Collective where gradients of what is equal on all ranks are derived again: the whole batch's are meant."""
         spine, size = self._spine, self.group.world.size
         share = spine.trained
+        shapes = (
+            {one.shape for one in spine.models.parameters()} if self.group.phase[0] == "forward" else set()
+        )
+        if shapes.issuperset(one.shape for one in inputs):
+            # in a model's call gradients of weights are of some of its samples, as of each of MAML's tasks
+            return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
         # ranks may have unlike numbers of microbatches: what is derived there is each one's own
         is_shared = size > 1 and spine.models.weigh_losses and (share is None or share.microbatch is None)
         parameters = {id(one) for one in spine.models.parameters()} if is_shared else set()
@@ -131,24 +138,38 @@ class Backward(Member):
             for one, is_kept in zip(found, kept, strict=True)
         )
 
+    def _reduction_of(self, loss: torch.Tensor) -> tuple[str | None, float | None]:
+        """Whether it is a mean or a sum, and over how many terms; a sum divided by the whole batch's size is a sum."""
+        found, share = reduction_of(loss), self._spine.trained
+        count = found.get("terms")
+        if count is None or found["reduction"] == "mean":
+            return found["reduction"], count
+        is_sum = share is not None and share.mine < share.all == count
+        return ("sum", None) if is_sum else ("mean", count)
+
     def _counts_for_inputs(self, outputs: Sequence[torch.Tensor]) -> float:
         """What a loss counts for where gradients of its samples are asked for: they divide by the whole batch."""
         spine = self._spine
-        reduction = reduction_of(outputs[0]) if outputs[0].numel() == 1 else {"reduction": None}
-        is_mean = reduction["reduction"] == "mean" or reduction.get("count") is not None
+        is_mean = outputs[0].numel() == 1 and self._reduction_of(outputs[0])[0] == "mean"
         if is_mean and not spine.models.adds_losses and (share := spine.trained) and share.microbatch is None:
             return spine.root / float(self.group.world.size)
         return 1.0 if spine.root else 0.0
 
     def _look_at(self, loss: torch.Tensor) -> None:
         """Say once that a loss is a sum, which averaging over ranks makes smaller; note how many terms a mean has."""
-        models, found = self._spine.models, reduction_of(loss)
+        models, (reduction, count) = self._spine.models, self._reduction_of(loss)
         share = self._spine.trained
-        if found["reduction"] == "mean" and share is not None and not (share.lent or models.adds_losses):
-            self._terms, self._rows = (found["count"] or 0.0) / share.mine, share.all
-        is_sum = found["reduction"] == "sum" and found["count"] is None
+        if reduction == "mean" and share is not None and not (share.lent or models.adds_losses):
+            self._terms, self._rows = (count or 0.0) / share.mine, share.all
         # where no parameter is trained, slopes of the inputs are asked for
-        if not is_sum or models.adds_losses or not any(one.requires_grad for one in models.parameters()):
+        if (
+            reduction != "sum"
+            or models.adds_losses
+            or not any(one.requires_grad for one in models.parameters())
+        ):
+            return
+        # of what all ranks gathered it is the whole batch's on each
+        if any(name_of(node) == "_MadeByAll" for node in nodes_before(loss, _NEAR_NODES)):
             return
         self._losses_to_look_at = 0
         self.group.say(
@@ -201,7 +222,7 @@ def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:
     return tuple(one if one is None or factor == 1.0 else one * factor for one in gradients)
 
 
-def _is_functional() -> bool:
+def is_functional() -> bool:
     """Whether torch.func derives a function, or several gradients are taken at once: those are the script's affair."""
     return torch._C._functorch.maybe_current_level() is not None
 

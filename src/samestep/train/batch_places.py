@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.train.batch_sizes import Kinds, Other, Place
 from samestep.train.draw_sizes import fixed_sizes
-from samestep.train.mixing import mixes
-from samestep.train.nested import memory_of
+from samestep.train.mixing import averaged, mixes
+from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Share
 from samestep.train.views import key_of, layout_of, meta_of, moved
 
@@ -118,8 +118,13 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self._makes_sense(made, other):
                 other, sure = self._computed(func, args, kwargs, as_guessed=False)
             other, sure = self._by_sizes(func._opname, args, made, other, sure)
-        self._note(made, other, sure)
+        given = [self._found(tensor) for _, tensor in named_tensors((args, kwargs))]
+        self._note(made, other, sure, averaged(func, given, (made, other)))
         return made
+
+    def averaged(self, tensor: torch.Tensor) -> str | None:
+        """The line from which on it is no average over samples, though it is made of such."""
+        return self._found(tensor).averaged
 
     def _by_sizes(self, name: str, args: Any, made: torch.Tensor, other: Any, sure: bool) -> tuple[Any, bool]:
         """The same of an operation that got sizes as numbers."""
@@ -134,7 +139,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where the batch is in this tensor, None where it is not known."""
-        _, other, sure = self._others.get(key_of(tensor), Other(tensor, None))
+        _, other, sure, _ = self._others.get(key_of(tensor), Other(tensor, None))
         if other is None or (not sure and tensor.shape == other.shape):
             other = self._to_come
         if other is None or not self._makes_sense(tensor, other):
@@ -193,7 +198,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _viewed(self, made: torch.Tensor, of: Other) -> tuple[torch.Tensor | None, bool]:
         """The other of a view, whose sizes were given as numbers, and whether it is sure."""
-        given, other, sure = of
+        given, other, sure, _ = of
         if other is None or given.shape == made.shape:
             return other, sure
         sizes = list(made.shape)
@@ -213,7 +218,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, made: torch.Tensor, of: Other, counts: Sequence[int], is_repeated: bool
     ) -> tuple[torch.Tensor | None, bool]:
         """The other of what was expanded or repeated, and whether it is sure."""
-        given, other, sure = of
+        given, other, sure, _ = of
         if other is None:
             return None, True
         sizes = list(made.shape)
@@ -257,17 +262,17 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # where several are equal it is perhaps a mask over time, which may be combined with a tensor of the batch
         return meta_of(made, sizes), not equal and sizes == list(made.shape)
 
-    def _note(self, made: Any, other: Any, sure: bool = True) -> None:
+    def _note(self, made: Any, other: Any, sure: bool = True, average: str | None = None) -> None:
         if isinstance(made, list | tuple):
             has_all = isinstance(other, list | tuple) and len(other) == len(made)
             for one, its in zip(made, other if has_all else [None] * len(made), strict=True):
-                self._note(one, its, sure)
+                self._note(one, its, sure, average)
         elif isinstance(made, torch.Tensor):
             key = key_of(made)
             is_like = isinstance(other, torch.Tensor) and other.dim() == made.dim()
             # what is known stays known where it was changed in place, as by an all-reduce
             if is_like or key not in self._others or self._others[key].tensor is not made:
-                self._others[key] = Other(made, other if is_like else None, sure)
+                self._others[key] = Other(made, other if is_like else None, sure, average)
 
     def _found(self, tensor: torch.Tensor) -> Other:
         """What was made before the call and is not of the batch is constant."""

@@ -51,6 +51,7 @@ class Other(NamedTuple):
     tensor: torch.Tensor
     other: torch.Tensor | None
     sure: bool = True
+    averaged: str | None = None
 
 
 class Kinds:

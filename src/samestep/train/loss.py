@@ -18,11 +18,16 @@ def leaves_before(tensor: torch.Tensor, nodes: int = 1000) -> Iterator[torch.Ten
     """What it is made of, as far as that is found in so many steps."""
     if tensor.is_leaf:
         yield tensor
+    variables = (getattr(node, "variable", None) for node in nodes_before(tensor, nodes))
+    yield from (leaf for leaf in variables if leaf is not None)
+
+
+def nodes_before(tensor: torch.Tensor, most: int) -> Iterator[Any]:
+    """Its autograd graph, the nearest operations first."""
     seen = {tensor.grad_fn}
     to_do = [tensor.grad_fn]
-    for node in itertools.islice(to_do, nodes):
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
+    for node in itertools.islice(to_do, most):
+        yield node
         for before, _ in getattr(node, "next_functions", ()):
             if before is not None and before not in seen:
                 seen.add(before)
@@ -42,7 +47,10 @@ def _reduction_at(node: Any) -> dict[str, Any]:
                 return found
         if reduction in (1, 2):
             count = divisor if reduction == 2 else _count(node)
-            return {"reduction": ("mean", "sum")[reduction - 1], "count": count}
+            terms = getattr(node, "_saved_self", None) if reduction == 1 else None
+            is_counted = count is None and isinstance(terms, torch.Tensor)
+            found = {"reduction": ("mean", "sum")[reduction - 1], "count": count}
+            return {**found, "terms": float(terms.numel()) if is_counted and terms is not None else count}
         if not name.startswith(_PASSED) or not node.next_functions:
             break
         divisor = _single(getattr(node, "_saved_other", None)) if name == "Div" else divisor

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from samestep.train.backward import is_functional
 from samestep.train.batch_places import BatchPlaces
 from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw
@@ -60,11 +61,15 @@ class Watching(Subscriber):
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """Local. While a model is called."""
         share = self._spine.at_hand
+        # what torch.func maps and derives has no memory of its own
+        if share is None or is_functional():
+            yield
+            return
         given = [tensor for _, tensor in named_tensors((args, kwargs))]
         at = model.training, torch.is_grad_enabled(), line_of_draw()
         call = weakref.ref(model), *at, tuple(one.dim() for one in given)
         found = self._places_in(call, given, share)
-        mine = share.mine if share is not None else 0
+        mine = share.mine
         has_share = any(
             mine in one.shape[:2] if place is None else place.dim is not None
             for one, place in zip(given, found, strict=True)
@@ -78,7 +83,7 @@ class Watching(Subscriber):
             bool(given),
         )
         try:
-            if kind in self._seen or share is None or not 0 < mine < share.all or self.places:
+            if kind in self._seen or not 0 < mine < share.all or self.places:
                 yield
                 return
             self._seen.add(kind)
@@ -92,7 +97,7 @@ class Watching(Subscriber):
         finally:
             self.in_model, self.is_in_call = before
 
-    def _places_in(self, call: Any, given: Sequence[torch.Tensor], share: Share | None) -> list[Place | None]:
+    def _places_in(self, call: Any, given: Sequence[torch.Tensor], share: Share) -> list[Place | None]:
         """Where the batch is in what a model is called with, as it is seen now or was in such a call."""
         known = self._given.setdefault(call, [])
         if self.places and self.places is self._loop:
@@ -101,7 +106,7 @@ class Watching(Subscriber):
                 known.append(found)
             return found
         older = [Place(None) if self.is_older(one, share) else None for one in given]
-        if share is None or not share.mine:
+        if not share.mine:
             return older
         for found in known:
             pairs = zip(found, given, strict=True)
@@ -162,6 +167,13 @@ class Watching(Subscriber):
                 watched.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def backward_begins(self, loss: torch.Tensor) -> None:
+        if self._loop is not None and (line := self._loop.averaged(loss)):
+            self._spine.group.say(
+                f"the loss is no average over samples: at {line} it is computed from averages over this rank's samples "
+                "alone, by more than adding them, so it is not the serial script's; average over the batch first, with "
+                "samestep.mean(...)",
+                what="mixed samples",
+            )
         self._leave_loop()
 
     def pass_left(self, left: Pass) -> None:

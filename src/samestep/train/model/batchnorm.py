@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import UsageError
 from samestep.train.backward import SumOverRanks
@@ -25,7 +26,8 @@ class Synced:
         if not self.training or by_torch:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        count, mean, variance = _of_all_ranks(wide, counts=share is None or not share.lent)
+        with _disable_current_modes():  # as totals are, statistics are of no batch
+            count, mean, variance = _of_all_ranks(wide, counts=share is None or not share.lent)
         # of a larger batch the count is not asked for: that waits for the device
         if (share is None or share.all < 2) and count < 2:
             raise UsageError(
