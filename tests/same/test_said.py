@@ -4,6 +4,7 @@ from textwrap import dedent
 
 import pytest
 
+AVERAGES = "averages over the samples of a batch (train.py:"
 PARTED = "the random stream of torch on ranks 1, 2 is not that of rank 0"
 SCRIPT = """
 import torch, samestep
@@ -43,9 +44,9 @@ for epoch in range(2):
         ({"inside": "x = 0.7 * x + 0.3 * x.flip(0)"}, "moves samples within a batch (train.py:"),
         ({"inside": "y = model(x, 0); (y @ y.t()).mean().backward()"}, "pairs of the samples of a batch (train.py:"),
         ({"inside": "model(x, 0)[:, 0].sort()[0][0].backward()"}, "compares the samples of a batch (train.py:"),
-        ({"inside": "model(x, 0).square().mean().sqrt().backward()"}, "computed from averages over this rank's"),
-        ({"inside": "x = (x - x.mean()) / x.std()"}, "computed from averages over this rank's"),
-        ({"inside": "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backward()"}, "at train.py:"),
+        ({"inside": "model(x, 0).square().mean().sqrt().backward()"}, AVERAGES),
+        ({"inside": "x = (x - x.mean()) / x.std()"}, AVERAGES),
+        ({"inside": "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backward()"}, AVERAGES),
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
     ids=[

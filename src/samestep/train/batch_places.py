@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.train.batch_sizes import Kinds, Other, Place
 from samestep.train.draw_sizes import fixed_sizes
-from samestep.train.mixing import averaged, mixes
+from samestep.train.mixing import averaged
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Share
 from samestep.train.views import key_of, layout_of, meta_of, moved
@@ -34,17 +34,14 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         share: Share,
         given: Iterable[tuple[torch.Tensor, Place | None]],
         constant: Iterable[torch.Tensor],
-        on_mixed: Callable[[str], None],
         is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known.
-
-        `on_mixed` is told what an operation does that mixes samples of the batch.
-        """
+        """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_paused, self._on_mixed = is_paused, on_mixed
+        self._is_paused = is_paused
         self._others: dict[Any, Other] = {}
         self._to_come: torch.Tensor | None = None
+        self._is_as_guessed = True
         self._kinds = Kinds(share)
         for tensor in constant:
             self._note(tensor, meta_of(tensor))
@@ -70,13 +67,6 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 place = _place_in_view(tensor, laid, dim, share.mine)
             elif place is None and tensor.shape[dim : dim + 1] == (share.mine,):
                 place = Place(dim)
-            elif (
-                place is None
-                and not is_plain
-                and tensor.dim()
-                and len(tensor) % share.mine == 0 < len(tensor)
-            ):
-                place = Place(0, is_guessed=True)  # several rows for each sample; it was computed outside
             if place is None and not is_plain and tensor.dim() and len(tensor) > 1:
                 self._others[key_of(tensor)] = Other(tensor, None)
             else:
@@ -110,20 +100,18 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._to_come = before
         if func._overloadname.endswith("out") or func._schema.is_mutable:
             return made
-        if _has_tensor(args[:1]) and (
-            does := mixes(func, args, kwargs, self._kinds, self._found(args[0]), (made, other))
-        ):
-            self._on_mixed(does)
         if isinstance(made, torch.Tensor):
             if not self._makes_sense(made, other):
                 other, sure = self._computed(func, args, kwargs, as_guessed=False)
             other, sure = self._by_sizes(func._opname, args, made, other, sure)
         given = [self._found(tensor) for _, tensor in named_tensors((args, kwargs))]
-        self._note(made, other, sure, averaged(func, given, (made, other)))
+        if not self._is_as_guessed:
+            given = [one if one.sure else one._replace(other=one.tensor) for one in given]
+        self._note(made, other, sure, averaged(func, args, kwargs, given, made, other))
         return made
 
     def averaged(self, tensor: torch.Tensor) -> str | None:
-        """The line from which on it is no average over samples, though it is made of such."""
+        """What was done to samples that makes it no average over them, and where."""
         return self._found(tensor).averaged
 
     def _by_sizes(self, name: str, args: Any, made: torch.Tensor, other: Any, sure: bool) -> tuple[Any, bool]:
@@ -150,7 +138,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Place(None)
         dim, kind = found
         after = tensor.shape[dim] // kind.mine // kind.before
-        return Place(dim, kind.before, after, layout_of(other), kind.ragged, kind.is_guessed)
+        return Place(dim, kind.before, after, layout_of(other), kind.ragged)
 
     def _makes_sense(self, tensor: torch.Tensor, other: Any) -> bool:
         """Whether these can be the same of two batch sizes."""
@@ -189,7 +177,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if as_guessed and not all(one.sure for one in found):
                 return self._computed(func, args, kwargs, as_guessed=False)
             return None, True
-        is_sure = all(one.sure for one in found)
+        self._is_as_guessed, is_sure = as_guessed, all(one.sure for one in found)
         if not is_sure and isinstance(made, torch.Tensor) and any(map(self._kinds.in_size, made.shape)):
             is_sure = any(
                 one.sure and one.other.shape != one.tensor.shape for one in found if one.other is not None

@@ -23,8 +23,7 @@ class Place:
     """The dimension of the batch, None for a draw that is one for all ranks, and the memory's order.
 
     The dimension may be merged of several: `before` the batch, and `after` it. It is that of the
-    samples, or of nodes of graphs and the like, whose name in the batch is in `ragged`. Where several rows for each
-    sample came in an order that nothing tells, it `is_guessed`.
+    samples, or of nodes of graphs and the like, whose name in the batch is in `ragged`.
     """
 
     dim: int | None
@@ -32,7 +31,6 @@ class Place:
     after: int = 1
     layout: tuple[int, ...] = ()
     ragged: str = ""
-    is_guessed: bool = False
 
 
 class Kind(NamedTuple):
@@ -42,7 +40,6 @@ class Kind(NamedTuple):
     mine: int
     before: int = 1
     ragged: str = ""
-    is_guessed: bool = False
 
 
 class Other(NamedTuple):
@@ -75,9 +72,7 @@ class Kinds:
     def at(self, place: Place) -> Kind:
         """What is at a place, as it was found in another batch too."""
         laid = self._laid.get(place.ragged)
-        kind = self.ragged.get(laid.rows, self.samples) if laid else self.samples
-        kind = self.like(kind._replace(is_guessed=True)) if place.is_guessed else kind
-        return self.behind(place.before, kind)
+        return self.behind(place.before, self.ragged.get(laid.rows, self.samples) if laid else self.samples)
 
     def in_size(self, size: int) -> list[Kind]:
         return [kind for kind in self._all if size and size % kind.size == 0]
@@ -104,17 +99,12 @@ class Kinds:
             return kind
         if kind.ragged:
             raise LookupError
-        return self.like(kind._replace(before=before))
-
-    def like(self, asked: Kind) -> Kind:
-        """The kind of this sort, made where it is the first."""
         known = [one for one in self._all if not one.ragged]
         for one in known:
-            if one._replace(size=asked.size) == asked:
+            if one.before == before:
                 return one
-        new = asked._replace(size=_MERGED[len(known) - 1 :][0])
-        self._all.append(new)
-        return new
+        self._all.append(self.samples._replace(size=_MERGED[len(known) - 1 :][0], before=before))
+        return self._all[-1]
 
     def computed(self, func: Any, args: Sequence[Any], others: list[Any], kwargs: Any) -> Any:
         """What the operation makes of the others; LookupError where it takes some of the samples."""

@@ -125,18 +125,6 @@ class Places:
 
         return min(fits, key=unlike)[2] if fits else None
 
-    def part_elsewhere(self, kind: Any, shape: torch.Size, share: Share) -> Part | None:
-        """This rank's part as in a draw of as many dimensions at another line of the model."""
-        places = (
-            place
-            for (_, dims, _), kinds in self._by_line.items()
-            for other, found in kinds.items()
-            if dims == len(shape) and other and other[0] == kind[0]
-            for _, place in found
-            if place.dim is not None
-        )
-        return next(filter(None, (part_at(place, shape, share) for place in places)), None)
-
 
 def _beside(place: Place, shape: torch.Size) -> list[int]:
     """The sizes beside the batch."""

@@ -8,8 +8,8 @@ import ast
 import functools
 import linecache
 import sys
-from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType
+from collections.abc import Iterable
+from types import FrameType
 
 import torch
 
@@ -19,7 +19,6 @@ _SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", 
 _MEASURES = {"shape", "size", "len"}
 _DEEPEST = 8
 _Sizes = ast.Tuple | ast.List
-_Functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
 def fixed_sizes() -> list[bool]:
@@ -65,9 +64,11 @@ def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
         case ast.Attribute(value=held_by, attr=name) if name not in _MEASURES:
             # as in args.n, or self.n where it is not set to a size of something
             is_tensor = isinstance(value_of(held_by, frame), torch.Tensor)
-            return not is_tensor and not _is_measured(frame.f_code.co_filename, name)
+            set_to = _set_to(frame.f_code.co_filename, name, ast.Attribute)
+            used = {_name_of(one) for value in set_to or () for one in ast.walk(value)}
+            return not is_tensor and used.isdisjoint(_MEASURES)
         case ast.Name(id=name):
-            set_to, given = _set_to(frame.f_code, name), _given(frame, name)
+            set_to, given = _set_to(frame.f_code.co_filename, name, ast.Name), _given(frame, name)
             caller = scripts_frame(frame.f_back)
             is_known = set_to is not None and given is not None and bool(set_to or given)
             return (
@@ -97,51 +98,19 @@ def _given(frame: FrameType, name: str) -> list[ast.expr] | None:
 
 
 @functools.cache
-def _set_to(code: CodeType, name: str) -> list[ast.expr] | None:
-    """What a variable is set to where it belongs; None where that is not known."""
-    tree = _tree(code.co_filename)
-    scope: ast.AST | None = tree
-    if name in code.co_varnames and code.co_name != "<module>":
-        functions = (one for one in ast.walk(tree) if isinstance(one, _Functions))
-        at = code.co_firstlineno
-        scope = next((one for one in functions if at in _first_lines(one)), None)
-    if scope is None:
-        return None
-    # a variable of an enclosing function may be set anywhere
-    nodes = list(ast.walk(scope) if name in code.co_freevars else _inside(scope))
+def _set_to(file: str, name: str, kind: type[ast.Name] | type[ast.Attribute]) -> list[ast.expr] | None:
+    """What variables, or attributes, of this name are set to in this file; None where that is not known of each."""
+    nodes = list(ast.walk(_tree(file)))
     values = [
         one.iter if isinstance(one, ast.For) else one.value
         for one in nodes
         if isinstance(one, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For)
         for target in getattr(one, "targets", [getattr(one, "target", None)])
-        if isinstance(target, ast.Name) and target.id == name
+        if isinstance(target, kind) and _name_of(target) == name
     ]
-    stores = (one for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
-    is_all = len(values) == sum(one.id == name for one in stores)
+    stores = (one for one in nodes if isinstance(one, kind) and isinstance(one.ctx, ast.Store))
+    is_all = len(values) == sum(_name_of(one) == name for one in stores)
     return [one for one in values if one is not None] if is_all else None
-
-
-def _inside(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function or module without those of functions inside it."""
-    for node in ast.iter_child_nodes(scope):
-        if not isinstance(node, _Functions):
-            yield node
-            yield from _inside(node)
-
-
-def _first_lines(node: ast.AST) -> set[int]:
-    return {one.lineno for one in (node, *getattr(node, "decorator_list", ())) if hasattr(one, "lineno")}
-
-
-@functools.cache
-def _is_measured(file: str, attribute: str) -> bool:
-    """Whether attributes of this name are set to a size of something in this file."""
-    return any(
-        isinstance(one, ast.Assign | ast.AugAssign)
-        and any(_name_of(at) == attribute for at in getattr(one, "targets", [getattr(one, "target", None)]))
-        and not _MEASURES.isdisjoint(map(_name_of, ast.walk(one.value)))
-        for one in ast.walk(_tree(file))
-    )
 
 
 def _name_of(node: ast.AST | None) -> str:

@@ -286,12 +286,6 @@ class Draws(Member):
             return
         found = Place(None) if all(fixed_sizes()) else watching.places.place(tensor)
         self._places.note(line, watching.in_model, tensor.shape, found)
-        if found is not None and found.dim is not None and found.is_guessed:
-            why = (
-                f"the model was called with {tensor.shape[found.dim] // share.mine} rows for each sample, in an order "
-                "that is not known; call it once for each part, or give the samples a dimension of their own"
-            )
-            self.say_other(line[0], why, "may not")
 
     def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part:
         """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
@@ -303,33 +297,30 @@ class Draws(Member):
         kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
         if len(kinds) == 1:
             return Part(0, kinds.pop())
-        if in_model and (part := self._elsewhere(line, shape, share, rows)):
-            return part
-        if rows.mine in shape[:2] and known not in self._of_all:
+        if in_model and shape[:2] == (rows.mine, rows.mine) and not self._places.has(line, in_model):
+            why = "it was not made in the first call, and its first two dimensions have the size of this rank's share"
+            self.say_other(name, f"{why}; from the next call on it does")
+        # (24, 8) may be 3 rows for each of 8 samples
+        several = in_model and name in _OF_ACTIVATIONS and rows.mine > 1 and shape[0] % rows.mine == 0
+        is_in_front = shape[0] == rows.mine
+        if (is_in_front or (shape[1:2] == (rows.mine,) and not several)) and known not in self._of_all:
             if is_beside and self._is_of_weights(name, shape, share):
                 return FOR_ALL
-            return Part(int(self._is_second(shape, rows, sizes, share)), rows)
+            return Part(int(not is_in_front or self._is_second(shape, rows, sizes, share)), rows)
         if is_beside:
             self._look_for_multiple(name, shape, rows)
         elif name in _OF_ACTIVATIONS:
-            why = f"where among those of all ranks its {shape[0]} rows are, as where a mask chooses them, is not known"
+            why = (
+                f"where among those of all ranks its {shape[0]} rows are is not known, as where a mask chooses them or "
+                "a model is called with several for each sample; give the samples a dimension of their own"
+            )
             self.say_other(name, why, "may not")
         self._of_all.add(known)
         return FOR_ALL
 
-    def _elsewhere(self, line: Line, shape: torch.Size, share: Share, rows: Rows) -> Part | None:
-        """The part of a draw that was not made in the model's first call, as at another line of the model."""
-        in_model = self.watching.in_model
-        if shape[:2] == (rows.mine, rows.mine) and not self._places.has(line, in_model):
-            why = "it was not made in the first call, and its first two dimensions have the size of this rank's share"
-            self.say_other(line[0], f"{why}; from the next call on it does")
-        return self._places.part_elsewhere(in_model, shape, share)
-
     @staticmethod
     def _is_second(shape: torch.Size, rows: Rows, sizes: list[bool], share: Share) -> bool:
         """Whether the batch is in the second dimension: where a batch has the time in front, so has what is drawn."""
-        if shape[0] != rows.mine:
-            return True
         if shape[1:2] != shape[:1]:
             return False
         has_time = any(one.dim == 1 and one.rows == rows for one in share.of.ragged.values())
@@ -366,16 +357,14 @@ class Draws(Member):
         """Say that a draw has several numbers for each sample in one dimension: in which order, is not known."""
         if rows.mine < 2 or shape[0] <= rows.mine or shape[0] % rows.mine:
             return
-        named, times = named_in_call(), shape[0] // rows.mine
+        named = named_in_call()
         weights = {memory_of(one) for one in self._spine.models.parameters()}
         is_sized = rows.mine in [one for one in named if type(one) is int]
-        if is_sized or any(
-            isinstance(one, torch.Tensor) and one.shape == shape and memory_of(one) not in weights
-            for one in named
-        ):
-            self.say_other(
-                name,
+        alike = [one for one in named if isinstance(one, torch.Tensor) and one.shape == shape]
+        if is_sized or any(memory_of(one) not in weights for one in alike):
+            times = shape[0] // rows.mine
+            why = (
                 f"{shape[0]} numbers are {times} for each of this rank's {rows.mine} samples, in an order that is not "
-                f"known; give the samples a dimension of their own, as in ({rows.mine}, {times})",
-                "does not" if is_sized else "may not",
+                f"known; give the samples a dimension of their own, as in ({rows.mine}, {times})"
             )
+            self.say_other(name, why, "does not" if is_sized else "may not")

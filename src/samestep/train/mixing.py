@@ -1,11 +1,15 @@
-"""Operations that make a number of one sample from others of its batch: on a share they are not the serial script's."""
+"""What makes a number of one sample from others of its batch, so that on a share it is not the serial script's.
+
+The average of ranks' losses is the whole batch's where each is an average over samples. So averages over this rank's
+samples may be added and weighed, and not multiplied with each other, compared or put under a root.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from samestep.train.batch_sizes import Kinds, Other
+from samestep.train.batch_sizes import Other
 from samestep.train.group.control import users_line
 
 _MOVING = {"flip", "roll"}
@@ -45,35 +49,13 @@ _PICKS = {"select", "slice", "split", "split_with_sizes", "unbind", "index", "in
 _PRODUCTS = {"mul", "mm", "bmm", "dot", "mv", "addmm"}
 
 
-def mixes(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Kinds, of: Other, pair: tuple[Any, Any]
-) -> str:
-    """What it does to the samples, of which `of` is its first argument; `pair` is what it made, and of another batch.
-
-    What only shows numbers, without a gradient, may compare samples.
-    """
-    name, (made, other) = func._opname, pair
-    has_gradient = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
-    if name in _MOVING or (name in _COMPARING and has_gradient):
-        found = kinds.batch_known_in(of)
-        if (
-            found is not None
-            and not found[1].ragged
-            and found[0] in _dims(func, args, kwargs, of.tensor.dim())
-        ):
-            return "moves samples within a batch" if name in _MOVING else "compares the samples of a batch"
-    if has_gradient and isinstance(made, torch.Tensor) and isinstance(other, torch.Tensor):
-        of_batch = (kinds.samples.mine, kinds.samples.size)
-        if sum(sizes == of_batch for sizes in zip(made.shape, other.shape, strict=False)) > 1:
-            return "makes pairs of the samples of a batch"
-    return ""
-
-
-def averaged(func: Any, given: Sequence[Other], pair: tuple[Any, Any]) -> str | None:
+def averaged(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Other], made: Any, other: Any
+) -> str | None:
     """How what it made depends on averages over this rank's samples: None not at all, "" so that the average over ranks
-    is the whole batch's, else the line where that ends, as where two averages are multiplied.
+    is the whole batch's, else what it does to the samples, and where.
     """
-    name, (made, other) = func._opname, (pair if isinstance(pair[0], torch.Tensor) else map(_first, pair))
+    name, made, other = func._opname, _first(made), _first(other)
     if not isinstance(made, torch.Tensor) or not made.is_floating_point() or name.endswith("_like"):
         return None
     if torch._C._current_autograd_node() is not None:
@@ -81,22 +63,40 @@ def averaged(func: Any, given: Sequence[Other], pair: tuple[Any, Any]) -> str | 
     known = [one.averaged for one in given if one.averaged is not None]
     if any(known):
         return next(filter(None, known))
+    if does := _mixes(func, args, kwargs, given, made, other):
+        return f"{does} ({users_line()})"
     is_batch = [one.other is not None and one.other.shape != one.tensor.shape for one in given]
-    # what has the shape of a batch and is none comes of a guess that led to nothing
-    of_batch = {one.tensor.shape for one, has_it in zip(given, is_batch, strict=True) if has_it} - {
-        made.shape
-    }
-    is_reduced = bool(of_batch) and isinstance(other, torch.Tensor) and other.shape == made.shape
+    is_reduced = any(is_batch) and isinstance(other, torch.Tensor) and other.shape == made.shape
     if not known and (not is_reduced or name in _PICKS):
         return None
-    is_average = name in _LINEAR or (is_reduced and not known and ("_loss" in name or name in _PRODUCTS))
+    is_loss = "_loss" in name or "cross_entropy" in name
+    is_average = name in _LINEAR or (is_reduced and not known and (is_loss or name in _PRODUCTS))
     if known and name in _PRODUCTS:
-        is_average = len(known) == 1 and not any(is_batch)
+        others = [has_it for one, has_it in zip(given, is_batch, strict=True) if one.averaged is None]
+        is_average = len(known) == 1 and not any(others)
     elif known and name == "div":
         # whether ranks divide by numbers of terms that fit, is compared in backward
         has_slope = [one.averaged is not None and one.tensor.requires_grad for one in given]
         is_average = given[0].averaged is not None and not any(is_batch[1:] + has_slope[1:])
-    return "" if is_average else users_line()
+    return "" if is_average else f"computes with averages over the samples of a batch ({users_line()})"
+
+
+def _mixes(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Other], made: Any, other: Any
+) -> str:
+    """What it does to the samples along their dimension, which it may make twice."""
+    if func._opname in _MOVING | _COMPARING and (of := given[0].other) is not None:
+        dims = _dims(func, args, kwargs, of.dim())
+        if any(given[0].tensor.shape[dim] != of.shape[dim] for dim in dims):
+            return (
+                "moves samples within a batch"
+                if func._opname in _MOVING
+                else "compares the samples of a batch"
+            )
+    if isinstance(other, torch.Tensor):
+        unlike = [one != another for one, another in zip(made.shape, other.shape, strict=False)]
+        return "makes pairs of the samples of a batch" if sum(unlike) > 1 else ""
+    return ""
 
 
 def _first(value: Any) -> Any:

@@ -91,18 +91,16 @@ def restore(kept: bytes, names: Collection[str] | None = None) -> None:
 
 
 def are_complete(kept: object) -> bool:
-    """Local. Whether `restore` takes this, as generators of their own tell."""
+    """Local. Whether `restore` takes this."""
     try:
         streams = json.loads(kept if isinstance(kept, bytes) else b"")
-        torch.Generator().set_state(_tensor(streams["torch"]))
-        version, words, gauss = streams["python"]
-        random.Random().setstate((version, tuple(words), gauss))
-        np.random.RandomState().set_state(tuple(streams["numpy"]))
+        with streams_kept():
+            restore(kept, _OF_HOST)  # type: ignore[arg-type]
         for kind in streams.keys() - set(_OF_HOST):
             _tensor(streams[kind])
     except Exception:
         return False
-    return True
+    return set(_OF_HOST) <= set(streams)
 
 
 def _tensor(text: str) -> torch.Tensor:

@@ -21,7 +21,6 @@ from samestep.train.batch_places import BatchPlaces
 from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw
 from samestep.train.draw_parts import part_at
-from samestep.train.group.control import users_line
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Pass, Share, Spine
 from samestep.train.subscriber import Subscriber
@@ -50,12 +49,6 @@ class Watching(Subscriber):
     def watch_again(self) -> None:
         """The next call of this kind is watched: it draws where no call has drawn."""
         self._seen.discard(self.in_model)
-
-    def _watch_loop_again(self) -> None:
-        """A model is called as it was in no batch that was watched; some are called where none is, after backward()."""
-        self._times_again[self._kind_of_loop] += 1
-        if self._times_again[self._kind_of_loop] <= _MOST_TIMES_AGAIN:
-            self._seen.discard(self._kind_of_loop)
 
     @contextmanager
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
@@ -88,7 +81,7 @@ class Watching(Subscriber):
                 return
             self._seen.add(kind)
             constant = itertools.chain(model.parameters(), model.buffers())
-            self.places = BatchPlaces(share, zip(given, found, strict=True), constant, self._say_mixed)
+            self.places = BatchPlaces(share, zip(given, found, strict=True), constant)
             try:
                 with self.places:
                     yield
@@ -113,7 +106,10 @@ class Watching(Subscriber):
             if all(place is None or part_at(place, one.shape, share) for place, one in pairs):
                 return found
         if any(_times(one, place, share.mine) > 1 for one, place in zip(given, older, strict=True)):
-            self._watch_loop_again()
+            # some are called where nothing is watched, after backward()
+            self._times_again[self._kind_of_loop] += 1
+            if self._times_again[self._kind_of_loop] <= _MOST_TIMES_AGAIN:
+                self._seen.discard(self._kind_of_loop)
         return older
 
     def is_older(self, tensor: torch.Tensor, share: Share | None) -> bool:
@@ -121,15 +117,6 @@ class Watching(Subscriber):
         held = self._older.get(memory_of(tensor), lambda: None)()
         batch = share.of.tensors() if share is not None else ()
         return held is not None and all(memory_of(tensor) != memory_of(one) for _, one in batch)
-
-    def _say_mixed(self, does: str) -> None:
-        share = self._spine.at_hand
-        if share is not None and share.of.training and torch.is_grad_enabled():
-            self._spine.group.say(
-                f"what {does} ({users_line()}) has this rank's samples alone, and is not the serial script's: join "
-                "the batch first, with samestep.gather(...)",
-                what="mixed samples",
-            )
 
     def step_begins(self, share: Share) -> None:
         self._leave_loop()
@@ -154,7 +141,7 @@ class Watching(Subscriber):
             return self._loop is not watched or self._spine.is_reading or os.getpid() != self._pid
 
         parameters = self._spine.models.parameters()
-        watched = BatchPlaces(share, given, parameters, self._say_mixed, is_paused)
+        watched = BatchPlaces(share, given, parameters, is_paused)
         self._loop = self.places = watched
         watched.__enter__()  # type: ignore[no-untyped-call]
 
@@ -167,11 +154,10 @@ class Watching(Subscriber):
                 watched.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def backward_begins(self, loss: torch.Tensor) -> None:
-        if self._loop is not None and (line := self._loop.averaged(loss)):
+        if self._loop is not None and (does := self._loop.averaged(loss)):
             self._spine.group.say(
-                f"the loss is no average over samples: at {line} it is computed from averages over this rank's samples "
-                "alone, by more than adding them, so it is not the serial script's; average over the batch first, with "
-                "samestep.mean(...)",
+                f"what {does} has this rank's samples alone, and so the loss is not the serial script's: join the "
+                "batch first, with samestep.gather(...), or average over it with samestep.mean(...)",
                 what="mixed samples",
             )
         self._leave_loop()
