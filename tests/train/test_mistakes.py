@@ -38,7 +38,7 @@ def look_again():
     group._said.clear()
     backward = group.the(Backward)
     backward._terms = 0.0
-    backward._losses_to_look_at, backward._looked_at, backward._loose, backward._earlier = 3, [], [], []
+    backward._losses_to_look_at, backward._loose = 3, {}
 
 
 @pytest.mark.sizes(2, 3)

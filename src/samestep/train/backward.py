@@ -51,10 +51,8 @@ class Backward(Member):
         super().__init__(group)
         self._spine = group.the(Spine)
         self._is_running = False
-        # the first batches, and the leaves that no replica holds, of the latest of them and of those before
-        self._looked_at: list[Share] = []
-        self._loose: list[torch.Tensor] = []
-        self._earlier: list[torch.Tensor] = []
+        # of the first batches, the leaves that no replica holds
+        self._loose: dict[Share, list[torch.Tensor]] = {}
         self._losses_to_look_at = _FIRST_LOSSES if group.world.size > 1 else 0
         # of the latest loss that was looked at: its terms for each of this rank's samples, and the batch's samples
         self._terms, self._rows = 0.0, 0
@@ -90,7 +88,7 @@ class Backward(Member):
         spine = self._spine
         spine.begin_backward(outputs[0])
         share = spine.at_hand
-        if share is not None and len(self._looked_at) <= _FIRST_BATCHES:
+        if share is not None and len(self._loose) <= _FIRST_BATCHES:
             self._compare_loose(outputs[0], share)
         if self._losses_to_look_at and share is not None and outputs[0].numel() == 1:
             self._losses_to_look_at -= 1
@@ -197,15 +195,14 @@ class Backward(Member):
         """Collective where a tensor that belongs to no replica gets gradients of a second batch; it has to be equal."""
         if share.microbatch is not None or not 1 < self.group.world.size <= share.all:
             return
-        if share not in self._looked_at:
-            self._looked_at.append(share)
-            self._earlier, self._loose = [*self._earlier, *self._loose], []
-        if len(self._looked_at) > _FIRST_BATCHES:
-            self._earlier.clear()
+        latest = self._loose.setdefault(share, [])
+        if len(self._loose) > _FIRST_BATCHES:
+            self._loose = dict.fromkeys(self._loose, latest)
             return
         held = {id(one) for one in self._spine.models.parameters()}
-        self._loose += [one for one in leaves_before(loss) if id(one) not in held]
-        again = [one for one in self._loose if any(one is other for other in self._earlier)]
+        latest += [one for one in leaves_before(loss) if id(one) not in held]
+        earlier = {id(one) for of, found in self._loose.items() if of is not share for one in found}
+        again = [one for one in latest if id(one) in earlier]
         if not again:
             return
         digests = self.group.all_gather(f"samestep's check of backward ({users_line()})", bit_sums(again))
@@ -231,19 +228,14 @@ def _is_kept(tensor: Any, parameters: set[int]) -> bool:
     """Whether it is a parameter that is equal on all ranks, or is made of such alone, as MAML's fast weights are."""
     if not isinstance(tensor, torch.Tensor) or not parameters or tensor.grad_fn is None:
         return id(tensor) in parameters
-    seen: set[Any] = set()
-    to_do: list[Any] = [tensor.grad_fn]
-    while to_do and len(seen) < _MOST_NODES:
-        node = to_do.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+
+    def is_elementwise(node: Any) -> bool:
+        return name_of(node).startswith(_ELEMENTWISE)
+
+    def is_of_all(node: Any) -> bool:
         variable = getattr(node, "variable", None)
-        if variable is not None:
-            if id(variable) not in parameters or variable.shape != tensor.shape:
-                return False
-        elif name_of(node).startswith(_ELEMENTWISE):
-            to_do += [before for before, _ in node.next_functions]
-        elif name_of(node) != SumOverRanks.__name__:
-            return False
-    return not to_do
+        if variable is None:
+            return is_elementwise(node) or name_of(node) == SumOverRanks.__name__
+        return id(variable) in parameters and variable.shape == tensor.shape
+
+    return all(map(is_of_all, nodes_before(tensor, _MOST_NODES, is_elementwise)))

@@ -82,8 +82,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, tensor: torch.Tensor, dim: int) -> None:
         """Say where the batch is in what a layer returned, if that was not seen."""
-        is_known = self._kinds.batch_known_in(self._found(tensor)) is not None
-        if tensor.shape[dim] == self._kinds.samples.mine and not is_known:
+        other = self._found(tensor).other
+        if tensor.shape[dim] == self._kinds.samples.mine and (other is None or other.shape == tensor.shape):
             self._note_place(tensor, Place(dim))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

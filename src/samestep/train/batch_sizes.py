@@ -1,7 +1,6 @@
 """Sizes that stand for a batch, so that a dimension of it is known from one that happens to be as large."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,11 +86,6 @@ class Kinds:
             if len(unlike) == 1 and other.shape[dim] // kind.size * kind.mine == tensor.shape[dim]:
                 return dim, kind
         raise LookupError
-
-    def batch_known_in(self, of: Other) -> tuple[int, Kind] | None:
-        with suppress(LookupError):
-            return None if of.other is None else self.batch_in(of.tensor, of.other)
-        return None
 
     def behind(self, before: int, kind: Kind) -> Kind:
         """The same of a batch that is merged behind a dimension of this size; of samples only."""

@@ -1,7 +1,7 @@
 """Reads from a loss's autograd graph how it was reduced, and by which count."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ def leaves_before(tensor: torch.Tensor, nodes: int = 1000) -> Iterator[torch.Ten
     yield from (leaf for leaf in variables if leaf is not None)
 
 
-def nodes_before(tensor: torch.Tensor, most: int) -> Iterator[Any]:
-    """Its autograd graph, the nearest operations first."""
+def nodes_before(
+    tensor: torch.Tensor, most: int, through: Callable[[Any], bool] = lambda node: True
+) -> Iterator[Any]:
+    """Its autograd graph, the nearest operations first, as far as it goes through such."""
     seen = {tensor.grad_fn}
     to_do = [tensor.grad_fn]
     for node in itertools.islice(to_do, most):
         yield node
-        for before, _ in getattr(node, "next_functions", ()):
+        for before, _ in getattr(node, "next_functions", ()) if through(node) else ():
             if before is not None and before not in seen:
                 seen.add(before)
                 to_do.append(before)
