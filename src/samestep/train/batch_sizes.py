@@ -50,6 +50,11 @@ class Other(NamedTuple):
     averaged: str | None = None
 
 
+def stands_for_samples(size: int) -> bool:
+    """Whether it stands for samples, and not for nodes of graphs and the like."""
+    return any(size and size % one == 0 for one in (_SAMPLES, *_MERGED))
+
+
 class Kinds:
     """The kinds of sizes in a call: the samples, what is ragged, and batches merged behind another dimension."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samestep.train.batch_sizes import Other
+from samestep.train.batch_sizes import Other, stands_for_samples
 from samestep.train.group.control import users_line
 
 _MOVING = {"flip", "roll"}
@@ -63,7 +63,7 @@ def averaged(
     known = [one.averaged for one in given if one.averaged is not None]
     if any(known):
         return next(filter(None, known))
-    if does := _mixes(func, args, kwargs, given, made, other):
+    if does := _mixes(func, args, kwargs, given, other):
         return f"{does} ({users_line()})"
     is_batch = [one.other is not None and one.other.shape != one.tensor.shape for one in given]
     is_reduced = any(is_batch) and isinstance(other, torch.Tensor) and other.shape == made.shape
@@ -82,20 +82,21 @@ def averaged(
 
 
 def _mixes(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Other], made: Any, other: Any
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Other], other: Any
 ) -> str:
     """What it does to the samples along their dimension, which it may make twice."""
     if func._opname in _MOVING | _COMPARING and (of := given[0].other) is not None:
         dims = _dims(func, args, kwargs, of.dim())
-        if any(given[0].tensor.shape[dim] != of.shape[dim] for dim in dims):
+        if any(stands_for_samples(of.shape[dim]) for dim in dims):
             return (
                 "moves samples within a batch"
                 if func._opname in _MOVING
                 else "compares the samples of a batch"
             )
     if isinstance(other, torch.Tensor):
-        unlike = [one != another for one, another in zip(made.shape, other.shape, strict=False)]
-        return "makes pairs of the samples of a batch" if sum(unlike) > 1 else ""
+        return (
+            "makes pairs of the samples of a batch" if sum(map(stands_for_samples, other.shape)) > 1 else ""
+        )
     return ""
 
 
