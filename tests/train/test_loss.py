@@ -40,8 +40,13 @@ def test_a_mean_or_a_sum_and_what_it_is_divided_by(loss, reduction, count):
 
 @pytest.mark.parametrize(
     "loss",
-    [X.max(), X.norm(), X.mean().exp(), torch.tensor(1.0), X],
-    ids=["max", "norm", "exp", "constant", "leaf"],
+    [X.max(), X.norm(), X[0, 0].exp() * X.mean(), torch.tensor(1.0), X],
+    ids=["max", "norm", "a learned weight", "constant", "leaf"],
 )
 def test_of_another_loss_nothing_is_said(loss):
     assert reduction_of(loss) == {"reduction": None}
+
+
+@pytest.mark.parametrize("loss", [X.mean().exp(), F.mse_loss(X, Y).sqrt() * 2, (1 - X.mean().exp()) ** 2])
+def test_a_root_of_a_mean_is_no_mean(loss):
+    assert reduction_of(loss) == {"reduction": "bent"}

@@ -144,6 +144,18 @@ def test_losses_are_looked_at_in_the_first_steps_only(world):
 
 
 @pytest.mark.parametrize("is_averaged", [False, True])
+def test_a_root_of_the_mean_of_a_share_is_said(world, is_averaged):
+    look_again()
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(DATA, 6):
+            loss = F.mse_loss(model(x), y)
+            (samestep.mean(loss) if is_averaged else loss).sqrt().backward()
+    is_said = world.size > 1 and world.rank == 0 and not is_averaged
+    assert said.getvalue().count("is a root, a power or the like of a mean") == is_said
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
 def test_weights_that_the_loop_updates_by_hand_and_no_replica_holds_are_said(world, is_averaged):
     look_again()
     weight = torch.zeros(4, 1, dtype=torch.float64, requires_grad=True)

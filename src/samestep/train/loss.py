@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-_PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "View", "Squeeze", "Clone")
+_BENT = {"Sqrt", "Pow", "Exp", "Log", "Log10", "Log1P", "Sigmoid", "Relu", "ClampMin", "Abs"}
+_PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "Rsub", "View", "Squeeze", "Clone")
 
 
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
-    """The last reduction (mean or sum), and the count it divides by."""
+    """The last reduction (mean or sum; "bent" as a mean's root), the count it divides by, and the terms of a mean."""
     return _reduction_at(loss.grad_fn)
 
 
@@ -47,13 +48,16 @@ def _reduction_at(node: Any) -> dict[str, Any]:
             found = _reduction_at(stack.next_functions[0][0])
             if found["reduction"] is not None:
                 return found
-        if reduction in (1, 2):
+        if name in _BENT:
+            is_bent = _reduction_at(node.next_functions[0][0])["reduction"] in ("mean", "bent")
+            return {"reduction": "bent" if is_bent else None}
+        if reduction in (1, 2) and getattr(node, "_saved_self_sym_numel", None) != 1:
             count = divisor if reduction == 2 else _count(node)
             terms = getattr(node, "_saved_self", None) if reduction == 1 else None
             is_counted = count is None and isinstance(terms, torch.Tensor)
             found = {"reduction": ("mean", "sum")[reduction - 1], "count": count}
             return {**found, "terms": float(terms.numel()) if is_counted and terms is not None else count}
-        if not name.startswith(_PASSED) or not node.next_functions:
+        if not name.startswith((*_PASSED, "Mean")) or not node.next_functions:
             break
         divisor = _single(getattr(node, "_saved_other", None)) if name == "Div" else divisor
         node = node.next_functions[0][0]
