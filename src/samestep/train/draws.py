@@ -211,7 +211,8 @@ class Draws(Member):
         if is_training and input.shape[0] > 1 and share is not None and share.mine < share.all:
             self.group.say(
                 f"a BatchNorm ({users_line()}) takes its statistics from each rank's share, and not the serial "
-                "script's: its model is no replica; if it is a copy of one, write samestep.replicate(copy)",
+                "script's: its model is no replica, as a copy is until samestep.replicate(copy), or keeps no running "
+                "statistics",
                 what="own statistics",
             )
         return original(input, *args, **kwargs)
