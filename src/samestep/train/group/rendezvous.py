@@ -35,7 +35,7 @@ def find(here: Placement, timeout: timedelta, **about: Any) -> Found:
     tree = connect_ranks(here, timeout.total_seconds(), is_port_used=is_port_used, **about)
     address = tree.position.address if tree.position.nodes > 1 else LOOP
     interface = _interface(address)
-    here = _placed(here, tree.position)
+    here = placed(here, tree.position)
     if tree.position.nodes > 1:
         meeting = _try_network(
             tree, address, interface.get("GLOO_SOCKET_IFNAME", ""), timeout.total_seconds()
@@ -67,7 +67,7 @@ def _try_network(tree: Tree, address: str, interface: str, limit_s: float) -> st
     return str(at[0][0])
 
 
-def _placed(here: Placement, position: Position) -> Placement:
+def placed(here: Placement, position: Position) -> Placement:
     """What the launcher did not say, from the machines of all ranks."""
     if "=" in here.origin.get("node", "") and "=" in here.origin.get("local_rank", ""):
         return here
