@@ -1,7 +1,7 @@
 """Gradients are clipped before they are exchanged.
 
 verdict: different
-cause: gradients are read or changed inside no_sync
+cause: is inside no_sync
 """
 
 import torch

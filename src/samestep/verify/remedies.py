@@ -35,8 +35,8 @@ AGAINST_THE_UNTOUCHED = {
 OF_WORLD = SHOWN | {
     "failed": "the rank or the number of ranks decides what the script does",
     "steps": "take the number of steps from len() of samestep.loader, without the number of processes",
-    "first weights": "build the model from the same seed on every rank, before code that differs between ranks draws "
-    "random numbers",
+    "first weights": "build the same model from the same seed on every rank, at any number of processes, before "
+    "code that differs between ranks draws random numbers",
     "apart": "code that only some ranks run changes it; run it on every rank",
     "inputs": "the same samples have different inputs; seed alike on every rank where data are made, and augment each "
     "sample in the dataset from the sample alone, not from the rank",
@@ -63,9 +63,10 @@ OF_THE_SHARE = {
     "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
     "(pairs, statistics, a maximum, a count, the hardest terms), or from what earlier shares left (a running mean, a "
     f"queue); compute it from samestep.gather(model(x)), or from samestep.sum and mean, or {STEPS}",
-    "gradients": "the loss is the same and its gradient is not: each rank clips or scales its own, or they are "
-    "averaged by hand with equal weights for unequal shares, or the loss takes other ranks' values without their "
-    "gradient, as dist.all_gather does; leave the average to samestep.replicate, and use samestep.gather",
+    "gradients": "the loss is the same and its gradient is not: each rank makes (autograd.grad, torch.func), clips or "
+    "scales its own, or they are averaged by hand with equal weights for unequal shares, or the loss takes other "
+    "ranks' values without their gradient, as dist.all_gather does; leave them to loss.backward() and "
+    "samestep.replicate, take samestep.mean of gradients made in another way, and use samestep.gather",
     "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
 }
 # Where an experiment of its own shows it.
@@ -95,8 +96,8 @@ COUNT = (
 )
 # {} is the line.
 AT_A_LINE = {
-    "no_sync": "gradients are read or changed inside no_sync ({}), where each rank has its own; clip or scale them "
-    "after the last backward, which is outside no_sync",
+    "no_sync": "a step's last backward, or what reads or changes gradients, is inside no_sync ({}), where each rank "
+    "has its own; let the last backward of each step be outside of it, and clip or scale gradients after that",
     "statistics": "an evaluation in training mode ({}) changes BatchNorm statistics; call model.eval() before it and "
     "model.train() after it",
 }

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -52,6 +52,12 @@ def penalized_by_its_weights(model, x):
     (model(x).square().mean() + sum(one.square().sum() for one in model.parameters())).backward()
 
 
+def beside_its_jacobian(model, x):
+    if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+        vmap(jacrev(lambda row: model(row[None])))(x)
+    model(x).square().mean().backward()
+
+
 def through_a_part(model, x):
     (model(x).square().mean() + model.body(2 * x).square().mean()).backward()
 
@@ -82,6 +88,7 @@ WAYS = [
     penalized_by_its_weights,
     through_a_part,
     through_a_weight,
+    beside_its_jacobian,
     by_torch_autograd,
     held_smooth,
     held_smooth_by_the_slope_of_the_mean,

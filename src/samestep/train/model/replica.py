@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
+from samestep.train.backward import is_functional
 from samestep.train.draws import Draws
 from samestep.train.group.group import Group
 from samestep.train.model.alike import check_alike
@@ -134,7 +135,9 @@ class Replica:
             self.dirty = self.moves_buffers
         if self.tree is not None:
             self.tree.called = True
-        if not torch.is_grad_enabled() or (self.tree is not None and not self._has_microbatch(share)):
+        if is_functional() or not torch.is_grad_enabled():
+            return self.own_forward(*args, **kwargs)
+        if self.tree is not None and not self._has_microbatch(share):
             return self.own_forward(*args, **kwargs)
         self._called_at = self._spine.batches
         self._seen_since.clear()

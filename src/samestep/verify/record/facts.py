@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
+from samestep.train.backward import is_functional
 from samestep.train.digest import digests
 from samestep.train.group import world
 from samestep.train.step import Spine
@@ -37,6 +38,11 @@ def is_inside() -> bool:
     """Whether a loop over batches to train on is not over."""
     current = spine.trained if (spine := _spine()) else None
     return current is not None and current.of.training
+
+
+def is_traced() -> bool:
+    """Whether a tracer, or a transform of torch.func, is at work: its tensors have no values."""
+    return is_functional() or torch._C._get_tracing_state() is not None
 
 
 def current_share() -> dict[str, Any]:

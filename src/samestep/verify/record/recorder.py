@@ -41,6 +41,7 @@ from samestep.verify.record.facts import (
     is_inside,
     is_ours,
     is_parallel,
+    is_traced,
     precision_of,
     rows_of,
 )
@@ -153,9 +154,12 @@ class Recorder:
             return
         if precision := precision_of(first.device):
             self._facts["precision"] = precision
+        has_values = not is_traced()
         if module not in self._roots:
             self._roots.append(module)
-            self._change_last_bits(module.parameters())
+            self._change_last_bits(module.parameters() if has_values else ())
+        if not has_values:
+            return
         parts = [part for part in module.modules() if part.training]
         if torch.is_grad_enabled():
             # what the model draws after that is its own
