@@ -1,7 +1,7 @@
 """Each rank saves where its own accuracy is the best, so that they call save at different times.
 
 verdict: failed
-cause: a value of one rank's share decides it
+cause: it is decided by a value of each rank's own share
 printed: loss
 printed: accuracy
 """

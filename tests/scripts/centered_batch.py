@@ -1,7 +1,7 @@
 """The loop subtracts the batch's mean, which is that of the share, and prints the share's accuracy.
 
 verdict: different
-cause: the loop changes the inputs by values of the rank's share
+cause: the loop changes the inputs
 printed: accuracy
 """
 

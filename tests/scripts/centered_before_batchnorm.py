@@ -1,7 +1,7 @@
 """The loop centers each share, and BatchNorm's statistics follow from it; the model draws dropout masks of its own.
 
 verdict: different
-cause: the loop changes the inputs by values of the rank's share
+cause: the loop changes the inputs
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A DistributedSampler with a plain DataLoader, as for DDP.
 
 verdict: different
-cause: a DistributedSampler (distributed_sampler_plain.py:24) chooses each rank's samples; use samestep.loader
+cause: a DistributedSampler (distributed_sampler_plain.py:24); use samestep.loader
 """
 
 import torch

@@ -1,7 +1,7 @@
 """An epoch ends where the loss of a rank is small.
 
 verdict: failed
-cause: a value of one rank's share decides it
+cause: it is decided by a value of each rank's own share
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Training stops by the validation loss of a rank's own share.
 
 verdict: failed
-cause: a value of one rank's share decides it
+cause: it is decided by a value of each rank's own share
 """
 
 import torch

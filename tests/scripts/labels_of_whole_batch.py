@@ -1,7 +1,7 @@
 """The same with labels for the whole batch, of which a rank has only a share.
 
 verdict: failed
-cause: a value of one rank's share decides it
+cause: it is decided by a value of each rank's own share
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Augmentation in the loop draws from NumPy's stream, once for each row of the share.
 
 verdict: different
-cause: the loop changes the inputs by random numbers
+cause: the loop changes the inputs
 """
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 verdict: different
 cause: the loss is a sum over each rank's samples
-cause: the loop changes the inputs by values of the rank's share
+cause: the loop changes the inputs
 """
 
 import torch

@@ -208,7 +208,7 @@ def _trained(distances: list[float], rate: float = 0.1) -> Run:
     steps = [
         Step(
             [{"loss": 1.0 + apart, "mine": 4, "all": 4, "samples": [0, 1, 2, 3], "forwards": []}],
-            [{"lr": rate if at else 0.1}],
+            [{"lr": [rate if at else 0.1]}],
             {"w": Digest(1.0, 1.0 + apart, hash(apart))},
             {"w": Digest(1.0, 1.0, 0)},
             {},
@@ -372,8 +372,7 @@ def test_a_loader_of_samestep_is_not_recorded_as_one_of_the_scripts_own(
     assert len(list(samestep.loader([*range(8)], batch_size=4))) == 2
     assert recorder._foreign is None
     assert len(list(DataLoader([*range(8)], batch_size=4))) == 2
-    assert recorder._foreign is not None
-    assert recorder._foreign["sampler"] == ""
+    assert str(recorder._foreign).startswith("a plain DataLoader (")
     recorder.finish()
 
 
@@ -392,4 +391,4 @@ def test_labels_in_the_order_of_a_set_are_named_as_what_each_process_has_of_its_
     )
     result = _verify("-n", "1,2", "labels.py")
     assert result.exit_code == 1, result.output
-    assert "the order of a set of strings is another in each process" in _last(result)
+    assert "the order of a set of them, is another in each process" in _last(result)

@@ -43,7 +43,7 @@ def suspects(found: Compared) -> Iterator[Cause]:
     """Possible causes of a difference."""
     first, other = found.first, found.run
     if foreign := other.fact("foreign"):
-        yield Cause(f"{_foreign(foreign)}; {SHOWN['foreign']}", "loaders")
+        yield Cause(f"the batches come from {foreign}; {SHOWN['foreign']}", "loaders")
     if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(found):
         removed = f"reseeded={record_path(first.directory, 0)}"
         yield Cause(remedies.OWN_SEED, removed, not first.is_untouched)
@@ -55,9 +55,8 @@ def suspects(found: Compared) -> Iterator[Cause]:
         yield Cause(f"{of_world} ({line} reads {' and '.join(asked)})", f"world={line}")
     if found.is_in_a_step:
         yield from _of_the_gradient(found)
-    for removed, sentence in remedies.AT_A_LINE.items():
-        if line := other.fact(removed):
-            yield Cause(sentence.format(line), removed)
+    if line := other.fact("no_sync"):
+        yield Cause(remedies.NO_SYNC.format(line), "no_sync")
     yield Cause(_of_the_share(found), "shares")
 
 
@@ -124,10 +123,9 @@ def _of_the_share(found: Compared) -> str:
 def _numbers_of_the_share(found: Compared) -> str:
     """Which numbers of a step are made of a rank's share, by their name in the table of remedies."""
     first, other, step = found.first, found.run, found.step
-    parts = shares(other.parts(step))
     if _rows_differ(found, "rows"):
         if _is_of_the_loop(found):
-            return "loop drew" if any(part.get("loop_drew") for part in parts) else "loop"
+            return "loop"
         if first.batch("given", step):
             return "given"
     elif _rows_differ(found, "out"):
@@ -174,26 +172,14 @@ def _samples(found: Compared) -> tuple[str, str]:
     """Why a step has other samples, or another number of them."""
     first, other, step = found.first, found.run, found.step
     if not other.steps[step].is_ours:
-        return "foreign", _foreign(other.fact("foreign"))
+        return "foreign", f"the batches come from {other.fact('foreign') or 'elsewhere'}"
     mine, theirs = first.num_samples(step), other.num_samples(step)
     said = f"a step has {mine} samples {first.at} and {theirs} {_at(found)}"
     if first.is_untouched and mine == theirs:
         return "samples", "the samples or their order are not those of the untouched script"
     if mine == theirs:
         said = "the order of samples depends on the number of processes"
-    samplers = [part["sampler"] for part in other.steps[step].parts if part.get("sampler")]
-    if samplers and not first.is_untouched:
-        said += f": the script's own sampler ({samplers[0]}) chooses samples by the number of ranks"
-        return "sampler", said
     return "samples", said
-
-
-def _foreign(loader: dict[str, str] | None) -> str:
-    if not loader:
-        return "batches do not come from samestep.loader"
-    if loader["sampler"]:
-        return f"a {loader['sampler']} ({loader['line']}) chooses each rank's samples"
-    return f"the batches come from a plain DataLoader ({loader['line']}), so every rank takes all samples"
 
 
 def _hyper(found: Compared) -> tuple[str, str]:
@@ -207,10 +193,8 @@ def _hyper(found: Compared) -> tuple[str, str]:
         kind = "rate of a rank"
         pair, places = (other.steps[step], other.ranks[rank][step]), ("on rank 0", f"on rank {rank}")
     groups = [(a[name], b[name]) for a, b in zip(pair[0].hyper, pair[1].hyper, strict=False) if name in a]
-    mine, theirs = (
-        f"{value:.4g}" if isinstance(value, float) else str(value)
-        for value in next((a, b) for a, b in groups if a != b)
-    )
+    unlike = next((a, b) for a, b in groups if a != b)
+    mine, theirs = (", ".join(f"{number:.4g}" for number in numbers) for numbers in unlike)
     since = f", from step {step + 1} on" if step else ""
     return kind, f"{name} is {mine} {places[0]} and {theirs} {places[1]}{since}"
 
@@ -224,18 +208,11 @@ def _of_the_gradient(found: Compared) -> Iterator[Cause]:
     if (is_small or is_summed) and not any(part.get("adds") for part in parts):
         yield Cause(remedies.SUM, "sum")
     if any(part.get("count") for part in parts):
-        mine, theirs = (_counts(run, found.step) for run in (first, other))
-        shown = f" ({mine[0]} samples {first.at}, {' and '.join(theirs[:2])} at {other.size})" if mine else ""
-        yield Cause(remedies.COUNT.format(shown), "counts")
+        yield Cause(remedies.COUNT, "counts")
     if factor and abs(factor - 1) > _APART and first.size != other.size:
         sentence = _scaled(found) or f"gradients are {factor:.3g} times those {first.at}"
         power = math.log(factor) / math.log(other.size / first.size)
         yield Cause(sentence, f"scale={round(power, 1)}")
-
-
-def _counts(run: Run, step: int) -> list[str]:
-    parts = [part for part in run.parts(step) if part.get("count") and part.get("mine")]
-    return [f"{part['count']:g} for {part['mine']}" for part in parts]
 
 
 def _scaled(found: Compared) -> str | None:

@@ -19,7 +19,7 @@ _TIMES_THE_FIRST = 5.0
 # Only samestep run has the same hashes on all ranks; a script that needs them is wrong under other launchers.
 _ENVIRONMENT = {"SAMESTEP_CHECK_EVERY": "0", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "random")}
 _VARIABLES = {"draws": {"SAMESTEP_SAME": "1"}, "hashes": {"PYTHONHASHSEED": "0"}}
-_AT_SIZE_1_TOO = ("seeds", "clock", "hashes", "loaders", "statistics")
+_AT_SIZE_1_TOO = ("seeds", "clock", "hashes", "loaders")
 _WORDS = {
     "draws": "with --same",
     "seeds": "with seeds set",
@@ -33,7 +33,6 @@ _WORDS = {
     "shares": "with the whole batch on every rank",
     "no_sync": "without no_sync",
     "loaders": "with samestep.loader for each DataLoader",
-    "statistics": "without evaluation in training mode",
 }
 _KINDS = {"again": ", once more", "third": ", a third time", "nudged": ", from changed last bits"}
 

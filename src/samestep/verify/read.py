@@ -3,7 +3,7 @@
 A rank's record has a line of JSON for each optimizer step, for each printed line, and a last one of facts:
 `optimizers` and `backwards` (how many), `serial`, `own` (what each rank draws or computes from its share), `precision`,
 `seeded` (the seeds it gave torch), `param` and `buffer` (at the end), and, each with its line, `left` (a file of an
-earlier run that it reads), `foreign` (a loader that is not samestep's), `statistics` (an evaluation in training mode),
+earlier run that it reads), `foreign` (a loader that is not samestep's), `careless` (an evaluation in training mode),
 `told` (where the script asks for its rank), `clock` (where it reads the time or its process's number), `no_sync`,
 `children` (where it starts processes), and `apart` (a draw that --same does not make the serial script's).
 """
@@ -52,13 +52,13 @@ class Step:
     """One optimizer step of one rank; parameters and buffers as they were before it.
 
     A part is what one backward pass added: `loss`, `reduction` and `count` of the loss, `given` (numbers for
-    the loader's rows), `loop_drew`, and `forwards`, each with `training` and numbers for the `rows` of its input and
+    the loader's rows), and `forwards`, each with `training` and numbers for the `rows` of its input and
     its `out`put. With a loader of samestep it has `samples`, `mine` and `all` (how many of them are in this rank's
-    share and in the whole batch), `sampler` and `adds` (whether the gradients of ranks are added).
+    share and in the whole batch) and `adds` (whether the gradients of ranks are added).
     """
 
     parts: list[dict[str, Any]]
-    hyper: list[dict[str, Any]]
+    hyper: list[dict[str, list[float]]]
     grad: Digests
     param: Digests
     buffer: Digests

@@ -5,9 +5,8 @@ STEPS = "use steps, whose microbatches are the same at any number of processes"
 # Where the records show it.
 SHOWN = {
     "foreign": "use samestep.loader, so that the ranks share each batch",
-    "sampler": "leave it out: samestep.loader shares each batch among the ranks",
-    "samples": "give samestep.loader the same dataset, seed and batch_size, which is that of the whole step, at any "
-    "number of processes",
+    "samples": "give samestep.loader the same dataset, sampler, seed and batch_size, which is that of the whole step, "
+    "at any number of processes",
     "mode": "call model.train() on every rank before the epoch",
     "rate": "every step has the whole batch, so do not scale it by the number of processes",
     "schedule": "its schedule uses a length or count that depends on the number of processes",
@@ -49,12 +48,9 @@ DECIDED = (
     "on all ranks: samestep.mean(loss), samestep.sum(correct)"
 )
 OF_THE_SHARE = {
-    "failed": "with the whole batch on every rank it does not fail: a value of one rank's share decides it (its loss, "
-    "its accuracy, the number of its samples); decide by samestep.mean(loss) or samestep.sum(correct)",
-    "loop drew": "the loop changes the inputs by random numbers that each rank draws for its own share; draw them in "
-    f"the dataset, for each sample, or {STEPS}, with replicate(exact=True)",
-    "loop": "the loop changes the inputs by values of the rank's share, such as its mean or other samples of it, or by "
-    f"the rank; use values of the whole data set, or of the whole batch by samestep.mean or gather, or {STEPS}",
+    "loop": "the loop changes the inputs by what each rank draws, by values of its share (its mean, other samples) or "
+    "by the rank; draw for each sample in the dataset, use values of the whole data set, or of the whole batch by "
+    f"samestep.mean or gather, or {STEPS}, with replicate(exact=True)",
     "given": "the same samples are other numbers: the dataset or its collate_fn draws from a generator of its own, "
     "counts its calls, or computes from the other samples of a batch; draw from torch's, Python's or NumPy's own "
     "stream, which is seeded for each sample, and compute on each sample alone",
@@ -66,7 +62,7 @@ OF_THE_SHARE = {
     "gradients": "the loss is the same and its gradient is not: each rank makes (autograd.grad, torch.func), clips or "
     "scales its own, or they are averaged by hand with equal weights for unequal shares, or the loss takes other "
     "ranks' values without their gradient, as dist.all_gather does; leave them to loss.backward() and "
-    "samestep.replicate, take samestep.mean of gradients made in another way, and use samestep.gather",
+    "samestep.replicate, or take samestep.mean of what torch.func gives, and use samestep.gather",
     "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
 }
 # Where an experiment of its own shows it.
@@ -75,8 +71,8 @@ UNSTABLE = {
     "numbers where they are used, before data and model are made",
     "clock": "the time or the process's number decides what is trained ({lines}): two runs {at} differ too; "
     "count steps or samples instead, and seed with a number",
-    "hashes": "the order of a set of strings is another in each process: two runs {at} differ too; sort it, as in "
-    "sorted(set(labels))",
+    "hashes": "Python's hash() of strings, and so the order of a set of them, is another in each process: two runs {at} "
+    "differ too; seed with a number, and sort sets, as in sorted(set(labels))",
 }
 STILL_UNSTABLE = (
     "two runs {} differ, also with seeds set and the clock and hashes fixed; make them equal first: look for data from "
@@ -91,16 +87,17 @@ SUM = (
     'loss="sum"), or divide the loss by len(y)'
 )
 COUNT = (
-    'the loss is divided by a count in each rank\'s share{}; write replicate(model, loss="sum") and divide the sum of '
+    'the loss is divided by a count in each rank\'s share; write replicate(model, loss="sum") and divide the sum of '
     "its terms by samestep.sum(count)"
 )
-# {} is the line.
-AT_A_LINE = {
-    "no_sync": "a step's last backward, or what reads or changes gradients, is inside no_sync ({}), where each rank "
-    "has its own; let the last backward of each step be outside of it, and clip or scale gradients after that",
-    "statistics": "an evaluation in training mode ({}) changes BatchNorm statistics; call model.eval() before it and "
-    "model.train() after it",
-}
+NO_SYNC = (
+    "a step's last backward, or what reads or changes gradients, is inside no_sync ({}), where each rank has its own; "
+    "let the last backward of each step be outside of it, and clip or scale gradients after that"
+)
+CARELESS = (
+    "an evaluation in training mode ({}) changes BatchNorm statistics; call model.eval() before it and model.train() "
+    "after it"
+)
 GRADIENTS_SCALED = (
     "gradients are {:.3g} times those {} and the loss is the same; samestep averages gradients over the ranks: do not "
     "divide, multiply or all-reduce them"
@@ -118,7 +115,6 @@ OWN_DRAWS = (
     "changes from a torch.Generator with the same seed on every rank"
 )
 EXACT = (
-    "the same bits need steps and replicate(exact=True), and no values that the script computes from a rank's share, "
-    "from the rank or the time, or with samestep.sum or mean of floats, nor nondeterministic kernels; add floats in "
-    "the order of microbatches, from samestep.gather"
+    "the same bits need steps and replicate(exact=True), no values of a rank's share, the rank or the time, and no "
+    "nondeterministic kernels; add floats in the order of microbatches, from samestep.gather"
 )

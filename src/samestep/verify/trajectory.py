@@ -7,7 +7,7 @@ as many times another as there are ranks is beyond rounding in any case.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from samestep.text import counted
@@ -243,12 +243,12 @@ def _apart(a: float, b: float, scale: float) -> float:
     return abs(a - b) / scale if scale else math.inf
 
 
-def _unlike(mine: Sequence[Mapping[str, object]], theirs: Sequence[Mapping[str, object]]) -> Iterator[str]:
+def _unlike(
+    mine: Sequence[dict[str, list[float]]], theirs: Sequence[dict[str, list[float]]]
+) -> Iterator[str]:
     for a, b in zip(mine, theirs, strict=False):
         yield from (name for name in a if name in b and not _close(a[name], b[name]))
 
 
-def _close(a: object, b: object) -> bool:
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_close, a, b))
-    return isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-9)
+def _close(a: Sequence[float], b: Sequence[float]) -> bool:
+    return len(a) == len(b) and all(math.isclose(*pair, rel_tol=1e-9) for pair in zip(a, b, strict=True))

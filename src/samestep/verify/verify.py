@@ -12,7 +12,7 @@ from samestep.verify.causes import Cause, failure_of
 from samestep.verify.experiments import Experiments
 from samestep.verify.printed import Printed, compare_printed
 from samestep.verify.read import Run
-from samestep.verify.remedies import AT_A_LINE, EXACT
+from samestep.verify.remedies import CARELESS, EXACT
 from samestep.verify.search import Search, draws_of
 from samestep.verify.trajectory import Compared
 
@@ -136,12 +136,7 @@ def verify(
     run: Callable[[Trial], Result] = Trial.run,
     progress: Callable[[str], None] = lambda said: None,
 ) -> Report:
-    """Run `script` (a file, or `-m` and a module, and its arguments) at each size; compare with the first size.
-
-    With `against`, the untouched script, compare with that, and draw its random numbers at every size. Without it
-    runs that differ are run again in that way, to tell a mistake from what each rank draws for itself. `progress` is
-    told of each run that begins.
-    """
+    """Run `script` at each size; compare with the first size, or with the untouched script `against`."""
     directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     all_sizes = [None, *sizes] if against else sizes
     experiments = Experiments(script, against, all_sizes[0], steps, directory, run, progress)
@@ -180,9 +175,8 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
         is_noise = left[size].note and not search.causes
         found[size] = replace(one, note=left[size].note, difference=None if is_noise else one.difference)
     printed = compare_printed(experiments, search.removed, last)
-    is_named = any(cause.removed == "statistics" for cause in search.causes)
-    if not is_named and (line := found[sizes[0]].run.fact("statistics")):
-        remarks.append(AT_A_LINE["statistics"].format(line))
+    if line := found[sizes[0]].run.fact("careless"):
+        remarks.append(CARELESS.format(line))
     return Report(found, exact, search.causes, printed, draws, remarks)
 
 

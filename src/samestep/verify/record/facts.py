@@ -1,6 +1,6 @@
 """What a recorder reads of tensors, optimizers, and samestep's own training."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
-from samestep.train.backward import is_functional
 from samestep.train.digest import digests
 from samestep.train.group import world
 from samestep.train.step import Spine
@@ -40,23 +39,16 @@ def is_inside() -> bool:
     return current is not None and current.of.training
 
 
-def is_traced() -> bool:
-    """Whether a tracer, or a transform of torch.func, is at work: its tensors have no values."""
-    return is_functional() or torch._C._get_tracing_state() is not None
-
-
 def current_share() -> dict[str, Any]:
     """What of the current batch is this rank's; nothing outside of samestep's loaders."""
     spine = _spine()
     current = spine.trained if spine else None
     if not spine or current is None or not current.all or current.of.of is None:
         return {}
-    sampler = current.of.of.sampler
     return {
         "mine": current.mine,
         "all": current.all,
         "samples": current.samples.tolist(),
-        "sampler": None if sampler is None else type(sampler).__name__,
         "adds": spine.models.adds_losses and not current.lent,
     }
 
@@ -75,15 +67,17 @@ def digests_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, Di
     return {name: Digest(*numbers) for (name, _), numbers in zip(pairs, sums, strict=True)}
 
 
-def hyper_of(group: Mapping[str, Any]) -> dict[str, float | list[float]]:
+def hyper_of(group: Mapping[str, Any]) -> dict[str, list[float]]:
     """The numbers an optimizer works with."""
-    found: dict[str, float | list[float]] = {}
-    for name, value in group.items():
+    found = {name: value if isinstance(value, tuple | list) else [value] for name, value in group.items()}
+    del found["params"]
+    return {name: numbers for name, values in found.items() if (numbers := [*_numbers(values)])}
+
+
+def _numbers(values: Iterable[Any]) -> Iterator[float]:
+    for value in values:
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            found[name] = float(value)
-        elif isinstance(value, tuple | list) and name != "params":
-            found[name] = [float(number) for number in value if isinstance(number, int | float)]
-    return found
+            yield float(value)
 
 
 def rows_of(value: Any) -> list[float]:

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import samestep
-from samestep.train import streams, totals
+from samestep.train import totals
+from samestep.train.backward import is_functional
 from samestep.train.draws import Draws
 from samestep.train.group.control import users_line
 from samestep.train.loss import reduction_of
@@ -41,7 +42,6 @@ from samestep.verify.record.facts import (
     is_inside,
     is_ours,
     is_parallel,
-    is_traced,
     precision_of,
     rows_of,
 )
@@ -83,12 +83,10 @@ class Recorder:
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
         self._given: list[float] = []
-        self._at_batch = b""
         self._depth = 0
-        self._evaluated = self._in_backward = self._loop_drew = False
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._evaluated = self._in_backward = False
         self._own: set[str] = set()
-        self._foreign: dict[str, Any] | None = None
+        self._foreign: str | None = None
         self._facts: dict[str, Any] = {"precision": "float32", "backwards": 0}
         self._of_earlier_runs = (began, time.time())
 
@@ -154,7 +152,8 @@ class Recorder:
             return
         if precision := precision_of(first.device):
             self._facts["precision"] = precision
-        has_values = not is_traced()
+        # not under torch.func and tracers
+        has_values = not is_functional() and torch._C._get_tracing_state() is None
         if module not in self._roots:
             self._roots.append(module)
             self._change_last_bits(module.parameters() if has_values else ())
@@ -162,14 +161,10 @@ class Recorder:
             return
         parts = [part for part in module.modules() if part.training]
         if torch.is_grad_enabled():
-            # what the model draws after that is its own
-            self._loop_drew |= bool(self._given) and not self._forwards and streams.digest() != self._at_batch
             self._forwards.append({"training": module.training, "rows": rows_of(args)})
             self._own |= {own for own in map(_own_of_each_rank, parts) if own}
         elif any(isinstance(part, _BatchNorm) and part.momentum is not None for part in parts):
-            self._facts["statistics"] = users_line()
-            if "statistics" in self._removed:
-                self._kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+            self._facts["careless"] = users_line()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -177,9 +172,6 @@ class Recorder:
             return
         if self._forwards and "out" not in self._forwards[-1]:
             self._forwards[-1]["out"] = rows_of(output)
-        for buffer, value in self._kept:
-            buffer.copy_(value)
-        self._kept = []
 
     @torch.no_grad()
     def _change_last_bits(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -228,7 +220,6 @@ class Recorder:
             "loss": sum(map(_value, losses)) * weight,
             "forwards": self._forwards,
             "given": self._given,
-            "loop_drew": self._loop_drew,
         }
         self._parts.append(part | reduction | share)
         self._forwards = []
@@ -243,7 +234,7 @@ class Recorder:
             own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             sampler = getattr(loader.batch_sampler, "sampler", own)
             is_plain = isinstance(sampler, RandomSampler | SequentialSampler)
-            self._foreign = {"sampler": "" if is_plain else type(sampler).__name__, "line": users_line()}
+            self._foreign = f"a {'plain DataLoader' if is_plain else type(sampler).__name__} ({users_line()})"
         if "loaders" in self._removed:
             return iter(self._removed.loader(loader))
         return self._handed_out(original(loader)) if self._untouched else original(loader)
@@ -267,7 +258,7 @@ class Recorder:
     def _note_batch(self, batch: Any) -> None:
         """Before the loop gets a batch to train on."""
         self._evaluated = False
-        self._given, self._at_batch, self._loop_drew = rows_of(batch), streams.digest(), False
+        self._given = rows_of(batch)
 
     def _leave_pass(self, original: Callable[..., None], spine: Spine, passed: Pass) -> None:
         original(spine, passed)

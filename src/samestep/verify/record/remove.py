@@ -75,10 +75,10 @@ class Removed:
                 of.dataset,
                 of.batch_size or len(next(iter(of.batch_sampler or ()))),
                 shuffle=not own and getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)),
+                sampler=sampler if own else None,
                 drop_last=of.drop_last,
                 collate_fn=of.collate_fn,
                 num_workers=of.num_workers,
-                **({"sampler": sampler} if own else {}),
             )
         return self._loaders[id(of)]
 
