@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from forked import Nest, Rank
 
 from samestep.errors import UsageError
-from samestep.measure.runs import Run
+from samestep.measure.runs import End, Run
 from samestep.measure.trial import Result, Trial
 from samestep.verify import record
 from samestep.verify.verify import Report, verify
@@ -70,8 +70,9 @@ class Forked:
             _RECORD, trial.size, *options, *trial.script, env={"FRESH_STREAMS": "1", **trial.env}, cwd=home
         )
         code, text = self._end(ranks, began)
-        result = {"failure": text} if code else {}
-        return Result(code, time.monotonic() - began, text, Run(home, {}, result, {}, (), 0.0))
+        seconds = time.monotonic() - began
+        ended = End(code, seconds, text if code else None)
+        return Result(code, seconds, text, Run(home, [], trial.size, "", 0, 0.0, "", ended, {}, (), 0.0))
 
     def _end(self, ranks: list[Rank], began: float) -> tuple[int, str]:
         while all(rank.code in (None, 0) for rank in ranks) and any(rank.code is None for rank in ranks):

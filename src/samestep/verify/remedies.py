@@ -71,8 +71,8 @@ UNSTABLE = {
     "numbers where they are used, before data and model are made",
     "clock": "the time or the process's number decides what is trained ({lines}): two runs {at} differ too; "
     "count steps or samples instead, and seed with a number",
-    "hashes": "Python's hash() of strings, and so the order of a set of them, is another in each process: two runs {at} "
-    "differ too; seed with a number, and sort sets, as in sorted(set(labels))",
+    "hashes": "Python's hash() of strings, and so the order of a set of them, is another in each process: two runs "
+    "{at} differ too; seed with a number, and sort sets, as in sorted(set(labels))",
 }
 STILL_UNSTABLE = (
     "two runs {} differ, also with seeds set and the clock and hashes fixed; make them equal first: look for data from "
