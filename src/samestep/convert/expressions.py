@@ -264,8 +264,9 @@ class Expressions(Names):
             self.known[element] = join(self.known[element], found)
         kinds = {loop.kind for loop in self.loops[loops:]}
         batches = self.batches
-        if batches and found.kind == Kind.ROWS and not (batches.trains or batches.lends):
-            found = Value("list", {None: found})
+        are_rows = batches and found.kind == Kind.ROWS and not (batches.trains or batches.lends)
+        if are_rows:
+            found = found if "batches" in kinds else Value("list", {None: found})
         elif "batches" in kinds and batches is not None:
             found = self.per_batch(batches, element, found)
         elif "rows" in kinds:
@@ -274,7 +275,7 @@ class Expressions(Names):
         self.frame.scope = scope
         if found.kind == Kind.ROWS and isinstance(node, ast.DictComp):
             return Value(Kind.BATCH)
-        is_element = found.kind in (Kind.ALIKE, "loader", "model", Kind.ROWS)
+        is_element = found.kind in (Kind.ALIKE, "loader", "model", Kind.ROWS) and not are_rows
         if is_element or (kinds == {"plain"} and found.kind == Kind.PART):
             return found
         return Value("list", {None: found}, found.models)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from samestep.convert.expressions import Expressions
-from samestep.convert.rewrites import LOADERS, Rewrites
+from samestep.convert.rewrites import LOADERS, Rewrites, arguments
 from samestep.convert.signatures import NAMED, counted, given_to_loss, is_loss, of_loss, of_tensors, over_rows
 from samestep.convert.source import Edit
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
@@ -51,13 +51,13 @@ class Library(Rewrites, Expressions):
             return self.part_of(shape, at) if node.args else shape
         if name in ("view", "reshape", "expand") and base.kind in ROWS:
             self.sized(node, node.func.value)  # type: ignore[attr-defined]
-        if name == "squeeze" and base.kind in ROWS and not node.args:
-            self.squeezed(node, base, node.func.value)  # type: ignore[attr-defined]
         return self._of_tensors(name, node, values, node.args)
 
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
         if name in NAMED["fact"]:
             return Value()
+        if name == "squeeze" and values[0].kind in ROWS and not (dims or node.keywords):
+            self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
         if name in NAMED["count"] and values[0].kind in ROWS:
             return counted(values[0], self.batches)
         is_over_rows = over_rows(node, dims[-1:] if name in NAMED["piece"] else dims, self.in_forward)
@@ -91,7 +91,8 @@ class Library(Rewrites, Expressions):
             return self.saved(node)
         if name in MEANS_OF_LISTS and first.kind == "list":
             return Value(Kind.OTHER, "is a mean over the batches that this process had")
-        if name.startswith(("builtins.", "itertools.", "tqdm", "copy.", "functools.")):
+        is_sum = name == "numpy.sum" and join(*first.parts).kind in NUMBERS
+        if is_sum or name.startswith(("builtins.", "itertools.", "tqdm", "copy.", "functools.")):
             return self._of_python(last, node, values, first)
         if name.startswith("torch.nn.") and last == "DataParallel" and node.args:
             return self.unwrapped(node, first)
@@ -118,6 +119,8 @@ class Library(Rewrites, Expressions):
         return bool(models_of(*values)) and is_named and not no_optimizer
 
     def _of_library(self, name: str, last: str, node: ast.Call, values: Values) -> Value:
+        if name == "torch.autograd.grad":
+            return self._slopes(node)
         if name.startswith("torch.autograd."):
             return Value(Kind.BATCH if any(one.is_shared for one in values) else Kind.ALIKE)
         if name.startswith("torch.nn.") and is_loss(last):
@@ -127,6 +130,17 @@ class Library(Rewrites, Expressions):
         if is_class or name.startswith(_MODELS) or last == "from_pretrained":
             return Value("model", self.key(node), models_of(*values))
         return self.opaque(node, values)
+
+    def _slopes(self, node: ast.Call) -> Value:
+        """Gradients of samples, or of parameters: those that can be derived again are the whole batch's."""
+        given = arguments(node, ["outputs", "inputs"])
+        inputs = self.value(given.get("inputs"))
+        if inputs.is_shared:
+            return Value(Kind.BATCH)
+        is_again = getattr(given.get("create_graph"), "value", False) is True
+        if not self.value(given.get("outputs")).is_shared or (is_again and inputs.models):
+            return Value()
+        return other("is a gradient of this rank's share; average it with samestep.mean(gradient, weight=1)")
 
     def _of_torch(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
         is_shared = any(one.is_shared for one in values)

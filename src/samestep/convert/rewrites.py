@@ -16,7 +16,7 @@ class Rewrites(Totals):
     """Each call is edited once, however often its line is followed."""
 
     def made_loader(self, node: ast.Call) -> Value:
-        source, given = self.source, _arguments(node, _OF_LOADER)
+        source, given = self.source, arguments(node, _OF_LOADER)
         self.reached.add(node)
         if reason := self.learnt.serial.get(node) or _unshared(node, given):
             text = f"this DataLoader {reason}; it stays as it is, and every process takes all of it"
@@ -37,7 +37,7 @@ class Rewrites(Totals):
         return Value("loader", made=made, text=ast.unparse(size) if drops else str(self.key(node)))
 
     def saved(self, node: ast.Call) -> Value:
-        source, given = self.source, _arguments(node, ["obj", "f"])
+        source, given = self.source, arguments(node, ["obj", "f"])
         self.reached.add(node)
         if "f" in given and self.value(given["f"]).kind == "file":
             self.total(given["obj"])
@@ -88,14 +88,16 @@ class Rewrites(Totals):
         source, around = self.source, self.source.parents[node]
         given = around.targets[0] if isinstance(around, ast.Assign) and len(around.targets) == 1 else None
         name = next((one.id for one in (rows, given) if isinstance(one, ast.Name)), None)
-        is_array = "numpy" in source.text(rows) + (value.made[1].text(value.made[0]) if value.made else "")
-        if name is None or is_array or self.in_forward or value.kind != Kind.ROWS:
+        if name is None or self.in_forward or value.kind != Kind.ROWS:
             text = "squeeze() drops the samples' dimension where a process has one sample; name the dimension"
             self.found.note(source, node, text)
             return
-        text, is_named = f".squeeze(tuple(range(1, {name}.dim())))", isinstance(rows, ast.Name)
-        start = source.end(node.func) - len(".squeeze")  # a parenthesis may stand before it
-        self.found.edit(Edit(source, start, source.end(node), text if is_named else ""))
+        text, is_named = f".squeeze(tuple(range(1, {name}.ndim)))", isinstance(rows, ast.Name)
+        start, end = source.start(rows), source.end(rows)
+        if rows not in node.args:  # a parenthesis may stand around it
+            start, end = source.start(node), source.end(node.func) - len(".squeeze")
+        self.found.edit(Edit(source, source.start(node), start, ""))
+        self.found.edit(Edit(source, end, source.end(node), text if is_named else ""))
         if not is_named:
             self.found.edit(Edit(source, source.end(around), source.end(around), f"; {name} = {name}{text}"))
 
@@ -113,7 +115,7 @@ class Rewrites(Totals):
         return True
 
 
-def _arguments(node: ast.Call, names: list[str]) -> dict[str, ast.expr]:
+def arguments(node: ast.Call, names: list[str]) -> dict[str, ast.expr]:
     by_position = dict(zip(names, node.args, strict=False))
     return {**by_position, **{one.arg: one.value for one in node.keywords if one.arg}}
 

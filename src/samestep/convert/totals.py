@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from samestep.convert.project import Following, Frame, Scope
+from samestep.convert.signatures import NAMED
 from samestep.convert.source import Edit, Source
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, combined, join
 
@@ -73,7 +74,10 @@ class Totals(Following):
                 if value.kind == Kind.OTHER and value.made and isinstance(node, ast.Attribute):
                     return self.by_form(node, *value.made[:2])
                 is_found = value.kind in _SUMMED or not self.known[node.value].is_shared
-                is_found = is_found and value.kind != Kind.OTHER
+                is_method = (
+                    isinstance(node, ast.Attribute) and node.attr in NAMED["list"]
+                )  # that is not called
+                is_found = is_found and value.kind != Kind.OTHER and not is_method
                 return self._wrapped(node, value) if is_found else self._inside(node)
             case ast.Call():
                 return self._edits_of_call(node, value)

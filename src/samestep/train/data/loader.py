@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
@@ -154,10 +154,10 @@ class Loader(Generic[Item]):
         self._spine.subscribe(group.the(Meter))
         group.the(Optimizers)
         self._on_done: list[Callable[[], None]] = []
-        self._shuffle = shuffle
-        self._seed = seed
+        self._shuffle, self._seed = shuffle, seed
         self._world = world
-        self.sampler = options.get("sampler")
+        own, of_torch = options.get("sampler"), RandomSampler if shuffle else SequentialSampler
+        self.sampler = of_torch(dataset) if own is None else own  # scripts ask for its length
         self._reads_ahead = reads_ahead(options)
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
         pin_for(options, world.device)
