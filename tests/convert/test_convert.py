@@ -214,18 +214,6 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "    out = (model(x) / 2); out = out.squeeze(tuple(range(1, out.ndim)))\n"),
         ("for x, y in train:\n    out = model(x)\n    F.cross_entropy(out.squeeze(), y).backward()",
          "    F.cross_entropy(out.squeeze(tuple(range(1, out.ndim))), y).backward()\n"),
-        ("import numpy as np\nfor x, y in train:\n    out = np.squeeze(model(x) / 2)\n    F.cross_entropy(out, y).backward()",
-         "    out = model(x) / 2; out = out.squeeze(tuple(range(1, out.ndim)))\n"),
-        (f"losses = {{}}\n{LOOP}    losses[best] = loss.item()\nprint(max(losses, key=losses.get))",
-         "print(max(samestep.sum(losses), key=samestep.sum(losses).get))"),
-        (f"import numpy as np\ngot = []\n{LOOP}    got.append(loss.item() * len(x))\nprint(np.sum(got) / 20)",
-         "print(samestep.sum(np.sum(got)) / 20)"),
-        ("with torch.no_grad():\n    out = torch.cat([model(x) for x, y in test])\nprint(out.std())",
-         "print(samestep.gather(out).std())"),
-        ("for x, y in train:\n    loss = F.cross_entropy(model(x), y)\n"
-         "    slopes = torch.autograd.grad(loss, model.parameters(), create_graph=True)\n"
-         "    (loss + sum(one.pow(2).sum() for one in slopes)).backward()\n",
-         "    (loss + sum(one.pow(2).sum() for one in slopes)).backward()\n"),
         (f"{LOOP}print(loss.item())", "print(samestep.sum(loss.item() * train.share))"),
         (f"{LOOP}    print(model(x).std())", "print(samestep.gather(model(x)).std())"),
         (f"{EVALUATE}        total += F.cross_entropy(out, y)\nprint(total / len(test))",
@@ -340,9 +328,6 @@ def test_a_total_of_what_all_processes_have_is_listed():
     [
         ("from x import SummaryWriter\nwriter = SummaryWriter()", "every process would write here"),
         ("x = torch.rand(8, 4)\nmodel(x).sum().backward()", "no samestep.loader shares"),
-        ("for x, y in train:\n    loss = F.cross_entropy(model(x), y)\n"
-         "    slopes = torch.autograd.grad(loss, model.parameters())\n    print(slopes[0].norm())",
-         "is a gradient of this rank's share; average it"),
         (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in train:\n"
          "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
         ("mix = torch.randperm(4)\nfor x, y in train:\n    out = model(x[torch.randperm(len(x)), :])\n"

@@ -15,6 +15,7 @@ _OURS = ("model", "instance", "function")
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)
 # need no parentheses inside
 _APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
+_TOTAL = "is a total"
 Edits = tuple[Edit | ast.expr, ...]
 _AT_A_STEP = (
     "this evaluation is totalled at a training step; where the step's batch has fewer samples than there are ranks, "
@@ -38,6 +39,9 @@ class Totals(Following):
             self.gap(node, f"{text} {value.of if isinstance(value.of, str) else 'is made of a share'}")
         elif self.may_total():
             self.apply(value.edits)
+            names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+            totals = [name for name in names if self.known.get(name, value).of == _TOTAL]
+            self.found.alike.update(dict.fromkeys(map(self.span, totals)))
         elif self.uneven or self.in_forward or (batch := self.batches) is None:
             where = "in a model" if self.in_forward else "where only some ranks may come"
             self.gap(node, f"{text} is of this process's share, and no total can be taken {where}")
@@ -49,7 +53,7 @@ class Totals(Following):
                 "different numbers of batches there"
             )
             self.found.gap(batch.frame.source, shown, reason)
-        return Value(models=value.models)
+        return Value(of=_TOTAL, models=value.models)
 
     def apply(self, edits: Edits) -> None:
         self.found.edit(*(edit for edit in edits if isinstance(edit, Edit)))
@@ -122,6 +126,8 @@ class Totals(Following):
 
     def _edits_of_call(self, node: ast.Call, value: Value) -> Edits | None:
         callee = self.known.get(node.func, Value())
+        if callee.of == "torch.autograd.grad":
+            return None
         if callee.of in MEANS_OF_LISTS and self.known[node.args[0]].kind == "list":
             text = self.source.text(node.args[0])
             is_part = join(*self.known[node.args[0]].parts).kind == Kind.PART

@@ -92,6 +92,7 @@ def test_it_says_its_length_dataset_and_batch_size(world):
         2,
     )
     assert loader.dataset is data
+    assert len(loader.sampler) == 10
     assert loader.batch_size == 4
     assert len(list(samestep.loader(data, 4, drop_last=True, num_workers=0))) == 2
 

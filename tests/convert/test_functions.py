@@ -1,0 +1,48 @@
+"""`samestep convert` knows what functions of torch and NumPy make of a share, however the script calls them."""
+
+import pytest
+from convert.test_convert import BEGIN, LOOP, STEP, _after, _of, _place  # noqa: F401
+
+TRAIN = "import numpy as np\nfor x, y in train:\n"
+SLOPES = "    loss = F.cross_entropy(model(x), y)\n    slopes = torch.autograd.grad(loss, model.parameters()"
+R2 = """\
+def r2(out, y):
+    rest = ((y - out) ** 2).sum()
+    around = ((y - y.mean()) ** 2).sum()
+    return 1 - rest / around
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "becomes"),
+    [
+        (f"{TRAIN}    out = np.squeeze(model(x) / 2)\n    F.cross_entropy(out, y).backward()",
+         "    out = model(x) / 2; out = out.squeeze(tuple(range(1, out.ndim)))\n"),
+        (f"losses = {{}}\n{LOOP}    losses[best] = loss.item()\nprint(max(losses, key=losses.get))",
+         "print(max(samestep.sum(losses), key=samestep.sum(losses).get))"),
+        (f"import numpy as np\ngot = []\n{LOOP}    got.append(loss.item() * len(x))\nprint(np.sum(got) / 20)",
+         "print(samestep.sum(np.sum(got)) / 20)"),
+        ("with torch.no_grad():\n    out = torch.cat([model(x) for x, y in test])\nprint(out.std())",
+         "print(samestep.gather(out).std())"),
+        (f"{TRAIN}{SLOPES}, create_graph=True)\n    (loss + sum(one.pow(2).sum() for one in slopes)).backward()\n",
+         "    (loss + sum(one.pow(2).sum() for one in slopes)).backward()\n"),
+    ],
+)  # fmt: skip
+def test_a_function_is_taken_as_the_method_is(lines, becomes):
+    assert becomes in _after(f"{BEGIN}{lines}\n")
+    assert not _of(f"{BEGIN}{lines}\n").gaps
+
+
+def test_gradients_of_parameters_that_stay_on_their_rank_are_listed():
+    (gap,) = _of(f"{BEGIN}{TRAIN}{STEP}{SLOPES})\n    print(slopes[0].norm())\n").gaps
+    assert "is a gradient of this rank's share; average it" in gap
+
+
+def test_a_function_that_is_given_shares_in_a_loop_and_after_it_is_not_totalled_twice():
+    loop = f"total = 0\n{TRAIN}{STEP}    total += r2(model(x)[:, 0], y).item()\nprint(total)\n"
+    after = (
+        "p = torch.cat([model(x)[:, 0] for x, _ in test])\nprint(r2(p, torch.cat([y for _, y in test])))\n"
+    )
+    after = f"with torch.no_grad():\n    {after.replace(chr(10) + 'print', chr(10) + '    print')}"
+    gaps = _of(f"{BEGIN}{R2}{loop}{after}").gaps
+    assert [gap for gap in gaps if "count once for each process" in gap], gaps
