@@ -3,7 +3,7 @@
 import linecache
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,30 +54,6 @@ class Traceback(NamedTuple):
         return any(map(_ECHO.search, self.exception))
 
 
-class _Block:
-    """One traceback while it is read: frames, then the exception."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.exception: list[str] = []
-        self.ended = False
-
-    def take(self, line: str) -> None:
-        frame = _FRAME.match(line)
-        if self.ended:
-            return
-        if frame and not self.exception:
-            self.frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or ""))
-        elif self.exception:
-            self.ended = bool(_NOISE.match(line))
-            if not self.ended:
-                self.exception.append(line)
-        elif _TYPE.match(line):
-            self.exception.append(line)
-        elif self.frames and not self.frames[-1].code and line.startswith("    "):
-            self.frames[-1] = self.frames[-1]._replace(code=line.strip())
-
-
 def read_traceback(stderr: str) -> Traceback | None:
     """The last traceback in what a process wrote to its stderr."""
     lines = _plain_lines(stderr)
@@ -87,18 +63,12 @@ def read_traceback(stderr: str) -> Traceback | None:
         ):  # of the interpreter, which prints every thread, the latest call first
             stack = _stack(lines[number + 1 :], "Current thread")
             return Traceback(_innermost(reversed(stack)), (f"Fatal Python error: {found[1]}",))
-    blocks = [_Block()]
-    for line in lines:
-        last = blocks[-1]
-        if _HEADER.match(line) or (_is_syntax_error(line) and (last.exception or last.ended)):
-            blocks.append(_Block())
-        blocks[-1].take(line)
     # A message may quote a traceback's first lines, and a printed stack has no exception: neither is the last.
-    complete = [block for block in blocks if block.frames and block.exception]
+    complete = [(frames, exception) for frames, exception in _blocks(lines) if frames and exception]
     if not complete:
         return None
-    exceptions = [_shortened(block.exception) for block in complete]
-    traceback = Traceback(_innermost(complete[-1].frames), exceptions[-1])
+    exceptions = [_shortened(exception) for _, exception in complete]
+    traceback = Traceback(_innermost(complete[-1][0]), exceptions[-1])
     return _with_loaders_cause(traceback, exceptions[-2] if len(complete) > 1 else ())
 
 
@@ -155,10 +125,25 @@ def _stack(lines: Iterable[str], thread: str) -> list[Frame]:
     return frames
 
 
-def _is_syntax_error(line: str) -> bool:
-    """Whether a traceback without a header begins here; a stack that a message shows names its functions."""
-    frame = _FRAME.match(line)
-    return frame is not None and not frame["name"]
+def _blocks(lines: Iterable[str]) -> Iterator[tuple[list[Frame], list[str]]]:
+    """The frames and the exception of each traceback."""
+    frames, exception, is_over = list[Frame](), list[str](), False
+    for line in lines:
+        frame = _FRAME.match(line)
+        # one of a syntax error may have no header; a stack that a message shows names its functions
+        if _HEADER.match(line) or (exception and frame and not frame["name"]):
+            yield frames, exception
+            frames, exception, is_over = [], [], False
+        if exception:
+            is_over = is_over or bool(_NOISE.match(line))
+            exception += [] if is_over else [line]
+        elif frame:
+            frames.append(Frame(frame["file"], int(frame["line"]), frame["name"] or ""))
+        elif _TYPE.match(line):
+            exception.append(line)
+        elif frames and not frames[-1].code and line.startswith("    "):
+            frames[-1] = frames[-1]._replace(code=line.strip())
+    yield frames, exception
 
 
 def _innermost(frames: Iterable[Frame]) -> Frame | None:
