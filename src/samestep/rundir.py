@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from samestep import files
 from samestep.errors import UsageError
-from samestep.files import (
-    in_memory,
-    is_own_directory,
-    make_private_directory,
-    open_regular,
-    read_regular,
-    write_atomically,
-)
 from samestep.text import reason_of
 
 _RECORD_BYTES = 4 << 20
@@ -70,7 +63,7 @@ class Pulse:
 
     def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
         self._step, self._epoch, self._waits, self._patience_s = -1, 0, 0, patience_s
-        self._memory = in_memory(path, _MAGIC, _PULSE_BYTES)
+        self._memory = files.in_memory(path, _MAGIC, _PULSE_BYTES)
         self.take(device)
 
     def take(self, device: str) -> None:
@@ -99,7 +92,7 @@ class Pulse:
 def read_pulse(path: Path) -> PulseReading | None:
     """The last beat in a pulse file, or None where no worker of this version has opened it."""
     try:
-        with open(open_regular(path, 2), "rb", buffering=0) as file:
+        with open(files.open_regular(path, 2), "rb", buffering=0) as file:
             return pulse_in(file.fileno())
     except OSError:
         return None
@@ -162,7 +155,7 @@ def step_times_of(env: Mapping[str, str], rank: int) -> Path | None:
 def own_run(env: Mapping[str, str], folder: str) -> Path | None:
     """This worker's run's directory, where it and this folder in it are nobody else's."""
     run = Path(env.get("SAMESTEP_RUN") or os.devnull)
-    return run if is_own_directory(run) and is_own_directory(run / folder) else None
+    return run if files.is_own_directory(run) and files.is_own_directory(run / folder) else None
 
 
 def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, object]:
@@ -182,8 +175,8 @@ def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, obje
 def begin_run(run: Path, started: Mapping[str, Any]) -> None:
     """Begin a run in the directory that its batch script named, or, after a requeue, go on there; raises OSError."""
     for folder in (run, *(run / part for part in _FOLDERS)):
-        make_private_directory(folder)
-        if not is_own_directory(folder):
+        files.make_private_directory(folder)
+        if not files.is_own_directory(folder):
             raise PermissionError(EPERM, "it is another user's or a link", str(folder))
     for old in (run / RESULT, run / TIME_UP, *(run / "failures").glob("*")):
         old.unlink(missing_ok=True)
@@ -196,7 +189,7 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
     now = time.localtime()
     minute, second = time.strftime("%m%d-%H%M", now), time.strftime("%m%d-%H%M%S", now)
     try:
-        make_private_directory(parent)
+        files.make_private_directory(parent)
         for name in (minute, second, *(f"{second}-{k}" for k in range(2, 10_000))):
             with suppress(FileExistsError):
                 (parent / name).mkdir(mode=0o700)
@@ -226,13 +219,13 @@ def better_place(run: Path, env: Mapping[str, str]) -> str | None:
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write run.json or result.json."""
-    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode(), 0o600)
+    files.write_atomically(path, (json.dumps(record, indent=1) + "\n").encode(), 0o600)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """run.json or result.json, or None where there is none."""
     try:
-        record = json.loads(read_regular(path, _RECORD_BYTES))
+        record = json.loads(files.read_regular(path, _RECORD_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

@@ -206,10 +206,8 @@ def breakdown(readings: Mapping[int, Reading]) -> Breakdown | None:
     total = sum(map(sum, waits.values()))
     least = sum(map(min, zip(*waits.values(), strict=True))) * len(waits)
     _move(parts, "exchange", "slowest rank", parts["exchange"] * (1 - least / total) if total else 0.0)
-    for name in (
-        "checkpoint",
-        "evaluation",
-    ):  # what one rank does alone the others wait for in the next exchange
+    # what one rank does alone the others wait for in the next exchange
+    for name in ("checkpoint", "evaluation"):
         _move(parts, "slowest rank", name, max(rank[name] for rank in ranks) - mean[name])
     # the others' exchange holds their wait for the slowest rank
     exchanged_s, hidden_s = min((one.exchanged_s, one.hidden_s) for one in progress)

@@ -160,11 +160,8 @@ def _near_devices(env: Mapping[str, str], root: Path) -> Iterator[set[int]]:
         else:
             found = [device for device in present if device.uuid and device.uuid.startswith(entry)]
         address = found[0].address.lower() if found else ""
-        yield (
-            _numbers(read_text(root / "sys/bus/pci/devices" / address / "local_cpulist"))
-            if address
-            else set()
-        )
+        cores_near = root / "sys/bus/pci/devices" / address / "local_cpulist"
+        yield _numbers(read_text(cores_near)) if address else set()
 
 
 def _numbers(ranges: str) -> set[int]:

@@ -268,15 +268,8 @@ class Restarts:
 
 def _forget(run: Path, rank: int) -> bool:
     """Remove what a rank of an older start told; whether there was any of it."""
-    told = [
-        path
-        for path in (
-            rundir.pulse_path(run, rank),
-            rundir.failure_path(run, rank),
-            rundir.stack_path(run, rank),
-        )
-        if path.exists()
-    ]
+    kinds = (rundir.pulse_path, rundir.failure_path, rundir.stack_path)
+    told = [path for path_of in kinds if (path := path_of(run, rank)).exists()]
     for path in told:
         path.unlink(missing_ok=True)
     return bool(told)
@@ -319,11 +312,8 @@ def _progress(run: Path) -> str:
 def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:
     """How an attempt ended on this node; code 0 where its workers were stopped because another node failed."""
     code, asked = exit_code(outcome.status), outcome.asked
-    if (
-        asked is None
-        and code == rundir.CHECKPOINTED
-        and ((run / rundir.STOP).exists() or (run / rundir.TIME_UP).exists())
-    ):
+    was_told = any((run / name).exists() for name in (rundir.STOP, rundir.TIME_UP))
+    if asked is None and code == rundir.CHECKPOINTED and was_told:
         asked = signal.SIGTERM
     ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]
     is_own = outcome.cause is not None or outcome.asked is not None or bool(ends)

@@ -175,14 +175,11 @@ class Watch:
         self, workers: Sequence[Worker], pulses: Mapping[int, PulseReading], now: float
     ) -> Hang | None:
         """The ranks that are left, where each of them has left its script for long and does not end."""
-        alive = {
-            worker.rank: pulses[worker.rank]
-            for worker in workers
-            if worker.is_alive and worker.rank in pulses
-        }
+        ranks = {worker.rank for worker in workers if worker.is_alive}
+        alive = {rank: pulse for rank, pulse in pulses.items() if rank in ranks}
         left = [state for state in self._states(alive, now) if state.phase == "end"]
         seconds = min((state.seconds for state in left), default=0.0)
-        is_all = len(left) == sum(worker.is_alive for worker in workers)
+        is_all = len(left) == len(ranks)
         return Hang((), tuple(left), seconds) if is_all and seconds >= 2 * self.least_s else None
 
     def _states(self, pulses: Mapping[int, PulseReading], now: float) -> list[RankState]:
