@@ -272,7 +272,7 @@ def test_a_rank_that_only_logged_a_traceback_is_not_blamed(launcher):
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="a control group of one's own needs root")
-def test_a_worker_killed_for_memory_is_said_to_be_by_the_kernels_count(launcher):
+def test_a_worker_killed_for_memory_is_said_to_be_and_one_killed_after_it_is_not(launcher):
     top = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
     group = top / f"samestep-test-{os.getpid()}"
     try:
@@ -284,18 +284,34 @@ def test_a_worker_killed_for_memory_is_said_to_be_by_the_kernels_count(launcher)
     except (OSError, StopIteration):
         pytest.skip("no memory control group can be made here")
     launcher.write(
-        "import os, time\ndata = b'x' * (400 << 20) if os.environ['RANK'] == '1' else time.sleep(100)"
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            time.sleep(100)
+        elif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            data = b"x" * (400 << 20)
+        os.kill(os.getpid(), 9)
+        """
     )
     inside = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group)]
-    command = [*inside, sys.executable, "-m", "samestep", "run", "-n", "2", "train.py"]
+    said = []
     try:
-        done = subprocess.run(command, cwd=launcher.home, env=launcher.env, capture_output=True, text=True)
+        for restarts in ("0", "1"):
+            run = ["-m", "samestep", "run", "-n", "2", "--no-fork", "--max-restarts", restarts, "train.py"]
+            done = subprocess.run(
+                [*inside, sys.executable, *run],
+                cwd=launcher.home,
+                env=launcher.env,
+                capture_output=True,
+                text=True,
+            )
+            assert (done.returncode, "failed on rank 1 of 2" in done.stderr) == (137, True)
+            said.append(done.stderr)
     finally:
         time.sleep(0.1)
         group.rmdir()
-    assert done.returncode == 137
-    assert "failed on rank 1 of 2" in done.stderr
-    assert re.search(r"\nkilled by SIGKILL: out of memory.* \(limit 0\.2 GiB\)\n", done.stderr)
+    assert re.search(r"\nkilled by SIGKILL: out of memory.* \(limit 0\.2 GiB\)\n", said[0])
+    assert "\nkilled by SIGKILL, not for memory (the kernel counted no such kill)\n" in said[1]
 
 
 @pytest.mark.root

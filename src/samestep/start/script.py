@@ -82,7 +82,7 @@ class _Run:
         self._script, self._began, self._began_at = script, time.time(), time.monotonic()
         self._launchers = stack.enter_context(closing(Launchers(script.where)))
         self._directory = _directory(script, self._launchers, self._began)
-        self._terminal, self._kills = Terminal(), kills_for_memory()
+        self._terminal = Terminal()
         if advice := rundir.better_place(self._directory, os.environ):
             self._terminal.say(f"samestep: {advice}")
         if self._terminal.is_live and os.environ.get("SAMESTEP_METER") != "0":
@@ -133,7 +133,7 @@ class _Run:
 
     def _attempt(self, asked: int | None = None) -> tuple[int, End, WorkerGroup]:
         """Start all ranks and wait for their end; on which node the cause was, and how that ended."""
-        script, run, launchers = self._script, self._directory, self._launchers
+        script, run, launchers, kills = self._script, self._directory, self._launchers, kills_for_memory()
         with ExitStack() as stack:
             specs, total = self._specs(stack)
             elsewhere = launchers.should_stop if launchers.nodes > 1 else None
@@ -150,7 +150,7 @@ class _Run:
             group = WorkerGroup(specs, self._guardian, self._terminal, *about)
             outcome = group.watch()
         seconds = time.monotonic() - self._began_at
-        text = ending(script.name, run, outcome, group.workers, script.shown, seconds, self._kills, total)
+        text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, total)
         node, end = launchers.end(_end(run, outcome, group, text))
         return node, end, group
 
