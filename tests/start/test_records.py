@@ -1,5 +1,7 @@
 """A failure is told by the record that the worker left, of this attempt only."""
 
+import pytest
+
 _SILENT = """
     import os, samestep
     world = samestep.init()
@@ -92,6 +94,22 @@ def test_a_failure_is_told_also_where_the_working_directory_was_removed(launcher
     """)
     code, _, err = launcher.run("-n", "2", "train.py")
     assert (code, "\nValueError: no shard 7\n" in err) == (1, True)
+
+
+@pytest.mark.parametrize("option", ["--fork", "--no-fork"])
+def test_a_failure_is_told_where_the_script_prints_its_exceptions_itself(launcher, option):
+    launcher.write("""
+        import sys, samestep
+        world = samestep.init()
+        sys.excepthook = lambda *_: print("sorry", file=sys.stderr)
+        if world.rank == 1:
+            raise ValueError("no shard 7")
+        samestep.sum(1)
+    """)
+    code, _, err = launcher.run("-n", "2", option, "train.py")
+    assert code == 1
+    assert err.splitlines()[-4:-2] == ['    raise ValueError("no shard 7")', "ValueError: no shard 7"]
+    assert "failed on rank 1 of 2" in err
 
 
 def test_a_commit_that_failed_at_the_end_is_told_as_the_failure_and_was_told_at_the_start(launcher):

@@ -176,7 +176,7 @@ def _run(command: list[str]) -> None:
         ended = error
     else:
         return
-    trace = _without_ours(ended)
+    trace, sys.last_value = _without_ours(ended), ended  # as Python does
     try:
         sys.excepthook(type(ended), ended, trace)
     except Exception:  # as where the script closed stderr

@@ -221,6 +221,9 @@ class Group:
 
         A failed rank waits for nobody: it leaves at once with the code of its failure.
         """
+        error = getattr(sys, "last_value", None)
+        if error is not None and sys.excepthook != self._note_failure and not hasattr(sys, "ps1"):
+            self._record_failure(error)  # the script has put another hook in the place of this one
         if self._watch is not None:
             # `srun --kill-on-bad-exit` stops the ranks that leave last, and would give 143 for their own code
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -291,20 +294,25 @@ class Group:
     def _note_failure(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        if self._tree is not None:
-            self.failed = code
-            frames = [(step.f_code.co_filename, line) for step, line in walk_tb(traceback)]
-            lines = [f" at {Path(file).name}:{line}" for file, line in frames if is_users(file)]
-            # what keeps it from ending, such as a thread, may keep the others waiting
-            self.enter("end", f"failed with {kind.__name__}{''.join(lines[-1:])}")
-        add_remedy(error)
-        write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
+        code = self._record_failure(error)
         show = partial(self._excepthook, kind, error, traceback)
         if self._watch is None or code != 1:
             show()
         else:
             tell_failure(self, error, show)
+
+    def _record_failure(self, error: BaseException) -> int:
+        """Leave word of the exception that ends the script; the exit code."""
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if self._tree is not None:
+            self.failed = code
+            frames = [(step.f_code.co_filename, line) for step, line in walk_tb(error.__traceback__)]
+            lines = [f" at {Path(file).name}:{line}" for file, line in frames if is_users(file)]
+            # what keeps it from ending, such as a thread, may keep the others waiting
+            self.enter("end", f"failed with {type(error).__name__}{''.join(lines[-1:])}")
+        add_remedy(error)
+        write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
+        return code
 
 
 def open_pulse(rank: int, timeout: timedelta) -> Pulse | None:
