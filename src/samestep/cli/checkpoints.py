@@ -55,7 +55,7 @@ def _row(dir_fd: int, found: Found, verify: bool) -> dict[str, Any]:
         why = str(error)
     if outline is None or why:
         return {**row, "state": "bad", "why": why.removeprefix(f"{entry.name} ")}
-    facts = {"run": outline.seal.run.hex(), "meta": outline.meta, "digest": outline.digest}
+    facts = {"run": outline.seal.run.hex(), "meta": outline.meta, "digest": outline.root.hex()}
     return {**row, "state": "good" if verify else "complete", **facts}
 
 

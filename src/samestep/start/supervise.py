@@ -247,9 +247,9 @@ class WorkerGroup:
             at = self._hang.cause.rank
             cause = next((worker for worker in self.workers if worker.rank == at), self.workers[0])
             status = 1 if self._asked is None else -self._asked
-            told = cause.traceback() if cause.failure else None
-            if told is None or told.is_echo:
-                told = self._watch.failure(self._hang)  # it may just have heard that another was killed
+            told = (
+                cause.traceback() if cause.failure and not cause.is_echo else self._watch.failure(self._hang)
+            )
             return Outcome(status, cause, told, self._asked)
         if not own:
             killed = any(worker.was_stopped for worker in self.workers)
@@ -259,8 +259,8 @@ class WorkerGroup:
         if left and cause.is_echo:
             code = " with exit code 0" if left.status == 0 else ""
             told = cause.traceback() or Traceback(None, ())  # where another waited, and for what
-            here = " in this line" if told.frame else ""
-            why = f"rank {left.rank} {self._way_out(left)}{code} while others waited for it{here}"
+            code += f" while others waited for it{' in this line' if told.frame else ''}"
+            why = f"rank {left.rank} {self._way_out(left)}{code}"
             said = [line for line in told.exception if "different calls" in line]
             return Outcome(1, left, Traceback(told.frame, (why, *said)), self._asked)
         if cause.is_echo:

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -55,6 +55,7 @@ class Watch:
         self._changed_at = time.monotonic()
         self._seen: dict[int, tuple[float, Sight]] = {}  # with the begin of the phase it was seen in
         self._quiet: dict[int, tuple[int, float]] = {}  # switches of the main thread, and since when so many
+        self._known: dict[int, PulseReading] = {}
         self._gone: dict[int, bool] = {}  # whether a rank of this node has ended or failed
         self._told: Hang | None = None
         self.hang: Hang | None = None
@@ -106,19 +107,19 @@ class Watch:
             self._awake_at = self._changed_at = now
             self._quiet.clear()
         self._look_at = now + _LOOK_S
-        known, others = self.tell_others(workers, now)
-        hang = find_hang([*self._states(known, now), *others], self._size, self.least_s)
-        hang = hang or self._find_leaving(workers, known, now)
+        others = self.tell_others(workers, now)
+        states = self._states(now)
+        hang = find_hang([*states, *others], self._size, self.least_s) or self._find_leaving(workers, states)
         if self._told and (hang is None or hang.key != self._told.key):
             self._say(f"samestep: {self._told.end}")
             self._told = None
-        is_over = hang is not None and hang.seconds >= self._limit_of(hang, known)
+        is_over = hang is not None and hang.seconds >= self._limit_of(hang)
         if hang is not None and (self._told is None or is_over):
             # at the missing ranks, and at one that waits, whose stack tells the line
             for state in [*hang.missing[:_MOST_LOOKED_AT], *hang.waiting[:1]]:
-                if state.rank in known:
-                    self._look_at_rank(state.rank, known[state.rank])
-            hang = find_hang([*self._states(known, now), *others], self._size, self.least_s) or hang
+                if state.rank in self._known:
+                    self._look_at_rank(state.rank, self._known[state.rank])
+            hang = find_hang([*self._states(now), *others], self._size, self.least_s) or hang
         self.hang = hang
         if hang is None:
             return False
@@ -128,27 +129,25 @@ class Watch:
             self._say(f"samestep: {hang.sentence(self.least_s)}")
         return is_over
 
-    def _limit_of(self, hang: Hang, known: Mapping[int, PulseReading]) -> float:
+    def _limit_of(self, hang: Hang) -> float:
         """After how many seconds such a hang ends the run."""
         if not hang.waiting:
             return self._limit_s or inf  # what a rank does after its script may be wanted
         if hang.missing and all(state.is_gone for state in hang.missing):
             return _GONE_S
-        limit_s = self._limit_s or min((pulse.patience_s for pulse in known.values()), default=_PATIENCE_S)
+        patience_s = min((pulse.patience_s for pulse in self._known.values()), default=_PATIENCE_S)
         # the launcher of the missing rank ends the run; where it cannot, another does
-        return limit_s + _LATER_S * (hang.cause.rank not in self._gone)
+        return (self._limit_s or patience_s) + _LATER_S * (hang.cause.rank not in self._gone)
 
-    def tell_others(
-        self, workers: Sequence[Worker], now: float
-    ) -> tuple[dict[int, PulseReading], list[RankState]]:
-        """Tell the other nodes what the ranks here do; the pulses here, and what all ranks without one do."""
-        known = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
-        if known:
-            self._note_progress(known, now)
-        self._note_quiet(known, now)
+    def tell_others(self, workers: Sequence[Worker], now: float) -> list[RankState]:
+        """Tell the other nodes what the ranks here do; what theirs do, and those here that have not joined."""
+        self._known = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
+        if self._known:
+            self._note_progress(now)
+        self._note_quiet(now)
         self._gone = {worker.rank: not worker.is_alive or bool(worker.failure) for worker in workers}
-        absent = [_not_there(worker) for worker in workers if worker.rank not in known]
-        return known, [*absent, *self._share([*self._states(known, now), *absent])]
+        absent = [_not_there(worker) for worker in workers if worker.rank not in self._known]
+        return [*absent, *self._share([*self._states(now), *absent])]
 
     def way_out(self, worker: Worker) -> str:
         """How this rank left the script or is leaving it; "" where it has not."""
@@ -171,20 +170,17 @@ class Watch:
                     self._files[path] = open_regular(path, 2)
         return pulse_in(self._files[at]) if at in self._files else None
 
-    def _find_leaving(
-        self, workers: Sequence[Worker], pulses: Mapping[int, PulseReading], now: float
-    ) -> Hang | None:
+    def _find_leaving(self, workers: Sequence[Worker], states: Sequence[RankState]) -> Hang | None:
         """The ranks that are left, where each of them has left its script for long and does not end."""
-        ranks = {worker.rank for worker in workers if worker.is_alive}
-        alive = {rank: pulse for rank, pulse in pulses.items() if rank in ranks}
-        left = [state for state in self._states(alive, now) if state.phase == "end"]
+        alive = [worker.rank for worker in workers if worker.is_alive]
+        left = [state for state in states if state.rank in alive and state.phase == "end"]
         seconds = min((state.seconds for state in left), default=0.0)
-        is_all = len(left) == len(ranks)
-        return Hang((), tuple(left), seconds) if is_all and seconds >= 2 * self.least_s else None
+        is_long = len(left) == len(alive) and seconds >= 2 * self.least_s
+        return Hang((), tuple(left), seconds) if is_long else None
 
-    def _states(self, pulses: Mapping[int, PulseReading], now: float) -> list[RankState]:
+    def _states(self, now: float) -> list[RankState]:
         found = []
-        for rank, pulse in pulses.items():
+        for rank, pulse in self._known.items():
             seconds = now - max(pulse.phase_began, self._awake_at)
             state = state_of(rank, pulse, seconds, os.uname().nodename)._replace(is_gone=self._gone[rank])
             seen_in, sight = self._seen.get(rank, (0.0, Sight()))
@@ -207,9 +203,9 @@ class Watch:
         self._seen[rank] = pulse.phase_began, look_at(pulse.pid, stacks)
         self._quiet[rank] = switches(pulse.pid), self._quiet[rank][1]  # writing the stack is not going on
 
-    def _note_quiet(self, pulses: Mapping[int, PulseReading], now: float) -> None:
+    def _note_quiet(self, now: float) -> None:
         """A rank whose main thread sleeps for long in a call of torch.distributed waits there."""
-        for rank, pulse in pulses.items():
+        for rank, pulse in self._known.items():
             count, since = switches(pulse.pid), self._quiet.get(rank, (-1, now))
             if count != since[0]:
                 self._quiet[rank] = count, now
@@ -217,11 +213,11 @@ class Watch:
             elif now - since[1] >= self.least_s and self._seen.get(rank, (0.0,))[0] != pulse.phase_began:
                 self._look_at_rank(rank, pulse)
 
-    def _note_progress(self, pulses: Mapping[int, PulseReading], now: float) -> None:
-        phases = [(pulse.phase, pulse.step, pulse.waits) for pulse in pulses.values()]
+    def _note_progress(self, now: float) -> None:
+        phases = [(pulse.phase, pulse.step, pulse.waits) for pulse in self._known.values()]
         if phases != self._phases:
             self._phases, self._changed_at = phases, now
-        step = min(pulse.step for pulse in pulses.values())
+        step = min(pulse.step for pulse in self._known.values())
         if step > self._step:
             if self._step >= 0:
                 taken = step - self._step

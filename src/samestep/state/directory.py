@@ -60,10 +60,6 @@ class Found(NamedTuple):
         """Its own number, not that of its name, where it can be read."""
         return (self.outline.seal.number, self.outline.root) if self.outline else (self.entry.number, b"")
 
-    @property
-    def run(self) -> bytes | None:
-        return self.outline.seal.run if self.outline else None
-
 
 def examine(dir_fd: int, record: Record | None = None) -> list[Found]:
     """The files that are named as commits, the newest first, by what their headers and the lease say of them."""
@@ -236,27 +232,23 @@ class CheckpointDirectory:
         return CheckpointError(text, path=self.directory)
 
     def _write(self, dir_fd: int, packed: state_file.Packed, step: int, held: lease.Lease) -> str:
-        seal = self._seal(dir_fd, step, held)
-        number = seal.number
-        nonce = secrets.token_hex(4)
+        seal, nonce = self._seal(dir_fd, step, held), secrets.token_hex(4)
         unfinished = f".writing-{lease.here()}-{os.getpid()}-{nonce}"
-        name = f"{number:06d}-step-{step}-{nonce}.samestep"
+        name = f"{seal.number:06d}-step-{step}-{nonce}.samestep"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(unfinished, flags, 0o600, dir_fd=dir_fd)
         try:
-            try:
+            with open(fd, "wb"):
                 root = state_file.write(fd, packed, seal)
-            finally:
-                os.close(fd)
             # it may have been taken over while a large file was written
             held.check(dir_fd)
-            held.name(*([self._before] if self._before else []), (number, root))
+            held.name(*([self._before] if self._before else []), (seal.number, root))
             os.rename(unfinished, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         except BaseException:
             with suppress(OSError):
                 os.unlink(unfinished, dir_fd=dir_fd)
             raise
-        self._before, self._named = (number, root), held.record.commits
+        self._before, self._named = (seal.number, root), held.record.commits
         sync_names(dir_fd)
         self._good[name] = _identity(dir_fd, name)
         return name
@@ -287,7 +279,9 @@ class CheckpointDirectory:
                 is_good = self._good.get(entry.name) == _identity(dir_fd, entry.name)
                 if len(steps) < self.keep and not (is_good and entry.step in steps):
                     steps.update([entry.step] if is_good else [])
-                elif entry.name in self._good or _peeked(dir_fd, entry).run in (None, run):
+                    continue
+                outline = None if entry.name in self._good else _peeked(dir_fd, entry).outline
+                if outline is None or outline.seal.run == run:
                     os.unlink(entry.name, dir_fd=dir_fd)
                     self._good.pop(entry.name, None)
 

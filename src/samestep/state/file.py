@@ -101,10 +101,6 @@ class Outline:
     start: int
     tree: Any
 
-    @property
-    def digest(self) -> str:
-        return self.root.hex()
-
     def offsets(self) -> Iterator[tuple[int, int]]:
         """Where each blob begins, and how many zero bytes follow it; they lie without gap or overlap."""
         at = self.start

@@ -17,9 +17,7 @@ from samestep.text import printable
 
 ITEMSIZE = {
     **dict.fromkeys(("bytes", "bool", "uint8", "int8"), 1),
-    **dict.fromkeys(
-        ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
-    ),
+    **{f"float8_{kind}": 1 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
     **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
     **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
     **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),

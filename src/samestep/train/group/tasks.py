@@ -40,10 +40,8 @@ def share_run(here: Placement, tree: Tree | None, limit_s: float) -> str | None:
             elif tree:
                 run = str(create_run(None, os.environ, started))
         except (OSError, UsageError) as error:
-            say(
-                f"{reason_of(error) if isinstance(error, OSError) else error}; the run goes on without a directory"
-            )
-            run = None
+            run, reason = None, reason_of(error) if isinstance(error, OSError) else error
+            say(f"{reason}; the run goes on without a directory")
     return tree.gather(run, limit_s)[0] if tree else run
 
 

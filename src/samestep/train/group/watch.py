@@ -54,10 +54,8 @@ class MutualWatch:
     def _look(self) -> None:
         now, mine = time.monotonic(), self._state()
         self._heard |= {rank: (now, RankState(*state)) for rank, state in self._tree.take_news()}
-        known = [
-            mine,
-            *(state for at, state in self._heard.values() if now - at < _FRESH_LOOKS * self._look_s),
-        ]
+        fresh_s = _FRESH_LOOKS * self._look_s
+        known = [mine, *(state for at, state in self._heard.values() if now - at < fresh_s)]
         if any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in known):
             self._tree.tell(mine)
         hang = find_hang([*known, *self._silent(known)], self._tree.size, LEAST_S)
