@@ -88,10 +88,8 @@ class Progress:
 
     def __str__(self) -> str:
         """`epoch 3 of 10, step 417, 1,214 samples/s, 12 min 4 s left, loss 0.312`."""
-        said = [
-            f"epoch {self.epoch + 1}" + (f" of {self.epochs}" if self.epochs else ""),
-            f"step {self.rows}",
-        ]
+        of = f" of {self.epochs}" if self.epochs else ""
+        said = [f"epoch {self.epoch + 1}{of}", f"step {self.rows}"]
         if self.steps:
             said.append(f"{self.samples_per_second:,.0f} samples/s")
         if self.left_s is not None:

@@ -266,12 +266,8 @@ class Launchers:
     def share(self, states: Sequence[RankState]) -> list[RankState]:
         """What the ranks of other nodes do; while ranks wait, all launchers tell each other of theirs."""
         now = time.monotonic()
-        told = [
-            state
-            for at, told in self._elsewhere.values()
-            for state in told
-            if state.is_gone or now - at < _FRESH_S
-        ]
+        heard = self._elsewhere.values()
+        told = [state for at, told in heard for state in told if state.is_gone or now - at < _FRESH_S]
         waits = any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in [*states, *told])
         if self._peers and self.lost is None and (waits or any(state.is_gone for state in states)):
             self._peers.tell([_RANKS, states])

@@ -247,9 +247,8 @@ class WorkerGroup:
             at = self._hang.cause.rank
             cause = next((worker for worker in self.workers if worker.rank == at), self.workers[0])
             status = 1 if self._asked is None else -self._asked
-            told = (
-                cause.traceback() if cause.failure and not cause.is_echo else self._watch.failure(self._hang)
-            )
+            hang = self._watch.failure(self._hang)
+            told = cause.traceback() if cause.failure and not cause.is_echo else hang
             return Outcome(status, cause, told, self._asked)
         if not own:
             killed = any(worker.was_stopped for worker in self.workers)

@@ -45,6 +45,7 @@ class Newest(Generic[T]):
 
 
 Numbered = tuple[int, bytes]  # of a commit, with its root digest
+Read = Callable[[str | int, int | None], T]
 
 
 class Found(NamedTuple):
@@ -129,9 +130,7 @@ class CheckpointDirectory:
         with open_directory(self._at) as dir_fd:
             slots.write(packed, self._seal(dir_fd, step, self._hold(dir_fd)))
 
-    def newest(
-        self, read: Callable[[str | int, int | None], T], slots: Slots | None = None
-    ) -> Newest[T] | None:
+    def newest(self, read: Read[T], slots: Slots | None = None) -> Newest[T] | None:
         """What `read(name, dir_fd)` makes of the newest commit it accepts; None where there never was one.
 
         Where `slots` hold a newer one, its descriptor is the name.
@@ -181,9 +180,7 @@ class CheckpointDirectory:
                 raise self._error(f"{found.path} cannot be read any more ({error}); start again") from error
             raise self._error(f"{found.path} was exchanged after it was read; start again")
 
-    def _recalled(
-        self, read: Callable[[str | int, int | None], T], slots: Slots, record: Record
-    ) -> Newest[T] | None:
+    def _recalled(self, read: Read[T], slots: Slots, record: Record) -> Newest[T] | None:
         """The newest state in memory that can be read."""
         after = max(record.commits, default=(0, bytes(32)))
         for descriptor, outline in slots.following(record.run, after):
@@ -195,13 +192,12 @@ class CheckpointDirectory:
         slots.keep(None)
         return None
 
-    def _read(self, dir_fd: int, found: Found, read: Callable[[str | int, int | None], T]) -> T:
+    def _read(self, dir_fd: int, found: Found, read: Read[T]) -> T:
         name = found.entry.name
         before = _identity(dir_fd, name)
         value = read(name, dir_fd)
-        if state_file.peek(name, dir_fd=dir_fd).root != found.numbered[1] or before != _identity(
-            dir_fd, name
-        ):
+        root = state_file.peek(name, dir_fd=dir_fd).root
+        if root != found.numbered[1] or before != _identity(dir_fd, name):
             raise CheckpointError(f"{name} was replaced while it was read", path=name)
         if not found.is_renamed:
             self._good[name] = before
@@ -257,9 +253,8 @@ class CheckpointDirectory:
         """What the next commit says of itself."""
         record = held.record
         if self._named != record.commits:
-            usable = [
-                one for one in examine(dir_fd, record) if one.outline and (not one.why or one.is_renamed)
-            ]
+            readable = [one for one in examine(dir_fd, record) if one.outline]
+            usable = [one for one in readable if not one.why or one.is_renamed]
             if usable and self._named is None:  # this object has neither read nor written a commit
                 found = f"{self.directory} holds commits up to step {max(one.entry.step for one in usable)}"
                 self._say(

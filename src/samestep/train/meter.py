@@ -5,7 +5,6 @@ the time of loops over anything else, and of a copy to a device that is neither.
 """
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from samestep.rendezvous.member import say
 from samestep.rundir import step_times_of
 from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
 from samestep.train.group.device import overlaps
@@ -109,7 +109,7 @@ class Meter(Member, Subscriber):
                 progress.hidden_s += hidden_s
         self.times.add(number, began, ended, mine, batch, parts)
         if ended > self._say_at and self.group.world.rank == 0 and self._asked not in ("0", "live"):
-            print(f"samestep: {progress}", file=sys.stderr)
+            say(str(progress))
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._say_at = ended + self._pause_s
 
@@ -127,12 +127,11 @@ class Meter(Member, Subscriber):
         # outside of a run's directory, or without a shared one, this rank speaks for all
         readings = {rank: one for rank, one in found.items() if one is not None} | {0: times.read()}
         if said := breakdown(readings):
-            print(f"samestep: {said}", file=sys.stderr)
+            say(str(said))
             if self._spare_workers and said.parts["data"] > _MUCH * said.step_s:
-                print(
-                    "samestep: the loop waits for data, and the loader has no workers; "
+                say(
+                    "the loop waits for data, and the loader has no workers; "
                     f'loader(..., num_workers="auto") would have {self._spare_workers} on this rank',
-                    file=sys.stderr,
                 )
 
 

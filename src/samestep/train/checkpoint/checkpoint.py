@@ -21,6 +21,7 @@ import torch
 
 import samestep
 from samestep.errors import CheckpointError, RanksDiffer, SamestepError, UsageError
+from samestep.rendezvous.member import say
 from samestep.rundir import CHECKPOINTED
 from samestep.state.directory import CheckpointDirectory
 from samestep.state.file import peek
@@ -130,7 +131,7 @@ class Checkpoint:
             return 0
         if found is not None:
             for reason in found.refused:
-                print(f"samestep: {reason}; an older checkpoint is used", file=sys.stderr)
+                say(f"{reason}; an older checkpoint is used")
             state, meta = found.value
             kept = meta.get("commit_seconds")
             kept = kept if isinstance(kept, float) and 0 <= kept < _LONGEST_COMMIT else 0.0
@@ -144,9 +145,7 @@ class Checkpoint:
         if found is not None:
             where = "memory" if found.is_memory else path
             self._writer.committed = [0] if found.is_memory else self._place()
-            print(
-                f"samestep: going on after step {self.steps} from {where}{of_element(meta)}", file=sys.stderr
-            )
+            say(f"going on after step {self.steps} from {where}{of_element(meta)}")
         return self.steps
 
     def step(self) -> None:
@@ -264,10 +263,8 @@ class Checkpoint:
                 raise CheckpointError(failure)
         self._requests.fulfilled()
         if self._world.rank == 0:
-            print(
-                f"samestep: stopped by {why} after step {self.steps}, which is committed in "
-                f"{self._directory.directory}; run it again to go on",
-                file=sys.stderr,
+            say(
+                f"stopped by {why} after step {self.steps}, which is committed in {here}; run it again to go on"
             )
         sys.exit(CHECKPOINTED)  # not SystemExit: what samestep puts in place of sys.exit notes the code
 
@@ -296,12 +293,9 @@ class Checkpoint:
         self._commit_seconds = seconds
         if self._requests.job_seconds < 2 * seconds + _LEAVE_SECONDS and not self._told_of_limit:
             self._told_of_limit = True
-            print(
-                f"samestep: a commit takes {seconds:.1f} s and this job's time limit is "
-                f"{self._requests.job_seconds:.0f} s, so almost nothing is trained between two stops; "
-                "ask for more --time",
-                file=sys.stderr,
-            )
+            limit = f"this job's time limit is {self._requests.job_seconds:.0f} s"
+            trained = "so almost nothing is trained between two stops; ask for more --time"
+            say(f"a commit takes {seconds:.1f} s and {limit}, {trained}")
 
     def _read_run(self, name: str | int, dir_fd: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
         state, meta = capture.read(name, dir_fd=dir_fd)
@@ -363,10 +357,7 @@ class Checkpoint:
         if own["arithmetic"] and self._group.the(Replicas).exact:
             for fact, here in arithmetic().items():
                 if (then := own["arithmetic"].get(fact)) != here:
-                    print(
-                        f"samestep: {fact} was {then} and is {here}; bits may differ from here on",
-                        file=sys.stderr,
-                    )
+                    say(f"{fact} was {then} and is {here}; bits may differ from here on")
 
 
 class _Checkpoints(Member):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import write_atomically
+from samestep.rendezvous.member import say
 from samestep.train.group.control import users_line
 from samestep.train.group.world import joined
 
@@ -45,10 +45,9 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 def _remark_others(path: str | os.PathLike[str]) -> None:
     """What load refuses is no reason to lose a training's result, but to be told of while it is at hand."""
     if others := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        print(
-            f"samestep: {path} holds {', '.join(sorted(others)[:3])}, which torch.load(weights_only=True) does not "
+        say(
+            f"{path} holds {', '.join(sorted(others)[:3])}, which torch.load(weights_only=True) does not "
             "read; save a state_dict, numbers as float(x) and arrays as tensors",
-            file=sys.stderr,
         )
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from samestep.rendezvous.member import say
 from samestep.state.directory import CheckpointDirectory
 from samestep.state.lease import Holder, this_process
 from samestep.state.slots import Slots
@@ -105,7 +105,7 @@ class Writer:
             self._directory.remember(packed, step, slots)
         except Exception as error:
             self.slots = None
-            print(f"samestep: the state is not kept in memory ({error}); commits go on", file=sys.stderr)
+            say(f"the state is not kept in memory ({error}); commits go on")
         self._cost_s = time.monotonic() - began
 
     def _write(self, packed: Any, place: list[Any]) -> None:
@@ -115,7 +115,7 @@ class Writer:
         except Exception as error:
             # also an error that nobody foresaw: a failed commit must not pass for one that was written
             if not self.failure:
-                print(f"samestep: {error}; training goes on and tries again", file=sys.stderr)
+                say(f"{error}; training goes on and tries again")
             self.failure = str(error) or type(error).__name__
         else:
             self.failure, self.committed = "", place
@@ -138,7 +138,7 @@ def holder(env: Mapping[str, str], directory: Path) -> tuple[Holder, Callable[[s
             "give each element of the job array a directory of its own: "
             f"Checkpoint('{directory}-' + os.environ['SLURM_ARRAY_TASK_ID'], ...)"
         )
-    return this_process(job, requeues * _RESTARTS_OF_A_JOB + restarts), _say, remedy
+    return this_process(job, requeues * _RESTARTS_OF_A_JOB + restarts), say, remedy
 
 
 def of_element(meta: Mapping[str, Any]) -> str:
@@ -148,7 +148,3 @@ def of_element(meta: Mapping[str, Any]) -> str:
         return ""
     what = f"element {printable(element)} of a job array committed"
     return f", which {what}; if the elements train different things, give each a directory of its own"
-
-
-def _say(text: str) -> None:
-    print(f"samestep: {text}", file=sys.stderr, flush=True)

@@ -102,10 +102,9 @@ class _Seeded(Dataset[Any]):
         seed_host(seed_of(seed, epoch, index))
         try:
             return self.dataset[index]
-        except SystemExit as error:
+        except SystemExit as error:  # which would end a loader's worker without a word
             if get_worker_info() is None:
                 raise
-            # It would end the loader's worker without a word, and the rank by whatever that breaks first.
             text = (
                 f"the data set called sys.exit({error.code!r}) for sample {index}; raise an exception there"
             )

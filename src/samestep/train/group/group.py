@@ -169,7 +169,7 @@ class Group:
     def say(self, text: str, what: str = "") -> None:
         """A line on stderr, by rank 0; of each `what`, or text, the first one."""
         if self.world.rank == 0 and (what or text) not in self._said:
-            print(f"samestep: {text}", file=sys.stderr)
+            say(text)
         self._said.add(what or text)
 
     def set_variable(self, name: str, value: str) -> None:
@@ -195,7 +195,7 @@ class Group:
                 member.close()
             except SamestepError as error:
                 saved = False
-                print(f"samestep: {error}", file=sys.stderr)
+                say(str(error))
                 write_failure(os.environ, error.with_traceback(None), 1)
         self._members.clear()
         if self._tree is not None:
