@@ -18,7 +18,7 @@ SHOWN = {
 }
 AGAINST_THE_UNTOUCHED = {
     "samples": "give samestep.loader what the script's DataLoader had: dataset, batch_size, shuffle, sampler and "
-    "drop_last, and no seed; a stream that draws random numbers has to seed its own generator in __iter__",
+    "drop_last, and no seed; let a sample or a stream that draws at random seed a generator of its own",
     "rate": "give the optimizer and its schedule the numbers that the untouched script gives them",
     "first weights": "set the same seed, and draw nothing else before the model is built",
     "steps": "train for as many epochs of as many batches, and stop by the same values",
