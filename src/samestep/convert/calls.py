@@ -116,10 +116,8 @@ class Calls(Library):
         self.in_forward -= forward is not None
         made = found.of.of if forward is not None and found.kind == "instance" else None
         if made and not (made.bases or made.node.decorator_list):
-            reason = (
-                f"forward returns a {made.node.name}, in which replicate sees no tensors; make it a dataclass"
-            )
-            self.gap(node, reason)
+            reason = f"forward returns a {made.node.name}, in which replicate sees no tensors"
+            self.gap(node, f"{reason}; make it a dataclass")
         return found
 
     def parameters(self, node: ast.Call) -> Value:

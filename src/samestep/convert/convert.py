@@ -162,11 +162,9 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
 def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:
     """The model in `model.parameters() for model in models`, which has its name only there."""
     for part in ast.walk(statement):
-        targets = [ast.unparse(one.target) for one in getattr(part, "generators", ())]
-        calls = [one.func for one in ast.walk(part) if isinstance(one, ast.Call)] if name in targets else []
-        for called in calls:
-            if isinstance(called, ast.Attribute) and ast.unparse(called.value) == name:
-                return called.value
+        if name in [ast.unparse(one.target) for one in getattr(part, "generators", ())]:
+            receivers = (one.value for one in ast.walk(part) if isinstance(one, ast.Attribute))
+            return next((one for one in receivers if ast.unparse(one) == name), None)
     return None
 
 

@@ -150,9 +150,8 @@ class Expressions(Names):
                 return replace(other("is chosen by a mask of a share"), edits=edits)
             return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
         if base.kind in (Kind.BATCH, Kind.COLUMNS):
-            return Value(
-                Kind.COLUMNS if isinstance(node.slice, ast.Slice) and base.kind != Kind.BATCH else Kind.ROWS
-            )
+            is_row = not isinstance(node.slice, ast.Slice) or base.kind == Kind.BATCH
+            return Value(Kind.ROWS if is_row else Kind.COLUMNS)
         return base.bare
 
     def _rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:

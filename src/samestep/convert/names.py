@@ -23,9 +23,8 @@ class Names(Totals):
             holder, held = self.place_of(target.value)
             old = holder.find(held) or Value()
             if not isinstance(target.slice, ast.Constant):
-                holder.names[held] = replace(
-                    self._filled(old, value, self.value(target.slice)), since=old.since
-                )
+                filled = self._filled(old, value, self.value(target.slice))
+                holder.names[held] = replace(filled, since=old.since)
                 return
             if old.kind in ("dict", Kind.BATCH):
                 known = old.of if old.kind == "dict" else {None: Value(Kind.ROWS)}

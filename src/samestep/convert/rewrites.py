@@ -43,12 +43,8 @@ class Rewrites(Totals):
             self.total(given["obj"])
             return Value()
         is_plain = given.keys() == {"obj", "f"} and len(node.args) + len(node.keywords) == 2
-        if (
-            not is_plain
-            or self.value(given["f"]).is_shared
-            or not self.may_total()
-            or self._asks_for_file(node)
-        ):
+        is_for_all = self.may_total() and not self._asks_for_file(node)
+        if not (is_plain and is_for_all) or self.value(given["f"]).is_shared:
             reason = "write samestep.save(path, state), with no other arguments and no test for a file, for all ranks"
             self.gap(node, f"this torch.save is not converted; {reason}")
             return Value()
@@ -67,11 +63,9 @@ class Rewrites(Totals):
         return False
 
     def unwrapped(self, node: ast.Call, model: Value) -> Value:
-        source, start, end = self.source, self.source.start(node), self.source.end(node)
-        inner = node.args[0]
-        self.found.edit(
-            Edit(source, start, source.start(inner), ""), Edit(source, source.end(inner), end, "")
-        )
+        source, inner = self.source, node.args[0]
+        self.found.edit(Edit(source, source.start(node), source.start(inner), ""))
+        self.found.edit(Edit(source, source.end(inner), source.end(node), ""))
         self.unwraps = True
         return model
 

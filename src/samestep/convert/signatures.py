@@ -44,6 +44,7 @@ _OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.
 NAMED: dict[str, set[str]] = {}
 for _kind, *_names in map(str.split, _TABLE.strip().splitlines()):
     NAMED.setdefault(_kind, set()).update(_names)
+_DIVIDES = "is divided by the weights, or the number of targets not ignored, of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
 
 
@@ -58,10 +59,8 @@ def given_to_loss(node: ast.Call, at: int, name: str) -> dict[str, Any]:
     is_weighted = name.lower().replace("_", "") in NAMED["weighted"]
     if is_weighted and len(node.args) > at:
         given = {"weight": node.args[at], **given}
-    return {
-        **given,
-        "divides": is_weighted and (given.get("weight") or given.get("ignore_index") is not None),
-    }
+    divides = is_weighted and (given.get("weight") or given.get("ignore_index") is not None)
+    return {**given, "divides": divides}
 
 
 def of_loss(given: dict[str, Any], values: Values, batch: Loop | None) -> Value:
@@ -79,9 +78,7 @@ def of_loss(given: dict[str, Any], values: Values, batch: Loop | None) -> Value:
     if reduction == "sum":
         return Value(Kind.PART, batch)
     if given["divides"]:
-        return Value(
-            Kind.OTHER, "is divided by the weights, or the number of targets not ignored, of a share"
-        )
+        return Value(Kind.OTHER, _DIVIDES)
     return Value(Kind.OTHER, _CHOSEN) if Kind.SOME in kinds else Value(Kind.MEAN, batch)
 
 
@@ -91,9 +88,8 @@ def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:
     if not (given := [*named, *dims][:1]):
         return True
     parts = given[0].elts if isinstance(given[0], ast.Tuple | ast.List) else given
-    return not in_forward and any(
-        isinstance(part, ast.Constant) and part.value in (0, None) for part in parts
-    )
+    are_first = (isinstance(part, ast.Constant) and part.value in (0, None) for part in parts)
+    return not in_forward and any(are_first)
 
 
 def reduced(name: str, value: Value, is_over_rows: bool, has_dim: bool, batch: Loop | None) -> Value:
@@ -120,18 +116,14 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     if not shared or base.kind == Kind.OTHER:
         return other(base.of, base) if shared else Value()
     if name in NAMED["mean"] | NAMED["sum"] | NAMED["statistic"]:
-        is_elementwise = name in ("max", "min") and values[1:2] and values[1].is_shared
-        return (
-            Value(Kind.ROWS) if is_elementwise else reduced(name, base, is_over_rows, len(values) > 1, batch)
-        )
+        if name in ("max", "min") and values[1:2] and values[1].is_shared:
+            return Value(Kind.ROWS)
+        return reduced(name, base, is_over_rows, len(values) > 1, batch)
     if name in NAMED["along"] and is_over_rows and len(values) > 1:
         return Value(Kind.OTHER, f"is {name} over the samples of a share")
     if name in NAMED["piece"] and base.kind in ROWS:
-        return (
-            Value(Kind.OTHER, "is a part of a share")
-            if is_over_rows and len(values) < 3
-            else Value(Kind.BATCH)
-        )
+        is_part = is_over_rows and len(values) < 3
+        return Value(Kind.OTHER, "is a part of a share") if is_part else Value(Kind.BATCH)
     if is_over_rows and name in NAMED["joined"] | {"stack"}:
         return _joined(name, base, in_forward)
     if name in NAMED["between"] and not in_forward:
