@@ -228,9 +228,8 @@ class Expressions(Names):
         keys = [getattr(key, "value", None) for key in node.keys]
         if {one.kind for one in values} == {Kind.ROWS}:
             return Value(Kind.BATCH)
-        is_known = any(
-            one.is_shared or one.kind in ("instance", "loader", "list", "function") for one in values
-        )
+        kinds = {one.kind for one in values} & {"instance", "loader", "list", "function"}
+        is_known = bool(kinds) or any(one.is_shared for one in values)
         return Value("dict", dict(zip(keys, values, strict=True))) if is_known else join(*values).bare
 
     def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:
@@ -252,10 +251,8 @@ class Expressions(Names):
         for part in node.generators:
             each = self.each(self.over(part.iter))
             self.bind(part.target, (*each.objects, each.element)[0])
-            tests = [self.value(test) for test in part.ifs]
-            self.enter(
-                replace(each, kind="rows" if any(test.is_shared for test in tests) else each.kind), node
-            )
+            tests = [self.value(test).is_shared for test in part.ifs]
+            self.enter(replace(each, kind="rows" if any(tests) else each.kind), node)
         found = self.kept(self.value(element))
         for one in each.objects[1:] if len(node.generators) == 1 else ():
             self.bind(part.target, one)

@@ -24,6 +24,7 @@ _MIXED = (
     "this loop takes batches of two loaders, of which a process may have unlike parts; give both one batch_size and "
     "drop_last=True, or add up samestep.mean(loss, weight=len(batch)) of each loader's loss"
 )
+_DECIDES = "this process's values decide when the loop ends, and the others go on; decide by a total"
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
@@ -53,9 +54,8 @@ def _followed(script: Source, find: Find, learnt: Learnt) -> "Follower":
         if learnt == before:
             follower.check_totals()
             return follower
-    follower.found.gap(
-        script, script.tree, "what the script shows in its loops could not be followed to an end"
-    )
+    reason = "what the script shows in its loops could not be followed to an end"
+    follower.found.gap(script, script.tree, reason)
     return follower
 
 
@@ -338,10 +338,7 @@ class Follower(Calls):
 
     def _break(self, node: ast.stmt) -> None:
         if self.uneven and self.batches is not None and self.loops[-1].kind == "batches":
-            reason = (
-                "this process's values decide when the loop ends, and the others go on; decide by a total"
-            )
-            self.gap(node, reason)
+            self.gap(node, _DECIDES)
 
     _continue = _break
 

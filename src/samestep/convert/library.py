@@ -191,10 +191,8 @@ class Library(Rewrites, Expressions):
         batches = [part for part in parts if part.kind == "batches"]
         elements = Value("list", dict(enumerate(part.element for part in parts)))
         first_of = (*batches, Loop())[0]
-        is_mixed = len({part.size for part in batches}) > 1
-        return Value(
-            "each", Loop(elements, (*kinds, "plain")[0], first_of.text, size=first_of.size, is_mixed=is_mixed)
-        )
+        loop = Loop(elements, (*kinds, "plain")[0], first_of.text, size=first_of.size)
+        return Value("each", replace(loop, is_mixed=len({part.size for part in batches}) > 1))
 
     def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
         """What next() takes from an iterator over a loader: the loop around it is a loop over batches."""
@@ -261,7 +259,5 @@ class Library(Rewrites, Expressions):
         if self.in_forward and kinds <= {*ROWS, Kind.COUNT}:
             return rows_of(kinds)
         name = ast.unparse(node.func)
-        reason = (
-            f"is {name}(...) of this rank's values; after the loop take {name}(...) of samestep.gather(...)"
-        )
-        return Value(Kind.OTHER, reason, models_of(*values))
+        reason = f"is {name}(...) of this rank's values; after the loop take {name}(...) of"
+        return Value(Kind.OTHER, f"{reason} samestep.gather(...)", models_of(*values))

@@ -56,10 +56,9 @@ class Class:
 
     def descends_from(self, *names: str) -> bool:
         """Whether a base, or a base of a base, ends in one of these names."""
-        return any(
-            base.of.descends_from(*names) if base.kind == "class" else str(base.of).endswith(names)
-            for base in self.bases
-        )
+        above = [base.of for base in self.bases if base.kind == "class"]
+        is_base = any(str(base.of).endswith(names) for base in self.bases if base.kind != "class")
+        return is_base or any(base.descends_from(*names) for base in above)
 
 
 @dataclass(eq=False)

@@ -116,9 +116,8 @@ def arguments(node: ast.Call, names: list[str]) -> dict[str, ast.expr]:
 
 def _unshared(node: ast.Call, given: dict[str, ast.expr]) -> str | None:
     """Why a loader stays torch's own, of which every process takes all batches."""
-    is_open = any(one.arg is None for one in node.keywords) or any(
-        isinstance(one, ast.Starred) for one in node.args
-    )
+    is_open = any(one.arg is None for one in node.keywords)
+    is_open |= any(isinstance(one, ast.Starred) for one in node.args)
     size, own = given.get("batch_size", given.get("batch_sampler")), given.get("generator")
     if own is not None and not (isinstance(own, ast.Constant) and own.value is None):
         return "draws from a generator of its own, which samestep.loader does not take"

@@ -115,9 +115,8 @@ class Totals(Following):
 
     def splits(self, over: Value) -> bool:
         """Whether ranks go through a loop over this as often as they have samples or batches."""
-        return over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT, "loader") or (
-            over.kind == "each" and over.of.kind != "plain"
-        )
+        is_split = over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT, "loader")
+        return is_split or (over.kind == "each" and over.of.kind != "plain")
 
     def _inside(self, node: ast.AST) -> Edits | None:
         parts = [self.known[part] for part in _parts(node) if part in self.known]
