@@ -235,9 +235,8 @@ class WorkerGroup:
 
     def _given_up(self, failed: Sequence[Worker]) -> Hang | None:
         """A hang by a rank of this node, where the ranks that waited gave up before this process did."""
-        hang = (
-            self._watch.hang if self._watch and failed and all(worker.is_echo for worker in failed) else None
-        )
+        have_given_up = bool(failed) and all(worker.is_echo for worker in failed)
+        hang = self._watch.hang if self._watch and have_given_up else None
         return hang if hang and hang.cause.rank in {worker.rank for worker in self.workers} else None
 
     def _outcome(self) -> Outcome:

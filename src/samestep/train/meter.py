@@ -129,10 +129,8 @@ class Meter(Member, Subscriber):
         if said := breakdown(readings):
             say(str(said))
             if self._spare_workers and said.parts["data"] > _MUCH * said.step_s:
-                say(
-                    "the loop waits for data, and the loader has no workers; "
-                    f'loader(..., num_workers="auto") would have {self._spare_workers} on this rank',
-                )
+                more = f'loader(..., num_workers="auto") would have {self._spare_workers} on this rank'
+                say(f"the loop waits for data, and the loader has no workers; {more}")
 
 
 class _Clock:
