@@ -12,38 +12,16 @@ import torch
 from samestep.train.batch_sizes import Other, stands_for_samples
 from samestep.train.group.control import users_line
 
-_MOVING = {"flip", "roll"}
-_COMPARING = {"sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"}
-# of averages over samples these are such, and of two of them these are none
+_MOVES, _COMPARES = "moves samples within a batch", "compares the samples of a batch"
+_MIXING = dict.fromkeys(("flip", "roll"), _MOVES) | dict.fromkeys(
+    ("sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"), _COMPARES
+)
+# of averages over samples these are such, and of two of them products are none
 _LINEAR = {
-    *(
-        "add",
-        "sub",
-        "rsub",
-        "neg",
-        "sum",
-        "mean",
-        "clone",
-        "detach",
-        "alias",
-        "view",
-        "_unsafe_view",
-        "expand",
-    ),
-    *(
-        "squeeze",
-        "unsqueeze",
-        "stack",
-        "cat",
-        "select",
-        "slice",
-        "split",
-        "unbind",
-        "t",
-        "permute",
-        "transpose",
-    ),
-    *("diagonal", "index", "index_select", "gather", "_to_copy", "nan_to_num", "repeat", "_reshape_alias"),
+    *("add", "sub", "rsub", "neg", "sum", "mean", "clone", "detach", "alias", "nan_to_num", "_to_copy"),
+    *("view", "_unsafe_view", "_reshape_alias", "expand", "repeat", "squeeze", "unsqueeze", "stack", "cat"),
+    *("select", "slice", "split", "unbind", "index", "index_select", "gather", "diagonal"),
+    *("t", "permute", "transpose"),
 }
 _PICKS = {"select", "slice", "split", "split_with_sizes", "unbind", "index", "index_select", "gather"}
 _PRODUCTS = {"mul", "mm", "bmm", "dot", "mv", "addmm"}
@@ -85,19 +63,12 @@ def _mixes(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Other], other: Any
 ) -> str:
     """What it does to the samples along their dimension, which it may make twice."""
-    if func._opname in _MOVING | _COMPARING and (of := given[0].other) is not None:
-        dims = _dims(func, args, kwargs, of.dim())
-        if any(stands_for_samples(of.shape[dim]) for dim in dims):
-            return (
-                "moves samples within a batch"
-                if func._opname in _MOVING
-                else "compares the samples of a batch"
-            )
-    if isinstance(other, torch.Tensor):
-        return (
-            "makes pairs of the samples of a batch" if sum(map(stands_for_samples, other.shape)) > 1 else ""
-        )
-    return ""
+    does, of = _MIXING.get(func._opname, ""), given[0].other if given else None
+    dims = _dims(func, args, kwargs, of.dim()) if does and of is not None else set()
+    if of is not None and any(stands_for_samples(of.shape[dim]) for dim in dims):
+        return does
+    are_twice = isinstance(other, torch.Tensor) and sum(map(stands_for_samples, other.shape)) > 1
+    return "makes pairs of the samples of a batch" if are_twice else ""
 
 
 def _first(value: Any) -> Any:

@@ -70,11 +70,8 @@ class Watching(Subscriber):
         kind = *call, *(_times(one, place, mine) for one, place in zip(given, found, strict=True))
         if self.places and self.places is self._loop:
             self._seen.add(kind)
-        before, self.in_model, self.is_in_call = (
-            (self.in_model, self.is_in_call),
-            has_share and kind,
-            bool(given),
-        )
+        before, self.in_model = (self.in_model, self.is_in_call), has_share and kind
+        self.is_in_call = bool(given)
         try:
             if kind in self._seen or not 0 < mine < share.all or self.places:
                 yield
