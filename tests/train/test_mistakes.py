@@ -155,6 +155,31 @@ def test_a_root_of_the_mean_of_a_share_is_said(world, is_averaged):
     assert said.getvalue().count("is a root, a power or the like of a mean") == is_said
 
 
+class Smooth(nn.Module):
+    """Its forward derives its weights from a part of the samples that it is called with, or from all."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.net, self.count = network(), count
+
+    def forward(self, x, y):
+        loss = F.mse_loss(self.net(x)[: self.count], y[: self.count])
+        torch.autograd.grad(loss, [*self.net.parameters()], create_graph=True)
+        return loss
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("count", [2, None])
+def test_weights_that_forward_derives_from_all_of_its_samples_are_said(world, count):
+    look_again()
+    model = samestep.replicate(Smooth(count))
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(DATA, 6, drop_last=True):
+            model(x, y).backward()
+    is_said = count is None and world.rank == 0
+    assert said.getvalue().count("derives weights inside a model's forward") == is_said
+
+
 @pytest.mark.parametrize("is_averaged", [False, True])
 def test_weights_that_the_loop_updates_by_hand_and_no_replica_holds_are_said(world, is_averaged):
     look_again()
