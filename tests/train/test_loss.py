@@ -16,6 +16,7 @@ Y = X.detach() + 1
         (X.mean(), "mean", 24),
         (-X.mean(), "mean", 24),
         (X.mean() + 1, "mean", 24),
+        ((X.mean() * 2).mean(), "mean", 24),
         (X.mean() * 2, "mean", 24),
         (X.mean().double().clone().view(1).squeeze(), "mean", 24),
         (F.mse_loss(X, Y), "mean", None),
@@ -40,8 +41,8 @@ def test_a_mean_or_a_sum_and_what_it_is_divided_by(loss, reduction, count):
 
 @pytest.mark.parametrize(
     "loss",
-    [X.max(), X.norm(), X[0, 0].exp() * X.mean(), torch.tensor(1.0), X],
-    ids=["max", "norm", "a learned weight", "constant", "leaf"],
+    [X.max(), X.norm(), X[0, 0].exp() * X.mean(), X.sum() / X.square().sum(), torch.tensor(1.0), X],
+    ids=["max", "norm", "a learned weight", "a quotient", "constant", "leaf"],
 )
 def test_of_another_loss_nothing_is_said(loss):
     assert reduction_of(loss) == {"reduction": None}

@@ -51,15 +51,18 @@ def _reduction_at(node: Any) -> dict[str, Any]:
         if name in _BENT:
             is_bent = _reduction_at(node.next_functions[0][0])["reduction"] in ("mean", "bent")
             return {"reduction": "bent" if is_bent else None}
-        if reduction in (1, 2) and getattr(node, "_saved_self_sym_numel", None) != 1:
+        if reduction in (1, 2) and getattr(node, "_saved_self_sym_sizes", None) != ():
             count = divisor if reduction == 2 else _count(node)
             terms = getattr(node, "_saved_self", None) if reduction == 1 else None
             is_counted = count is None and isinstance(terms, torch.Tensor)
             found = {"reduction": ("mean", "sum")[reduction - 1], "count": count}
             return {**found, "terms": float(terms.numel()) if is_counted and terms is not None else count}
-        if not name.startswith((*_PASSED, "Mean")) or not node.next_functions:
+        if not name.startswith((*_PASSED, "Mean", "Sum")) or not node.next_functions:
             break
-        divisor = _single(getattr(node, "_saved_other", None)) if name == "Div" else divisor
+        other = getattr(node, "_saved_other", None) if name == "Div" else None
+        if isinstance(other, torch.Tensor) and other.requires_grad:
+            break  # no count: it is made of the model's outputs too
+        divisor = _single(other) if name == "Div" else divisor
         node = node.next_functions[0][0]
     return {"reduction": None}
 
