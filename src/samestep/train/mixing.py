@@ -13,9 +13,8 @@ from samestep.train.batch_sizes import Other, stands_for_samples
 from samestep.train.group.control import users_line
 
 _MOVES, _COMPARES = "moves samples within a batch", "compares the samples of a batch"
-_MIXING = dict.fromkeys(("flip", "roll"), _MOVES) | dict.fromkeys(
-    ("sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"), _COMPARES
-)
+_MOVING = {"flip", "roll"}
+_COMPARING = {"sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"}
 # of averages over samples these are such, and of two of them products are none
 _LINEAR = {
     *("add", "sub", "rsub", "neg", "sum", "mean", "clone", "detach", "alias", "nan_to_num", "_to_copy"),
@@ -63,10 +62,10 @@ def _mixes(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Other], other: Any
 ) -> str:
     """What it does to the samples along their dimension, which it may make twice."""
-    does, of = _MIXING.get(func._opname, ""), given[0].other if given else None
-    dims = _dims(func, args, kwargs, of.dim()) if does and of is not None else set()
+    is_along, of = func._opname in _MOVING | _COMPARING, given[0].other if given else None
+    dims = _dims(func, args, kwargs, of.dim()) if is_along and of is not None else set()
     if of is not None and any(stands_for_samples(of.shape[dim]) for dim in dims):
-        return does
+        return _MOVES if func._opname in _MOVING else _COMPARES
     are_twice = isinstance(other, torch.Tensor) and sum(map(stands_for_samples, other.shape)) > 1
     return "makes pairs of the samples of a batch" if are_twice else ""
 
