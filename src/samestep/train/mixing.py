@@ -12,7 +12,8 @@ import torch
 from samestep.train.batch_sizes import Other, stands_for_samples
 from samestep.train.group.control import users_line
 
-_MOVES, _COMPARES = "moves samples within a batch", "compares the samples of a batch"
+_MOVES = "moves samples within a batch"
+_COMPARES = "compares the samples of a batch"
 _MOVING = {"flip", "roll"}
 _COMPARING = {"sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"}
 # of averages over samples these are such, and of two of them products are none
