@@ -66,12 +66,7 @@ class Recorder:
         nudge: bool = False,
         untouched: bool = False,
     ) -> None:
-        """`began` is when the first run was started.
-
-        With `nudge` the last bits of all weights are changed before the first step and after each, and those of the
-        gradients before each; a serial script is stopped at its first step, unless `untouched`.
-        """
-        self._directory = directory
+        """`nudge` changes last bits of weights and gradients; a serial script ends at once unless `untouched`."""
         self._removed = Removed(without)
         self._told = Told(self._removed, timeout_s)
         self._most_steps, self._untouched = steps, untouched

@@ -1,7 +1,4 @@
-"""Takes suspected causes out of a run, so that verify can tell whether a difference goes away without them.
-
-Those of experiments.py, by their names; `draws` and `hashes` are variables of the run's environment.
-"""
+"""Takes suspected causes, by their names in experiments.py, out of a run, to see if the difference goes away."""
 
 import json
 import random
