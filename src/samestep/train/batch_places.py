@@ -99,6 +99,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._to_come = before
         if func._overloadname.endswith("out") or func._schema.is_mutable:
+            # as one_hot fills what it made of sizes from a tensor of the batch
+            if sure and isinstance(made, torch.Tensor) and self._makes_sense(made, other):
+                self._others[key_of(made)] = self._found(made)._replace(other=other, sure=True)
             return made
         if isinstance(made, torch.Tensor):
             if not self._makes_sense(made, other):

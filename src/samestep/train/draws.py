@@ -298,7 +298,7 @@ class Draws(Member):
         kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
         if len(kinds) == 1:
             return Part(0, kinds.pop())
-        if in_model and shape[:2] == (rows.mine, rows.mine) and rows.mine > 1:
+        if in_model and shape[:2] == (rows.mine, rows.mine) and not self._places.has(line, in_model):
             why = "its first two dimensions have the size of this rank's share, and which is the batch's is not known"
             self.say_other(name, why, "may not")
         # (24, 8) may be 3 rows for each of 8 samples

@@ -34,17 +34,19 @@ def averaged(
     is the whole batch's, else what it does to the samples, and where.
     """
     name, made, other = func._opname, _first(made), _first(other)
-    if not isinstance(made, torch.Tensor) or not made.is_floating_point() or name.endswith("_like"):
+    if not isinstance(made, torch.Tensor) or not made.is_floating_point():
         return None
-    if torch._C._current_autograd_node() is not None:
-        return None  # slopes are another rule's affair
+    # what only has the sizes of another has none of its numbers, and slopes are another rule's affair
+    if name.endswith("_like") or name.startswith("new_") or torch._C._current_autograd_node() is not None:
+        return None
     known = [one.averaged for one in given if one.averaged is not None]
     if any(known):
         return next(filter(None, known))
     if does := _mixes(func, args, kwargs, given, other):
         return f"{does} ({users_line()})"
     is_batch = [one.other is not None and one.other.shape != one.tensor.shape for one in given]
-    is_reduced = any(is_batch) and isinstance(other, torch.Tensor) and other.shape == made.shape
+    is_sure = any(is_batch) and all(one.sure for one in given)
+    is_reduced = is_sure and isinstance(other, torch.Tensor) and other.shape == made.shape
     if not known and (not is_reduced or name in _PICKS):
         return None
     is_loss = "_loss" in name or "cross_entropy" in name
