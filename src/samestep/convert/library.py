@@ -140,7 +140,7 @@ class Library(Rewrites, Expressions):
         is_again = getattr(given.get("create_graph"), "value", False) is True
         if not self.value(given.get("outputs")).is_shared or (is_again and inputs.models):
             return Value()
-        return other("is a gradient of this rank's share; average it with samestep.mean(gradient, weight=1)")
+        return other("is a gradient of this rank's share; average it with samestep.mean(gradient)")
 
     def _of_torch(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
         is_shared = any(one.is_shared for one in values)

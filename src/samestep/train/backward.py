@@ -112,7 +112,10 @@ class Backward(Member):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Collective where gradients of what is equal on all ranks are derived again: the whole batch's are meant."""
+        """Collective where gradients of what is equal on all ranks are derived again: the whole batch's are meant.
+
+        Others of such are this rank's own, as the loss is.
+        """
         spine, size = self._spine, self.group.world.size
         share = spine.trained
         shapes = (
@@ -133,8 +136,12 @@ class Backward(Member):
         parameters = {id(one) for one in spine.models.parameters()} if is_shared else set()
         kept = [_is_kept(one, parameters) for one in inputs]
         spine.root = spine.leaves = spine.weight_of_loss()
-        counts = spine.root if any(kept) else self._counts_for_inputs(outputs)
+        counts = self._counts_for_inputs(outputs)
+        if any(kept):
+            counts = spine.root if create_graph else 1 / size if spine.models.adds_losses else 1.0
         found = run(outputs, _times(gradients, counts), retain_graph, create_graph, inputs, *args, **options)
+        if not retain_graph:
+            spine.called.clear()
         if not create_graph or not any(kept):
             return found
         call = f"torch.autograd.grad ({users_line()})"

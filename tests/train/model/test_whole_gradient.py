@@ -210,3 +210,19 @@ def test_a_compiled_model_that_returns_its_loss_is_weighed_once(world):
     torch._dynamo.reset()
     for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_what_is_not_derived_again_is_the_gradient_of_the_ranks_own_loss(world, loss):
+    """Also where ranks have unlike shares, and one has none: 5 and 2 samples."""
+    plain = Net()
+    model = samestep.replicate(copy.deepcopy(plain), loss=loss)
+    total = samestep.mean if loss == "mean" else samestep.sum
+    wanted, found = [], []
+    for x in rows(7).split(5):
+        wanted += torch.autograd.grad(getattr(plain(x).square(), loss)(), list(plain.parameters()))
+    for (x,) in samestep.loader(TensorDataset(rows(7)), 5):
+        own = torch.autograd.grad(getattr(model(x).square(), loss)(), list(model.parameters()))
+        found += [total(one) for one in own]
+    torch.testing.assert_close(found, wanted)
