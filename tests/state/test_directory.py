@@ -65,6 +65,16 @@ def test_newest_is_the_last_committed_whatever_its_step_and_the_clock(tmp_path):
     assert CheckpointDirectory(commits.directory).newest(read).value == 3
 
 
+def test_a_commit_that_another_file_has_replaced_since_is_not_handed_on(tmp_path):
+    commits, paths = committed(tmp_path, 1, 5)
+    found = CheckpointDirectory(commits.directory).newest(read)
+    with commits.opened(found) as same:
+        assert file.peek(same.fileno()).root == found.root
+    shutil.copy(paths[0], paths[1])
+    with pytest.raises(CheckpointError, match=rf"^{paths[1]} was exchanged after it was read; start again"):
+        commits.opened(found)
+
+
 def test_where_nothing_was_committed_nothing_is_found(tmp_path):
     assert CheckpointDirectory(tmp_path / "run").newest(read) is None
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing, contextmanager, suppress
 
@@ -122,6 +123,47 @@ def test_without_locks_a_living_process_keeps_and_a_killed_one_loses_the_directo
         first.wait()
     with holding(tmp_path / "run", tracer=tracer):
         pass
+
+
+@contextmanager
+def own(directory, say=lambda _: None):
+    """A lease of this process, and the directory's descriptor."""
+    directory.mkdir(exist_ok=True)
+    with open_directory(directory) as dir_fd:
+        taken = lease.Lease(
+            directory, dir_fd, lease.this_process("", 0), say, "end it", lambda: lease.Record(bytes(16))
+        )
+        yield taken, dir_fd
+        taken.release(dir_fd)
+
+
+def test_a_lease_that_somebody_removed_is_written_again_at_the_next_commit(tmp_path):
+    with own(tmp_path) as (held, dir_fd):
+        (tmp_path / lease.NAME).unlink()
+        held.check(dir_fd)
+        assert lease.read(dir_fd).holder == lease.this_process("", 0)
+
+
+def test_a_lease_that_is_looked_at_again_keeps_one_file_open_and_a_foreign_one_none(tmp_path):
+    with open_directory(tmp_path) as dir_fd:
+        looked_at = lease._File(dir_fd, os.O_RDWR | os.O_CREAT)
+        before = len(os.listdir("/proc/self/fd"))
+        looked_at.reopen(dir_fd)
+        assert len(os.listdir("/proc/self/fd")) == before
+        os.link(tmp_path / lease.NAME, tmp_path / "second name")
+        with pytest.raises(OSError, match="is not this user's own file"):
+            looked_at.reopen(dir_fd)
+        assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def test_without_locks_the_one_that_wrote_last_has_the_directory(tmp_path, monkeypatch):
+    """Two take it at once, as on a file system of a network whose server has no locks."""
+    monkeypatch.setattr(lease._File, "lock", lambda _: None)
+    threading.Timer(0.5, foreign, [tmp_path]).start()
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"is held by another run .*node07"), own(tmp_path):
+        pass
+    assert time.monotonic() - began > 1.0
 
 
 def test_a_writer_on_another_machine_is_gone_when_its_lease_was_not_renewed_for_a_minute(tmp_path):
