@@ -143,29 +143,29 @@ class Loader(Generic[Item]):
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self.epoch = 0
-        self._position = 0
-        self._passes = 0
+        self.epoch = self._position = self._passes = 0
         self.share = 1.0 / world.size
         self._begun = self._has_evaluated = False
         self.ledger = b""
-        self._group, self._spine = group, group.the(Spine)
+        self._group, self._world, self._spine = group, world, group.the(Spine)
         self._draws = group.the(Draws)
         self._spine.subscribe(group.the(Meter))
         group.the(Optimizers)
         self._on_done: list[Callable[[], None]] = []
-        self._shuffle, self._seed = shuffle, seed
-        self._world = world
-        own, of_torch = options.get("sampler"), RandomSampler if shuffle else SequentialSampler
-        self.sampler = of_torch(dataset) if own is None else own  # scripts ask for its length
+        self._shuffle, self._seed, self._sampler = shuffle, seed, options.get("sampler")
         self._reads_ahead = reads_ahead(options)
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
         pin_for(options, world.device)
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._length = self._order.length
-        is_stream = isinstance(self._order, Stream)
-        self._source = None if is_stream else source_of(dataset, options, world)
+        self._source = None if isinstance(self._order, Stream) else source_of(dataset, options, world)
         self.spare_workers = spare_workers(self._source, world)
+
+    @property
+    def sampler(self) -> Any:
+        """The script's own, or the one that torch's DataLoader would have made; scripts ask for its length."""
+        of_torch = RandomSampler if self._shuffle else SequentialSampler
+        return of_torch(self.dataset) if self._sampler is None else self._sampler
 
     def __len__(self) -> int:
         return self._order.count(self.batch_size, drop_last=self.drop_last)
