@@ -119,7 +119,8 @@ def _start_children_with_default_signals() -> None:
 
 
 def _end_what_is_left(session: pytest.Session) -> None:
-    _, left = psutil.wait_procs(list(_started_here()), timeout=5)
+    # a loader worker of torch looks every 5 s whether its rank lives
+    _, left = psutil.wait_procs(list(_started_here()), timeout=8)
     for process in left:
         command = " ".join(process.info["cmdline"])
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
