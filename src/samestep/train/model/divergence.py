@@ -22,7 +22,8 @@ _DECIDED = max(_EARLY)  # the step from which on it is compared as often as it c
 _OFTEN = (10, 20, 50, 100)
 _SELDOM = 200
 _COST = 0.01
-_AND_AFTER = 4  # measured: with the two steps after it, which it slows, it takes so many times its own shortest time
+# measured: with the two steps after it, which it slows, a comparison takes so many times its own shortest time
+_AND_AFTER = 4
 
 
 class Divergence(Member, Subscriber):
