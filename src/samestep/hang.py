@@ -139,7 +139,7 @@ def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | 
     inside = [state for state in states if state.waits_now]
     ahead = [state for state in inside if state.waits > lowest]
     late = [state for state in last if not state.waits_now]
-    if late or (ahead and len(last) < len(states)):
+    if late or (ahead and len(last) < len(states) == size):
         waiting, missing = ahead, late or last
     elif len(inside) == len(states) == size > 1:
         missing = _at_another_call(inside)

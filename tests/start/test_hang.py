@@ -105,6 +105,7 @@ def state(rank, phase, waits, seconds=9.0, call="", step=4):
          "step 4 for rank 1, which is reading data at step 4"),
         ([("exchange", 4), ("exchange", 4), ("exchange", 4)], "all ranks have been in the gradient exchange of step 4"),
         ([("exchange", 4), ("user", 4), ("exchange", 4)], None),
+        ([("exchange", 4), ("exchange", 3)], None),  # which may wait for the rank of which nothing is known
         ([("exchange", 4), ("call", 4), ("exchange", 4)], "ranks 0, 2 have waited 9.0 s in the gradient exchange of "
          "step 4 for rank 1, which is in samestep.sum (train.py:9)"),
         ([("call", 5), ("exchange", 4), ("forward", 3)], "rank 0 has waited 9.0 s in samestep.sum (train.py:9) and "

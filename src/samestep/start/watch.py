@@ -119,6 +119,8 @@ class Watch:
             for state in [*hang.missing[:_MOST_LOOKED_AT], *hang.waiting[:1]]:
                 if state.rank in self._known:
                     self._look_at_rank(state.rank, self._known[state.rank])
+            # a rank that loops is not seen so any more at the next look, and its node may not be the one that says it
+            others = self._tell(workers, now)
             hang = find_hang([*self._states(now), *others], self._size, self.least_s) or hang
         self.hang = hang
         if hang is None:
@@ -146,6 +148,9 @@ class Watch:
             self._note_progress(now)
         self._note_quiet(now)
         self._gone = {worker.rank: not worker.is_alive or bool(worker.failure) for worker in workers}
+        return self._tell(workers, now)
+
+    def _tell(self, workers: Sequence[Worker], now: float) -> list[RankState]:
         absent = [_not_there(worker) for worker in workers if worker.rank not in self._known]
         return [*absent, *self._share([*self._states(now), *absent])]
 
