@@ -136,9 +136,7 @@ class Backward(Member):
         parameters = {id(one) for one in spine.models.parameters()} if is_shared else set()
         kept = [_is_kept(one, parameters) for one in inputs]
         spine.root = spine.leaves = spine.weight_of_loss()
-        counts = self._counts_for_inputs(outputs)
-        if any(kept):
-            counts = spine.root if create_graph else 1 / size if spine.models.adds_losses else 1.0
+        counts = self._counts_for_kept(create_graph) if any(kept) else self._counts_for_inputs(outputs)
         found = run(outputs, _times(gradients, counts), retain_graph, create_graph, inputs, *args, **options)
         if not retain_graph:
             spine.called.clear()
@@ -149,6 +147,12 @@ class Backward(Member):
             SumOverRanks.apply(one, call) / size if is_kept and one is not None else one  # type: ignore[no-untyped-call]
             for one, is_kept in zip(found, kept, strict=True)
         )
+
+    def _counts_for_kept(self, create_graph: bool) -> float:
+        """The same where gradients of weights are asked for; those that are derived again are added over ranks."""
+        if create_graph:
+            return self._spine.root
+        return 1 / self.group.world.size if self._spine.models.adds_losses else 1.0
 
     def _reduction_of(self, loss: torch.Tensor) -> tuple[str | None, float | None]:
         """Whether it is a mean or a sum, and over how many terms; a sum divided by the whole batch's size is a sum."""
@@ -214,7 +218,8 @@ class Backward(Member):
             return
         latest = self._loose.setdefault(share, [])
         if len(self._loose) > _FIRST_BATCHES:
-            self._loose = dict.fromkeys(self._loose, latest)
+            for found in self._loose.values():
+                found.clear()
             return
         held = {id(one) for one in self._spine.models.parameters()}
         latest += [one for one in leaves_before(loss) if id(one) not in held]
@@ -255,4 +260,5 @@ def _is_kept(tensor: Any, parameters: set[int]) -> bool:
             return is_elementwise(node) or name_of(node) == SumOverRanks.__name__
         return id(variable) in parameters and variable.shape == tensor.shape
 
-    return all(map(is_of_all, nodes_before(tensor, _MOST_NODES, is_elementwise)))
+    nodes = list(nodes_before(tensor, _MOST_NODES + 1, is_elementwise))
+    return len(nodes) <= _MOST_NODES and all(map(is_of_all, nodes))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
-from samestep.train.backward import is_functional
 from samestep.train.loss import leaves_before
 from samestep.train.nested import map_tensors
 from samestep.train.step import Share, Spine, spine
@@ -60,7 +59,7 @@ def weighed_call(
     """
     if not torch.compiler.is_compiling():
         map_tensors(partial(_count_in_leaves, at), (args, kwargs))
-    if weight == 1.0 or is_functional():
+    if weight == 1.0:
         return forward(*args, **kwargs)
     args, kwargs = _weighed((args, kwargs), weight, _OUT)
     at.inside_model += 1
