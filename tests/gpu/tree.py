@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.train.model.tree import Blocks, add_up, layout
+from samestep.train.group.census import added
+from samestep.train.model.tree import add_up
 from samestep.train.step import cut
 
 world = samestep.init(backend=os.environ.get("SAMESTEP_TEST_BACKEND"))
@@ -19,22 +20,20 @@ draw = torch.Generator().manual_seed(0)
 for count in (1, 2, 3, 5, 8, 13):
     if count < world.size:
         continue
-    ranks, length, waiting = layout(count, world.size), 10_007, []
+    length, waiting = 10_007, []
     for bucket in range(4):
         leaves = (
             torch.randn(count, length, generator=draw) * 10.0 ** torch.arange(count).remainder(7)[:, None]
         )
-        serial = Blocks()
-        for at in range(count):
-            serial.push(at, 1, [leaves[at].clone()])
-        blocks = Blocks()
+        serial = added({(0, at): leaves[at].clone() for at in range(count)}, count, torch.Tensor.add_)
+        own = {}
         for at in range(*cut(count, world.size, world.rank)):
             if world.device.type == "cuda":
                 torch.cuda._sleep(500_000)
-            blocks.push(at, 1, [leaves[at].to(world.device, non_blocking=True) * 1])
+            own[0, at] = leaves[at].to(world.device, non_blocking=True) * 1
+            own = added(own, count, torch.Tensor.add_)
         like = torch.zeros(length, device=world.device)
-        own = [vectors[0] for _, _, vectors in blocks]
-        waiting.append((add_up(own, like, ranks), serial.fold()[0], bucket))
+        waiting.append((add_up(own, like, count), serial.popitem()[1], bucket))
     for total, expected, bucket in waiting:
         assert torch.equal(total.cpu(), expected), (count, bucket)
 if world.rank == 0:

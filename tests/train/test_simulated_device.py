@@ -124,20 +124,24 @@ def test_a_wait_that_is_lost_shows_in_the_batches(monkeypatch, forgets_main):
 
 
 @pytest.fixture
-def alone(tmp_path):
-    """A group of one process, for the collectives of the exchange."""
+def alone(tmp_path, monkeypatch):
+    """A group of one process that has two sums to exchange."""
+    monkeypatch.setattr(tree, "layout", lambda count, size: HELD)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
+HELD = [[(1, 0), (0, 2)]]
+
+
 def exchanged():
     """Three vectors, each summed in the tree and then used by the script."""
-    ranks, totals, expected = tree.layout(3, 1), [], []
+    totals, expected = [], []
     for number in range(3):
         own = [torch.full((5,), float(number)).to(DEVICE) + 1, torch.arange(5.0).to(DEVICE) * 2]
-        totals.append(tree.add_up(own, own[0], ranks) * 1)
+        totals.append(tree.add_up(dict(zip(HELD[0], own, strict=True)), own[0], 3) * 1)
         expected.append(torch.arange(5.0) * 2 + number + 1)
         del own
     torch.zeros(3).to(DEVICE)

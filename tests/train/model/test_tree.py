@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from samestep.train.group.census import added
 from samestep.train.model import tree as tree_file
-from samestep.train.model.tree import Blocks, _buckets, layout
+from samestep.train.model.tree import _buckets, layout
 
 
 def tree(values):
@@ -18,22 +19,24 @@ def tree(values):
 
 
 @pytest.mark.parametrize("count", range(1, 40))
-def test_folding_is_the_tree_at_any_size(count):
+def test_what_the_ranks_keep_adds_up_as_the_tree_at_any_size(count):
     generator = torch.Generator(torch.get_default_device()).manual_seed(count)
     scale = 10.0 ** torch.arange(count).remainder(9)
     leaves = (torch.randn(count, generator=generator, dtype=torch.float64) * scale).tolist()
     for size in range(1, count + 1):
-        whole = Blocks()
-        for start, width in (block for blocks in layout(count, size) for block in blocks):
-            whole.push(start, width, [torch.tensor(tree(leaves[start : start + width]), dtype=torch.float64)])
-        assert whole.fold()[0].item() == tree(leaves)
+        held = {
+            (level, number): tree(leaves[number << level : (number + 1) << level])
+            for blocks in layout(count, size)
+            for level, number in blocks
+        }
+        assert list(added(held, count, float.__add__).values()) == [tree(leaves)]
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 64, 1000])
 def test_what_a_rank_keeps_is_at_most_two_sums_for_each_power_of_two(count):
     for size in (1, 2, 3, 4, 7):
         for rank, blocks in enumerate(layout(count, size)):
-            held = sum(width for _, width in blocks)
+            held = sum(1 << level for level, _ in blocks)
             assert len(blocks) <= 2 * max(1, math.ceil(math.log2(held + 1))), (rank, blocks)
         if size & (size - 1) == 0 and count % size == 0 and (count // size) & (count // size - 1) == 0:
             assert all(len(blocks) == 1 for blocks in layout(count, size))

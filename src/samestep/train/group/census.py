@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 from samestep.rendezvous.member import merged as merged_spans
 
 Ranks = list[list[int]]  # spans of ranks: first and last
-Add = Callable[[bytes, bytes], bytes]
+Value = TypeVar("Value")
 
 
 class Item(NamedTuple):
@@ -54,14 +55,16 @@ def by_rank(items: Iterable[Item], size: int) -> list[bytes]:
     return values
 
 
-def added(blocks: Mapping[tuple[int, int], bytes], size: int, add: Add) -> dict[tuple[int, int], bytes]:
-    """Blocks of 2**level ranks, by level and number; neighbours that make the next larger block are added.
+def added(
+    blocks: Mapping[tuple[int, int], Value], size: int, add: Callable[[Value, Value], Value]
+) -> dict[tuple[int, int], Value]:
+    """Blocks of 2**level ranks or microbatches, by level and number; those that make the next larger block are added.
 
-    Which are added to which depends on the number of ranks alone, so every way in which they are spread over
+    Which are added to which depends on the number of all alone, so every way in which they are spread over
     processes and machines gives the same bits.
     """
-    done: dict[tuple[int, int], bytes] = {}
-    todo = sorted(blocks.items(), reverse=True)
+    done: dict[tuple[int, int], Value] = {}
+    todo = sorted(blocks.items(), key=itemgetter(0), reverse=True)
     while todo:
         (level, number), value = todo.pop()
         other = (level, number ^ 1)

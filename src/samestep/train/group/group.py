@@ -23,7 +23,7 @@ from samestep.failure import add_remedy, is_users, write_failure
 from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.text import reason_of
-from samestep.train.group.census import Add, Item, added, by_rank, merged, of_kind
+from samestep.train.group.census import Item, added, by_rank, merged, of_kind
 from samestep.train.group.control import Join, exchange, place_of, users_line
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output
@@ -101,7 +101,9 @@ class Group:
         mine = [] if self.world.rank else [Item("payload", self._own, payload)]
         return self._exchange(call, mine, merged)[0].value
 
-    def total(self, call: str, alike: bytes, payload: bytes, add: Add) -> tuple[bytes, list[bytes]]:
+    def total(
+        self, call: str, alike: bytes, payload: bytes, add: Callable[[bytes, bytes], bytes]
+    ) -> tuple[bytes, list[bytes]]:
         """Collective. All payloads added in a fixed tree, empty where `alike` differs; and each rank's `alike`."""
         size = self.world.size
         mine = [Item("alike", self._own, alike), Item("block", [0, self.world.rank], payload)]

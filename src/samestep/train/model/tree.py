@@ -6,75 +6,51 @@ rank gets its part of each vector (all-to-all), adds along the tree, and all par
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
+from samestep.train.group.census import added
 from samestep.train.group.device import moved, widest
 from samestep.train.group.group import Group
 from samestep.train.step import Share, cut
 
 Vectors = list[torch.Tensor]
+Block = tuple[int, int]  # the sum of 2**level neighbouring microbatches: level, and its number among such
 _BUCKET_BYTES = 32 << 20
 # torch 2.13 gave the function a new name and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Blocks(list[tuple[int, int, Vectors]]):
-    """Partial sums of neighbouring microbatches (start, size, vectors), each as large as the tree allows."""
-
-    def push(self, start: int, size: int, vectors: Vectors) -> None:
-        """Add a block to the right; what it completes is added up, into the memory of its left part."""
-        self.append((start, size, vectors))
-        while len(self) > 1 and self[-2][1] == self[-1][1] and self[-2][0] % (2 * self[-1][1]) == 0:
-            self._merge()
-
-    def fold(self) -> Vectors:
-        """The sum of all, where no more come: from the right, as in a tree whose left parts are full."""
-        while len(self) > 1:
-            self._merge()
-        return self.pop()[2]
-
-    def _merge(self) -> None:
-        _, right_size, right = self.pop()
-        start, size, left = self.pop()
-        if right:
-            torch._foreach_add_(left, right)
-        self.append((start, size + right_size, left))
+@cache
+def layout(count: int, size: int) -> list[list[Block]]:
+    """For each rank the blocks that are left of its share of count microbatches, in the order of microbatches."""
+    shares = (range(*cut(count, size, rank)) for rank in range(size))
+    left = (added({(0, index): None for index in share}, count, lambda *_: None) for share in shares)
+    return [sorted(blocks, key=lambda block: block[1] << block[0]) for blocks in left]
 
 
-def layout(count: int, size: int) -> list[list[tuple[int, int]]]:
-    """For each rank the blocks (start, size) that are left of its share of count microbatches."""
-    ranks = []
-    for rank in range(size):
-        blocks = Blocks()
-        for index in range(*cut(count, size, rank)):
-            blocks.push(index, 1, [])
-        ranks.append([(start, width) for start, width, _ in blocks])
-    return ranks
-
-
-def add_up(own: Vectors, like: torch.Tensor, ranks: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
-    """Collective. The sum of all ranks' blocks, along the tree; own are this rank's, each flat and as long as like."""
-    size, length = len(ranks), like.numel()
+def add_up(own: Mapping[Block, torch.Tensor], like: torch.Tensor, count: int) -> torch.Tensor:
+    """Collective. The sum over count microbatches; `own` are this rank's blocks of it, flat and as long as like."""
+    size, length = dist.get_world_size(), like.numel()
     if not length:
         return like
-    chunk = -(-length // size)
-    mine = len(ranks[dist.get_rank()])
-    sent = like.new_zeros(mine, size * chunk)
-    for row, vector in zip(sent, own, strict=True):
-        row[:length] = vector
-    by_rank = sent.view(mine, size, chunk).transpose(0, 1).contiguous()
+    ranks, chunk = layout(count, size), -(-length // size)
+    mine = ranks[dist.get_rank()]
+    sent = like.new_zeros(len(mine), size * chunk)
+    for row, block in zip(sent, mine, strict=True):
+        row[:length] = own[block]
+    by_rank = sent.view(len(mine), size, chunk).transpose(0, 1).contiguous()
     received = like.new_empty(sum(map(len, ranks)) * chunk)
     counts = [len(blocks) * chunk for blocks in ranks]
-    dist.all_to_all_single(received, by_rank.view(-1), counts, [mine * chunk] * size)
-    blocks = Blocks()
-    parts = iter(torch.split(received, chunk))
-    for start, width in sorted(block for of_rank in ranks for block in of_rank):
-        blocks.push(start, width, [next(parts)])
+    dist.all_to_all_single(received, by_rank.view(-1), counts, [len(mine) * chunk] * size)
+    parts = dict(zip(chain(*ranks), torch.split(received, chunk), strict=True))
+    (part,) = added(parts, count, torch.Tensor.add_).values()
     total = like.new_empty(size * chunk)
-    _all_gather(total, blocks.fold()[0].contiguous())
+    _all_gather(total, part.contiguous())
     return total[:length]
 
 
@@ -97,7 +73,7 @@ class Tree:
             places[buffer] for buffer in sorted(places, key=lambda found: not found.is_floating_point())
         ]
         self._floating = sum(buffer.is_floating_point() for buffer in places)
-        self._blocks = Blocks()
+        self._blocks: dict[Block, Vectors] = {}
         self._used: list[bool] = []
         self.called = False
         self.exchange_s = 0.0
@@ -106,7 +82,7 @@ class Tree:
         """Gradients and buffers begin anew in each; what was there before the step comes back after it."""
         if not share.first:
             return
-        self._blocks = Blocks()
+        self._blocks = {}
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self.called, self._used = False, [False] * len(self._parameters)
         self._earlier = [parameter.grad for parameter in self._parameters]
@@ -123,7 +99,8 @@ class Tree:
         gradients = self._take_gradients(float(not share.lent) if self._sums else part, lent=share.lent)
         if not share.lent:
             change = (self._values(found) - self._before) * part
-            self._blocks.push(share.microbatch, 1, [change, *gradients])
+            self._blocks[0, share.microbatch] = [change, *gradients]
+            self._blocks = added(self._blocks, share.microbatches, _add)
         self._bring_back(self._before)
         counts = found[self._floating :] if share.last else self._counts_before
         if counts:
@@ -143,7 +120,7 @@ class Tree:
         if used:
             began = time.perf_counter()
             alone = self._group.world.size == 1
-            totals = self._blocks.fold() if alone else self._exchanged(share.microbatches)
+            totals = self._blocks.popitem()[1] if alone else self._exchanged(share.microbatches)
             self.exchange_s = time.perf_counter() - began
         self._bring_back(self._before + totals[0])
         for at, (parameter, total, earlier) in enumerate(
@@ -155,13 +132,13 @@ class Tree:
 
     def _exchanged(self, count: int) -> Vectors:
         """Collective. The sums over the blocks of all ranks."""
-        ranks, totals = layout(count, self._group.world.size), []
+        totals: Vectors = []
         like = [self._before, *self._parameters]
         with self._group.within("exchange"):
             for first, end in _buckets(like):
                 sizes = [tensor.numel() * (1 + tensor.is_complex()) for tensor in like[first:end]]
-                flat = [_flat(vectors[first:end]) for _, _, vectors in self._blocks]
-                total = add_up(flat, _flat([like[first]]).new_empty(sum(sizes)), ranks)
+                flat = {block: _flat(vectors[first:end]) for block, vectors in self._blocks.items()}
+                total = add_up(flat, _flat([like[first]]).new_empty(sum(sizes)), count)
                 for tensor, values in zip(like[first:end], torch.split(total, sizes), strict=True):
                     shaped = torch.view_as_complex(values.view(-1, 2)) if tensor.is_complex() else values
                     totals.append(torch.empty_like(tensor).copy_(shaped.view(tensor.shape)))
@@ -192,6 +169,12 @@ class Tree:
             torch._foreach_copy_(
                 held, [part.view_as(buffer) for part, buffer in zip(parts, held, strict=True)]
             )
+
+
+def _add(left: Vectors, right: Vectors) -> Vectors:
+    """Into the memory of the left ones."""
+    torch._foreach_add_(left, right)
+    return left
 
 
 def _flat(tensors: Vectors) -> torch.Tensor:
