@@ -103,6 +103,22 @@ def test_a_worker_ended_by_a_signal_is_named_with_it(launcher, number, says):
     assert says in err
 
 
+@pytest.mark.parametrize(
+    ("when", "is_said"),
+    [
+        ("ctypes.pythonapi.Py_AtExit(terminate)", True),
+        ("terminate()", False),
+    ],
+    ids=["while Python ends", "in a call of the script"],
+)
+def test_an_abort_of_torch_after_the_end_of_the_script_is_told_as_such(launcher, when, is_said):
+    launcher.write(f"import ctypes\nterminate = ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev\n{when}")
+    code, _, err = launcher.run("-n", "2", "train.py")
+    assert code == 128 + signal.SIGABRT
+    assert "killed by SIGABRT" in err
+    assert ("the script had ended: torch aborted" in err) == is_said
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interrupt_that_only_one_worker_got_is_shown_where_it_came(launcher, rank):
     launcher.write(

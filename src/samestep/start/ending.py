@@ -13,6 +13,12 @@ from samestep.start.worker import Worker
 from samestep.text import duration, name_ranks
 from samestep.tracebacks import describe_end, last_words
 
+_TERMINATED = b"terminate called without an active exception"
+_AT_ITS_END = (
+    "the script had ended: torch aborted in a thread of its process group while Python ended; before the script ends,\n"
+    "write `del model; gc.collect(); dist.barrier(); dist.destroy_process_group()`"
+)
+
 
 def ending(
     name: str,
@@ -65,6 +71,9 @@ def _what(
     lines = outcome.traceback.lines if outcome.traceback else []
     if outcome.status == -signal.SIGKILL:
         return [*lines, explain_kill(kills)]
+    is_at_its_end = outcome.traceback is None or outcome.traceback.frame is None
+    if outcome.status == -signal.SIGABRT and is_at_its_end and _TERMINATED in cause.err.tail:
+        return [_AT_ITS_END, describe_end(outcome.status)]
     if any("killed by signal: Killed" in line for line in lines):
         return [*lines, explain_kill(kills).replace("killed by SIGKILL", "a loader worker was killed", 1)]
     if outcome.traceback is None:
