@@ -163,7 +163,7 @@ def test_without_locks_the_one_that_wrote_last_has_the_directory(tmp_path, monke
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=r"is held by another run .*node07"), own(tmp_path):
         pass
-    assert time.monotonic() - began > 1.0
+    assert 1.0 < time.monotonic() - began < 5.0
 
 
 def test_a_writer_on_another_machine_is_gone_when_its_lease_was_not_renewed_for_a_minute(tmp_path):

@@ -160,6 +160,7 @@ class Lease:
                 self._file.write(record)
                 if lock or holder == self._me or self._is_confirmed(dir_fd):
                     return record
+                age = math.inf  # another process wrote after this one, so it lives
             elif age < last_age or waited > max(limit, longest):
                 who = str(holder) if holder else "a process that has not said its name yet"
                 raise CheckpointError(
