@@ -38,7 +38,7 @@ def test_one_line_says_who_this_process_is():
 
 
 def test_explain_names_the_variable_of_each_value():
-    lines = ask("--explain", **TORCHRUN).stdout.splitlines()[1:]
+    lines = ask("--explain", **TORCHRUN).stdout.splitlines()[2:]
     assert [line.split(maxsplit=2) for line in lines] == [
         ["rank", "1", "RANK=1"],
         ["size", "2", "WORLD_SIZE=2"],

@@ -1,13 +1,18 @@
 """How every command ends where its arguments cannot be."""
 
+import fcntl
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
-from samestep.cli import main
+from samestep.cli import COMMANDS, main
 
 
 @pytest.mark.parametrize(
@@ -53,3 +58,29 @@ def test_a_full_disk_under_the_output_is_said_in_one_sentence(tmp_path):
         )
     assert done.returncode == 1
     assert done.stderr.startswith("samestep runs: the output cannot be used (no space left on device)\n")
+
+
+def on_a_terminal(columns: int, *words: str) -> str:
+    """What samestep writes to a terminal of that many columns."""
+    end, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "samestep", *words]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env)
+    os.close(terminal)
+    said = b""
+    with open(end, "rb", buffering=0) as file:
+        try:
+            while data := file.read(1 << 16):
+                said += data
+        except OSError:  # the terminal's other end is closed
+            pass
+    process.wait(50)
+    return said.decode().replace("\r", "")
+
+
+@pytest.mark.parametrize("verb", ["help", *COMMANDS])
+def test_help_fits_forty_columns_except_lines_to_copy(verb):
+    said = on_a_terminal(40, *([verb, "--help"] if verb in COMMANDS else [verb]))
+    wide = [line for line in said.splitlines() if len(line) > 40]
+    assert all(re.match("  (samestep|srun|mpirun) |`samestep", line) for line in wide), wide

@@ -238,6 +238,22 @@ def test_a_job_that_was_cancelled_is_listed_as_cancelled(cluster: Cluster, tmp_p
     assert (run["run"].rpartition("/")[2], run["state"]) == (f"train_{job}", "cancelled")
 
 
+@pytest.mark.parametrize(
+    ("script", "more", "code"),
+    [("import no_such_module", (), 1), ("", ("--setup", "sh -c 'exit 5'"), 5), ("", (), 0)],
+)
+def test_a_job_that_never_called_init_is_listed_with_its_end(
+    cluster: Cluster, tmp_path: Path, script: str, more: tuple[str, ...], code: int
+) -> None:
+    job = _submit(cluster, tmp_path, script, "--profile=cpu-node", "--tasks-per-node=2", *more, "")
+    cluster.wait_state(job, "FAILED" if code else "COMPLETED")
+    samestep = str(Path(sys.executable).with_name("samestep"))
+    [run] = json.loads(cluster.run(samestep, "runs", "--json", cwd=tmp_path))["runs"]
+    assert run["state"] == (f"failed ({code})" if code else "done")
+    assert (run["exit_code"], run["ranks"], run["command"].rstrip()) == (code, 2, "train.py")
+    assert 0 <= run["seconds"] < 60
+
+
 def test_sbatch_reads_every_value_as_it_was_written(cluster: Cluster, tmp_path: Path) -> None:
     for word in _NASTY:
         words = ("--profile", "cpu-node", "--option=--hold", "--name", word, f"--option=--comment={word}", "")

@@ -6,8 +6,8 @@ import sys
 import samestep
 
 _EXAMPLES = {
-    "samestep demo": "a small network at 1 and 2 processes, side by side",
-    "samestep run -n 2 train.py --epochs 3": "your script on 2 processes of this machine",
+    "samestep demo": "a small network at 1 and 2 processes",
+    "samestep run -n 2 train.py --epochs 3": "your script on 2 processes here",
     "samestep submit --dry-run train.py": "the Slurm job that would run it",
 }
 _VERBS = {
@@ -19,7 +19,7 @@ _VERBS = {
         "demo": "Train a small network at 1 and 2 processes and compare.",
     },
     "Convert and check": {
-        "convert": "Print the patch that makes a serial script run on any number of processes.",
+        "convert": "Print the patch that makes a serial script data-parallel.",
         "verify": "Test whether a script takes the same step at any number of processes.",
         "compare": "Show which tensors differ between weights files, and by how much.",
     },
@@ -27,11 +27,11 @@ _VERBS = {
         "runs": "List the runs here: state, step, speed.",
         "status": "Show what each rank of a run does.",
         "logs": "Show a run's output by rank; -f follows it.",
-        "env": "Print this process's rank and size, and the variables they come from.",
+        "env": "Print this process's rank and size, and where they come from.",
         "checkpoints": "List the checkpoints in a directory: step, time, size, script.",
         "export": "Write the plain weights of a checkpoint as .safetensors or .pt.",
-        "scale": "Measure a script on N processes: how fast, what limits it, is it worth it.",
-        "profile": "Record some steps on all ranks as one trace for Perfetto or Chrome.",
+        "scale": "Measure how fast a script is on N processes, and what limits it.",
+        "profile": "Record some steps of all ranks as a trace for Perfetto or Chrome.",
     },
     "Shell": {
         "completion": "Complete commands and options in bash, zsh or fish.",
@@ -71,4 +71,12 @@ def _meant(verb: str) -> str:
 
 
 def _aligned(lines: dict[str, str]) -> str:
+    if sys.stdout.isatty() and (columns := os.get_terminal_size().columns) < 80:
+        from textwrap import fill  # here for the same reason
+
+        below = " " * 6
+        return "\n".join(
+            f"  {left}\n{fill(right, columns, initial_indent=below, subsequent_indent=below)}"
+            for left, right in lines.items()
+        )
     return "\n".join(f"  {left:{max(map(len, lines))}}  {right}" for left, right in lines.items())

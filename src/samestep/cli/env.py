@@ -6,7 +6,7 @@ from dataclasses import asdict
 import click
 
 import samestep
-from samestep.cli.output import print_json, verb
+from samestep.cli.output import print_json, print_table, verb
 from samestep.placement.place import this_process
 
 
@@ -38,9 +38,7 @@ def command(explain: bool, all_ranks: bool, as_json: bool) -> None:
             f"node {p.node} of {p.nodes}, {started}{meeting}"
         )
     if explain and not as_json:
-        said = {name: value for name, value in asdict(p).items() if name in p.origin}
-        wide = max(len(str(value)) for value in said.values())
-        for name, value in said.items():
-            click.echo(f"  {name:11}  {value!s:<{wide}}  {p.origin[name]}")
+        rows = ((name, value, p.origin[name]) for name, value in asdict(p).items() if name in p.origin)
+        print_table([("", "value", "from"), *rows])
     for note in p.notes:
         click.echo(f"note: {note}", err=True)

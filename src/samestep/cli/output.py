@@ -25,8 +25,22 @@ _NUMBER = re.compile(r"[0-9.,:]*(e[+-][0-9]+)?( [kMG]B| %)?|-")
 _LAST_COLUMN = 10  # characters that the last column of a table has at least
 
 
+class _Help(click.HelpFormatter):
+    """Help as wide as the terminal; on a narrow one an option's text is below the option."""
+
+    def __init__(self) -> None:
+        super().__init__(width=min(80, room(80)) - 2)
+
+    def write_dl(self, rows: Any, col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl(rows, col_max if self.width > 60 else 4, col_spacing)
+
+
 class _Verb(click.Command):
     """A command that an error ends with one line, which begins with the command's name."""
+
+    def get_help(self, ctx: click.Context) -> str:
+        self.format_help(ctx, formatter := _Help())
+        return formatter.getvalue().rstrip("\n")
 
     def main(self, args: Any = None, prog_name: Any = None, *more: Any, **settings: Any) -> Any:
         try:
@@ -77,8 +91,8 @@ def _finite(value: object) -> object:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
-    """A bar on a terminal, elsewhere a line for each new text: told how many are done, the text, and what to add."""
+def progress(total: int | None) -> Iterator[Callable[[int, str, str], None]]:
+    """A bar on a terminal, elsewhere a line for each new text: told how many are done of a total, if known."""
     if not sys.stderr.isatty():
         said = set()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import check_script, ranks_of, verb
+from samestep.cli.output import check_script, ranks_of, verb, working
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.text import size
@@ -39,6 +39,6 @@ def command(script: str, args: tuple[str, ...], count: int, **options: Any) -> N
     ranks = ranks_of("--ranks", options["ranks"], count) if options["ranks"] else []
     check_script(script, options["module"])
     words = [*(["-m"] * options["module"]), script, *args]
-    with end_on_signals():
+    with end_on_signals(), working(f"recording {script}"):
         out = profile(words, count, int(steps[1]), int(steps[2]) - 1, ranks, Path(options["out"]))
     click.echo(f"{out} ({size(out.stat().st_size)}): open it in https://ui.perfetto.dev or chrome://tracing")

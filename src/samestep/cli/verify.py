@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.cli.output import check_script, print_json, print_table, sizes_of, verb
+from samestep.cli.output import check_script, print_json, print_table, progress, sizes_of, verb
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.placement.devices import visible_devices
@@ -58,26 +58,23 @@ def command(
     without its rank, and so on. With --against, SERIAL runs too, by itself and with the same arguments, and SCRIPT
     with --same.
 
-    \b
-    Exit code:
-      0  each run takes the same step and prints the same
-      1  a run takes another step, or fails
-      2  SCRIPT does not use samestep, or cannot be verified
-      3  each run takes the same step, but what it prints or saves is one rank's alone
+    Exit code: 0 each run takes the same step and prints the same; 1 a run takes another step, or fails; 2 SCRIPT does
+    not use samestep, or cannot be verified; 3 each run takes the same step, but what it prints or saves comes from
+    one rank alone.
     """
     from samestep.convert.convert import conversion
     from samestep.verify.verify import SerialScript, verify
 
     try:
         check_script(script, module)
-        with end_on_signals():
+        with end_on_signals(), progress(None) as told:
             report = verify(
                 [*(["-m"] * module), script, *args],
                 _sizes(sizes, least=1 if against else 2),
                 exact=exact,
                 steps=steps,
                 against=[against, *args] if against else [],
-                progress=lambda said: click.echo(f"samestep verify: running {said}", err=True),
+                progress=lambda said: told(0, f"samestep verify: running {said}", ""),
             )
     except UsageError as error:
         diff = conversion(Path(script)) if isinstance(error, SerialScript) and not module else None

@@ -1,5 +1,6 @@
 """Writes a Slurm batch script that says exactly what was asked for, in a page, and hands it to sbatch."""
 
+import json
 import os
 import re
 import shlex
@@ -82,6 +83,18 @@ class Job:
         return max(1, share // self.tasks)
 
     @property
+    def python(self) -> str:
+        """The Python that runs the script: the one that submits, unless the job loads another."""
+        have = self.profile
+        loaded = have.modules or have.setup or have.container
+        return have.python or ("python" if loaded else sys.executable)
+
+    @property
+    def words(self) -> list[str]:
+        """The script and its arguments, as Python gets them."""
+        return [*(["-m"] if self.module else []), self.script, *self.args]
+
+    @property
     def keeps_run(self) -> bool:
         """Whether its processes keep the run's directory themselves, beside its output."""
         return self.profile.launcher == "srun" and not self.one_run and self.scale is None
@@ -111,7 +124,7 @@ def batch_script(job: Job, said: Sequence[str]) -> str:
     if job.profile.launcher == "torchrun":
         lines += ['if [ -e "$SAMESTEP_STOPPED" ]; then rm "$SAMESTEP_STOPPED"; code=75; fi']
     if job.keeps_run:
-        lines += ['[ ! -d "$SAMESTEP_RUN" ] || echo "{\\"exit_code\\": $code}" > "$SAMESTEP_RUN/result.json"']
+        lines += ['note_end "$code"']
     requeue = 'scontrol requeue "$SLURM_JOB_ID" || ' if job.profile.requeue else ""
     goes_on = ' && [ ! -e "$SAMESTEP_RUN/stop" ]' if job.keeps_run else ""
     lines += [f'if [ "$code" -eq {CHECKPOINTED} ]{goes_on}; then\n    {requeue}echo "{_AGAIN}"\nfi']
@@ -291,36 +304,50 @@ def _surroundings(job: Job) -> list[str]:
     given = {name: str(value) for name, value in ours.items() if value} | dict(have.env or {})
     modules = [*([have.architecture] if have.architecture else []), *have.modules]
     lines = ["module purge", f"module load {shlex.join(modules)}"] if modules else []
-    lines = [f"{line} || exit" for line in (*lines, *have.setup)]
+    note = "|| note_end $? " if job.keeps_run else ""
+    lines = [*_begin_run(job), *(f"{line} {note}|| exit" for line in (*lines, *have.setup))]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
     if have.launcher == "torchrun":  # which turns a worker's exit code 75 into 1
         lines += [
             f'export SAMESTEP_STOPPED={shlex.quote(f"{job.folder.absolute()}/{job.title}_")}"$SLURM_JOB_ID".stopped'
         ]
-    if job.keeps_run:
-        number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if job.array else '"$SLURM_JOB_ID"'
-        run = shlex.quote(f"{job.folder.absolute()}/{job.title}_")
-        lines += [f"export SAMESTEP_RUN={run}{number}"]
     return [*lines, ""] if lines else []
 
 
+def _begin_run(job: Job) -> list[str]:
+    """Lines that make the run's directory, so that `samestep runs` also lists a job that fails before `init`."""
+    if not job.keeps_run:
+        return []
+    number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if job.array else '"$SLURM_JOB_ID"'
+    run = shlex.quote(f"{job.folder.absolute()}/{job.title}_")
+    argv = shlex.quote(json.dumps([job.python, *job.words]))
+    facts = '"size": %d, "slurm_job": "%s", "host": "%s", "pid": %d, "started": %d'
+    values = f'{job.profile.nodes * job.tasks} "$SLURM_JOB_ID" "$HOSTNAME" $$ "$(date +%s)"'
+    return [
+        "# what `samestep runs` reads",
+        f"export SAMESTEP_RUN={run}{number}",
+        'mkdir -p -m 700 "$SAMESTEP_RUN" && rm -f "$SAMESTEP_RUN/result.json"',
+        f'printf \'{{"argv": %s, {facts}}}\\n\' \\\n    {argv} {values} > "$SAMESTEP_RUN/run.json"',
+        "note_end() {",
+        '    echo "{\\"exit_code\\": $1, \\"seconds\\": $SECONDS}" > "$SAMESTEP_RUN/result.json"',
+        '    return "$1"\n}',
+    ]
+
+
 def _step(job: Job) -> str:
-    have = job.profile
-    loaded = have.modules or have.setup or have.container
-    python = have.python or ("python" if loaded else sys.executable)
+    have, python = job.profile, job.python
     contained = [*have.container_command, have.container] if have.container else []
-    script_words = [*(["-m"] if job.module else []), job.script, *job.args]
-    script = shlex.join(script_words)
+    script = shlex.join(job.words)
     # The launchers of two nodes end together by themselves, and a mask for each process is not for one task.
     options = ["--kill-on-bad-exit=0"] if have.launcher == "samestep" else ["--kill-on-bad-exit=1"]
     options += [f"--cpu-bind={have.cpu_bind}"] if have.cpu_bind and have.launcher == "srun" else []
     options += ["--label"] if have.label else []
     wait = [f"--wait={have.wait}"] if have.wait is not None else []
     if job.scale is not None:
-        return shlex.join([python, "-m", "samestep", "scale", *job.scale, *script_words])
+        return shlex.join([python, "-m", "samestep", "scale", *job.scale, *job.words])
     start = shlex.join(["srun", *options, *contained, python])
     if have.launcher == "samestep":
-        return f"{start} -m samestep run -n {job.tasks} {shlex.join([*wait, *script_words])}"
+        return f"{start} -m samestep run -n {job.tasks} {shlex.join([*wait, *job.words])}"
     if have.launcher == "torchrun":
         free = 'import socket; print(socket.create_server(("", 0)).getsockname()[1])'
         lines = [

@@ -13,13 +13,21 @@
 #SBATCH --requeue
 # samestep submit --profile leonardo-booster --nodes 4 --account EUHPC_1 --container a.sif train.py
 
+# what `samestep runs` reads
+export SAMESTEP_RUN=/home/me/runs/train_"$SLURM_JOB_ID"
+mkdir -p -m 700 "$SAMESTEP_RUN" && rm -f "$SAMESTEP_RUN/result.json"
+printf '{"argv": %s, "size": %d, "slurm_job": "%s", "host": "%s", "pid": %d, "started": %d}\n' \
+    '["python", "train.py"]' 16 "$SLURM_JOB_ID" "$HOSTNAME" $$ "$(date +%s)" > "$SAMESTEP_RUN/run.json"
+note_end() {
+    echo "{\"exit_code\": $1, \"seconds\": $SECONDS}" > "$SAMESTEP_RUN/result.json"
+    return "$1"
+}
 export SRUN_CPUS_PER_TASK=8
 export OMP_NUM_THREADS=8
-export SAMESTEP_RUN=/home/me/runs/train_"$SLURM_JOB_ID"
 
 srun --kill-on-bad-exit=1 --cpu-bind=cores apptainer exec --nv a.sif python train.py
 code=$?
-[ ! -d "$SAMESTEP_RUN" ] || echo "{\"exit_code\": $code}" > "$SAMESTEP_RUN/result.json"
+note_end "$code"
 if [ "$code" -eq 75 ] && [ ! -e "$SAMESTEP_RUN/stop" ]; then
     scontrol requeue "$SLURM_JOB_ID" || echo "stopped after a commit; submit this script again to go on"
 fi
