@@ -39,11 +39,13 @@ def together(samples):
 
 world = samestep.init(backend=os.environ.get("SAMESTEP_TEST_BACKEND"))
 on_gpu = world.device.type == "cuda"
+# torch's sanitizer asks CUDA in every process, and a forked one cannot use it
+workers = 0 if "TORCH_CUDA_SANITIZER" in os.environ else 1
 data = TensorDataset(ROWS)
 loaders = {
     "tensors in memory": samestep.loader(data, 8),
-    "tensors from workers": samestep.loader(Subset(data, range(len(ROWS))), 8, num_workers=1),
-    "objects": samestep.loader(Graphs(), 8, num_workers=1, collate_fn=together),
+    "tensors from workers": samestep.loader(Subset(data, range(len(ROWS))), 8, num_workers=workers),
+    "objects": samestep.loader(Graphs(), 8, num_workers=workers, collate_fn=together),
     "tensors on the device": samestep.loader(TensorDataset(ROWS.to(world.device)), 8),
 }
 for name, loader in loaders.items():

@@ -248,7 +248,7 @@ def test_a_workspace_that_does_not_give_equal_bits_is_replaced(world):
 
 
 class Counted(TorchDispatchMode):
-    """Operations that compute or copy; on a GPU each is at least a launch."""
+    """Launches on a GPU: an operation that computes or copies, or each tensor of a list with several types."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +256,13 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         alias = func._schema.returns[0].alias_info if func._schema.returns else None
-        self.count += func.namespace == "aten" and (alias is None or alias.is_write)
+        if func.namespace == "aten" and (alias is None or alias.is_write):
+            kinds = [
+                (len(one), {getattr(each, "dtype", None) for each in one})
+                for one in args
+                if type(one) is list
+            ]
+            self.count += max((length for length, types in kinds if len(types) > 1), default=1)
         return func(*args, **(kwargs or {}))
 
 

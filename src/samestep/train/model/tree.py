@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -159,8 +160,8 @@ class Tree:
     def _values(self, buffers: Vectors) -> torch.Tensor:
         """What the floating-point ones hold, as one tensor: a few operations whatever the number of layers."""
         device = self._group.world.device
-        wide = torch.empty(0, dtype=widest(device), device=device)
-        return torch.cat([wide, *(moved(buffer.reshape(-1), device) for buffer in buffers[: self._floating])])
+        flat = [moved(buffer.reshape(-1), device) for buffer in buffers[: self._floating]]
+        return (torch.cat(flat) if flat else torch.empty(0, device=device)).to(widest(device))
 
     def _bring_back(self, values: torch.Tensor) -> None:
         held = self._held[: self._floating]
@@ -172,8 +173,12 @@ class Tree:
 
 
 def _add(left: Vectors, right: Vectors) -> Vectors:
-    """Into the memory of the left ones."""
-    torch._foreach_add_(left, right)
+    """Into the memory of the left ones, by type: CUDA launches a kernel for each tensor where a list has several."""
+    kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for pair in zip(left, right, strict=True):
+        kinds.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
+    for pairs in kinds.values():
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
     return left
 
 
