@@ -93,11 +93,11 @@ requeue: .venv/made
 mistakes: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/verify/test_verify.py
 
-gpu: .venv/made
-	.venv/bin/python tests/gpu/plan.py
+gpu: $(if $(PYTHON),,.venv/made)
+	$(or $(PYTHON),.venv/bin/python) tests/gpu/plan.py
 
-gpus: .venv/made
-	.venv/bin/python tests/gpu/plan.py --many
+gpus: $(if $(PYTHON),,.venv/made)
+	$(or $(PYTHON),.venv/bin/python) tests/gpu/plan.py --many
 
 mutants: .venv/made
 	.venv/bin/python tests/mutants.py --count 200

@@ -69,7 +69,7 @@ def predicted(network: Network, home: Path, pause: str) -> Rows:
     for rate in sorted({rate for _, rate, _ in CASES}):
         limit(network, rate)
         run = on_nodes(network, 2, [SWEEP], None, home / f"sweep-{rate}")
-        sweep = json.loads((run / "logs" / "rank-0.log").read_text().splitlines()[-1])
+        _, sweep = json.loads((run / "logs" / "rank-0.log").read_text().splitlines()[-1])
         links[rate] = link_from_sweep(sweep, 2)
         print(f"link of {rate} Mbit/s: {links[rate]}", flush=True)
     for shape in sorted({shape for shape, _, _ in CASES}):

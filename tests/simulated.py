@@ -34,9 +34,9 @@ class OnDevice(torch.Tensor):
     """A tensor of the simulated device; `host` has its values, as far as the device has come."""
 
     @staticmethod
-    def __new__(cls, host, memory):
+    def __new__(cls, host, memory, device=DEVICE):
         layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "dtype": host.dtype}
-        made = torch.Tensor._make_wrapper_subclass(cls, host.shape, **layout, device=DEVICE)
+        made = torch.Tensor._make_wrapper_subclass(cls, host.shape, **layout, device=device)
         made.host, made.memory = host, memory
         return made
 
@@ -223,7 +223,7 @@ class Device(TorchDispatchMode):
         spoil(host)
         memory = Memory()
         weakref.finalize(memory, self.free, host, self.current, memory.users)
-        return OnDevice(host, memory)
+        return OnDevice(host, memory, self.device)
 
     def free(self, host, stream, users):
         self.freed.append((host, stream, [self.queue(user, lambda: None) for user in users]))
@@ -240,7 +240,12 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         target = torch.device(kwargs.get("device") or "cpu").type
-        is_here = any(isinstance(one, OnDevice) for one in tree_leaves((args, kwargs)))
+        devices = {one.device for one in tree_leaves((args, kwargs)) if isinstance(one, OnDevice)}
+        if len(devices) > 1:
+            raise RuntimeError(f"{func} got tensors on several devices: {devices}")
+        is_here = bool(devices)
+        index = torch.device(kwargs.get("device") or "cpu").index or 0
+        self.device = devices.pop() if devices else torch.device("cuda", index)
         if func in (_aten.is_pinned.default, _aten._pin_memory.default):
             return False if func is _aten.is_pinned.default else args[0].clone()
         if not is_here and target == "cpu":
@@ -284,7 +289,7 @@ class Device(TorchDispatchMode):
         alias = returns[0].alias_info
         if alias is not None and not alias.is_write:
             memory = next(one.memory for one in tree_leaves(args) if isinstance(one, OnDevice))
-            return tree_map(lambda one: OnDevice(one, memory), func(*own[0], **own[1]))
+            return tree_map(lambda one: OnDevice(one, memory, self.device), func(*own[0], **own[1]))
         if alias is not None:
             self.queue(self.current, lambda: func(*own[0], **own[1]))
             return kwargs.get("out", args[0] if args else None)

@@ -23,6 +23,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 LIMIT_S = 1800
 ON_GPU = torch.cuda.is_available()
 GLOO = {"SAMESTEP_TEST_BACKEND": "gloo"}
+REMEDY = """{device} is here, and torch {torch} cannot use it: it was built for CPU, or for a newer driver.
+Install one for the driver, of the newest CUDA that nvidia-smi names; cu126 is that of CUDA 12.6:
+    .venv/bin/python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126
+or name a Python whose torch can use it: make gpu PYTHON=python3
+To try the scripts on the cores all the same: make gpu CUDA_VISIBLE_DEVICES="""
 SANITIZED = {"TORCH_CUDA_SANITIZER": "1"} if ON_GPU else {}
 
 
@@ -95,7 +100,9 @@ def run(check: Check, until: float = float("inf")) -> dict[str, Any]:
             break
         try:
             with tempfile.TemporaryDirectory() as runs:
-                env = {**os.environ, "SAMESTEP_RUN_DIR": runs, **check.env}
+                # any Python with a torch for this GPU will do: it need not have samestep
+                path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+                env = {**os.environ, "PYTHONPATH": path, "SAMESTEP_RUN_DIR": runs, **check.env}
                 done = subprocess.run(
                     command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s, check=False
                 )
@@ -118,6 +125,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="checks with this in their name")
     parser.add_argument("--list", action="store_true")
     asked = parser.parse_args()
+    unused = [] if ON_GPU else [*Path("/dev").glob("nvidia[0-9]*")]
+    if unused and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        print(REMEDY.format(device=unused[0], torch=torch.__version__), file=sys.stderr)
+        return 2
     count = max(2, torch.cuda.device_count() if ON_GPU else 2)
     checks = [one for one in (of_many(count) if asked.many else of_one()) if asked.only in one.name]
     if asked.list:

@@ -216,12 +216,19 @@ def test_a_loader_never_waits_for_the_device_wherever_its_data_is(monkeypatch, p
     assert all(verdicts(monkeypatch, test))
 
 
-def test_sums_of_bits_take_one_transfer_also_of_buffers_elsewhere(monkeypatch):
+def test_sums_of_bits_take_one_transfer_from_each_device_also_of_buffers_elsewhere(monkeypatch):
+    second = torch.device("cuda", 1)
     with Device(monkeypatch, 0) as device:
-        tensors = [torch.ones(3), ROWS.to(DEVICE), ROWS[3:].to(DEVICE), torch.tensor(5).to(DEVICE)]
+        own = [torch.ones(3), ROWS, ROWS[3:], torch.tensor(5)]
+        tensors = [own[0], own[1].to(DEVICE), own[2].to(DEVICE), own[3].to(DEVICE)]
         before = device.waits
-        assert bit_sums(tensors) == bit_sums([torch.ones(3), ROWS, ROWS[3:], torch.tensor(5)])
+        assert bit_sums(tensors) == bit_sums(own)
         assert device.waits == before + 1
+        tensors[1] = own[1].to(second)  # a model cut over two devices
+        assert tensors[1].device == second
+        before = device.waits
+        assert bit_sums(tensors) == bit_sums(own)
+        assert device.waits == before + 2
 
 
 def test_the_simulated_device_computes_as_a_cpu_does(monkeypatch):

@@ -194,7 +194,8 @@ def measure_link() -> Link:
     with TemporaryDirectory(prefix="samestep-") as directory:
         script = Path(__file__).with_name("sweep.py")
         result = Trial([str(script)], 2, Path(directory), cores=min(2, len(cores()))).run().checked()
-        return link_from_sweep(json.loads(result.printed()[-1]), 2)
+        is_gloo, found = json.loads(result.printed()[-1])
+        return link_from_sweep(found, 2, is_gloo=is_gloo)
 
 
 def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo: bool = True) -> Link:
