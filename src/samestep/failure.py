@@ -3,9 +3,10 @@
 import json
 import linecache
 import os
+import re
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from errno import EAGAIN
 from itertools import dropwhile
@@ -95,11 +96,29 @@ def is_users(file: str) -> bool:
     return not file.startswith((_STANDARD, _OURS))
 
 
-def users_frame(frame: FrameType | None) -> Frame | None:
-    """This frame or the nearest that called it of the user's own; None where the script has ended."""
-    while frame and not is_users(frame.f_code.co_filename):
+def stack_of(frame: FrameType | None) -> Iterator[Frame]:
+    """This frame and those that called it, the innermost first."""
+    while frame:
+        yield Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
+
+
+def users_frame(stack: Iterable[Frame]) -> Frame | None:
+    """The innermost of the user's own; None where the script has ended."""
+    return next((frame for frame in stack if is_users(frame.file)), None)
+
+
+def torchs_wait(stack: Sequence[Frame]) -> str:
+    """The call of torch.distributed that this stack is in, with its line; "" where it is in none."""
+    inner, frame = stack[0] if stack else None, users_frame(stack)
+    if (
+        not inner
+        or not frame
+        or not re.search(r"/torch/(distributed/|nn/parallel/distributed\.py$)", inner.file)
+    ):
+        return ""
+    name = "DDP's forward" if "/nn/" in inner.file else inner.name
+    return f"{name} ({frame.place})"
 
 
 def heading(script: str, rank: int, size: int, place: str, seconds: float, step: int | None) -> str:

@@ -77,6 +77,12 @@ class Hang(NamedTuple):
         return not self.missing
 
     @property
+    def is_deadlock(self) -> bool:
+        """Whether all are in their wait of the same number, and some in another call than the others."""
+        waits = {(state.waits_now, state.waits) for state in (*self.waiting, *self.missing)}
+        return bool(self.waiting and self.missing) and len(waits) == 1
+
+    @property
     def cause(self) -> RankState:
         """The first rank that does not come."""
         return (self.missing or self.waiting)[0]
@@ -117,7 +123,8 @@ class Hang(NamedTuple):
             have = "has" if len(alike) == 1 else "have"
             ranks = name_ranks(state.rank for state in alike)
             parts.append(f"{ranks} {have} waited {seconds} in {wait}")
-        return f"{' and '.join(parts)} for {self._for_whom()}"
+        at_odds = "; these are different calls, so no rank can go on" if self.is_deadlock else ""
+        return f"{' and '.join(parts)} for {self._for_whom()}{at_odds}"
 
     def _for_whom(self) -> str:
         host_of = {state.rank: state.host for state in (*self.waiting, *self.missing)}
@@ -134,6 +141,7 @@ class Hang(NamedTuple):
 
 def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | None:
     """Who has waited for whom for so long; None where that cannot be said of these ranks for sure."""
+    states = sorted(states)  # all who look come to the same answer
     lowest = min((state.waits for state in states), default=0)
     last = [state for state in states if state.waits == lowest]
     inside = [state for state in states if state.waits_now]

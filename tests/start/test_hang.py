@@ -107,7 +107,7 @@ def state(rank, phase, waits, seconds=9.0, call="", step=4):
         ([("exchange", 4), ("user", 4), ("exchange", 4)], None),
         ([("exchange", 4), ("exchange", 3)], None),  # which may wait for the rank of which nothing is known
         ([("exchange", 4), ("call", 4), ("exchange", 4)], "ranks 0, 2 have waited 9.0 s in the gradient exchange of "
-         "step 4 for rank 1, which is in samestep.sum (train.py:9)"),
+         "step 4 for rank 1, which is in samestep.sum (train.py:9); these are different calls, so no rank can go on"),
         ([("call", 5), ("exchange", 4), ("forward", 3)], "rank 0 has waited 9.0 s in samestep.sum (train.py:9) and "
          "rank 1 has waited 9.0 s in the gradient exchange of step 4 for rank 2, which is in forward at step 4"),
         ([("exchange", 4), ("end", 3), ("exchange", 4)], "for rank 1, which has come to the end of the script"),
@@ -145,6 +145,36 @@ def test_a_rank_at_another_call_than_the_others_is_the_cause_and_not_the_first_t
     assert code == 1
     assert "failed on rank 2 of 3" in err
     assert "ranks are at different calls: rank 2 at samestep.sum (train.py:4)" in err
+
+
+def test_all_who_look_at_ranks_that_wait_for_each_other_blame_the_same_rank():
+    states = [state(0, "call", 4, call="all_reduce"), state(1, "call", 4, call="barrier")]
+    assert find_hang(states, 2, 5.0) == find_hang(states[::-1], 2, 5.0)
+
+
+@pytest.mark.parametrize(
+    "way", [["samestep", "run", "-n"], ["torch.distributed.run", "--standalone", "--nproc-per-node"]]
+)
+def test_ranks_that_wait_for_each_other_in_calls_of_torch_are_told_that_none_can_go_on(way, launcher):
+    launcher.write(
+        """
+        import torch, torch.distributed as dist, samestep
+        if samestep.init().rank == 0:
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.barrier()
+        """
+    )
+    command = [sys.executable, "-m", *way, "2", "train.py"]
+    out = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    started = subprocess.Popen(command, cwd=launcher.home, env=launcher.env, **out)
+    try:
+        notice = next(line for line in started.stderr if " has waited " in line)
+        says = r"in barrier .train.py:6. for rank 0, which is in all_reduce .train.py:4.; these are different calls, so"
+        assert re.search(says, notice)
+    finally:
+        started.terminate()  # torchrun that is killed leaves its workers
+        started.communicate()
 
 
 def test_the_line_of_a_sys_exit_in_a_hook_of_backward_is_told(launcher):

@@ -3,14 +3,13 @@
 import os
 import re
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from samestep.failure import Frame, is_users
+from samestep.failure import Frame, torchs_wait, users_frame
 from samestep.rundir import STACK_SIGNAL
 from samestep.tracebacks import main_stack
 
@@ -45,7 +44,7 @@ def look_at(pid: int, stacks: int | None) -> Sight:
         return Sight(does)
     said = _dumped(pid, stacks)
     stack = main_stack(said)
-    frame, inner = _users(stack), stack[0].file if stack else ""
+    frame = users_frame(stack)
     if said and len(stack) < _MOST_FRAMES and all(each.name != "<module>" for each in stack):
         at = "" if not stack else f", and {(frame or stack[0]).doing}"
         return Sight(f"has come to the end of the script{at}", frame, has_left=True)
@@ -53,14 +52,10 @@ def look_at(pid: int, stacks: int | None) -> Sight:
         waits = f"waits for its loader worker (pid {worker}), which"
         if does := _state(worker):
             return Sight(f"{waits} {does}", frame)
-        own = _users(main_stack(_dumped(worker, stacks)))
+        own = users_frame(main_stack(_dumped(worker, stacks)))
         if own is not None and own.name != "<module>":
             return Sight(f"{waits} {own.doing}", own)
-    wait = ""
-    if frame and ("/torch/distributed/" in inner or inner.endswith("/torch/nn/parallel/distributed.py")):
-        name = "DDP's forward" if "/nn/" in inner else stack[0].name
-        wait = f"{name} ({frame.place})"
-    return Sight(frame.doing if frame else "does not answer", frame, wait)
+    return Sight(frame.doing if frame else "does not answer", frame, torchs_wait(stack))
 
 
 def switches(pid: int) -> int:
@@ -83,11 +78,6 @@ def status_of(pid: int) -> str:
         return str(psutil.Process(pid).status())
     except psutil.Error:
         return str(psutil.STATUS_ZOMBIE)
-
-
-def _users(stack: Iterable[Frame]) -> Frame | None:
-    """The user's innermost frame."""
-    return next((frame for frame in stack if is_users(frame.file)), None)
 
 
 def _dumped(pid: int, stacks: int | None) -> str:

@@ -199,7 +199,9 @@ class Watch:
                 if sight.wait and not state.waits_now:
                     # of the script itself or of DDP: nobody counted it
                     waits = state.waits + 1
-                    state = state._replace(phase="call", call=sight.wait, waits=waits, seconds=quiet_s)
+                    state = state._replace(
+                        phase="call", call=sight.wait, waits=waits, seconds=quiet_s, does=""
+                    )
             found.append(state)
         return found
 

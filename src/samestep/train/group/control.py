@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from samestep.errors import RankMissing, RanksDiffer
-from samestep.failure import users_frame
+from samestep.failure import stack_of, users_frame
 from samestep.rendezvous.tree import Late, Tree
 from samestep.text import name_ranks
 from samestep.train.group.census import Item, by_rank, merged, of_kind, packed, unpacked
@@ -62,7 +62,7 @@ def place_of(call: str) -> str:
 
 def users_line() -> str:
     """File and line of the nearest frame of the user's code, empty where the script has ended."""
-    frame = users_frame(sys._getframe(1))
+    frame = users_frame(stack_of(sys._getframe(1)))
     return frame.place if frame else ""
 
 

@@ -1,7 +1,7 @@
 """Ranks that no launcher of ours watches say themselves who is missing, and which of them failed.
 
-Once some of them wait, they tell each other what they do. Covered: a rank that runs Python, waits in another call, or
-gives no answer since it is stopped or holds the GIL.
+Once some of them wait, they tell each other what they do. Covered: a rank that runs Python, waits in another call, also
+of torch.distributed, or gives no answer since it is stopped or holds the GIL.
 Not covered: ending such a run before init's timeout.
 """
 
@@ -16,10 +16,11 @@ from typing import Any
 import psutil
 
 from samestep.errors import RankMissing
-from samestep.failure import failure_of, heading, users_frame
+from samestep.failure import failure_of, heading, stack_of, torchs_wait, users_frame
 from samestep.hang import LEAST_S, Hang, RankState, find_hang
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
+from samestep.rundir import WAITS
 from samestep.tracebacks import of_record
 
 _LOOK_S = 1.0
@@ -38,6 +39,7 @@ class MutualWatch:
         self._group, self._tree, self._look_s = group, tree, max(_LOOK_S, tree.size / _MESSAGES)
         self._heard: dict[int, tuple[float, RankState]] = {}  # when it came, by this rank's clock
         self._told: Hang | None = None
+        self._quiet = -1, 0.0  # how often the main thread has slept or was made to, and since when so often
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samestep-watch", daemon=True)
         self._thread.start()
@@ -69,7 +71,14 @@ class MutualWatch:
     def _state(self) -> RankState:
         group = self._group
         (phase, call), seconds = group.phase, time.monotonic() - group.phase_began
-        frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+        stack = list(stack_of(sys._current_frames().get(threading.main_thread().ident or 0)))
+        frame, switches, now = users_frame(stack), sum(psutil.Process().num_ctx_switches()), time.monotonic()
+        if switches != self._quiet[0]:
+            self._quiet = switches, now
+        quiet_s = now - self._quiet[1]
+        if phase not in WAITS and quiet_s > _WORTH_TELLING_S and (call := torchs_wait(stack)):
+            # nobody counted it
+            return RankState(self._tree.number, -1, "call", call, group.waits + 1, quiet_s)
         line = frame.place if frame else ""
         state = RankState(self._tree.number, -1, phase, call, group.waits, seconds, line=line)
         return state if state.waits_now or not frame else state._replace(does=frame.doing)
