@@ -98,3 +98,19 @@ def test_numbers_that_cannot_be_are_refused(nest, tmp_path, given, said):
     (process,) = nest.start(script, 0)
     assert nest.wait([process]) == [1]
     assert said in process.said
+
+
+@pytest.mark.parametrize("options", [(), ("--fork",)])
+def test_a_rank_whose_script_removes_its_launchers_variables_says_that_it_trains_alone(options, launcher):
+    launcher.write("import os, samestep\nos.environ.clear()\nprint(samestep.init().size)")
+    code, out, err = launcher.run("-n", "2", *options, "train.py")
+    assert (code, out) == (0, "1\n")
+    assert "this process runs alone, and it was started as one of 2" in err
+
+
+def test_a_process_that_a_rank_starts_without_its_variables_says_that_it_trains_alone(launcher):
+    launcher.write("import samestep\nprint(samestep.init().size)", "other.py")
+    launcher.write("import os, subprocess, sys\nsubprocess.run([sys.executable, 'other.py'], env={})")
+    code, out, err = launcher.run("-n", "2", "train.py")
+    assert (code, out) == (0, "1\n")
+    assert "which started it, was started as one of 2" in err

@@ -3,8 +3,11 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import psutil
 
 from samestep.errors import PlacementError
 from samestep.files import read_text
@@ -67,7 +70,24 @@ def this_process() -> Placement:
         # sbatch hands on the variables of the step that it was called in.
         env = {**env, "SLURM_STEP_ID": launchers.BATCH_STEP}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    return place(env, run=_mpi_daemon(), usable=usable, cores=os.cpu_count() or 1)
+    here = place(env, run=_mpi_daemon(), usable=usable, cores=os.cpu_count() or 1)
+    return replace(here, notes=here.notes + _began_with_more()) if here.launcher == "alone" else here
+
+
+def _began_with_more() -> tuple[str, ...]:
+    """What is said of a lone process where a launcher's variables were removed, by its script or its parents'."""
+    me = psutil.Process()
+    with suppress(psutil.Error):
+        for process in (me, *me.parents()):
+            with suppress(psutil.Error, PlacementError):
+                found = launchers.recognise(launchers.without_leftovers(process.environ()))
+                if "size" in found.facts and found.facts["size"].number > 1:
+                    which = "it" if process == me else f"process {process.pid}, which started it,"
+                    return (
+                        f"this process runs alone, and {which} was started as one of {found.facts['size'].number}: "
+                        "its launcher's variables, such as RANK and WORLD_SIZE, were removed before init; leave them",
+                    )
+    return ()
 
 
 def by_hand(rank: int | None, size: int | None, rendezvous: str) -> dict[str, str]:

@@ -98,7 +98,9 @@ class _Run:
         }
         self._warm: Warm | None = None
         if script.is_warmable:
-            env = {**defaults(self._threads), **os.environ, **script.env}
+            # its forks tell by these that they are ranks, also where the script removes their own
+            of_ranks = {"RANK": "0", "WORLD_SIZE": str(script.size)}
+            env = {**defaults(self._threads), **os.environ, **script.env, **of_ranks}
             errors, what = self._directory / "logs" / "warm.log", script.command[1]
             folder = os.getcwd() if what == "-m" else os.path.dirname(os.path.realpath(what))
             self._warm = stack.enter_context(
