@@ -18,7 +18,7 @@ class Net(nn.Sequential):
     def forward(self, x, epoch):
         return super().forward(x + torch.rand(width, 2).mean() if {square} and epoch else x)
 
-model = samestep.replicate(Net(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1)), same=True)
+model = samestep.replicate(Net(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1)), same={same})
 {after}
 for epoch in range(2):
     for (x,) in train:
@@ -27,6 +27,11 @@ for epoch in range(2):
         loss.backward()
         print(samestep.mean(loss.item()))
 """
+PLAIN = {"seed": "0", "after": "", "inside": "pass", "square": "False", "same": "True"}
+FLIPPED = "x = 0.7 * x + 0.3 * x.flip(0)"
+PAIRED = "y = model(x, 0); (y @ y.t()).mean().backward()"
+NORMALIZED = "x = (x - x.mean()) / x.std()"
+PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backward()"
 
 
 @pytest.mark.parametrize(
@@ -41,27 +46,72 @@ for epoch in range(2):
         ({"inside": "torch.rand(len(x) * 3)"}, "numbers are 3 for each of this rank's 2 samples"),
         ({"inside": "torch.multinomial(torch.ones(9), 3 * len(x))"}, "multinomial (train.py:"),
         ({"inside": "torch.multinomial(torch.ones(len(x)), 1)"}, "a choice among this rank's samples"),
-        ({"inside": "x = 0.7 * x + 0.3 * x.flip(0)"}, "moves samples within a batch (train.py:"),
-        ({"inside": "y = model(x, 0); (y @ y.t()).mean().backward()"}, "pairs of the samples of a batch (train.py:"),
+        ({"inside": FLIPPED}, "moves samples within a batch (train.py:"),
+        ({"inside": PAIRED}, "pairs of the samples of a batch (train.py:"),
         ({"inside": "model(x, 0)[:, 0].sort()[0][0].backward()"}, "compares the samples of a batch (train.py:"),
         ({"inside": "model(x, 0).square().mean().sqrt().backward()"}, AVERAGES),
-        ({"inside": "x = (x - x.mean()) / x.std()"}, AVERAGES),
-        ({"inside": "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backward()"}, AVERAGES),
+        ({"inside": NORMALIZED}, AVERAGES),
+        ({"inside": PRODUCT}, AVERAGES),
+        ({"inside": f"model(x, 0).mean().backward(); {PAIRED}"}, "pairs of the samples of a batch (train.py:"),
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
     ids=[
         *("gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
         *("several-for-each-sample", "several-words", "a-choice-of-samples"),
         *("flipped-samples", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean", "a-normalized-batch"),
-        *("a-product-of-means", "a-copys-statistics"),
+        *("a-product-of-means", "pairs-in-a-later-loss", "a-copys-statistics"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(
-        dedent(SCRIPT).format(**{"seed": "0", "after": "", "inside": "pass", "square": "False", **parts})
-    )
+    script.write_text(dedent(SCRIPT).format(**PLAIN | parts))
     ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
     assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
     assert ranks[0].complained.count(said) == 1
     assert not ranks[1].complained
+
+
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [
+        (FLIPPED, "moves samples within a batch (train.py:"),
+        (PAIRED, "pairs of the samples of a batch (train.py:"),
+        (NORMALIZED, AVERAGES),
+        (PRODUCT, AVERAGES),
+        ("z = samestep.gather(model(x, 0)); (z @ z.t()).mean().backward()", ""),
+        ("m = samestep.mean(x.mean()); x = (x - m) / samestep.mean((x - m).square().mean()).sqrt()", ""),
+        ("x = x / x.norm(dim=1, keepdim=True); (model(x, 0) * x).softmax(1).sum(1).mean().backward()", ""),
+    ],
+    ids=["flipped", "pairs", "normalized", "product", "gathered-pairs", "normalized-by-all", "by-sample"],
+)  # fmt: skip
+def test_a_loss_that_mixes_samples_is_said_by_default_too_and_no_other(inside, said, nest, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(dedent(SCRIPT).format(**PLAIN | {"inside": inside, "same": "False"}))
+    ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
+    assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
+    assert ranks[0].complained.count(said or "samestep:") == bool(said)
+    assert not ranks[1].complained
+
+
+WATCHED = """
+import weakref, torch, samestep
+samestep.init()
+train = samestep.loader(torch.utils.data.TensorDataset(torch.rand(8, 4)), batch_size=8)
+model = samestep.replicate(torch.nn.Linear(4, 4), same={same})
+for (x,) in train:
+    hidden = model(x)
+    memory = weakref.ref(hidden.untyped_storage())
+    del hidden
+    assert memory() is None
+    loss = (model(x).square().sum() / 3) / 3
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_what_is_watched_keeps_no_memory_and_its_numbers_can_be_read(same, nest, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WATCHED.format(same=same))
+    ranks = nest.start(script, 2, cwd=tmp_path, apart=True)
+    assert nest.wait(ranks) == [0, 0], ranks[0].complained

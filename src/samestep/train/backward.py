@@ -123,8 +123,9 @@ class Backward(Member):
         )
         if shapes.issuperset(one.shape for one in inputs):
             # in a model's call gradients of weights are of some of its samples, as of each of MAML's tasks
-            terms = self._reduction_of(outputs[0])[1] if outputs[0].numel() == 1 else None
-            if create_graph and share and 1 < share.mine < share.all and not (terms and terms % share.mine):
+            mine = share.mine if create_graph and share and 1 < share.mine < share.all else 0
+            terms = self._reduction_of(outputs[0])[1] if mine and outputs[0].numel() == 1 else None
+            if mine and not (terms and terms % mine):
                 self.group.say(
                     f"torch.autograd.grad ({users_line()}) derives weights inside a model's forward, of this rank's "
                     "samples alone; if all samples of the batch are meant, call it outside of forward",

@@ -7,6 +7,7 @@ Not covered: tensors that an operation of another library makes; there the place
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -39,7 +40,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_paused = is_paused
-        self._others: dict[Any, Other] = {}
+        # with what tells whether its memory is still there, which may come to be another tensor's
+        self._others: dict[Any, tuple[Callable[[], Any], torch.Tensor | None, bool, str | None]] = {}
         self._to_come: torch.Tensor | None = None
         self._is_as_guessed = True
         self._kinds = Kinds(share)
@@ -68,7 +70,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif place is None and tensor.shape[dim : dim + 1] == (share.mine,):
                 place = Place(dim)
             if place is None and not is_plain and tensor.dim() and len(tensor) > 1:
-                self._others[key_of(tensor)] = Other(tensor, None)
+                self._put(Other(tensor, None))
             else:
                 self._note_place(tensor, place or Place(None))
 
@@ -88,8 +90,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused():
+        if types or self._is_paused():  # a subclass of Tensor computes in its own way
             return func(*args, **kwargs)
+        if func._opname == "_local_scalar_dense" and not isinstance(args[0], torch.Tensor):
+            return args[0]  # torch hands on a tensor that it made of a number as the number
         other, sure = self._computed(func, args, kwargs)
         before, self._to_come = self._to_come, None
         if isinstance(other, torch.Tensor) and (sure or any(map(self._kinds.in_size, other.shape))):
@@ -101,7 +105,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._overloadname.endswith("out") or func._schema.is_mutable:
             # as one_hot fills what it made of sizes from a tensor of the batch
             if sure and isinstance(made, torch.Tensor) and self._makes_sense(made, other):
-                self._others[key_of(made)] = self._found(made)._replace(other=other, sure=True)
+                self._put(self._found(made)._replace(other=other, sure=True))
             return made
         if isinstance(made, torch.Tensor):
             if not self._makes_sense(made, other):
@@ -109,7 +113,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             other, sure = self._by_sizes(func._opname, args, made, other, sure)
         given = [self._found(tensor) for _, tensor in named_tensors((args, kwargs))]
         if not self._is_as_guessed:
-            given = [one if one.sure else one._replace(other=one.tensor) for one in given]
+            given = [one if one.sure else one._replace(other=meta_of(one.tensor)) for one in given]
         self._note(made, other, sure, averaged(func, args, kwargs, given, made, other))
         return made
 
@@ -130,7 +134,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where the batch is in this tensor, None where it is not known."""
-        _, other, sure, _ = self._others.get(key_of(tensor), Other(tensor, None))
+        _, other, sure, _ = self._known(tensor) or Other(tensor, None)
         if other is None or (not sure and tensor.shape == other.shape):
             other = self._to_come
         if other is None or not self._makes_sense(tensor, other):
@@ -259,15 +263,23 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for one, its in zip(made, other if has_all else [None] * len(made), strict=True):
                 self._note(one, its, sure, average)
         elif isinstance(made, torch.Tensor):
-            key = key_of(made)
             is_like = isinstance(other, torch.Tensor) and other.dim() == made.dim()
             # what is known stays known where it was changed in place, as by an all-reduce
-            if is_like or key not in self._others or self._others[key].tensor is not made:
-                self._others[key] = Other(made, other if is_like else None, sure, average)
+            if is_like or self._known(made) is None:
+                self._put(Other(made, other if is_like else None, sure, average))
+
+    def _put(self, found: Other) -> None:
+        tensor, *known = found
+        memory = tensor.untyped_storage() if tensor.layout == torch.strided else tensor
+        self._others[key_of(tensor)] = weakref.ref(memory), *known  # type: ignore[assignment]
+
+    def _known(self, tensor: torch.Tensor) -> Other | None:
+        held, *known = self._others.get(key_of(tensor), (lambda: None,))
+        return None if held() is None else Other(tensor, *known)  # type: ignore[arg-type]
 
     def _found(self, tensor: torch.Tensor) -> Other:
         """What was made before the call and is not of the batch is constant."""
-        return self._others.setdefault(key_of(tensor), Other(tensor, meta_of(tensor)))
+        return self._known(tensor) or Other(tensor, meta_of(tensor))
 
 
 def _place_in_view(tensor: torch.Tensor, laid: torch.Tensor, dim: int, mine: int) -> Place:

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
 
 class Other(NamedTuple):
-    """A tensor, whose memory must stay its own, and the same of another batch size; None where that is not known."""
+    """A tensor, and the same of another batch size; None where that is not known."""
 
     tensor: torch.Tensor
     other: torch.Tensor | None

@@ -55,6 +55,7 @@ class Draws(Member):
         self._paused = self._is_unwatched = False
         self._of_all: set[tuple[Any, ...]] = set()
         self.watching = Watching(self._spine)
+        self._spine.subscribe(self.watching)
         self._places = Places()
         self._memory: Memory = {}
 
@@ -63,8 +64,7 @@ class Draws(Member):
         if self.active or self.group.world.size == 1:
             return
         self.adopt_first()
-        self.active = True
-        self._spine.subscribe(self.watching)
+        self.active = self.watching.finds_draws = True
         if self._library is None:
             self.group.watch(self._digest, self._parted)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

@@ -9,6 +9,8 @@ import torch
 
 def key_of(tensor: torch.Tensor) -> Any:
     """What tells tensors apart that are there at once."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
     # autograd may hand on a view as another object with the same memory
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
@@ -21,7 +23,7 @@ def meta_of(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.T
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Its dimensions in the order of memory."""
-    strides = tensor.stride()
+    strides = tensor.stride() if tensor.layout == torch.strided else range(tensor.dim(), 0, -1)
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 

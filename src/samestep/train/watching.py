@@ -26,6 +26,8 @@ from samestep.train.step import Pass, Share, Spine
 from samestep.train.subscriber import Subscriber
 
 _MOST_TIMES_AGAIN = 3
+_MOST_LOSSES = 5
+_IN_BACKWARD = ("backward", "exchange")
 
 
 class Watching(Subscriber):
@@ -35,9 +37,10 @@ class Watching(Subscriber):
         self.places: BatchPlaces | None = None
         self.in_model: Any = None
         self.is_in_call = False
-        self.is_compiled = False
+        self.is_compiled = self.finds_draws = False
         self._spine, self._pid = spine, os.getpid()
         self._loop: BatchPlaces | None = None
+        self._losses_to_watch = 0
         self._seen: set[Any] = set()
         self._kind_of_loop: Any = None
         self._times_again = Counter[Any]()
@@ -126,7 +129,11 @@ class Watching(Subscriber):
         if kind in self._seen or not (is_alike and can_be):
             return
         self._seen.add(kind)
-        if not self._older:
+        # what mixes samples is said by rank 0
+        is_of_use = share.of.training and self._spine.group.world.rank == 0
+        if not (self.finds_draws or is_of_use):
+            return
+        if self.finds_draws and not self._older:
             objects = (one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter))
             of_batches = set(map(memory_of, self._spine.handed_out()))
             self._older = {
@@ -135,11 +142,13 @@ class Watching(Subscriber):
         given = [(tensor, None if one is share else Place(one.dim_in(name))) for one, name, tensor in tensors]
 
         def is_paused() -> bool:
-            return self._loop is not watched or self._spine.is_reading or os.getpid() != self._pid
+            is_over = self._loop is not watched or os.getpid() != self._pid
+            return is_over or self._spine.is_reading or self._spine.group.phase[0] in _IN_BACKWARD
 
         parameters = self._spine.models.parameters()
         watched = BatchPlaces(share, given, parameters, is_paused)
         self._loop = self.places = watched
+        self._losses_to_watch = _MOST_LOSSES
         watched.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_loop(self) -> None:
@@ -157,7 +166,10 @@ class Watching(Subscriber):
                 "batch first, with samestep.gather(...), or average over it with samestep.mean(...)",
                 what="mixed samples",
             )
-        self._leave_loop()
+        # a later loss of this batch may mix samples too, as of a GAN's generator
+        self.places, self._losses_to_watch = None, self._losses_to_watch - 1
+        if self._losses_to_watch <= 0:
+            self._leave_loop()
 
     def pass_left(self, left: Pass) -> None:
         self._leave_loop()
