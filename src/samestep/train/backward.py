@@ -178,20 +178,13 @@ class Backward(Member):
         share = self._spine.trained
         if reduction == "mean" and share is not None and not (share.lent or models.adds_losses):
             self._terms, self._rows = (count or 0.0) / share.mine, share.all
-        if reduction not in ("sum", "bent") or models.adds_losses:
+        if reduction != "sum" or models.adds_losses:
             return
         # where no parameter is trained, slopes of the inputs are asked for, and what all ranks gathered is the batch's
         is_of_all = any(name_of(node) == "_MadeByAll" for node in nodes_before(loss, _NEAR_NODES))
         if is_of_all or not any(one.requires_grad for one in models.parameters()):
             return
         self._losses_to_look_at = 0
-        if reduction == "bent":
-            self.group.say(
-                f"the loss ({users_line()}) is a root, a power or the like of a mean over this rank's samples, and "
-                "is not the serial script's: take the mean over the batch first, with samestep.mean(...)",
-                what="mixed samples",
-            )
-            return
         self.group.say(
             f"the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "
             f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "

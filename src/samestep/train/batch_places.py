@@ -102,11 +102,17 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = func(*args, **kwargs)
         finally:
             self._to_come = before
+        with suppress(Exception):  # what cannot be followed is not known, and the script goes on
+            self._follow(func, args, kwargs, made, other, sure)
+        return made
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, made: Any, other: Any, sure: bool) -> None:
+        """Note the other of what an operation made."""
         if func._overloadname.endswith("out") or func._schema.is_mutable:
             # as one_hot fills what it made of sizes from a tensor of the batch
             if sure and isinstance(made, torch.Tensor) and self._makes_sense(made, other):
                 self._put(self._found(made)._replace(other=other, sure=True))
-            return made
+            return
         if isinstance(made, torch.Tensor):
             if not self._makes_sense(made, other):
                 other, sure = self._computed(func, args, kwargs, as_guessed=False)
@@ -115,7 +121,6 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._is_as_guessed:
             given = [one if one.sure else one._replace(other=meta_of(one.tensor)) for one in given]
         self._note(made, other, sure, averaged(func, args, kwargs, given, made, other))
-        return made
 
     def averaged(self, tensor: torch.Tensor) -> str | None:
         """What was done to samples that makes it no average over them, and where."""

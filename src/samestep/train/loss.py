@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-_BENT = {"Sqrt", "Pow", "Exp", "Log", "Log10", "Log1P", "Sigmoid", "Relu", "ClampMin", "Abs"}
 _PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "Rsub", "View", "Squeeze", "Clone")
 
 
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
-    """The last reduction (mean or sum; "bent" as a mean's root), the count it divides by, and the terms of a mean."""
+    """The last reduction (mean or sum), the count it divides by, and the terms of a mean."""
     return _reduction_at(loss.grad_fn)
 
 
@@ -48,9 +47,6 @@ def _reduction_at(node: Any) -> dict[str, Any]:
             found = _reduction_at(stack.next_functions[0][0])
             if found["reduction"] is not None:
                 return found
-        if name in _BENT:
-            is_bent = _reduction_at(node.next_functions[0][0])["reduction"] in ("mean", "bent")
-            return {"reduction": "bent" if is_bent else None}
         if reduction in (1, 2) and getattr(node, "_saved_self_sym_sizes", None) != ():
             count = divisor if reduction == 2 else _count(node)
             terms = getattr(node, "_saved_self", None) if reduction == 1 else None
