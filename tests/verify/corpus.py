@@ -124,6 +124,7 @@ def main(names: list[str]) -> int:
     scripts = [script for script in sorted(HOME.glob("*.py")) if not names or script.stem in names]
     wrong = 0
     with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(1) as pool, Nest(Path(home)) as nest:
+        tempfile.tempdir = home  # a failure's logs are kept there
 
         def judged(script: Path) -> tuple[Path, Any, list[str], float]:
             began = time.monotonic()

@@ -1,6 +1,8 @@
 """Each script of tests/scripts gets the verdict that it declares, all its causes, and no other."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from forked import Nest
@@ -23,7 +25,10 @@ NAMES = sorted(path.stem for path in corpus.HOME.glob("*.py")) if LONG else SAMP
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_gets_the_verdict_and_the_causes_that_it_declares(name: str, nest: Nest) -> None:
+def test_a_script_gets_the_verdict_and_the_causes_that_it_declares(
+    name: str, nest: Nest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failure's logs are kept
     script = corpus.HOME / f"{name}.py"
     report = corpus.verified(script, nest)
     assert corpus.objections(script, report) == [], report

@@ -1,11 +1,12 @@
 """The format of a recorded run, and its reader: the steps, printed lines and facts of each rank.
 
 A rank's record has a line of JSON for each optimizer step, for each printed line, and a last one of facts:
-`optimizers` and `backwards` (how many), `serial`, `own` (what each rank draws or computes from its share), `precision`,
-`seeded` (the seeds it gave torch), `param` and `buffer` (at the end), and, each with its line, `left` (a file of an
-earlier run that it reads), `foreign` (a loader that is not samestep's), `careless` (an evaluation in training mode),
-`told` (where the script asks for its rank), `clock` (where it reads the time or its process's number), `no_sync`,
-`children` (where it starts processes), and `apart` (a draw that --same does not make the serial script's).
+`optimizers` and `backwards` (how many), `serial`, `own` (what each rank draws or computes from its share),
+`precision`, `seeded` (the seeds it gave torch), `param` and `buffer` (at the end), and, each with its line,
+`left` (a file of an earlier run that it reads or asks for), `said` (samestep's own remarks), `foreign` (a
+loader that is not samestep's), `careless` (an evaluation in training mode), `told` (where the script asks for
+its rank), `clock` (where it reads the time or its process's number), `no_sync`, `children` (where it starts
+processes), and `apart` (a draw that --same does not make the serial script's).
 """
 
 import json

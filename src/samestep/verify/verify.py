@@ -1,8 +1,12 @@
 """Runs a script at several numbers of processes and says whether each takes the same step, and if not, why."""
 
+import fcntl
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,10 +16,11 @@ from samestep.verify.causes import Cause, failure_of
 from samestep.verify.experiments import Experiments
 from samestep.verify.printed import Printed, compare_printed
 from samestep.verify.read import Run
-from samestep.verify.remedies import CARELESS, EXACT
+from samestep.verify.remedies import CARELESS, EXACT, UNSTABLE
 from samestep.verify.search import Search, draws_of
 from samestep.verify.trajectory import Compared
 
+_KEPT_S = 3600.0
 _ORDER = ("bits", "rounding", "with_same", "printed", "different", "failed")
 _IN_CHILDREN = (
     "{} trains in processes that it starts itself ({}), which verify does not see; call the training in the script "
@@ -137,17 +142,35 @@ def verify(
     progress: Callable[[str], None] = lambda said: None,
 ) -> Report:
     """Run `script` at each size; compare with the first size, or with the untouched script `against`."""
-    directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
+    directory, held = _directory()
     all_sizes = [None, *sizes] if against else sizes
     experiments = Experiments(script, against, all_sizes[0], steps, directory, run, progress)
     report: Report | None = None
     try:
         report = _report(experiments, all_sizes, exact)
     finally:
-        # The report of a failure names its logs, so they are kept.
+        # The report of a failure names its logs, so they are kept for a while.
         if report is None or report.step != "failed":
             shutil.rmtree(directory)
+        os.close(held)
     return report
+
+
+def _directory() -> tuple[Path, int]:
+    """A new directory and its lock; removes those that no process has held for an hour, as after kill -9."""
+    directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
+    for old in directory.parent.glob("samestep-verify-*"):
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > _KEPT_S:
+                os.close(_locked(old))
+                shutil.rmtree(old)
+    return directory, _locked(directory)
+
+
+def _locked(directory: Path) -> int:
+    held = os.open(directory, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return held
 
 
 def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) -> Report:
@@ -175,8 +198,11 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
         is_noise = left[size].note and not search.causes
         found[size] = replace(one, note=left[size].note, difference=None if is_noise else one.difference)
     printed = compare_printed(experiments, search.removed, last)
-    if line := found[sizes[0]].run.fact("careless"):
+    first = found[sizes[0]].run
+    if line := first.fact("careless"):
         remarks.append(CARELESS.format(line))
+    if first.size == 1:
+        remarks += (first.fact("said") or {}).values()
     return Report(found, exact, search.causes, printed, draws, remarks)
 
 
@@ -189,9 +215,11 @@ def _of_earlier_runs(experiments: Experiments, found: Mapping[int | None, Compar
     if (again := experiments.reference((), "again")).code:
         raise UsageError(_ONLY_ONCE.format(name, failure_of(again)[1]))
     left = again.fact("left")
-    if left and not experiments.begin_later():
+    if left and experiments.begin_later():
+        return [_LEFT.format(left)]
+    if left and not experiments.is_stable(tuple(UNSTABLE)):
         raise UsageError(_GOES_ON.format(name, left))
-    return [_LEFT.format(left)] if left else []
+    return []
 
 
 def _name(script: Sequence[str]) -> str:

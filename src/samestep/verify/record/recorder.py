@@ -10,8 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from samestep.train import totals
 from samestep.train.backward import is_functional
 from samestep.train.draws import Draws
 from samestep.train.group.control import users_line
+from samestep.train.group.group import Group
 from samestep.train.loss import reduction_of
 from samestep.train.model import replicate
 from samestep.train.model.batchnorm import Synced
@@ -103,6 +106,8 @@ class Recorder:
         wrap(Spine, "leave_pass", self._leave_pass)
         wrap(replicate, "no_sync", self._no_sync, samestep)
         wrap(Draws, "say_other", self._draw_apart)
+        wrap(Group, "say", self._say)
+        wrap(os, "stat", self._stat)
 
     def finish(self) -> None:
         """Write the facts, and what the parameters and buffers are at the end."""
@@ -125,18 +130,20 @@ class Recorder:
             self._file.write(json.dumps(line) + "\n")
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note the first Python that the script starts, and the first file that it reads and an earlier run wrote."""
+        """Note the first Python that the script starts; of a file that it reads, ask what an earlier run left."""
         if event == "subprocess.Popen" and sys.executable in str(args[:2]):
             self._facts.setdefault("children", users_line())
-        if event != "open" or "left" in self._facts or not isinstance(args[0], str) or args[2] & _WRITES:
-            return
-        try:
-            found, (began, now) = os.stat(args[0]), self._of_earlier_runs
-        except OSError:
-            return
-        is_left = found.st_size and began < found.st_mtime < now and not args[0].endswith(".pyc")
-        if is_left and (line := users_line()):
-            self._facts["left"] = f"{Path(args[0]).name} ({line})"
+        if event == "open" and isinstance(args[0], str) and not args[2] & _WRITES:
+            with suppress(OSError):
+                os.stat(args[0])
+
+    def _stat(self, original: Callable[..., os.stat_result], path: Any, **options: Any) -> os.stat_result:
+        """Note the first file that the script reads, or only asks for, and an earlier run wrote."""
+        found, (began, now) = original(path, **options), self._of_earlier_runs
+        is_file = S_ISREG(found.st_mode) and found.st_size and not str(path).endswith(".pyc")
+        if is_file and began < found.st_mtime < now and "left" not in self._facts and (line := users_line()):
+            self._facts["left"] = f"{Path(path).name} ({line})"
+        return found
 
     def _where(self) -> tuple[int, bool]:
         return sum(self._taken.values()), is_inside() and not self._evaluated
@@ -272,6 +279,10 @@ class Recorder:
 
     def _draw_apart(self, original: Callable[..., str], draws: Draws, *said: str) -> None:
         self._facts.setdefault("apart", original(draws, *said))
+
+    def _say(self, original: Callable[..., None], group: Group, text: str, what: str = "") -> None:
+        self._facts.setdefault("said", {}).setdefault(what or text, text)
+        original(group, text, what)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._taken.setdefault(optimizer, 0)

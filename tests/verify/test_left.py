@@ -1,0 +1,98 @@
+"""What a run leaves for the next one, and what verify leaves."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from forked import Nest
+from verify.corpus import Forked
+
+from samestep.errors import UsageError
+from samestep.verify.verify import _directory, _locked, verify
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+_BEGINS = """
+import sys, torch, samestep
+from pathlib import Path
+torch.manual_seed(0)
+samestep.init()
+home = Path(__file__).parent
+"""
+_TRAINS = """
+for x in samestep.loader(torch.randn(20, 3), 4, shuffle=True):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+_MODEL = """
+model = samestep.replicate(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+_FOUND = """
+if not (home / "data.pt").exists():
+    samestep.save(home / "data.pt", {"x": torch.randn(9)})
+samestep.load(home / "data.pt")
+"""
+_ASKED = """
+if not (home / "data.pt").exists():
+    samestep.save(home / "data.pt", {"x": torch.randn(9)})
+"""
+_UNSEEDED = """
+torch.seed()
+(home / "log.txt").exists()
+open(home / "log.txt", "w").write("begun")
+"""
+_RESUMED = """
+if (home / "last.pt").exists():
+    model.load_state_dict(samestep.load(home / "last.pt"))
+"""
+_KEPT = 'samestep.save(home / "last.pt", model.state_dict())\n'
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (_FOUND + _MODEL + _TRAINS, "the first run leaves a file that later ones read"),
+        (_ASKED + _MODEL + _TRAINS, "the first run leaves a file that later ones read"),
+        (_UNSEEDED + _MODEL + _TRAINS, "no seed is set"),
+        (_MODEL + _RESUMED + _TRAINS + _KEPT, "again.py begins from last.pt (again.py:"),
+        (
+            '(home / "made").mkdir()\n' + _MODEL + _TRAINS,
+            "again.py fails when it is started again ([Errno 17]",
+        ),
+    ],
+    ids=["cache", "asked", "unseeded", "resumed", "directory"],
+)
+def test_a_script_whose_next_start_is_another_is_not_taken_for_one_without_a_seed(
+    lines: str, said: str, nest: Nest
+) -> None:
+    script = Path("again.py").absolute()
+    script.write_text(_BEGINS + lines)
+    try:
+        found = verify([str(script)], [1, 2], run=Forked(nest)).lines
+    except UsageError as refused:
+        found = [str(refused)]
+    assert said in found[0]
+    assert len(found) == 1 or found[1].startswith("same to rounding")
+
+
+def test_what_killed_verifications_left_is_removed_and_what_another_holds_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, held = tmp_path / "samestep-verify-left", tmp_path / "samestep-verify-held"
+    for directory in (left, held):
+        (directory / "0" / "record").mkdir(parents=True)
+        os.utime(directory, (0, 0))
+    lock = _locked(held)
+    mine, of_mine = _directory()
+    os.close(lock)
+    os.close(of_mine)
+    assert sorted(tmp_path.iterdir()) == sorted([held, mine])
