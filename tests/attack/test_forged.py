@@ -68,7 +68,7 @@ def test_a_note_takes_the_place_of_nothing_but_a_note(attempt, tmp_path, monkeyp
     path = tmp_path / "note"
     KINDS[kind](path)
     before = path.lstat()
-    with pytest.raises(PlacementError, match="is there and is no note of a run"), note.posted(path, []):
+    with pytest.raises(PlacementError, match="exists and is not from samestep"), note.posted(path, []):
         pass
     assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
     assert not list(tmp_path.glob(".note*"))

@@ -105,19 +105,26 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (
             ["-n2", "--node-rank=1", "--rendezvous=tcp://127.0.0.1:29777", "show.py"],
             2,
-            "--node-rank 1 is for one of several nodes, but without --nodes there is 1; add --nodes and their "
-            "number, or leave --node-rank out",
+            "--node-rank 1 needs --nodes; add --nodes and the number of nodes, or leave --node-rank out",
         ),
         (["-n2", "--node-rank=1", "--master-addr=node01", "show.py"], 2, "or leave --node-rank out"),
         (
             ["-n2", "--node-rank=0", "--rendezvous=tcp://127.0.0.1:29777", "show.py"],
             2,
-            "--rendezvous tcp://127.0.0.1:29777 is for one of several nodes, but without --nodes there is 1",
+            "--rendezvous tcp://127.0.0.1:29777 needs --nodes",
         ),
         (["-n2", "--rendezvous=file:///x", "show.py"], 2, "or leave --rendezvous out"),
         (["-n2", "--nodes=1", "--node-rank=1", "show.py"], 2, "--node-rank 1 does not fit --nodes 1"),
-        (["--standalone", "--nodes=2", "show.py"], 2, "--standalone is 1 node; leave it out, or --nodes"),
-        (["--standalone", "--node-rank=1", "show.py"], 2, "--standalone is 1 node; leave it out, or --nodes"),
+        (
+            ["--standalone", "--nodes=2", "show.py"],
+            2,
+            "--standalone means one node; leave it out, or leave out --nodes",
+        ),
+        (
+            ["--standalone", "--node-rank=1", "show.py"],
+            2,
+            "--standalone means one node; leave it out, or leave out --nodes",
+        ),
         (["--nodes=2", "--rendezvous=file:///x", "show.py"], 2, "add --node-rank"),
         (
             ["-n2", "--nodes=2", "--node-rank=1", "--rendezvous=tcp://no.such.invalid:1", "show.py"],

@@ -94,7 +94,9 @@ def test_a_descriptor_that_holds_no_key_is_refused(tmp_path, number):
     if not number:
         assert key_of_run(env, "samestep") == key_of_user(env)
         return
-    with pytest.raises(PlacementError, match=f"^{DESCRIPTOR} names no open key"):
+    with pytest.raises(
+        PlacementError, match=f"^this process did not inherit the run's key that {DESCRIPTOR} names"
+    ):
         key_of_run(env, "samestep")
     assert key_of_run(env, "slurm") == key_of_user(env)
 

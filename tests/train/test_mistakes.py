@@ -322,7 +322,7 @@ def test_a_buffer_that_each_rank_changes_from_its_own_share_is_named_once(world)
         for _ in range(2):
             for x, y in samestep.loader(DATA, 6):
                 F.mse_loss(model(x), y).backward()
-    text = "forward changes the buffer mean of Remembering from each rank's share alone"
+    text = "forward computes the buffer mean of Remembering from each rank's own share"
     assert said.getvalue().count(text) == (world.size > 1 and world.rank == 0)
 
 

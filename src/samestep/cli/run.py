@@ -220,7 +220,9 @@ def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
     """Where the launchers of several nodes meet; in the shell of an allocation, start them on all its nodes."""
     if options["standalone"]:
         if options["node_rank"] or options["nodes"] not in (None, "1", "1:1"):
-            raise UsageError("--standalone is 1 node; leave it out, or --nodes and --node-rank")
+            raise UsageError(
+                "--standalone means one node; leave it out, or leave out --nodes and --node-rank"
+            )
         return None
     # of a Slurm step only how many nodes are enough is to be said
     is_of_step = ":" in (options["nodes"] or "") and "SLURM_STEP_ID" in os.environ
@@ -233,7 +235,8 @@ def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
         if step:
             job, nodes = (printable(os.environ.get(f"SLURM_JOB_{name}", "")) for name in ("ID", "NODELIST"))
             click.echo(
-                f"samestep: this is in no step of Slurm job {job}, so srun starts one on {nodes}", err=True
+                f"samestep: this shell is in no step of Slurm job {job}; srun starts a step on {nodes}",
+                err=True,
             )
             os.execv(step[0], step)
     where = by_step(here, options["wait"], options["nodes"])
@@ -262,7 +265,7 @@ def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
     if devices:
         env, size = masked(os.environ, devices)
         if count and count != str(size):
-            raise UsageError(f"-n {count} does not fit the {size} of --devices {devices}; leave -n out")
+            raise UsageError(f"-n {count} is not the number of devices in --devices {devices}; leave -n out")
         return env | {COUNTED: str(size)}, size
     visible = len(visible_devices(os.environ))
     if count is None and not visible:

@@ -103,11 +103,9 @@ def _sizes(text: str | None, least: int) -> list[int]:
             f"-n {text} needs {max(sizes)} devices and {devices} are visible; use at most {devices}"
         )
     if len(sizes) < least:
-        found = "there is one device" if text is None else f"-n {text} is one number of processes"
-        raise UsageError(
-            f"{found}, and verify compares at least two; write two numbers, such as -n 1,2, and hide devices with "
-            "CUDA_VISIBLE_DEVICES= where there are too few"
-        )
+        found = "one device is visible" if text is None else f"-n {text} is one number of processes"
+        hidden = ", and set CUDA_VISIBLE_DEVICES= to run on the cores" if devices else ""
+        raise UsageError(f"{found}, and verify compares at least two; write for instance -n 1,2{hidden}")
     return sizes
 
 

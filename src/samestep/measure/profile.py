@@ -35,7 +35,7 @@ def profile(script: Sequence[str], size: int, first: int, last: int, ranks: Sequ
         events = [event for rank in ranks or range(size) for event in _events_of(directory, rank)]
     if not events:
         raise UsageError(
-            f"{script[0]} took no step {last} over samestep.loader or samestep.steps; write an earlier --steps"
+            f"{script[0]} ended before step {last} of a samestep.loader or samestep.steps; write an earlier --steps"
         )
     begin = min(event["ts"] for event in events if "ts" in event)
     for event in events:

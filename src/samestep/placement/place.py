@@ -94,7 +94,7 @@ def by_hand(rank: int | None, size: int | None, rendezvous: str) -> dict[str, st
     """torch's variables of a process that its script has started and numbered."""
     if type(rank) is not int or type(size) is not int:
         given, missing = ("rank", "size") if size is None else ("size", "rank")
-        raise PlacementError(f"init got {given}= and no {missing}=, which are whole numbers; give both")
+        raise PlacementError(f"init got {given}= without {missing}=; give both, as whole numbers")
     found = re.fullmatch(r"tcp://(.+):([0-9]{1,5})|env://", rendezvous)
     if not found:
         raise PlacementError(

@@ -75,9 +75,9 @@ def _inherited(number: str) -> bytes:
         said = b""
     if len(said) != len(_MARK) + _BYTES or not said.startswith(_MARK):
         raise PlacementError(
-            f"{DESCRIPTOR} names no open key, which `samestep run` gives to its workers alone; where a worker starts "
-            "processes that import the script, write samestep.init() and what follows it below "
-            "`if __name__ == '__main__':`, and start other scripts from it by `samestep run`",
+            f"this process did not inherit the run's key that {DESCRIPTOR} names, as a worker of `samestep run` does; "
+            "if a worker started it, write samestep.init() and what follows below `if __name__ == '__main__':`, or "
+            "start the other script with `samestep run`",
             variable=DESCRIPTOR,
         )
     return said.removeprefix(_MARK)

@@ -38,7 +38,7 @@ def posted(path: Path, listeners: Sequence[socket.socket]) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(path) and not read(path):
-            raise PlacementError(f"{path} is there and is no note of a run; name a file that does not exist")
+            raise PlacementError(f"{path} exists and is not from samestep; name a file that does not exist")
         write_atomically(path, text)
     except OSError as error:
         raise PlacementError(

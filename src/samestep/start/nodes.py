@@ -145,8 +145,7 @@ def check_alone(options: Mapping[str, Any]) -> None:
     # torchrun's localhost:0 is any free port, where no other node could find this one.
     if number or (at is not None and not at.endswith(":0")):
         raise UsageError(
-            f"{said} is for one of several nodes, but without --nodes there is 1; add --nodes and their number, "
-            f"or leave {said.partition(' ')[0]} out"
+            f"{said} needs --nodes; add --nodes and the number of nodes, or leave {said.partition(' ')[0]} out"
         )
 
 
@@ -156,8 +155,8 @@ def by_step(here: Placement, limit_s: float, nodes: str | None = None) -> NodeMe
         return None
     if here.launcher != "slurm" or here.size != here.nodes or not here.master_addr or not here.master_port:
         raise UsageError(
-            f"{here.launcher} started {here.size} of `samestep run` on {here.nodes} nodes; start one on each node "
-            "(srun --ntasks-per-node=1), or the script itself, or add --standalone"
+            f"{here.launcher} started {here.size} `samestep run` on {here.nodes} nodes; start one on each node "
+            "(srun --ntasks-per-node=1), start the script itself, or add --standalone"
         )
     least, count = numbers_of_nodes(nodes or str(here.nodes))
     if count != here.nodes:

@@ -112,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         written = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as TOML ({error}); mend it or take it away") from None
+        raise UsageError(f"{path} cannot be read as TOML ({error}); correct it or remove it") from None
     values: dict[str, Any] = {}
     for key, value in written.items():
         name = key.replace("-", "_")

@@ -103,9 +103,9 @@ class Draws(Member):
         streams.restore(kept[0])
         odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         self.group.say(
-            f"the random stream of {' and '.join(names)} on {name_ranks(odd)} is not that of rank 0 any more, found at "
-            f"{call}: seed all ranks alike, and draw on all or on none; the numbers since the last such call are not "
-            "the serial script's, and all go on in rank 0's stream",
+            f"the random stream of {' and '.join(names)} on {name_ranks(odd)} differs from rank 0's at "
+            f"{call}: seed all ranks alike, and draw on all ranks or on none; the numbers drawn since the last such "
+            "call are not the serial script's, and all ranks go on in rank 0's stream",
             what="parted streams",
         )
 
@@ -210,9 +210,9 @@ class Draws(Member):
         share, is_training = self._spine.at_hand, args[4] if len(args) > 4 else kwargs["training"]
         if is_training and input.shape[0] > 1 and share is not None and share.mine < share.all:
             self.group.say(
-                f"a BatchNorm ({users_line()}) takes its statistics from each rank's share, and not the serial "
-                "script's: its model is no replica, as a copy is until samestep.replicate(copy), or keeps no running "
-                "statistics",
+                f"a BatchNorm ({users_line()}) takes its statistics from each rank's share and not from the whole "
+                "batch, because its model was not replicated (a copy needs samestep.replicate(copy)) or keeps no "
+                "running statistics",
                 what="own statistics",
             )
         return original(input, *args, **kwargs)

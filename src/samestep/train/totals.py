@@ -71,9 +71,9 @@ def mean(value: Value, weight: float | None = None) -> Value:
             getattr(leaf, "requires_grad", False) for _, leaf in _leaves(value)
         ):
             joined().say(
-                f"samestep.mean ({users_line()}) counts each rank by its samples of the training batch, and another "
-                "loader was iterated since; if the value is of that one, write samestep.mean(value, weight=n) with the "
-                "number n of this rank's samples in it",
+                f"samestep.mean ({users_line()}) weighs each rank by its share of the training batch, but another "
+                "loader was iterated since; if the value comes from that loader, write samestep.mean(value, weight=n), "
+                "where n is the number of this rank's samples in it",
                 what="mean",
             )
     return _weighted("samestep.mean", value, weight, divide=True)
@@ -115,8 +115,8 @@ def _remark_lent(call: str) -> None:
         return
     for lent in [samples for samples, _ in left.sizes if samples < size]:
         joined().say(
-            f"{call} ({users_line()}) comes after a training loop with a batch of {in_words(lent, 'sample')} for "
-            f"{size} ranks, and ranks without a sample took that of others: what they added up of it counts too; "
+            f"{call} ({users_line()}) counts samples twice if it adds up what the loop computed of a batch of "
+            f"{in_words(lent, 'sample')} for {size} ranks, because a rank without a sample gets those of others; "
             f"call {call} inside the loop, or write drop_last=True"
         )
 

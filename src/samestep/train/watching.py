@@ -162,8 +162,8 @@ class Watching(Subscriber):
     def backward_begins(self, loss: torch.Tensor) -> None:
         if self._loop is not None and (does := self._loop.averaged(loss)):
             self._spine.group.say(
-                f"what {does} has this rank's samples alone, and so the loss is not the serial script's: join the "
-                "batch first, with samestep.gather(...), or average over it with samestep.mean(...)",
+                f"what {does} has only this rank's samples, so the loss is not the serial script's: first join the "
+                "batch with samestep.gather(...), or average over it with samestep.mean(...)",
                 what="mixed samples",
             )
         # a later loss of this batch may mix samples too, as of a GAN's generator

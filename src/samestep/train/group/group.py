@@ -331,7 +331,9 @@ def open_pulse(rank: int, timeout: timedelta) -> Pulse | None:
             faulthandler.register(STACK_SIGNAL, open(file, "ab", buffering=0), all_threads=True)  # noqa: SIM115
         return pulse
     except OSError as error:
-        say(f"{path} cannot be written ({reason_of(error)}); the run goes on without telling its steps there")
+        say(
+            f"{path} cannot be written ({reason_of(error)}); the run goes on, and its steps are not shown there"
+        )
         return None
 
 

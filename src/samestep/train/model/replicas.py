@@ -159,8 +159,8 @@ class Replicas(Member, Models):
     def _say_own_buffer(self, name: str) -> None:
         """Name a buffer, other than BatchNorm's, that training changes from each rank's share alone."""
         self.group.say(
-            f"forward changes the buffer {name} from each rank's share alone, and rank 0's is kept; take "
-            "samestep.mean(...) of what it is made of, or use replicate(exact=True) with steps",
+            f"forward computes the buffer {name} from each rank's own share, and only rank 0's value is kept; take "
+            "samestep.mean(...) of what it is computed from, or use replicate(exact=True) with steps",
             what="a buffer",
         )
 
