@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from samestep.rundir import pulse_path, read_pulse
 from samestep.steptimes import PARTS, START_UP_STEPS, breakdown, read_step_times
 from samestep.train.meter import _Clock
 
@@ -71,7 +72,7 @@ def metered(run, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_parts_add_up_to_the_scripts_own_clock_and_samples_are_counted_exactly(metered, size):
+def test_parts_add_up_to_the_scripts_own_clock_and_samples_are_counted_exactly(metered, size, tmp_path):
     clocks, files, _ = metered(size, forward=0.01, data=0.002)
     for rank, (times, _) in enumerate(clocks):
         found = files[rank]
@@ -80,6 +81,7 @@ def test_parts_add_up_to_the_scripts_own_clock_and_samples_are_counted_exactly(m
         assert found.progress.step_s == pytest.approx(mine, rel=0.03)
         assert found.progress.rows == len(times) == 14
         assert sum(step.mine for step in found.steps) == found.progress.mine
+        assert read_pulse(pulse_path(tmp_path / "run", rank)).step == 14
     assert sum(seen for _, seen in clocks) == 14 * 3
     assert sum(one.progress.mine for one in files.values()) == files[0].progress.all == 33
     said = breakdown(files)

@@ -1,5 +1,7 @@
 """What a checkpoint is made of: parts, datasets and files that are odd, and several checkpoints at once."""
 
+import re
+
 from samestep.state import file
 
 
@@ -9,6 +11,13 @@ def steps(directory):
 
 def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):
     source = """
+        from samestep.train.checkpoint import capture
+        class Image(torch.Tensor): pass
+        for value in (torch.ones(2).as_subclass(Image), torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
+            try:
+                capture.bulk({"seen": value})
+            except samestep.UsageError as error:
+                print(error)
         class Odd:
             def state_dict(self): return {"seen": {1, 2}}
             def load_state_dict(self, state): pass
@@ -17,6 +26,12 @@ def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):
     codes, said = run(source, 2, tmp_path / "commits")
     assert codes == [1, 1]
     assert all("UsageError: odd.seen is a set, which a checkpoint cannot carry" in one for one in said)
+    for kind in (
+        "an? Image; give the plain",
+        "a sparse_coo float32 tensor on cpu",
+        "a strided float32 tensor on meta",
+    ):
+        assert re.search(f"^seen is {kind}", said[0], re.MULTILINE), said[0]
 
 
 def test_a_whole_file_that_is_no_state_of_a_run_is_passed_over(run, tmp_path):

@@ -60,3 +60,15 @@ def test_a_worker_init_fn_of_the_scripts_own_is_called(world, tmp_path):
     mark = tmp_path / str(world.rank)
     list(samestep.loader([1, 2, 3], 3, num_workers=1, worker_init_fn=lambda number: mark.touch()))
     assert mark.exists()
+
+
+def test_a_data_set_that_leaves_the_script_in_the_loop_leaves_it(world):
+    class Leaving(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match="3"):
+        list(samestep.loader(Leaving(), 4, num_workers=0))

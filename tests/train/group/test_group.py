@@ -50,10 +50,12 @@ LEAKS = """
         held = meet(number, size)
         joined = dict(os.environ)
         assert samestep.init().size == size
+        torch.set_num_threads(2)
         results.add(train(size))
         group.close()
         held and held.close()
         assert dict(os.environ) == joined, "variables of a closed group were left"
+        assert torch.get_num_threads() == 2
         seen.append((me.num_threads(), me.num_fds(), len(me.net_connections()), me.memory_info().rss))
     settled = seen[len(seen) // 2 - 1]
     print(*settled, *seen[-1], sep=",")
