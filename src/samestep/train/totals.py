@@ -5,7 +5,6 @@ So are their gradients: a loss over the gathered batch, or of its mean, trains a
 
 import builtins
 import copy
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -155,9 +154,9 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     terms = [leaf * weight if divide else leaf for leaf in numbers] if weight else [None] * len(numbers)
     head = [[sums.number(term) for term in (float(weight), *terms)], [_kind_of_sum(leaf) for leaf in small]]
     payload = sums.pack(head, [_array(leaf, weight, divide) for leaf in small])
-    kinds = json.dumps([f"{name}{_kind(leaf)}" for name, leaf in named.items()])
-    packed, everyones = joined().total(call, kinds.encode(), payload, sums.add)
-    _check_alike(call, [json.loads(theirs) for theirs in everyones])
+    kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
+    packed, everyones = joined().total(call, kinds, payload, sums.add)
+    _check_alike(call, everyones)
     (added, _), data = sums.unpack(packed)
     weights, *totals = map(sums.value_of, added)
     whole = (float(weights) or math.nan) if divide else 1.0

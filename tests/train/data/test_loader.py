@@ -93,7 +93,7 @@ def test_it_says_its_length_dataset_and_batch_size(world):
     )
     assert loader.dataset is data
     assert len(loader.sampler) == 10
-    assert loader.batch_size == 4
+    assert (loader.batch_size, loader.share) == (4, 1 / world.size)
     assert len(list(samestep.loader(data, 4, drop_last=True, num_workers=0))) == 2
 
 

@@ -37,6 +37,8 @@ def check(length, batch_size, size, *, drop_last, even, start):
         assert max(shares) - min(shares) <= 1
         assert shares == sorted(shares, reverse=True)
         assert sum(shares) == together[0].all
+        parts = sum(share.weight(piece, length, batch_size) for piece in together)
+        assert even or abs(parts - 1) < 1e-9
     return [(piece.start, piece.stop) for piece in ranks[0]]
 
 
@@ -53,6 +55,9 @@ def test_ranks_together_take_exactly_the_serial_batches():
 
 def test_evaluation_covers_every_sample_once_and_leaves_no_rank_without():
     for length, batch_size, size, _ in cases(CASES, 1):
+        pieces = share.Pieces(length, batch_size, 1, 0, start=0, drop_last=False, even=True)
+        parts = sum(share.weight(piece, length, batch_size) for piece in pieces)
+        assert abs(parts - -(-length // batch_size)) < 1e-9  # of the serial script's batches
         batches = check(length, batch_size, size, drop_last=False, even=True, start=0)
         assert [at for one in batches for at in range(*one)] == list(range(length))
         if length >= size:
@@ -63,7 +68,7 @@ def test_evaluation_covers_every_sample_once_and_leaves_no_rank_without():
 
 
 def test_an_epoch_of_many_batches_is_cut_as_it_is_taken():
-    many = share.Pieces(10**12, 4, 3, 1, even=True)
+    many = share.Pieces(10**12, 4, 3, 1, start=0, drop_last=False, even=True)
     assert len(many) == 250_000_000_000
     assert next(iter(many)) == share.Piece(0, 4, 2, 3)
     assert many[-1] == share.Piece(10**12 - 4, 10**12, 10**12 - 2, 10**12 - 1)
@@ -73,7 +78,8 @@ def test_going_on_from_any_batch_gives_the_same_rest_at_any_size():
     for length, batch_size, size, draw in cases(CASES // 5, 2):
         drop_last, even = draw.random() < 0.3, draw.random() < 0.3
         whole = check(length, batch_size, size, drop_last=drop_last, even=even, start=0)
-        for at, (_, stop) in enumerate(whole):
+        for at in draw.sample(range(len(whole)), min(3, len(whole))):
+            stop = whole[at][1]
             other = size if even else draw.choice([1, 2, 3, 5, 8])
             rest = check(length, batch_size, other, drop_last=drop_last, even=even, start=stop)
             assert rest == whole[at + 1 :]

@@ -226,3 +226,19 @@ def test_what_is_not_derived_again_is_the_gradient_of_the_ranks_own_loss(world, 
         own = torch.autograd.grad(getattr(model(x).square(), loss)(), list(model.parameters()))
         found += [total(one) for one in own]
     torch.testing.assert_close(found, wanted)
+
+
+def test_a_model_behind_another_counts_once_beside_a_batch_of_unlike_share(world):
+    torch.manual_seed(0)
+    rows = torch.rand(5, 2), torch.rand(6, 2)
+    encoder, head, other = plain = [nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 1)]
+    (head(encoder(rows[0])).mean() + other(rows[1]).mean()).backward()
+    expected = [model.weight.grad.clone() for model in plain]
+    encoder, head, other = (samestep.replicate(copy.deepcopy(model)) for model in plain)
+    for model in (encoder, head, other):
+        model.zero_grad()
+    first, second = (iter(samestep.loader(TensorDataset(part), len(part))) for part in rows)
+    found = head(encoder(*next(first))).mean()
+    (found + other(*next(second)).mean()).backward()
+    for model, gradient in zip((encoder, head, other), expected, strict=True):
+        torch.testing.assert_close(model.weight.grad, gradient)

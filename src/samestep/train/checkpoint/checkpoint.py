@@ -5,7 +5,6 @@ and what produced it all. Not covered: what the script keeps in variables of its
 """
 
 import hashlib
-import json
 import math
 import os
 import platform
@@ -123,8 +122,8 @@ class Checkpoint:
                 failure = str(error)
         read_seconds = time.monotonic() - begun
         place = (str(found.path), found.path.stat().st_size, found.root.hex()) if found else ("", 0, "")
-        mine = json.dumps([failure, *place]).encode()
-        failure, path, size, root = json.loads(self._group.broadcast("samestep.Checkpoint.resume", mine))
+        mine = [failure, *place]
+        failure, path, size, root = self._group.broadcast("samestep.Checkpoint.resume", mine)
         if failure:
             raise CheckpointError(failure)
         if not path:
@@ -183,8 +182,8 @@ class Checkpoint:
 
     def _remember(self, began: float) -> None:
         """Collective. Keep the state in the launcher's memory, from where a restart takes it."""
-        again_at = str(self._writer.remembers_next(self.steps)).encode()
-        self._remember_at = int(self._group.broadcast("samestep.Checkpoint.step", again_at))
+        again_at = self._writer.remembers_next(self.steps)
+        self._remember_at = self._group.broadcast("samestep.Checkpoint.step", again_at)
         self._group.the(Replicas).settle()
         kept = self._gathered_streams()
         if self._world.rank == 0 and not self._writer.is_writing:
@@ -200,7 +199,7 @@ class Checkpoint:
                 self._directory.hold(*holder(os.environ, self._directory.directory))
             except CheckpointError as error:
                 failure = str(error)
-        if failure := self._group.broadcast("samestep.Checkpoint", failure.encode()).decode():
+        if failure := self._group.broadcast("samestep.Checkpoint", failure):
             raise CheckpointError(failure, path=self._directory.directory)
         self._is_held = True
 
@@ -221,7 +220,7 @@ class Checkpoint:
         """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch."""
         self._outcome()
         is_newest = self._writer.committed == self._place()
-        if not int(self._group.broadcast("samestep.Checkpoint.finish", b"%d" % is_newest)):
+        if not self._group.broadcast("samestep.Checkpoint.finish", is_newest):
             self.commit(wait=True)
 
     def unsaved(self) -> str:
@@ -243,8 +242,8 @@ class Checkpoint:
     def _agree(self) -> tuple[str, bool]:
         """Collective. What all ranks do next: stop, and why, or commit, or nothing."""
         remembers = self._is_held and self._writer.slots is not None
-        mine = json.dumps([*self._reasons(self._common.pace), remembers]).encode()
-        said = [json.loads(one) for one in self._group.all_gather("samestep.Checkpoint.step", mine)]
+        mine = [*self._reasons(self._common.pace), remembers]
+        said = self._group.all_gather("samestep.Checkpoint.step", mine)
         self._common.decided()
         if said[0][2] and not self._remember_at:
             self._remember_at = self.steps + 1
@@ -304,8 +303,7 @@ class Checkpoint:
 
     def _outcome(self) -> str:
         self._writer.wait()
-        failures = self._group.all_gather("samestep.Checkpoint.commit", self._writer.failure.encode())
-        return failures[0].decode()
+        return str(self._group.broadcast("samestep.Checkpoint.commit", self._writer.failure))
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
         own = state[OWN]

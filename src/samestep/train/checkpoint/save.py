@@ -36,7 +36,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
             except Exception as error:  # whatever it is, the others wait to hear of it
                 reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
                 failure = f"{path} cannot be written ({reason}); what was there is intact"
-    if failure := joined().broadcast("samestep.save", failure.encode()).decode():
+    if failure := joined().broadcast("samestep.save", failure):
         raise CheckpointError(failure)
     if joined().world.rank == 0:
         _remark_others(path)

@@ -74,8 +74,7 @@ class Order:
 
     def _drawn_seed(self) -> int:
         """As torch's RandomSampler draws it; all ranks draw, so that their streams stay in step."""
-        drawn = streams.draw_seed()
-        return int(self._group.broadcast("samestep.loader's order", str(drawn).encode()))
+        return int(self._group.broadcast("samestep.loader's order", streams.draw_seed()))
 
     def kept(self, position: int) -> dict[str, Any]:
         """What brings this order back: after `go_on` the order that is still to be drawn."""
@@ -303,8 +302,8 @@ class Taken:
         """Collective. Raise RanksDiffer where another rank's sampler gave another order."""
         self._is_to_compare, self._compared = False, self.asked
         mine = _digest(torch.tensor(self._indices, device="cpu"))
-        for other, digest in enumerate(self._group.all_gather("samestep.loader's sampler", mine.encode())):
-            if digest.decode() != mine:
+        for other, digest in enumerate(self._group.all_gather("samestep.loader's sampler", mine)):
+            if digest != mine:
                 raise RanksDiffer(
                     f"{self._name} gives rank {self._group.world.rank} another order than rank {other}, and all ranks "
                     "share one order; leave out a sampler that chooses by rank, or seed it alike on all ranks"

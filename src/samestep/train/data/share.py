@@ -48,9 +48,9 @@ class Pieces(Sequence[Piece]):
         size: int,
         rank: int,
         *,
-        start: int = 0,
-        drop_last: bool = False,
-        even: bool = False,
+        start: int,
+        drop_last: bool,
+        even: bool,
     ) -> None:
         """With even, a last batch below size is filled from the one before, or added to it."""
         stops = range(start + batch_size, length + 1, batch_size)

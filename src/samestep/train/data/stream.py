@@ -111,8 +111,8 @@ class Reading:
     def compare(self, group: Group) -> None:
         """Collective. Raise RanksDiffer where another rank's stream begins with another batch."""
         mine = self._first[2] if self._first else ""
-        for rank, theirs in enumerate(group.all_gather("samestep.loader's stream", mine.encode())):
-            if theirs.decode() != mine:
+        for rank, theirs in enumerate(group.all_gather("samestep.loader's stream", mine)):
+            if theirs != mine:
                 raise RanksDiffer(
                     f"{self._name} gives rank {group.world.rank} other samples than rank {rank}, and every rank has to "
                     "read the same stream; seed what it draws, and leave out what splits it by rank"

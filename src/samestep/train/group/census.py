@@ -46,11 +46,22 @@ def of_kind(kind: str, items: Iterable[Item]) -> list[Item]:
     return [item for item in items if item.kind == kind]
 
 
-def by_rank(items: Iterable[Item], size: int) -> list[bytes]:
+def item_of(rank: int, value: Any) -> Item:
+    """What a rank brings: bytes, or else what JSON holds."""
+    kind, data = ("payload", value) if isinstance(value, bytes) else ("json", json.dumps(value).encode())
+    return Item(kind, [[rank, rank]], data)
+
+
+def value_of(item: Item) -> Any:
+    return json.loads(item.value) if item.kind == "json" else item.value
+
+
+def by_rank(items: Iterable[Item], size: int) -> list[Any]:
     """Every rank's value, by rank."""
-    values = [b""] * size
-    for _, ranks, value in items:
-        for first, last in ranks:
+    values: list[Any] = [None] * size
+    for item in items:
+        value = value_of(item)
+        for first, last in item.ranks:
             values[first : last + 1] = [value] * (last + 1 - first)
     return values
 

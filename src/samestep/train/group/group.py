@@ -23,7 +23,7 @@ from samestep.failure import add_remedy, is_users, write_failure
 from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.text import reason_of
-from samestep.train.group.census import Item, added, by_rank, merged, of_kind
+from samestep.train.group.census import Item, added, by_rank, item_of, merged, of_kind, value_of
 from samestep.train.group.control import Join, exchange, place_of, users_line
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output
@@ -89,42 +89,39 @@ class Group:
             found = self._members[kind] = kind(self)
         return found  # type: ignore[return-value]
 
-    def all_gather(
-        self, call: str, payload: bytes = b"", *, patience: timedelta | None = None
-    ) -> list[bytes]:
-        """Collective. Every rank's payload, by rank; an error on all ranks where they are at different calls."""
-        mine = [Item("payload", self._own, payload)]
+    def all_gather(self, call: str, value: Any = None, *, patience: timedelta | None = None) -> list[Any]:
+        """Collective. Every rank's bytes or JSON, by rank; an error on all where ranks are at different calls."""
+        mine = [item_of(self.world.rank, value)]
         return by_rank(self._exchange(call, mine, merged, patience), self.world.size)
 
-    def broadcast(self, call: str, payload: bytes) -> bytes:
-        """Collective. Rank 0's payload; checked as `all_gather` checks, and what the others bring is not sent."""
-        mine = [] if self.world.rank else [Item("payload", self._own, payload)]
-        return self._exchange(call, mine, merged)[0].value
+    def broadcast(self, call: str, value: Any) -> Any:
+        """Collective. Rank 0's value; checked as `all_gather` checks, and what the others bring is not sent."""
+        mine = [] if self.world.rank else [item_of(0, value)]
+        return value_of(self._exchange(call, mine, merged)[0])
 
     def total(
-        self, call: str, alike: bytes, payload: bytes, add: Callable[[bytes, bytes], bytes]
-    ) -> tuple[bytes, list[bytes]]:
+        self, call: str, alike: Any, payload: bytes, add: Callable[[bytes, bytes], bytes]
+    ) -> tuple[bytes, list[Any]]:
         """Collective. All payloads added in a fixed tree, empty where `alike` differs; and each rank's `alike`."""
-        size = self.world.size
-        mine = [Item("alike", self._own, alike), Item("block", [0, self.world.rank], payload)]
+        rank, size = self.world.rank, self.world.size
 
         def join(items: Sequence[Item]) -> list[Item]:
-            kinds = merged(of_kind("alike", items))
+            kinds = merged(item for item in items if item.kind != "block")
             blocks = {(item.ranks[0], item.ranks[1]): item.value for item in of_kind("block", items)}
             sums = added(blocks, size, add) if len(kinds) == 1 else {}
             return [*kinds, *(Item("block", at, value) for at, value in sums.items())]
 
-        answer = self._exchange(call, mine, join)
+        answer = self._exchange(call, [item_of(rank, alike), Item("block", [0, rank], payload)], join)
         total = b"".join(item.value for item in of_kind("block", answer))
-        return total, by_rank(of_kind("alike", answer), size)
+        return total, by_rank((item for item in answer if item.kind != "block"), size)
 
     def hand_out(self, file: IO[bytes]) -> None:
         """Collective. Copy rank 0's open file to an open file of every other rank."""
         if self._tree is None:
             return
         call, is_source = "samestep's handing out of a file", self.world.rank == 0
-        here = str(os.fstat(file.fileno()).st_size) if is_source else "0"
-        for _ in range(0, int(self.broadcast(call, here.encode())), _PIECE):
+        here = os.fstat(file.fileno()).st_size if is_source else 0
+        for _ in range(0, self.broadcast(call, here), _PIECE):
             piece = self.broadcast(call, file.read(_PIECE) if is_source else b"")
             if not is_source:
                 file.write(piece)

@@ -69,9 +69,8 @@ class Divergence(Member, Subscriber):
         self._since = time.monotonic()
         self._took_s = min(self._took_s, self._since - began)
         if step == _DECIDED:
-            steps = str(_AND_AFTER * self._took_s / step_s).encode()
-            most = max(map(float, self.group.all_gather("samestep's comparison of replicas", steps)))
-            self._every = pace(most)
+            steps = _AND_AFTER * self._took_s / step_s
+            self._every = pace(max(self.group.all_gather("samestep's comparison of replicas", steps)))
 
 
 def pace(steps: float) -> int:

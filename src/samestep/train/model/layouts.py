@@ -1,6 +1,5 @@
 """Where recurrent layers have the batch in their random draws, which are made out of sight of the trace."""
 
-import json
 from typing import Any
 
 import torch
@@ -54,8 +53,8 @@ def _packed_part(packed: PackedSequence) -> Part | None:
     lengths = (packed.batch_sizes.unsqueeze(1) > host).sum(0)  # of the sorted sequences
     if packed.unsorted_indices is not None:
         lengths = lengths[packed.unsorted_indices.cpu()]
-    mine = json.dumps([] if share.lent else lengths.tolist()).encode()
-    ranks = [json.loads(said) for said in group.all_gather("samestep.replicate's packed sequences", mine)]
+    mine = [] if share.lent else lengths.tolist()
+    ranks = group.all_gather("samestep.replicate's packed sequences", mine)
     if share.lent or share.mine == share.all:
         return None
     everyones = torch.tensor([length for rank in ranks for length in rank], device="cpu")

@@ -1,7 +1,6 @@
 """All replicas of a group: what they do together at passes, and which of their buffers have to be made equal."""
 
 import gc
-import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from samestep.train.model.exchange import HeldHooks, times_of
 from samestep.train.model.replica import Replica
 from samestep.train.model.tree import Tree
 from samestep.train.step import Pass, Share, Spine
-from samestep.train.streams import draw_as
+from samestep.train.streams import draw_as, seed_of
 from samestep.train.subscriber import Models
 
 _DIGITS = 16
@@ -34,6 +33,7 @@ class Replicas(Member, Models):
         self._living: list[weakref.ref[Replica]] = []
         self._made = 0
         self._any_moves_buffers = False
+        self._apart: int | None = None  # the seed by which this rank's stream is its own
         spine = group.the(Spine)
         group.the(Backward)
         group.the(Hooks)
@@ -56,6 +56,13 @@ class Replicas(Member, Models):
         self._made += 1
         self._any_moves_buffers |= replica.moves_buffers
         self._living.append(weakref.ref(replica, self._living.remove))
+
+    def draw_apart(self) -> None:
+        """Ranks seeded alike would drop out the same units; rank 0 keeps the serial script's stream."""
+        rank = self.group.world.rank
+        if rank and torch.initial_seed() != self._apart:
+            self._apart = seed_of("rank", torch.initial_seed(), rank)
+            torch.manual_seed(self._apart)
 
     def trains(self, shuffled: bool) -> bool:
         return any(shuffled or replica.model.training for replica in self)
@@ -128,9 +135,8 @@ class Replicas(Member, Models):
         for tree in trees.values():
             tree.microbatch_ends(share)
         if share.last:
-            mine = json.dumps({number: tree.used for number, tree in trees.items() if tree.used})
-            ranks = self.group.all_gather("samestep.replicate's gradients", mine.encode())
-            used = [json.loads(said) for said in ranks]
+            mine = {number: tree.used for number, tree in trees.items() if tree.used}
+            used = self.group.all_gather("samestep.replicate's gradients", mine)
             for number, tree in trees.items():
                 tree.step_ends(share, [said[str(number)] for said in used if str(number) in said])
             draw_as(share.of.seed, share.of.epoch, share.batch_start, "after")
@@ -168,8 +174,7 @@ class Replicas(Member, Models):
         self, call: str, fact: Callable[[Replica], str | None]
     ) -> Iterator[tuple[Replica, list[Any]]]:
         """Collective. The replicas that live on every rank, with what each rank says of them."""
-        mine = json.dumps({replica.number: fact(replica) for replica in self})
-        ranks = [json.loads(said) for said in self.group.all_gather(call, mine.encode())]
+        ranks = self.group.all_gather(call, {replica.number: fact(replica) for replica in self})
         for replica in self:
             number = str(replica.number)
             if all(number in said for said in ranks):

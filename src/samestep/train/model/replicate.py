@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from samestep.errors import UsageError
 from samestep.train.draws import Draws
-from samestep.train.group.group import Member
 from samestep.train.group.world import joined
 from samestep.train.model.alike import check_alike
 from samestep.train.model.arithmetic import FixedArithmetic
@@ -30,7 +29,6 @@ from samestep.train.model.layouts import note_layouts
 from samestep.train.model.replica import replica_of
 from samestep.train.model.replicas import Replicas
 from samestep.train.model.tree import Tree
-from samestep.train.streams import seed_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -96,7 +94,7 @@ def replicate(
         group.the(Draws).begin()
         note_layouts(model, target)
     elif not group.the(Draws).active:
-        group.the(_Streams).draw_apart()
+        replicas.draw_apart()
     if any(parameter.requires_grad for parameter in target.parameters()):
         _remark_own_statistics(target)
         replicas.add(target, ddp, sums=sums)
@@ -171,18 +169,6 @@ def no_sync(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
         return
     with replica.ddp.no_sync():
         yield
-
-
-class _Streams(Member):
-    """Ranks seeded alike would drop out the same units; rank 0 keeps the serial script's stream."""
-
-    apart: int | None = None
-
-    def draw_apart(self) -> None:
-        rank = self.group.world.rank
-        if rank and torch.initial_seed() != self.apart:
-            self.apart = seed_of("rank", torch.initial_seed(), rank)
-            torch.manual_seed(self.apart)
 
 
 def _remark_own_statistics(model: torch.nn.Module) -> None:

@@ -19,6 +19,7 @@ from samestep.train.data import loader as loaders
 from samestep.train.data import share, steps
 from samestep.train.group import world
 from samestep.train.model import replica, replicate, weighing
+from samestep.train.model.replicas import Replicas
 from samestep.train.step import Spine
 from samestep.verify.record import wrap
 
@@ -104,7 +105,7 @@ def _share_nothing() -> None:
         *((module, "cut", lambda count, size, rank: (0, count)) for module in (share, steps, step)),
         *((module, "share_weight", lambda *_, **__: 1.0) for module in (replica, weighing)),
         (totals, "joined", lambda: alone),
-        (replicate._Streams, "draw_apart", lambda _: None),
+        (Replicas, "draw_apart", lambda _: None),
         (replicate, "convert", lambda _: None),  # BatchNorm has the whole batch already
         (Spine, "weight_here", lambda _: 1.0),
     ]
