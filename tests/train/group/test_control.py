@@ -124,4 +124,4 @@ def test_a_total_after_a_training_loop_in_which_samples_were_lent_is_said_once(w
                 model(x).sum().backward()
                 total += len(x)
             assert samestep.sum(total) == 10
-    assert said.getvalue().count("with a batch of 2 samples for 3 ranks") == (world.rank == 0)
+    assert said.getvalue().count("a batch of 2 samples for 3 ranks") == (world.rank == 0)
