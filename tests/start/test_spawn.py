@@ -56,6 +56,17 @@ def test_the_workers_own_exception_is_raised_with_its_traceback_and_the_others_a
     assert "samestep/launch" not in note
 
 
+def test_pytest_shows_the_frames_of_the_worker_and_none_of_samestep(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import samestep\n\ndef fails():\n    raise KeyError('here')\n\n"
+        "def test_it():\n    samestep.launch(fails, 1)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50).stdout
+    assert 'test_it.py", line 4, in fails' in said
+    assert "spawn.py" not in said
+
+
 def test_a_killed_worker_is_named_with_its_signal():
     def die() -> None:
         if rank() == 1:

@@ -52,6 +52,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         raise UsageError(
             f"launch got size {size!r}, which is not a number of processes; use a whole number of at least 1"
         )
+    __tracebackhide__ = True  # pytest and IPython then show the worker's frames without these
     check_room(size)
     with _by_value_where_unimportable(sys.modules.get(getattr(fn, "__module__", None) or "")):
         text = cloudpickle.dumps(sys.path) + cloudpickle.dumps((fn, args, kwargs))
@@ -121,6 +122,7 @@ class _Caller:
 
 
 def _raise(cause: Worker, answer: bytes, size: int, killed: str) -> NoReturn:
+    __tracebackhide__ = True
     status, facts = cause.status or 0, {"rank": cause.rank, "code": cause.status or 0}
     who = f"rank {cause.rank} of {size}"
     if status != 1 or not answer:
