@@ -390,5 +390,5 @@ def test_a_mean_that_may_be_of_another_loader_is_said_once_with_the_line_to_writ
             (held,) = next(iter(test))
             samestep.mean(rows.mean().requires_grad_())
             samestep.mean(held.mean())
-    line = "if the value is of that one, write samestep.mean(value, weight=n)"
+    line = "if the value comes from that loader, write samestep.mean(value, weight=n)"
     assert complained.getvalue().count(line) == (said and world.rank == 0)
