@@ -24,6 +24,9 @@ def r2(out, y):
          "print(samestep.sum(np.sum(got)) / 20)"),
         ("with torch.no_grad():\n    out = torch.cat([model(x) for x, y in test])\nprint(out.std())",
          "print(samestep.gather(out).std())"),
+        (f"{TRAIN}{STEP}    losses = {{'ce': loss}}\n    for k, v in losses.items():\n"
+         "        sums[k] = sums.get(k, 0.0) + v.item()\nprint(sums)".replace("for x", "sums = {}\nfor x", 1),
+         "        sums[k] = sums.get(k, 0.0) + v.item() * train.share\nprint(samestep.sum(sums))"),
         (f"{TRAIN}{SLOPES}, create_graph=True)\n    (loss + sum(one.pow(2).sum() for one in slopes)).backward()\n",
          "    (loss + sum(one.pow(2).sum() for one in slopes)).backward()\n"),
     ],
@@ -46,3 +49,15 @@ def test_a_function_that_is_given_shares_in_a_loop_and_after_it_is_not_totalled_
     after = f"with torch.no_grad():\n    {after.replace(chr(10) + 'print', chr(10) + '    print')}"
     gaps = _of(f"{BEGIN}{R2}{loop}{after}").gaps
     assert [gap for gap in gaps if "count once for each process" in gap], gaps
+
+
+def test_a_hook_is_listed_as_its_share_goes_where_it_is_not_followed():
+    hook = "kept = {}\nmodel.register_forward_hook(lambda m, given, out: kept.update(out=out))\n"
+    (gap,) = _of(f"{BEGIN}{hook}{TRAIN}{STEP}print(kept['out'].mean())\n").gaps
+    assert "model.register_forward_hook: a hook gets this process's share" in gap
+
+
+def test_a_model_is_replicated_before_an_optimizer_behind_a_semicolon():
+    made = "self.net = nn.Linear(4, 3); self.by = torch.optim.SGD(self.net.parameters(), 1)"
+    lines = f"class Both:\n    def __init__(self): {made}\n"
+    assert "; samestep.replicate(self.net); self.by = " in _after(f"{BEGIN}{lines}both = Both()\n")

@@ -152,11 +152,7 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
         is_loop &= name not in {ast.unparse(one) for one in ast.walk(getattr(at, "target", ast.Constant(0)))}
         if is_loop and not (at.lineno <= key[1] <= at.end_lineno):  # type: ignore[attr-defined, index]
             statement = at  # type: ignore[assignment]
-    line = f"samestep.replicate({name}{options})"
-    if edit := source.line_before(statement, line):
-        followed.found.edit(edit)
-    else:
-        followed.found.gap(source, statement, f"{line} belongs before this statement")
+    followed.found.edit(source.line_before(statement, f"samestep.replicate({name}{options})"))
 
 
 def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:

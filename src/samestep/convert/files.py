@@ -10,9 +10,11 @@ from samestep.convert.source import Edit, Source
 from samestep.convert.values import Value
 
 _DEVICES = ("cuda", "mps", "xpu")
-_WRITERS = {
-    "SummaryWriter": "make it on rank 0 only, and call it there only",
-    "wandb.init": 'pass mode="disabled" on other ranks',
+_LISTED = {
+    "SummaryWriter": "every process would write here; make it on rank 0 only, and call it there only",
+    "wandb.init": 'every process would write here; pass mode="disabled" on other ranks',
+    "hook": "a hook gets this process's share, and gradients of it alone; take totals of what it keeps, and change "
+    "gradients after backward()",
 }
 _FIRST = 'write it inside `with samestep.first(per="run"):`, and only where it is missing'
 _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
@@ -87,9 +89,9 @@ def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> 
 def _written(followed: Follower, source: Source, node: ast.Call) -> None:
     """What every process would write: a directory, a file, a log."""
     name = ast.unparse(node.func)
-    for writer, remedy in _WRITERS.items():
-        if name == writer or name.endswith(f".{writer}"):
-            followed.found.gap(source, node, f"every process would write here ({name}); {remedy}")
+    for listed, reason in _LISTED.items():
+        if f".{name}".endswith((f".{listed}", f"_{listed}")):
+            followed.found.gap(source, node, f"{name}: {reason}")
     if name in ("os.mkdir", "os.makedirs") and len(node.args) == 1 and not node.keywords:
         # another process may make it after this one has asked for it
         found, end = followed.found, source.end(node.args[0])

@@ -206,7 +206,7 @@ class Follower(Calls):
     def _made(self, target: ast.expr, made: ast.expr) -> Value | None:
         """What a target is given; None where something is added to it, which has its value then."""
         adds = isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add)
-        if adds and ast.unparse(made.left) == ast.unparse(target):  # type: ignore[attr-defined]
+        if adds and _begins_from(made.left, target):  # type: ignore[attr-defined]
             self._add(target, made.right)  # type: ignore[attr-defined]
             return None
         is_late = made in self.learnt.eager or self.is_lost(target)
@@ -362,3 +362,11 @@ class Follower(Calls):
             text = "this loss could not be followed to the batch; see whether it is a mean over its samples"
             self.gap(node, text)
         return Value()
+
+
+def _begins_from(old: ast.expr, target: ast.expr) -> bool:
+    """Whether a sum begins from its target's value, or from `held.get(key, 0)` of the target `held[key]`."""
+    match old, target:
+        case ast.Call(func=ast.Attribute(value=held, attr="get"), args=[key, _]), ast.Subscript():
+            return ast.dump(held) == ast.dump(target.value) and ast.dump(key) == ast.dump(target.slice)
+    return ast.unparse(old) == ast.unparse(target)

@@ -63,10 +63,10 @@ class Source:
         indent = self.data[self._lines[node.lineno - 1] : self.start(node)].decode()  # type: ignore[attr-defined]
         return indent if not indent.strip() else None
 
-    def line_before(self, statement: ast.stmt, line: str) -> Edit | None:
-        """A line of its own before a statement, if the statement begins its line."""
+    def line_before(self, statement: ast.stmt, line: str) -> Edit:
+        """A line of its own before a statement that begins its line; before another one the same in its line."""
         indent, start = self.indent(statement), self.start(statement)
-        return None if indent is None else Edit(self, start, start, f"{line}{self.line_end}{indent}")
+        return Edit(self, start, start, f"{line}; " if indent is None else f"{line}{self.line_end}{indent}")
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         while not isinstance(node, ast.stmt):
