@@ -7,8 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
-
 from samestep.errors import PlacementError
 from samestep.files import read_text
 from samestep.placement import launchers
@@ -76,17 +74,17 @@ def this_process() -> Placement:
 
 def _began_with_more() -> tuple[str, ...]:
     """What is said of a lone process where a launcher's variables were removed, by its script or its parents'."""
-    me = psutil.Process()
-    with suppress(psutil.Error):
-        for process in (me, *me.parents()):
-            with suppress(psutil.Error, PlacementError):
-                found = launchers.recognise(launchers.without_leftovers(process.environ()))
-                if "size" in found.facts and found.facts["size"].number > 1:
-                    which = "it" if process == me else f"process {process.pid}, which started it,"
-                    return (
-                        f"this process runs alone, and {which} was started as one of {found.facts['size'].number}: "
-                        "its launcher's variables, such as RANK and WORLD_SIZE, were removed before init; leave them",
-                    )
+    for pid, _ in _ancestors():
+        variables = read_text(Path(f"/proc/{pid}/environ")).split("\0")
+        env = dict(variable.split("=", 1) for variable in variables if "=" in variable)
+        with suppress(PlacementError):
+            size = launchers.recognise(launchers.without_leftovers(env)).facts.get("size")
+            if size and size.number > 1:
+                which = "it" if pid == os.getpid() else f"process {pid}, which started it,"
+                return (
+                    f"this process runs alone, and {which} was started as one of {size.number}: its launcher's "
+                    "variables, such as RANK and WORLD_SIZE, were removed before init; leave them",
+                )
     return ()
 
 
