@@ -1,0 +1,31 @@
+"""A batch of the script's own collate_fn is cut from the whole batch where it has rows, and else says where it lies."""
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from samestep.train.data.collated import Collated
+from samestep.train.step import Ragged, Rows
+
+SAMPLES = [torch.arange(2.0), torch.arange(3.0) + 10, torch.arange(7.0) + 20]
+MINE = slice(1, 2)
+
+
+def test_what_is_alike_for_every_batch_leaves_the_rest_to_be_cut_from_the_whole_batch():
+    weights = torch.tensor([0.5, 2.0])
+    collate = Collated(lambda samples: (pad_sequence(samples, batch_first=True), weights))
+    (padded, found), ragged = collate((SAMPLES, MINE))
+    assert torch.equal(padded, pad_sequence(SAMPLES, batch_first=True)[MINE])
+    assert torch.equal(found, weights)
+    assert ragged == {}
+
+
+def test_what_lies_end_to_end_is_found_behind_a_tensor_that_has_other_dimensions_in_a_share():
+    collate = Collated(
+        lambda samples: {
+            "sums": torch.stack([sample[:2] for sample in samples]).squeeze(0),
+            "nodes": torch.cat(samples),
+        }
+    )
+    batch, ragged = collate((SAMPLES, MINE))
+    assert torch.equal(batch["nodes"], SAMPLES[1])
+    assert ragged == {".nodes": Ragged(0, Rows(3, 2, 12))}
