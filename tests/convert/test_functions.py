@@ -54,7 +54,7 @@ def test_a_function_that_is_given_shares_in_a_loop_and_after_it_is_not_totalled_
 def test_a_hook_is_listed_as_its_share_goes_where_it_is_not_followed():
     hook = "kept = {}\nmodel.register_forward_hook(lambda m, given, out: kept.update(out=out))\n"
     (gap,) = _of(f"{BEGIN}{hook}{TRAIN}{STEP}print(kept['out'].mean())\n").gaps
-    assert "model.register_forward_hook: a hook gets this process's share" in gap
+    assert "a hook (model.register_forward_hook) gets this process's share" in gap
 
 
 def test_a_model_is_replicated_before_an_optimizer_behind_a_semicolon():

@@ -11,10 +11,10 @@ from samestep.convert.values import Value
 
 _DEVICES = ("cuda", "mps", "xpu")
 _LISTED = {
-    "SummaryWriter": "every process would write here; make it on rank 0 only, and call it there only",
-    "wandb.init": 'every process would write here; pass mode="disabled" on other ranks',
-    "hook": "a hook gets this process's share, and gradients of it alone; take totals of what it keeps, and change "
-    "gradients after backward()",
+    "SummaryWriter": "every process would write here ({}); make it on rank 0 only, and call it there only",
+    "wandb.init": 'every process would write here ({}); pass mode="disabled" on other ranks',
+    "hook": "a hook ({}) gets this process's share, and gradients of it alone; take totals of what it keeps, "
+    "and change gradients after backward()",
 }
 _FIRST = 'write it inside `with samestep.first(per="run"):`, and only where it is missing'
 _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
@@ -91,7 +91,7 @@ def _written(followed: Follower, source: Source, node: ast.Call) -> None:
     name = ast.unparse(node.func)
     for listed, reason in _LISTED.items():
         if f".{name}".endswith((f".{listed}", f"_{listed}")):
-            followed.found.gap(source, node, f"{name}: {reason}")
+            followed.found.gap(source, node, reason.format(name))
     if name in ("os.mkdir", "os.makedirs") and len(node.args) == 1 and not node.keywords:
         # another process may make it after this one has asked for it
         found, end = followed.found, source.end(node.args[0])
