@@ -17,6 +17,7 @@ from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import leaves_before, name_of, nodes_before, reduction_of
 from samestep.train.step import Share, Spine, cut, spine
+from samestep.train.subscriber import Subscriber
 
 _FIRST_LOSSES = _FIRST_BATCHES = 3
 # both ways into the engine, backward() and grad(), look this up; nothing public of torch 2.13 is in both
@@ -86,7 +87,7 @@ class Backward(Member):
         self, run: Any, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
     ) -> Any:
         spine = self._spine
-        spine.begin_backward(outputs[0])
+        spine.tell(Subscriber.backward_begins, outputs[0])
         share = spine.at_hand
         if share is not None and len(self._loose) <= _FIRST_BATCHES:
             self._compare_loose(outputs[0], share)

@@ -187,6 +187,11 @@ class Spine(Member):
         if type(subscriber).phase_begins is not Subscriber.phase_begins:
             self.group.hear_phases(subscriber.phase_begins)
 
+    def tell(self, event: Callable[[Subscriber, Any], None], about: Any) -> None:
+        """Tell all subscribers of an event, one of Subscriber's methods."""
+        for subscriber in self._subscribers:
+            getattr(subscriber, event.__name__)(about)
+
     def is_training(self, shuffled: bool) -> bool:
         """Whether a pass that begins now is one of training, as far as autograd and the subscribers can tell."""
         if not torch.is_grad_enabled() or self.group.world.size == 1:
@@ -201,8 +206,7 @@ class Spine(Member):
         if begun.training:
             self._passes_begun += 1
             self._position = (self._passes_begun & 0xFFFF, begun.epoch & 0xFFFF, 0)
-        for subscriber in self._subscribers:
-            subscriber.pass_begins(begun)
+        self.tell(Subscriber.pass_begins, begun)
 
     def hand_out(self, share: Share, batch: Any, ragged: dict[str, Ragged] | None = None) -> None:
         """This batch or microbatch is what the script works on from here."""
@@ -228,41 +232,22 @@ class Spine(Member):
         share.of.latest = share
 
     def begin_step(self, share: Share) -> None:
-        for subscriber in self._subscribers:
-            subscriber.step_begins(share)
+        self.tell(Subscriber.step_begins, share)
         if share.of.training:
             self.steps += 1
-
-    def begin_backward(self, loss: torch.Tensor) -> None:
-        for subscriber in self._subscribers:
-            subscriber.backward_begins(loss)
-
-    def begin_microbatch(self, share: Share) -> None:
-        for subscriber in self._subscribers:
-            subscriber.microbatch_begins(share)
-
-    def end_microbatch(self, share: Share) -> None:
-        for subscriber in self._subscribers:
-            subscriber.microbatch_ends(share)
-
-    def end_step(self, share: Share) -> None:
-        for subscriber in self._subscribers:
-            subscriber.step_ends(share)
 
     def end_pass(self, ended: Pass) -> None:
         """The loader has no more batches in this pass."""
         self.group.enter("user")
         self._passes = [old for old in self._passes if old is not ended]
-        for subscriber in self._subscribers:
-            subscriber.pass_ends(ended)
+        self.tell(Subscriber.pass_ends, ended)
 
     def leave_pass(self, left: Pass) -> None:
         """The pass is finished, or its iterator is gone; gradients do not depend on when that is."""
         left.is_left = True
         self._left, self._left_at = left, self.batches
         self.called.clear()
-        for subscriber in self._subscribers:
-            subscriber.pass_left(left)
+        self.tell(Subscriber.pass_left, left)
 
     @property
     def at_hand(self) -> Share | None:

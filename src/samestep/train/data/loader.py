@@ -39,6 +39,7 @@ from samestep.train.group.world import joined
 from samestep.train.meter import Meter
 from samestep.train.optimizers import Optimizers
 from samestep.train.step import Pass, Share, Spine
+from samestep.train.subscriber import Subscriber
 
 Kind = TypeVar("Kind", bound="Loader[Any]")
 _DRAWN_ALIKE = "seed what draws them (torch, NumPy, random) with the same number on every rank, and draw them"
@@ -292,7 +293,7 @@ class Loader(Generic[Item]):
                     self._note(order, handed_out)
                     spine.begin_step(handed_out)
                     yield given
-                    spine.end_step(handed_out)
+                    spine.tell(Subscriber.step_ends, handed_out)
             next(batches, None)
             if isinstance(order, Taken):
                 order.compare_last()

@@ -13,6 +13,7 @@ from samestep.train.data.share import Piece, as_int
 from samestep.train.data.source import Data, Item, Options
 from samestep.train.group.world import joined
 from samestep.train.step import Pass, Share, cut
+from samestep.train.subscriber import Subscriber
 
 
 def steps(
@@ -131,9 +132,9 @@ class Step(Generic[Item]):
             microbatch = self.share(at, index)
             self._of.share = microbatch.mine / microbatch.all
             self._spine.hand_out(microbatch, batch)
-            self._spine.begin_microbatch(microbatch)
+            self._spine.tell(Subscriber.microbatch_begins, microbatch)
             yield batch
-            self._spine.end_microbatch(microbatch)
+            self._spine.tell(Subscriber.microbatch_ends, microbatch)
         self._spine.leave_microbatches(self.share())
 
     def share(self, at: int | None = None, index: int | None = None) -> Share:
