@@ -180,7 +180,7 @@ class Breakdown:
     hidden: float | None  # the fraction of the exchange that runs beside backward, where torch measured it
 
     def __str__(self) -> str:
-        """`1,214 samples/s, step 52.7 ms: data 2 %, compute 83 %, exchange 11 % (64 % of all exchange hidden), ...`."""
+        """`1,214 samples/s, step 52.7 ms of 64 samples: data 2 %, exchange 11 % (64 % of all exchange hidden), ...`."""
         notes = {"slowest rank": f" (rank {self.slowest})"} if self.slowest is not None else {}
         if self.hidden is not None:
             notes["exchange"] = f" ({percent(self.hidden)} of all exchange hidden)"
@@ -189,7 +189,10 @@ class Breakdown:
             for name, seconds in self.parts.items()
             if seconds >= 0.005 * self.step_s
         ]
-        return f"{self.samples_per_second:,.0f} samples/s, step {1e3 * self.step_s:.3g} ms: {', '.join(said)}"
+        rate, batch = self.samples_per_second, round(self.samples_per_second * self.step_s)
+        return (
+            f"{rate:,.0f} samples/s, step {1e3 * self.step_s:.3g} ms of {batch:,} samples: {', '.join(said)}"
+        )
 
 
 def breakdown(readings: Mapping[int, Reading]) -> Breakdown | None:

@@ -124,7 +124,7 @@ def test_ranks_that_are_slow_in_turns_are_not_named(metered):
 
 def test_the_last_line_is_rank_zeros_and_only_where_it_was_asked_for_or_the_run_was_long(metered):
     said = metered(2, asked="1", rest=0.01)[2]
-    line = r"samestep: [\d,]+ samples/s, step [\d.]+ ms: .*compute \d+ %.*rest \d+ %"
+    line = r"samestep: [\d,]+ samples/s, step [\d.]+ ms of 3 samples: .*compute \d+ %.*rest \d+ %"
     assert re.search(line, said[0])
     assert "samples/s" not in said[1]
 
