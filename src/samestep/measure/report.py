@@ -60,7 +60,8 @@ class Report:
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<style>{_STYLE}</style><h1>How {name} scales</h1>{said}"
             f'<div class="plots">{figures}</div>{"".join(map(_html, self.tables()))}'
-            "<p>Medians, with the middle half of the runs in brackets. Speed-ups are of runs beside each other.</p></html>\n"
+            "<p>Medians, with the middle half of the runs in brackets. Speed-ups are of runs beside each other.</p>"
+            "</html>\n"
         )
         page = directory / "report.html"
         write_atomically(page, text.encode(), 0o644)

@@ -102,24 +102,21 @@ def test_a_process_that_was_started_for_a_device_does_not_train_on_the_cores_ins
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
-def test_cublas_is_told_to_compute_the_same_bits_before_a_worker_starts(tmp_path):
+@pytest.mark.parametrize("launched", [True, False])
+def test_cublas_is_told_to_compute_the_same_bits_before_a_worker_starts_and_by_init(tmp_path, launched):
     script = tmp_path / "train.py"
-    script.write_text("import os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])")
-    command = [
-        sys.executable,
-        "-m",
-        "samestep",
-        "run",
-        "-n",
-        "1",
-        "--run-dir",
-        str(tmp_path / "runs"),
-        script,
-    ]
+    begin = "" if launched else "import samestep; samestep.init(); "
+    script.write_text(f"{begin}import os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])")
+    launch = ["-m", "samestep", "run", "-n", "1", "--run-dir", str(tmp_path / "runs")] if launched else []
     clean = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     for asked, expected in (({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")):
         done = subprocess.run(
-            command, env=clean | asked, capture_output=True, text=True, timeout=50, check=False
+            [sys.executable, *launch, script],
+            env=clean | asked,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
         )
         assert done.stdout == f"{expected}\n", done.stderr
 

@@ -169,14 +169,9 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def reads_cublas(device: torch.device) -> bool:
-    """Whether matrices are multiplied by cuBLAS, which reads how from the environment once, at the first time."""
-    return device.type == "cuda"
-
-
 def check_cublas(device: torch.device) -> None:
     """Raise where cuBLAS was used before it was told to compute the same bits each time."""
-    if not reads_cublas(device):
+    if device.type != "cuda":
         return
     one = torch.ones(1, 1, device=device)
     try:

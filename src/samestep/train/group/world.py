@@ -22,7 +22,7 @@ from samestep.rendezvous.listen import LOOP, allow_descriptors
 from samestep.rendezvous.member import say
 from samestep.text import name_ranks, printable
 from samestep.train.group import rendezvous
-from samestep.train.group.device import overlaps, reads_cublas, take_device, uuid_of
+from samestep.train.group.device import overlaps, take_device, uuid_of
 from samestep.train.group.group import Group, open_pulse, restore_environment
 from samestep.train.group.layout import Place, say_layout
 from samestep.train.group.store import TreeStore
@@ -154,8 +154,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
         here, tree, interface = rendezvous.find(here, timeout, facts=_facts(), objection=_objection)
     os.environ.update(own_instance(os.environ, here.local_rank))
     device = take_device(here)
-    if reads_cublas(device):
-        os.environ.setdefault(CUBLAS, FIXED_CUBLAS[0])
+    os.environ.setdefault(CUBLAS, FIXED_CUBLAS[0])
     output = None
     if keeps_no_run(here.launcher) and (run := share_run(here, tree, timeout.total_seconds())):
         os.environ["SAMESTEP_RUN"] = run
