@@ -281,7 +281,8 @@ def test_the_command_of_the_indexed_job_makes_one_run_of_its_pods(tmp_path: Path
     assert pods(tmp_path, [shell, flag, line], variables) == ["2 2\n", ""]
 
 
-def test_the_variables_of_a_pytorchjob_make_one_run_of_its_pods(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [["torchrun"], ["samestep", "run", "--all-ranks"]])
+def test_the_variables_of_a_pytorchjob_make_one_run_of_its_pods(tmp_path: Path, launcher: list[str]) -> None:
     *_, job = manifests()
     replicas = job["spec"]["pytorchReplicaSpecs"]
     commands = [one["template"]["spec"]["containers"][0]["command"] for one in replicas.values()]
@@ -292,4 +293,6 @@ def test_the_variables_of_a_pytorchjob_make_one_run_of_its_pods(tmp_path: Path) 
     shared |= {"PET_NPROC_PER_NODE": job["spec"]["nprocPerNode"]}
     shared |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
     variables = [shared | {"RANK": str(pod), "PET_NODE_RANK": str(pod)} for pod in range(2)]
-    assert sum(text.split() == ["4", "4"] * 2 for text in pods(tmp_path, commands[0], variables)) == 2
+    assert commands[0] == ["torchrun", "train.py"]
+    printed = pods(tmp_path, [*launcher, "train.py"], variables)
+    assert [text.count("4 4\n") for text in printed] == [2, 2]

@@ -62,6 +62,13 @@ def test_torchruns_spellings_of_one_node_are_understood(home, args):
     assert run(home, *args, "show.py") == (0, "0 2\n", "")
 
 
+def test_an_option_may_come_from_torchruns_variable_and_the_command_line_goes_before_it(home):
+    assert run(home, "show.py", PET_NPROC_PER_NODE="2") == (0, "0 2\n", "")
+    assert run(home, "-n3", "show.py", PET_NPROC_PER_NODE="2") == (0, "0 3\n", "")
+    code, _, err = run(home, "-n2", "show.py", PET_NNODES="2", PET_NODE_RANK="2")
+    assert (code, err.split(";")[0]) == (2, "samestep: --node-rank 2 does not fit --nodes 2")
+
+
 def test_every_option_of_torchrun_is_known():
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
     ours = {name for option in command.params for name in option.opts} | set(

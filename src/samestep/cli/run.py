@@ -178,6 +178,12 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     raise SystemExit(code)
 
 
+# As torchrun's, each option may come from a variable: Kubeflow's operator sets PET_NNODES, PET_NODE_RANK and others.
+for _option in command.params:
+    _names = (name.lstrip("-").upper().replace("-", "_") for name in _option.opts if name.startswith("--"))
+    _option.envvar = [f"PET_{name}" for name in _names]
+
+
 def _remark(file: str, size: int, options: Mapping[str, Any], *, is_counted: bool) -> None:
     """Say on stderr what a user may not expect of this start."""
     if options["count"] is None and not is_counted:
