@@ -9,6 +9,7 @@ PARTED = "the random stream of torch on ranks 1, 2 is not that of rank 0"
 SCRIPT = """
 import torch, samestep
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 world = samestep.init()
 torch.manual_seed({seed})
@@ -31,6 +32,7 @@ PLAIN = {"seed": "0", "after": "", "inside": "pass", "square": "False", "same": 
 FLIPPED = "x = 0.7 * x + 0.3 * x.flip(0)"
 PAIRED = "y = model(x, 0); (y @ y.t()).mean().backward()"
 NORMALIZED = "x = (x - x.mean()) / x.std()"
+BALANCED = "p = model(x, 0); f = F.one_hot(p.argmax(1), 2).double().mean(0); (f * p.mean(0)).sum().backward()"
 PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backward()"
 
 
@@ -52,6 +54,7 @@ PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backwar
         ({"inside": "model(x, 0).square().mean().sqrt().backward()"}, AVERAGES),
         ({"inside": NORMALIZED}, AVERAGES),
         ({"inside": PRODUCT}, AVERAGES),
+        ({"inside": BALANCED}, AVERAGES),
         ({"inside": f"model(x, 0).mean().backward(); {PAIRED}"}, "pairs of the samples of a batch (train.py:"),
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
@@ -59,7 +62,7 @@ PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backwar
         *("gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
         *("several-for-each-sample", "several-words", "a-choice-of-samples"),
         *("flipped-samples", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean", "a-normalized-batch"),
-        *("a-product-of-means", "pairs-in-a-later-loss", "a-copys-statistics"),
+        *("a-product-of-means", "a-balance-of-experts", "pairs-in-a-later-loss", "a-copys-statistics"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path):

@@ -109,9 +109,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, func: Any, args: Any, kwargs: Any, made: Any, other: Any, sure: bool) -> None:
         """Note the other of what an operation made."""
         if func._overloadname.endswith("out") or func._schema.is_mutable:
-            # as one_hot fills what it made of sizes from a tensor of the batch
-            if sure and isinstance(made, torch.Tensor) and self._makes_sense(made, other):
-                self._put(self._found(made)._replace(other=other, sure=True))
+            if isinstance(made, torch.Tensor):
+                other = other if sure and self._makes_sense(made, other) else self._filled(made, args)
+                if other is not None:
+                    self._put(self._found(made)._replace(other=other, sure=True))
             return
         if isinstance(made, torch.Tensor):
             if not self._makes_sense(made, other):
@@ -125,6 +126,23 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def averaged(self, tensor: torch.Tensor) -> str | None:
         """What was done to samples that makes it no average over them, and where."""
         return self._found(tensor).averaged
+
+    def _filled(self, made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
+        """The other of what is filled from a tensor of the batch, as one_hot fills what it made of sizes."""
+        for arg in (one for one in args if isinstance(one, torch.Tensor) and one is not made):
+            _, other, sure, _ = self._found(arg)
+            if (
+                other is None
+                or not sure
+                or arg.dim() != made.dim()
+                or not (found := self._kinds.batch_in(arg, other))
+            ):
+                continue
+            dim, sizes = found[0], list(made.shape)
+            if sizes[dim] == arg.shape[dim]:
+                sizes[dim] = other.shape[dim]
+                return meta_of(made, sizes)
+        return None
 
     def _by_sizes(self, name: str, args: Any, made: torch.Tensor, other: Any, sure: bool) -> tuple[Any, bool]:
         """The same of an operation that got sizes as numbers."""
@@ -253,8 +271,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if alike != sizes:
                 return meta_of(made, alike), True
         equal = [dim for dim, size in enumerate(sizes) if size == self._kinds.samples.mine]
-        if len(equal) > 1 and len(fixed := fixed_sizes()) == len(sizes):
-            equal = [dim for dim in equal if not fixed[dim]]
+        fixed = fixed_sizes(len(sizes)) if len(equal) > 1 else []
+        if any(fixed) and len(fixed) == len(sizes):
+            equal = [dim for dim in equal if not fixed[dim]][:1]  # features come behind the samples
         if len(equal) == 1:
             sizes[equal[0]] = self._kinds.samples.size
         elif sizes and not equal:

@@ -15,16 +15,17 @@ import torch
 
 from samestep.train.draw_lines import call_in, scripts_frame, value_of
 
+_SAMPLED = {"sample", "rsample"}
 _SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full", "randperm"}
 _MEASURES = {"shape", "size", "len"}
 _DEEPEST = 8
 _Sizes = ast.Tuple | ast.List
 
 
-def fixed_sizes() -> list[bool]:
-    """Of each size that the script's line draws with, whether it is none of the batch, as the 1 in torch.rand(1, n).
+def fixed_sizes(count: int) -> list[bool]:
+    """Of each of `count` sizes that the script's line draws with, whether it is none of the batch, as in rand(1, n).
 
-    It may be [False] where the line draws with no sizes, as torch.randn_like(x) does.
+    There may be more where other arguments stand before the sizes.
     """
     frame = scripts_frame(sys._getframe(1))
     call = call_in(frame)
@@ -33,11 +34,16 @@ def fixed_sizes() -> list[bool]:
         if not isinstance(call.func.value, ast.Call):
             break
         call = call.func.value
-    if not isinstance(call, ast.Call) or _name_of(call.func) not in _SIZED_CALLS:
-        return [False]
-    given = [*call.args, *(word.value for word in call.keywords if word.arg == "size")]
-    sizes = next((one.elts for one in given if isinstance(one, _Sizes)), given)
-    return [_is_fixed(one, frame, 0) for one in sizes] or [False]
+    if not isinstance(call, ast.Call) or _name_of(call.func) not in _SIZED_CALLS | _SAMPLED:
+        return [False] * count
+    given = [*call.args, *(word.value for word in call.keywords if word.arg in ("size", "sample_shape"))]
+    sizes = list(next((one.elts for one in given if isinstance(one, _Sizes)), given))
+    # *x.shape stands for several sizes, and behind the shape of samples are those of their distribution
+    found, lacking = [_is_fixed(one, frame, 0) for one in sizes], count - len(sizes)
+    if _name_of(call.func) in _SAMPLED:
+        return found + [False] * lacking
+    at = next((at for at, one in enumerate(sizes) if isinstance(one, ast.Starred)), len(sizes) - 1)
+    return found[:at] + found[at : at + 1] * (lacking + 1) + found[at + 1 :]
 
 
 def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:

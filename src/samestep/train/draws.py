@@ -223,7 +223,7 @@ class Draws(Member):
             generator is not None
             or share is None
             or not 0 < share.mine == n < share.all
-            or all(fixed_sizes())
+            or all(fixed_sizes(1))
         ):
             return original(n, *args, generator=generator, **kwargs)
         self.say_other("randperm", "a permutation of this rank's share is none of the whole batch")
@@ -285,12 +285,12 @@ class Draws(Member):
             if not self._places.has(line, watching.in_model):
                 watching.watch_again()
             return
-        found = Place(None) if all(fixed_sizes()) else watching.places.place(tensor)
+        found = Place(None) if all(fixed_sizes(tensor.dim())) else watching.places.place(tensor)
         self._places.note(line, watching.in_model, tensor.shape, found)
 
     def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part:
         """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
-        if all(sizes := fixed_sizes()):
+        if all(sizes := fixed_sizes(len(shape))):
             return FOR_ALL
         fits = (one for one in self._spine.open_shares if one.mine in shape[:2])
         rows, name, known = next(fits, share).rows, line[0], (tuple(shape), line)
@@ -298,7 +298,8 @@ class Draws(Member):
         kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
         if len(kinds) == 1:
             return Part(0, kinds.pop())
-        if in_model and shape[:2] == (rows.mine, rows.mine) and not self._places.has(line, in_model):
+        is_known = sizes[:2] == [True, False]
+        if in_model and shape[:2] == (rows.mine, rows.mine) and not is_known:
             why = "its first two dimensions have the size of this rank's share, and which is the batch's is not known"
             self.say_other(name, why, "may not")
         # (24, 8) may be 3 rows for each of 8 samples

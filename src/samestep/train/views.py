@@ -24,6 +24,8 @@ def meta_of(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.T
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Its dimensions in the order of memory."""
     strides = tensor.stride() if tensor.layout == torch.strided else range(tensor.dim(), 0, -1)
+    if 0 in strides:  # what was expanded lies as torch would lay out another tensor like it
+        strides = torch.empty_like(tensor, device="meta").stride()
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
