@@ -5,7 +5,7 @@ from textwrap import dedent
 import pytest
 
 AVERAGES = "averages over the samples of a batch (train.py:"
-PARTED = "the random stream of torch on ranks 1, 2 is not that of rank 0"
+PARTED = "the random stream of torch on ranks 1, 2 differs from rank 0's"
 SCRIPT = """
 import torch, samestep
 from torch import nn
