@@ -7,6 +7,7 @@ Needs root on Linux. Writes the table and the plot of docs/prediction.md.
 
 import argparse
 import json
+import math
 import os
 import re
 import runpy
@@ -95,7 +96,8 @@ def choices(rows: Rows) -> list[tuple[float | None, float]]:
     found = []
     for case in dict.fromkeys((row["shape"], row["mbit"], row["size"]) for row in rows):
         own = [row for row in rows if (row["shape"], row["mbit"], row["size"]) == case]
-        chosen = min(own, key=lambda row: row["predicted_s"])
+        # as `scale` chooses: of equal ones the smallest, which is sent earliest
+        chosen = min(own, key=lambda row: (row["predicted_s"], row["bucket_mb"] or math.inf))
         best = min(row["measured_s"] for row in own)
         found.append((chosen["bucket_mb"], chosen["measured_s"] / best - 1))
     return found

@@ -37,6 +37,17 @@ def test_floats_that_each_rank_drew_for_itself_are_said(world):
     assert (expected in said.getvalue()) == (world.rank == 0 and world.size > 1)
 
 
+def test_samples_that_each_rank_has_added_for_itself_are_an_error_on_all_of_them(world):
+    data = list(range(9))
+    train = samestep.loader(data, 4, shuffle=True)
+    list(train)
+    data += range(world.rank + 1)
+    with error_where_ranks_differ(
+        world, r"a loader has 1\d samples on rank \d and 1\d on rank \d; add the same"
+    ):
+        list(train)
+
+
 def test_a_split_that_all_ranks_drew_alike_is_shared(world):
     drawn = torch.randperm(12, generator=torch.Generator().manual_seed(0))[:9]
     for indices in (drawn, drawn.tolist(), drawn.numpy(), list(drawn), range(9), ["a", None]):

@@ -243,3 +243,81 @@ def test_a_subset_drawn_from_the_scripts_stream_is_the_serial_one(world):
     mine = [sorted(samestep.gather(one)) for one in rows(samestep.loader)]
     assert mine == list(map(sorted, rows(DataLoader)))
     assert isinstance(torch.utils.data.random_split(DATA, [9, 6])[0], Subset)
+
+
+class Collected(Dataset):
+    """A replay memory: what the loop adds is there from the next pass on."""
+
+    def __init__(self):
+        self.samples = list(range(11))
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return torch.tensor(self.samples[index])
+
+
+class AllButFour:
+    """A curriculum: more of the data in each pass."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data) - 4
+
+    def __iter__(self):
+        return iter(torch.randperm(len(self.data))[: len(self)].tolist())
+
+
+WAYS = {
+    "shuffled": lambda data: {"shuffle": True},
+    "in order": lambda data: {},
+    "by a sampler": lambda data: {"sampler": AllButFour(data)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pass_has_what_the_loop_has_added_before_it(world, way):
+    def taken(loader):
+        torch.manual_seed(4)
+        data = Collected()
+        train = loader(data, batch_size=4, **WAYS[way](data))
+        passes = []
+        for _ in range(3):
+            batches = [samestep.gather(rows) if loader is samestep.loader else rows for rows in train]
+            passes += [len(train), *(sorted(whole.tolist()) for whole in batches)]
+            data.samples += range(100, 108)
+        return passes, torch.rand(1).item()
+
+    assert taken(samestep.loader) == taken(DataLoader)
+
+
+@pytest.mark.parametrize("way", ["shuffled", "in order"])
+def test_a_pass_is_resumed_with_the_samples_that_it_began_with(world, way):
+    def begun():
+        data = Collected()
+        return data, samestep.loader(data, batch_size=4, **WAYS[way](data))
+
+    torch.manual_seed(4)
+    data, train = begun()
+    batches = iter(train)
+    next(batches)
+    data.samples += range(100, 110)
+    state = train.state_dict()
+    rest = [samestep.gather(rows).tolist() for rows in batches]
+    data, again = begun()
+    with pytest.raises(samestep.UsageError, match="length is"):
+        again.load_state_dict(state)
+    data.samples += range(100, 110)
+    again.load_state_dict(state)
+    assert [samestep.gather(rows).tolist() for rows in again] == rest
+
+
+def test_tensors_that_a_data_set_is_given_are_those_of_the_next_pass(world):
+    data = TensorDataset(torch.arange(6))
+    train = samestep.loader(data, batch_size=3)
+    assert [samestep.gather(x).tolist() for (x,) in train] == [[0, 1, 2], [3, 4, 5]]
+    data.tensors = (torch.arange(10, 16),)
+    assert [samestep.gather(x).tolist() for (x,) in train] == [[10, 11, 12], [13, 14, 15]]

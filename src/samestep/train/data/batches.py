@@ -30,14 +30,13 @@ class FromMemory:
     collates = False
 
     def __init__(self, dataset: TensorDataset, pin: bool) -> None:
-        self.tensors = dataset.tensors
-        self._pin = pin
-        devices = {one.device for one in self.tensors}
+        self._dataset, self._pin = dataset, pin
+        devices = {one.device for one in dataset.tensors}
         self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Batch]:
         for indices, _ in plan:
-            yield [self._gathered(one, indices) for one in self.tensors], {}
+            yield [self._gathered(one, indices) for one in self._dataset.tensors], {}
 
     def _gathered(self, tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if not self._pin or tensor.device.type != "cpu" or tensor.requires_grad:
@@ -47,7 +46,7 @@ class FromMemory:
         return torch.index_select(tensor, 0, indices, out=room)
 
     def sample(self, index: int) -> list[torch.Tensor]:
-        return [one[index] for one in self.tensors]
+        return [one[index] for one in self._dataset.tensors]
 
 
 class FromWorkers:

@@ -156,7 +156,6 @@ class Loader(Generic[Item]):
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
         pin_for(options, world.device)
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
-        self._length = self._order.length
         self._source = None if isinstance(self._order, Stream) else source_of(dataset, options, world)
         self.spare_workers = spare_workers(self._source, world)
 
@@ -250,7 +249,7 @@ class Loader(Generic[Item]):
     def _pass(self, training: bool) -> Iterator[Item]:
         self._remark_same_order(training)
         this = Pass(self, self.epoch, training=training)
-        steps = self._steps(this) if self._length is not None else None
+        steps = self._steps(this) if self._order.length is not None else None
         this.batches = len(steps or ())
         self._spine.begin_pass(this)
         at_once = self._reads_ahead or self._order.draws_at_iter
@@ -267,7 +266,7 @@ class Loader(Generic[Item]):
 
     def _pieces(self, size: int, rank: int, *, even: bool = False) -> share.Pieces:
         cuts: Any = {"start": self._position, "drop_last": self.drop_last, "even": even}
-        return share.Pieces(self._length or 0, self.batch_size or 1, size, rank, **cuts)
+        return share.Pieces(self._order.length or 0, self.batch_size or 1, size, rank, **cuts)
 
     def _found(self, order: TakenBatches | Reading) -> Iterator[Piece]:
         """The batches of a pass as a batch_sampler or a stream gives them."""
@@ -321,7 +320,7 @@ class Loader(Generic[Item]):
 
     def _given(self, piece: Any, batches: Iterator[Batch], this: Pass) -> Iterator[tuple[Any, Share]]:
         """A batch and this rank's share of it; in training a rank without a share takes all of it, with weight 0."""
-        self.share = share.weight(piece, self._length, self.batch_size or 1)
+        self.share = share.weight(piece, self._order.length, self.batch_size or 1)
         this.note(piece.all)
         if piece.mine or this.training:
             batch, ragged = next(batches)

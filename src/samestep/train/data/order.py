@@ -9,10 +9,10 @@ that goes on from its last pass, one with `set_epoch`, one with a `state_dict`. 
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -36,16 +36,18 @@ class Order:
 
     draws_at_iter = False
 
-    def __init__(self, length: int | None, seed: int | None, shuffle: bool, group: Group) -> None:
-        """`length` is None where it is known at the end of a pass alone."""
-        self.length = length
+    def __init__(self, sized: Sized | None, seed: int | None, shuffle: bool, group: Group) -> None:
+        """`sized` has as many samples as a pass; None where that is known at the end of the pass alone."""
+        self._sized = sized
+        # of the pass begun last: a data set may grow from pass to pass
+        self.length = None if sized is None else len(sized)
         self.pass_seed = seed or 0
         self._seed, self._shuffle, self._group = seed, shuffle, group
         self._expected: dict[str, Any] = {}
 
     def facts(self) -> dict[str, Any]:
         """What it is a function of, besides the options that all orders have."""
-        return {"length": self.length}
+        return {"length": None if self._sized is None else len(self._sized)}
 
     def count(self, batch_size: int | None, *, drop_last: bool) -> int:
         """The batches of a pass; a TypeError where nobody knows, as of torch's DataLoader."""
@@ -53,10 +55,22 @@ class Order:
         return full + (rest > 0 and not drop_last)
 
     def _samples(self) -> int:
-        return self.length or 0
+        assert self._sized is not None
+        return len(self._sized)
 
     def begin(self, *, again: bool) -> None:
-        """A pass begins: draw what a new iterator of torch's DataLoader draws; `again` is one that is kept."""
+        """A pass begins: draw what a new iterator of torch's DataLoader draws; `again` is one that is kept.
+
+        Collective where the length is another than in the pass before.
+        """
+        if self.length != (length := self._expected.get("length", self.facts()["length"])):
+            self.length = length
+            for rank, theirs in enumerate(self._group.all_gather("samestep.loader's length", length)):
+                if theirs != length:
+                    raise RanksDiffer(
+                        f"the data of a loader has {length} samples on rank {self._group.world.rank} and {theirs} on "
+                        f"rank {rank}; add the same samples on every rank: samestep.gather collects what ranks made"
+                    )
         if self._seed is None and not self._expected and not again:
             streams.draw_seed()
 
@@ -78,7 +92,12 @@ class Order:
 
     def kept(self, position: int) -> dict[str, Any]:
         """What brings this order back: after `go_on` the order that is still to be drawn."""
-        return {"order": self._expected} if self._expected else self.state(position)
+        if self._expected:
+            return {"order": self._expected}
+        state = self.state(position)
+        if self.length == self.facts()["length"]:
+            return state
+        return {"order": {**state.get("order", {}), "length": self.length}}
 
     def state(self, position: int) -> dict[str, Any]:
         """What brings back the order drawn last."""
@@ -97,7 +116,7 @@ class Sampled(Order):
     kind = "sampler"
 
     def __init__(self, sampler: Any, seed: int | None, group: Group) -> None:
-        super().__init__(self._length_of(sampler), seed, shuffle=False, group=group)
+        super().__init__(self._sized_of(sampler), seed, shuffle=False, group=group)
         self.sampler = sampler
         # one without end may draw from what the loop collects, as a replay memory does
         self.at_once = _AT_ONCE if hasattr(sampler, "__len__") else 1
@@ -105,12 +124,12 @@ class Sampled(Order):
         self._begun_in: dict[str, Any] = {}
         self._taken: Taken | None = None
 
-    def _length_of(self, sampler: Any) -> int | None:
+    def _sized_of(self, sampler: Any) -> Sized | None:
         if not hasattr(sampler, "__len__"):
             raise UsageError(
                 f"loader got a sampler, {type(sampler).__name__}, without length; give it a __len__"
             )
-        return len(sampler)
+        return cast(Sized, sampler)
 
     def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Taken":
         expected, self._expected = self._expected, {}
@@ -216,7 +235,7 @@ class Batched(Sampled):
     def begin(self, *, again: bool) -> None:
         self._is_again = again
 
-    def _length_of(self, sampler: Any) -> None:
+    def _sized_of(self, sampler: Any) -> None:
         return None
 
     def _taken_anew(self) -> "TakenBatches":

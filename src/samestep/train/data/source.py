@@ -173,7 +173,7 @@ def order_of(
             )
         return Batched(batch_sampler, seed, group, has_workers=reads_ahead(options))
     if sampler is None:
-        return Order(len(dataset), seed, shuffle, group)
+        return Order(dataset, seed, shuffle, group)
     if shuffle:
         raise UsageError(
             "loader got both a sampler and shuffle=True; the sampler gives the order, so drop shuffle"
