@@ -294,10 +294,12 @@ def test_lbfgs_takes_the_serial_steps(world, search):
 
 
 def test_what_replicate_cannot_take_is_said(world):
-    with pytest.raises(
-        UsageError, match=r"nn.DataParallel, which splits batches itself; pass its model.module"
-    ):
-        samestep.replicate(nn.DataParallel(network()))
+    parallel = nn.DataParallel(network())
+    for given, where in ((parallel, ""), (nn.Sequential(nn.Identity(), parallel), " as 1")):
+        with pytest.raises(
+            UsageError, match=f"nn.DataParallel{where}, which splits batches itself; write its .module"
+        ):
+            samestep.replicate(given)
     with pytest.raises(UsageError, match="loss='total', which is not a reduction; use 'mean' or 'sum'"):
         samestep.replicate(network(), loss="total")
 

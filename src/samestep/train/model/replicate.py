@@ -122,10 +122,12 @@ def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
     """The module itself, also of a compiled one."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
-    if isinstance(model, torch.nn.DataParallel):
-        raise UsageError(
-            "replicate got an nn.DataParallel, which splits batches itself; pass its model.module"
-        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.DataParallel):
+            where = f" as {name}" if name else ""
+            raise UsageError(
+                f"replicate got an nn.DataParallel{where}, which splits batches itself; write its .module in its place"
+            )
     if isinstance(model, DistributedDataParallel):
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
     if unknown := ddp.keys() - inspect.signature(DistributedDataParallel.__init__).parameters.keys():
