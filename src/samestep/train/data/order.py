@@ -40,14 +40,17 @@ class Order:
         """`sized` has as many samples as a pass; None where that is known at the end of the pass alone."""
         self._sized = sized
         # of the pass begun last: a data set may grow from pass to pass
-        self.length = None if sized is None else len(sized)
+        self.length = self._length_now()
         self.pass_seed = seed or 0
         self._seed, self._shuffle, self._group = seed, shuffle, group
         self._expected: dict[str, Any] = {}
 
     def facts(self) -> dict[str, Any]:
         """What it is a function of, besides the options that all orders have."""
-        return {"length": None if self._sized is None else len(self._sized)}
+        return {"length": self._length_now()}
+
+    def _length_now(self) -> int | None:
+        return None if self._sized is None else len(self._sized)
 
     def count(self, batch_size: int | None, *, drop_last: bool) -> int:
         """The batches of a pass; a TypeError where nobody knows, as of torch's DataLoader."""
@@ -55,15 +58,14 @@ class Order:
         return full + (rest > 0 and not drop_last)
 
     def _samples(self) -> int:
-        assert self._sized is not None
-        return len(self._sized)
+        return self._length_now() or 0
 
     def begin(self, *, again: bool) -> None:
         """A pass begins: draw what a new iterator of torch's DataLoader draws; `again` is one that is kept.
 
         Collective where the length is another than in the pass before.
         """
-        if self.length != (length := self._expected.get("length", self.facts()["length"])):
+        if self.length != (length := self._expected.get("length", self._length_now())):
             self.length = length
             for rank, theirs in enumerate(self._group.all_gather("samestep.loader's length", length)):
                 if theirs != length:
@@ -95,7 +97,7 @@ class Order:
         if self._expected:
             return {"order": self._expected}
         state = self.state(position)
-        if self.length == self.facts()["length"]:
+        if self.length == self._length_now():
             return state
         return {"order": {**state.get("order", {}), "length": self.length}}
 
