@@ -67,6 +67,21 @@ def test_all_hear_what_each_brings(ranks, size):
     assert found == [f"{[f'word {rank}' for rank in range(size)]} {[None] * size}"] * size
 
 
+def test_no_process_waits_for_a_neighbour_that_waits_for_it(ranks):
+    """More at once than sockets hold, up and down: as where Gloo of 100 ranks and more opens its connections."""
+    work = """
+        began = time.monotonic()
+        for part in range(10):
+            tree.change("set", f"{rank}.{part}", bytes(100_000))
+        for other in range(size):
+            assert tree.await_keys([f"{other}.{part}" for part in range(10)], 20)
+        assert len(tree.gather("x" * 1_000_000, 20)) == size
+        print(time.monotonic() - began < 20)
+        tree.leave()
+    """
+    assert said(ranks(work, 6)) == ["True"] * 6
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_a_directory_that_another_user_made_keeps_no_run_from_starting(ranks, tmp_path):

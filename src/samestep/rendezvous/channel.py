@@ -39,6 +39,7 @@ class Channel:
         self._out_key = self._in_key = b""
         self._sent = 0
         self._sending = threading.Lock()
+        self._unsent, self.sent_at = bytearray(), 0.0
         self._received, self._messages = bytearray(), deque[bytes]()
         connection.settimeout(_SEND_S)
         if connection.family != socket.AF_UNIX:
@@ -49,9 +50,27 @@ class Channel:
     def send(self, body: bytes) -> None:
         """Raises OSError where the other end is gone; may be called from several threads."""
         with self._sending:
-            digest = _digest(self._out_key, self._sent, body)
-            self._sent += 1
-            self.connection.sendall(b"".join((len(body).to_bytes(4, "big"), digest, body)))
+            self.connection.sendall(self._framed(body))
+
+    def keep(self, body: bytes) -> None:
+        """For `flush`, which sends what is kept without waiting for the other end to read it."""
+        with self._sending:
+            if not self._unsent:
+                self.sent_at = time.monotonic()
+            self._unsent += self._framed(body)
+
+    def flush(self) -> bool:
+        """Whether all that was kept is sent; raises OSError where the other end is gone. It must not block."""
+        with self._sending, suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self.connection.send(bytes(self._unsent[:_CHUNK]))]
+                self.sent_at = time.monotonic()
+        return not self._unsent
+
+    def _framed(self, body: bytes) -> bytes:
+        digest = _digest(self._out_key, self._sent, body)
+        self._sent += 1
+        return b"".join((len(body).to_bytes(4, "big"), digest, body))
 
     def send_json(self, message: Mapping[str, Any]) -> None:
         """Raises OSError where the other end is gone."""
@@ -61,6 +80,8 @@ class Channel:
         """Take in what has arrived; EOFError at the end, ValueError where a stranger speaks."""
         try:
             data = self.connection.recv(_CHUNK)
+        except BlockingIOError:
+            return
         except OSError as error:
             raise EOFError(str(error)) from error
         if not data:

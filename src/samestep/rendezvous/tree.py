@@ -1,8 +1,8 @@
 """The processes of a run as a tree of channels: rounds in which all take part, a store that each has a copy of, news.
 
-A thread of each process passes on what comes, whatever its script does. A round costs each process one message to
-its parent and one to each child. Covered: a process that ends, leaves early, comes too late, or falls silent. Not
-covered: going on without it.
+A thread of each process passes on what comes, whatever its script does, and never waits for a neighbour to read: two
+that wait for each other would wait for ever. A round costs each process one message to its parent and one to each
+child. Covered: a process that ends, leaves early, comes too late, or falls silent. Not covered: going on without it.
 """
 
 import json
@@ -74,8 +74,9 @@ class Tree:
         self._own_changes = deque[bytes]()
         self._condition = threading.Condition()
         self._is_open = True
+        self._unsent = set[int]()  # neighbours that have not read all that is for them
         for channel in self._channels.values():
-            channel.connection.settimeout(_SEND_S)
+            channel.connection.setblocking(False)
             channel.heard_at = time.monotonic()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -159,6 +160,10 @@ class Tree:
         self._is_open = False
         self._wake_thread()
         self._thread.join(_LEAVE_S)
+        for number in tuple(self._unsent):
+            with suppress(OSError):
+                self._channels[number].connection.settimeout(_LEAVE_S)
+                self._channels[number].flush()
         self.drop()
 
     def drop(self) -> None:
@@ -219,20 +224,36 @@ class Tree:
             poll.register(fd, select.POLLIN)
         for number, channel in self._channels.items():
             self._act_on_all(number, channel.taken())
-        beat_s, beat_at = (_BEAT_S, 0.0) if self._silence_s < inf else (None, inf)
+        beat_at = 0.0
         while self._is_open:
-            for fd, _ in poll.poll(beat_s and beat_s * 1000):
-                if fd not in numbers:
-                    self._woken.recv(1 << 12)
-                elif not self._hear(numbers[fd]):
-                    poll.unregister(fd)
+            self._serve(poll, numbers)
             while self._own_changes:
                 self._act(self.number, self._own_changes.popleft())
             if beat_at < (now := time.monotonic()) - _BEAT_S:
                 beat_at = now
                 self._beat(now)
 
+    def _serve(self, poll: select.poll, numbers: Mapping[int, int]) -> None:
+        """Wait for neighbours, by their descriptors: hear what they say, and send what they can take."""
+        for number in tuple(self._unsent):
+            poll.register(self._channels[number].connection.fileno(), select.POLLIN | select.POLLOUT)
+        for fd, events in poll.poll(_BEAT_S * 1000 if self._unsent or self._silence_s < inf else None):
+            if fd not in numbers:
+                self._woken.recv(1 << 12)
+            elif events == select.POLLOUT:
+                poll.register(fd, select.POLLIN)
+                self._unsent.discard(numbers[fd])
+                self._flush(numbers[fd])
+            elif not self._hear(numbers[fd]):
+                poll.unregister(fd)
+                self._unsent.discard(numbers[fd])
+
     def _beat(self, now: float) -> None:
+        for number in tuple(self._unsent):
+            if self._channels[number].sent_at < now - _SEND_S:
+                self._channels[number].shut()
+        if self._silence_s == inf:
+            return
         self._send(self._channels, b"")
         for number, channel in self._channels.items():
             if channel.heard_at < now - self._silence_s:
@@ -310,10 +331,17 @@ class Tree:
     def _send(self, numbers: Collection[int], body: bytes) -> None:
         for number in numbers:
             if number not in self.left:
-                try:
-                    self._channels[number].send(body)
-                except OSError:
-                    self._channels[number].shut()  # the thread hears the end, after what came before it
+                self._channels[number].keep(body)
+                self._flush(number)
+
+    def _flush(self, number: int) -> None:
+        """Send a neighbour what it can take now; the thread sends the rest."""
+        try:
+            if not self._channels[number].flush():
+                self._unsent.add(number)
+                self._wake_thread()
+        except OSError:
+            self._channels[number].shut()  # the thread hears the end, after what came before it
 
 
 def _framed(kind: int, *words: Any) -> bytes:
