@@ -22,6 +22,7 @@ _MOST_FRAMES = 20
 _MOST_CHARACTERS = 1 << 14
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
+_WAITING = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
 
 
 class Frame(NamedTuple):
@@ -110,14 +111,10 @@ def users_frame(stack: Iterable[Frame]) -> Frame | None:
 
 def torchs_wait(stack: Sequence[Frame]) -> str:
     """The call of torch.distributed that this stack is in, with its line; "" where it is in none."""
-    inner, frame = stack[0] if stack else None, users_frame(stack)
-    if (
-        not inner
-        or not frame
-        or not re.search(r"/torch/(distributed/|nn/parallel/distributed\.py$)", inner.file)
-    ):
+    frame = users_frame(stack)
+    if frame is None or not _WAITING.search(stack[0].file):
         return ""
-    name = "DDP's forward" if "/nn/" in inner.file else inner.name
+    name = "DDP's forward" if "/nn/" in stack[0].file else stack[0].name
     return f"{name} ({frame.place})"
 
 

@@ -63,7 +63,7 @@ class Channel:
         """Whether all that was kept is sent; raises OSError where the other end is gone. It must not block."""
         with self._sending, suppress(BlockingIOError):
             while self._unsent:
-                del self._unsent[: self.connection.send(bytes(self._unsent[:_CHUNK]))]
+                del self._unsent[: self.connection.send(self._unsent[:_CHUNK])]
                 self.sent_at = time.monotonic()
         return not self._unsent
 

@@ -182,11 +182,9 @@ def _length(state: Mapping[str, Any]) -> float:
 
 def _is_order(order: Any, most: float) -> bool:
     """The samples of the pass are at most those of the data, which may have grown since the pass began."""
-    if isinstance(order, dict) and "length" in order:
-        order, length = {name: value for name, value in order.items() if name != "length"}, order["length"]
-        if not _is_count(length) or length > most:
-            return False
     match order:
+        case {"length": length, **rest}:
+            return _is_count(length) and length <= most and _is_order(rest, most)
         case {"digest": str(), "count": int(), "drawn_in": dict() as drawn_in}:
             right = not drawn_in or streams.are_complete(drawn_in.get("streams"))
             return right and _is_count(order.get("asked", 0))
