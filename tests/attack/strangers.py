@@ -115,7 +115,7 @@ def recorded(parts: list[str]) -> Iterator[tuple[str, Callable[[tuple[str, int]]
     data = [bytes.fromhex(part) for part in parts]
     yield "a replay", said(*data)
     yield "a slow replay", said(*data, pause=0.15)
-    for cut in (40, 75, 100, 107):
+    for cut in (40, 75, 100, 123, 155):
         yield f"a replay cut after {cut} bytes", said(b"".join(data)[:cut])
 
 

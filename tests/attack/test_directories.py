@@ -5,15 +5,16 @@ import math
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import time
 from importlib import import_module
+from zlib import crc32
 
 import pytest
 from click.testing import CliRunner
 
+from samestep import rundir
 from samestep.failure import write_failure
 from samestep.rundir import Pulse, begin_run, pulse_of
 
@@ -60,13 +61,15 @@ def bind(path, home):
         opened.bind(os.path.relpath(path))
 
 
-def pulse(**changes):
+def pulse(time):
+    """A pulse whose checksum is right, and whose times are all this one."""
+
     def attack(run, home):
-        make(run)
-        data = bytearray((run / "pulse" / "rank-0").read_bytes())
-        for at in range(8, len(data) - 8, 8):
-            struct.pack_into("<d", data, at, changes["value"])
-        (run / "pulse" / "rank-0").write_bytes(data)
+        make(run, RECORD, {"exit_code": 0})
+        said = rundir._SAID.pack(3, 0, time, time, b"call", time, 1, b"samestep.sum")
+        opened = rundir._MAGIC + rundir._OPENED.pack(b"cpu", 1, time)
+        checksum = rundir._CHECKSUM.pack(crc32(said))
+        (run / "pulse" / "rank-0").write_bytes(opened + checksum + said)
 
     return attack
 
@@ -122,7 +125,7 @@ ATTACKS = {
     **{f"{name} is a file": instead(name, lambda path, home: path.touch()) for name in ("logs", "pulse")},
     "stop is a link to nothing": instead("stop", link("made-by-stop")),
     "stop is a link to a directory": instead("stop", link("elsewhere")),
-    **{f"the pulse holds {value}": pulse(value=value) for value in (math.nan, math.inf, -1e308, 1e308)},
+    **{f"the pulse holds {value}": pulse(value) for value in (math.nan, math.inf, -1e308, 1e308, 1e18, 3e12)},
     "the pulse holds escapes": lambda run, home: (make(run), Pulse(run / "pulse" / "rank-0", EVIL[:15]).beat(1)),
     "the log holds escapes": lambda run, home: make(run, log=EVIL + "\n"),
     "the log holds bytes that are no text": lambda run, home: make(run, log=b"\x9b31m\xff\xfe\x1b[1m\n" * 99),

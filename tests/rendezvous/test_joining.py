@@ -2,21 +2,18 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer
 from samestep.rendezvous import note
-from samestep.rendezvous.channel import Channel
 from samestep.rendezvous.host import host
 from samestep.rendezvous.join import join
 from samestep.rendezvous.listen import listen
@@ -159,79 +156,6 @@ def test_a_member_without_a_number_gets_a_free_one():
     assert [one.result(20).number for one in coming] == [1, 2]
     for one in (peers, *(one.result() for one in coming)):
         one.leave()
-
-
-@pytest.fixture
-def hosting() -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
-    """A host of three nodes as a process, which can be stopped, and where it listens."""
-    work = "from samestep.rendezvous.host import *\nfrom samestep.rendezvous.listen import listen\n"
-    work += f"KEY = {KEY!r}\nopened = listen([0], ['127.0.0.1'])\n"
-    work += "print(opened[0].getsockname()[1], flush=True)\nhost(opened, Member('r', 0, 3, KEY, 'node', limit_s=20))"
-    with subprocess.Popen([sys.executable, "-c", work], stdout=-1, stderr=-1, text=True) as process:
-        yield process, ("127.0.0.1", int(process.stdout.readline()))
-        process.kill()
-
-
-def hello(number: int, **other: object) -> dict[str, object]:
-    words = {"run": "r", "number": number, "size": 3, "host": "node02", "pid": 1, "script": ""}
-    words |= {"machine": "m", "places": [], "facts": {}, "is_near": False}
-    return words | other
-
-
-def connected(stack: ExitStack, where: tuple[str, int]) -> Channel:
-    """A connection whose two ends have shown each other that they have the key."""
-    link = Channel(stack.enter_context(socket.create_connection(where)), KEY, is_server=False)
-    while not link.is_proven:
-        link.fill()
-    return link
-
-
-def heard(link: Channel) -> list[dict[str, object]]:
-    """What the other end says until it leaves."""
-    messages = []
-    with suppress(EOFError):
-        while True:
-            messages.append(link.wait_json())
-    return messages
-
-
-def answer(link: Channel, said: dict[str, object]) -> dict[str, object]:
-    link.send_json(said)
-    return link.wait_json()
-
-
-def test_one_too_many_without_a_number_is_refused_where_all_come_at_once(hosting):
-    process, where = hosting
-    with ExitStack() as stack:
-        lines = [connected(stack, where) for _ in range(4)]
-        # The last is answered, so the others are in; what they say while the host is stopped it hears in one turn.
-        assert answer(lines[3], hello(-1, run="another")) == {"unknown": "r"}
-        process.send_signal(signal.SIGSTOP)
-        for line in lines[:3]:
-            line.send_json(hello(-1))
-        process.send_signal(signal.SIGCONT)
-        said = process.communicate(timeout=20)[1].splitlines()[-1]
-        told = [str(heard(line)) for line in lines[:3]]
-    assert said == (
-        "samestep.errors.RanksDiffer: another node (node02) came, which is one too many for 3; "
-        "start as many as are counted"
-    )
-    assert all("one too many for 3" in text for text in told)
-
-
-def test_one_that_comes_again_in_the_moment_in_which_its_first_line_ends_is_let_in(hosting):
-    process, where = hosting
-    with ExitStack() as stack:
-        before, again, other = (connected(stack, where) for _ in range(3))
-        assert answer(before, hello(1))["welcome"] == 1
-        assert answer(other, hello(-1, run="another")) == {"unknown": "r"}
-        process.send_signal(signal.SIGSTOP)
-        again.send_json(hello(1))
-        before.close()
-        process.send_signal(signal.SIGCONT)
-        assert again.wait_json()["welcome"] == 1
-        assert answer(connected(stack, where), hello(2))["welcome"] == 2
-        assert (process.wait(20), process.stderr.read()) == (0, "")
 
 
 def test_a_lost_member_is_named_to_all():

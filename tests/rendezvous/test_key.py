@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import PlacementError
-from samestep.rendezvous.channel import Channel
+from samestep.rendezvous.channel import CLAIM, Channel
 from samestep.rendezvous.key import DESCRIPTOR, derive, handed_on, key_of_run, key_of_user
 
 
@@ -122,7 +122,7 @@ def pair() -> Iterator[Callable[..., list[socket.socket]]]:
 
 
 def linked(ends: list[socket.socket], host_key: bytes, comer_key: bytes) -> tuple[Channel, Channel]:
-    return Channel(ends[0], host_key, is_server=True), Channel(ends[1], comer_key, is_server=False)
+    return Channel(ends[0], host_key), Channel(ends[1], comer_key, CLAIM.pack(b"r" * 32, 1, 2))
 
 
 def test_both_ends_prove_themselves_before_anything_is_said(pair):
@@ -143,10 +143,25 @@ def test_another_key_is_noticed_by_the_first_message(pair):
         comer.read()
 
 
+@pytest.mark.parametrize(
+    "changed", [(b"s" * 32, 1, 2), (b"r" * 32, 2, 2), (b"r" * 32, 1, 3)], ids=["run", "number", "size"]
+)
+def test_a_proof_holds_for_one_run_one_number_and_one_size(pair, changed):
+    (one, wire), (other, tap) = pair(), pair()
+    host, comer = linked([one, other], b"k" * 32, b"k" * 32)
+    wire.sendall(tap.recv(1 << 16)), host.read(), tap.sendall(wire.recv(1 << 16)), comer.read()
+    claim, proof = CLAIM.pack(b"r" * 32, 1, 2), tap.recv(1 << 16)
+    assert proof.startswith(claim)
+    wire.sendall(CLAIM.pack(*changed) + proof.removeprefix(claim))
+    with pytest.raises(ValueError, match="another key"):
+        host.read()
+    assert not host.is_proven
+
+
 @pytest.mark.parametrize("change", ["bit", "again", "number", "length"])
 def test_a_changed_or_repeated_message_is_refused(pair, change):
     (one, wire), (other, tap) = pair(), pair()
-    host, comer = Channel(one, b"k" * 32, is_server=True), Channel(other, b"k" * 32, is_server=False)
+    host, comer = linked([one, other], b"k" * 32, b"k" * 32)
 
     def carry(source: socket.socket, to: socket.socket) -> bytes:
         data = source.recv(1 << 16)

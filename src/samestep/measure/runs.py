@@ -1,6 +1,5 @@
 """Reads from files alone what was run in a directory, its state, and what each rank does."""
 
-import math
 import os
 import re
 import stat
@@ -199,7 +198,7 @@ def _ended(record: dict[str, Any] | None) -> End | None:
 def _plain(pulse: rundir.PulseReading) -> rundir.PulseReading:
     """A pulse that can be printed and reckoned with, whatever its file holds."""
     device, phase, call = (printable(text) for text in (pulse.device, pulse.phase, pulse.call))
-    unix = pulse.unix if math.isfinite(pulse.unix) else 0.0
+    unix = pulse.unix if _is_time(pulse.unix) else 0.0
     return pulse._replace(device=device, phase=phase, call=call, unix=unix)
 
 

@@ -1,15 +1,17 @@
 """A connection whose two ends have proved to each other that they have the key, and whose messages nobody changes.
 
 Three messages come before anything is said: the client's nonce with a proof made with the key, the server's nonce with
-a proof over both nonces, the client's proof over both. After that every message carries its number and a digest made
-with a key of this connection alone. Covered: strangers, replays, reflections, changed or inserted messages. Not
-covered: reading along, for nothing is encrypted.
+a proof over both nonces, and the client's claim (its run, its number, the run's size) with a proof over both nonces and
+the claim. After that every message carries its number and a digest made with a key of this connection and claim alone.
+Covered: strangers, replays, reflections, changed or inserted messages, a proof for another claim. Not covered: reading
+along, for nothing is encrypted.
 """
 
 import hmac
 import json
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -20,6 +22,10 @@ from typing import Any
 from samestep.rendezvous.key import derive
 
 MOST_BYTES = 1 << 27
+# As which member a client comes: a digest of the run's name, the number of the member, the size of the run.
+CLAIM = struct.Struct(">32sqq")
+# What may come of reading a message that was made with the key, and is none of ours.
+NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _MAGIC = b"samestep-1\n"
 _NONCE = _PROOF = 32
 _DIGEST = 16
@@ -28,10 +34,11 @@ _SEND_S = 10.0
 
 
 class Channel:
-    """One end of such a connection: the server's, which was connected to, or the client's."""
+    """One end of such a connection: the client's, which has a claim, or that of the server, which hears it."""
 
-    def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool) -> None:
+    def __init__(self, connection: socket.socket, key: bytes, claim: bytes = b"") -> None:
         self.connection = connection
+        self.claim = claim
         self.opened_at = self.heard_at = time.monotonic()
         self.is_proven = False
         self.client_nonce = b""  # known to the server once the proof that came with it was right
@@ -44,7 +51,7 @@ class Channel:
         connection.settimeout(_SEND_S)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._parser = self._parse(is_server)
+        self._parser = self._parse(is_server=not claim)
         self._wanted = next(self._parser)
 
     def send(self, body: bytes) -> None:
@@ -108,10 +115,7 @@ class Channel:
         """The first message that has been taken in, an object; those behind it stay."""
         if not self._messages:
             return None
-        try:
-            found = json.loads(self._messages.popleft())
-        except RecursionError:
-            raise ValueError("nested too deep") from None
+        found = json.loads(self._messages.popleft())
         if not isinstance(found, dict):
             raise ValueError("no object")
         return found
@@ -130,7 +134,7 @@ class Channel:
     def close(self) -> None:
         self.connection.close()
 
-    def _parse(self, is_server: bool) -> Generator[int, bytes, None]:
+    def _parse(self, *, is_server: bool) -> Generator[int, bytes, None]:
         """Asks for so many bytes at a time; what is no answer to them is a ValueError."""
         mine = secrets.token_bytes(_NONCE)
         if is_server:
@@ -140,16 +144,17 @@ class Channel:
             self._check((yield _PROOF), "greeting", theirs)
             self.client_nonce = theirs
             self.connection.sendall(mine + derive(self._key, "server", theirs, mine))
-            self._check((yield _PROOF), "client", theirs, mine)
+            self.claim = yield CLAIM.size
+            self._check((yield _PROOF), "client", theirs, mine, self.claim)
             nonces, out_side, in_side = (theirs, mine), "server", "client"
         else:
             self.connection.sendall(_MAGIC + mine + derive(self._key, "greeting", mine))
             theirs = yield _NONCE
             self._check((yield _PROOF), "server", mine, theirs)
-            self.connection.sendall(derive(self._key, "client", mine, theirs))
+            self.connection.sendall(self.claim + derive(self._key, "client", mine, theirs, self.claim))
             nonces, out_side, in_side = (mine, theirs), "client", "server"
         self._out_key, self._in_key = (
-            derive(self._key, f"from {side}", *nonces) for side in (out_side, in_side)
+            derive(self._key, f"from {side}", *nonces, self.claim) for side in (out_side, in_side)
         )
         self.is_proven = True
         number = 0

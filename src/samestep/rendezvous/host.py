@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer, SamestepError, UsageError
 from samestep.rendezvous import addresses
-from samestep.rendezvous.channel import Channel
+from samestep.rendezvous.channel import CLAIM, NONSENSE, Channel
 from samestep.rendezvous.listen import allow_descriptors
-from samestep.rendezvous.member import Member, Patience, merged
+from samestep.rendezvous.member import Member, Patience, merged, place_from
 from samestep.rendezvous.position import Position, positions
 from samestep.rendezvous.tree import Tree
 from samestep.text import counted, name_ranks, printable
@@ -52,7 +52,7 @@ class Meeting:
         # Who has come through each member, by host, and how many of them share which cores, by machine.
         self._told: dict[int, dict[str, Any]] = {}
         self._count = 0
-        self._note(me.number, _told_by(self.hellos[me.number]))
+        self._note(me.number, _told_by(me.number, self.hellos[me.number]))
         self._is_news = False  # that this one is here, its hello has said
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
@@ -158,7 +158,7 @@ class Meeting:
             for machine, cores in told["sharing"].items():
                 sharing.setdefault(machine, Counter()).update(cores)
         spans_of = {name: merged(spans) for name, spans in hosts.items()}
-        return {"count": self._count, "hosts": spans_of, "sharing": sharing}
+        return {"hosts": spans_of, "sharing": sharing}
 
     def _tell(self, number: int, position: Position) -> None:
         with suppress(OSError):  # the tree finds out
@@ -175,7 +175,7 @@ class Meeting:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, address = listener.accept()
-                channel = Channel(connection, self._me.key, is_server=True)
+                channel = Channel(connection, self._me.key)
             except OSError:
                 return
             self._selector.register(connection, selectors.EVENT_READ, channel)
@@ -194,17 +194,18 @@ class Meeting:
                 self._note_greeting(channel.client_nonce)
             if channel.is_proven:
                 self._strangers.pop(channel, None)
-            while message := channel.take_json():
-                if "told" in message:
-                    number = next(number for number, member in self.members.items() if member is channel)
-                    self._note(number, message["told"])
+            while (message := channel.take_json()) is not None:
+                number = next((at for at, member in self.members.items() if member is channel), None)
+                if number is not None:
+                    raise_refusal(message)
+                    self._note(number, _told_from(message["told"], self._me.size))
                 elif not self._admit(channel, message):
                     break
-        except RanksDiffer as error:
+        except SamestepError as error:
             refuse([channel], error)
             channel.close()
             raise
-        except (EOFError, ValueError, KeyError, TypeError, OSError):
+        except (EOFError, OSError, *NONSENSE):
             self._forget(channel)
 
     def _note_greeting(self, nonce: bytes) -> None:
@@ -229,18 +230,17 @@ class Meeting:
     def _admit(self, channel: Channel, hello: dict[str, Any]) -> bool:
         """Whether this member may say more now: one that connects as the tree has it goes on with the tree at once."""
         me = self._me
-        raise_refusal(hello)
-        if hello["run"] != me.run:
+        run, number, size = CLAIM.unpack(channel.claim)
+        if run != me.digest:
             channel.send_json({"unknown": me.run})
             self._forget(channel)
             return False
         hello["host"], hello["pid"] = printable(hello["host"], 64), int(hello["pid"])
-        hello["facts"], hello["places"] = dict(hello["facts"]), list(hello["places"])
+        hello["facts"], hello["places"] = dict(hello["facts"]), [*map(place_from, hello["places"])]
         hello["machine"], hello["is_near"] = str(hello["machine"]), bool(hello["is_near"])
-        number = hello["number"] = int(hello["number"])
-        self._check(number, hello)
+        self._check(number, size, hello)
         if number < 0:
-            number = hello["number"] = self.absent()[0]
+            number = self.absent()[0]
         if number in self.members:
             self._forget(self.members[number])
         self.members[number], self.hellos[number] = channel, hello
@@ -248,10 +248,10 @@ class Meeting:
         if me.number and not hello["is_near"]:
             self._selector.unregister(channel.connection)
             return False
-        self._note(number, _told_by(hello))
+        self._note(number, _told_by(number, hello))
         return True
 
-    def _check(self, number: int, hello: dict[str, Any]) -> None:
+    def _check(self, number: int, size: int, hello: dict[str, Any]) -> None:
         """Raises RanksDiffer where this member cannot be of this run."""
         me, script = self._me, str(hello["script"])
         here = f"{me.noun} {me.number} ({self.hellos[me.number]['host']})"
@@ -262,9 +262,9 @@ class Meeting:
                 f"{here} runs {me.script!r:.200} and {who} runs {script!r:.200}; "
                 f"run one script on all {me.noun}s, or let each run meet at a place of its own"
             )
-        if hello["size"] != me.size:
+        if size != me.size:
             raise RanksDiffer(
-                f"{here} counts {me.size} {me.noun}s and {who} counts {hello['size']}; "
+                f"{here} counts {me.size} {me.noun}s and {who} counts {size}; "
                 "start all of them with the same number"
             )
         if number < 0 and not self.absent():
@@ -336,7 +336,24 @@ def raise_refusal(message: Mapping[str, Any]) -> None:
         raise (RanksDiffer if message.get("kind") == "RanksDiffer" else RankMissing)(text, ranks=ranks)
 
 
-def _told_by(hello: Mapping[str, Any]) -> dict[str, Any]:
-    number, cores = hello["number"], str(hello["facts"].get("cores"))
+def _told_by(number: int, hello: Mapping[str, Any]) -> dict[str, Any]:
+    cores = str(hello["facts"].get("cores"))
     hosts, sharing = {hello["host"]: [[number, number]]}, {hello["machine"]: {cores: 1}}
     return {"count": 1, "hosts": hosts, "sharing": sharing}
+
+
+def _told_from(said: Any, size: int) -> dict[str, Any]:
+    """What a member says of those that came through it; where it cannot be so, one of NONSENSE."""
+    hosts = {
+        printable(name, 64): [[int(first), int(last)] for first, last in spans]
+        for name, spans in said["hosts"].items()
+    }
+    spans = [span for each in hosts.values() for span in each]
+    count = sum(last - first + 1 for first, last in spans)
+    if count > size or not all(0 <= first <= last < size for first, last in spans):
+        raise ValueError("more than there are")
+    sharing = {
+        str(machine): {str(cores): int(number) for cores, number in each.items()}
+        for machine, each in said["sharing"].items()
+    }
+    return {"count": count, "hosts": hosts, "sharing": sharing}

@@ -13,13 +13,13 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from samestep.errors import PlacementError, RankMissing
+from samestep.errors import PlacementError, RankMissing, SamestepError
 from samestep.files import is_own_directory
-from samestep.rendezvous.channel import Channel
+from samestep.rendezvous.channel import NONSENSE, Channel
 from samestep.rendezvous.host import Meeting, raise_refusal
 from samestep.rendezvous.listen import listen, private_folder, private_socket
-from samestep.rendezvous.member import Member, Patience, Place, place_from, place_of
-from samestep.rendezvous.position import Position
+from samestep.rendezvous.member import Member, Patience, Place, place_of
+from samestep.rendezvous.position import Position, read_position
 from samestep.rendezvous.tree import Tree
 from samestep.text import printable, reason_of
 
@@ -85,8 +85,10 @@ def _join_at(place: Place, me: Member, patience: Patience, listener: socket.sock
         me = replace(me, number=number)
         meeting = stack.enter_context(Meeting(me, listeners, channel))
         try:
-            position = Position(**meeting.run(meeting.answer, max(0.0, patience.left_s) + _REPLY_S))
-        except (EOFError, ValueError, OSError):
+            position = read_position(meeting.run(meeting.answer, max(0.0, patience.left_s) + _REPLY_S))
+        except SamestepError:
+            raise
+        except (EOFError, OSError, *NONSENSE):
             raise _NotHere(f"{me.noun} 0 went away") from None
         position = position._replace(address=position.address or address)
         meeting.hand_on(position)
@@ -109,11 +111,16 @@ def _connect_to_parent(position: Position, me: Member) -> tuple[Channel, str]:
     tried: dict[Place, str] = {}
     while patience.left_s > 0:
         for place in position.parent_places:
-            try:
-                channel = _connect(place_from(place), me)
-                return channel, _introduce(channel, me, [], is_near=False)[1]
-            except _NotHere as reason:
-                tried[place_from(place)] = str(reason)
+            with ExitStack() as unless_known:
+                try:
+                    channel = _connect(place, me)
+                    unless_known.callback(channel.close)
+                    host = _introduce(channel, me, [], is_near=False)[1]
+                except _NotHere as reason:
+                    tried[place] = str(reason)
+                    continue
+                unless_known.pop_all()
+                return channel, host
         time.sleep(0.02)
     raise PlacementError(
         f"{me.title} ({socket.gethostname()}) cannot reach {me.noun} {position.path[0]} ({_summary(tried)}); "
@@ -135,9 +142,11 @@ def _connect(place: Place, me: Member) -> Channel:
                 connection = unless_proven.enter_context(socket.create_connection(place, _CONNECT_S))
         except OSError as error:
             raise _NotHere(reason_of(error)) from None
+        except (ValueError, OverflowError):
+            raise _NotHere("no place") from None
         patience = Patience(_REPLY_S)
         try:
-            channel = Channel(connection, me.key, is_server=False)
+            channel = Channel(connection, me.key, me.claim)
             while not channel.is_proven:
                 # A stranger at this place may send a byte now and then.
                 connection.settimeout(max(_SHORT_S, patience.left_s))
@@ -158,21 +167,26 @@ def _introduce(
     try:
         channel.send_json(me.hello([place_of(listener) for listener in listeners], is_near=is_near))
         message = channel.wait_json()
-    except (EOFError, ValueError, OSError):
-        channel.close()
+        raise_refusal(message)
+        if "unknown" in message:
+            raise _NotHere(f"found {printable(message['unknown']) or 'a run without name'} there")
+        number = int(message["welcome"])
+        if number != me.number and not me.number < 0 < number < me.size:
+            raise ValueError("another number")
+        return number, printable(message["host"], 64)
+    except SamestepError:
+        raise
+    except (EOFError, OSError, *NONSENSE):
         raise _NotHere(_STRANGER) from None
-    raise_refusal(message)
-    if "unknown" in message:
-        channel.close()
-        raise _NotHere(f"found {printable(message['unknown']) or 'a run without name'} there")
-    return int(message["welcome"]), str(message["host"])
 
 
 def _summary(tried: Mapping[Place, str]) -> str:
     """What was found at which places, those first where another run is."""
     places_of: dict[str, list[str]] = {}
     for place, reason in tried.items():
-        places_of.setdefault(reason, []).append(place if isinstance(place, str) else f"{place[0]}:{place[1]}")
+        places_of.setdefault(reason, []).append(
+            printable(place if isinstance(place, str) else f"{place[0]}:{place[1]}")
+        )
     return "; ".join(
         f"{places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {reason}"
         for reason, places in sorted(places_of.items(), key=lambda item: not item[0].startswith("found"))

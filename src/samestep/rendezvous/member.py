@@ -1,5 +1,6 @@
 """Who joins which run, what it says of itself, and how long the others wait for it."""
 
+import ipaddress
 import os
 import socket
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 from samestep.errors import SamestepError
 from samestep.rendezvous import addresses
+from samestep.rendezvous.channel import CLAIM
+from samestep.rendezvous.key import derive
 
 SAY_S, _SAY_LATER_S = 5.0, 30.0
 
@@ -52,11 +55,21 @@ class Member:
         """How many connect to number 0 where each machine has as many members as this one."""
         return -(-self.size // self.below) - 1 + (self.below - 1).bit_length()
 
+    @property
+    def digest(self) -> bytes:
+        """Of the run's name, for those who have the key."""
+        return derive(self.key, "run", self.run)
+
+    @property
+    def claim(self) -> bytes:
+        """As which member it proves itself."""
+        return CLAIM.pack(self.digest, self.number, self.size)
+
     def hello(self, places: Sequence[Place] = (), *, is_near: bool = False) -> dict[str, Any]:
         """What it says of itself; `places` are where its children find it, unless it stays where it comes."""
         who = {"host": socket.gethostname(), "pid": os.getpid(), "machine": addresses.machine()}
-        told = {"run": self.run, "number": self.number, "size": self.size, "script": self.script}
-        return who | told | {"places": list(places), "facts": dict(self.facts), "is_near": is_near}
+        told = {"script": self.script, "places": list(places), "facts": dict(self.facts)}
+        return who | told | {"is_near": is_near}
 
 
 class Patience:
@@ -105,5 +118,7 @@ def place_of(listener: socket.socket) -> Place:
 
 
 def place_from(told: Any) -> Place:
-    """A place as a socket or JSON has it."""
-    return told if isinstance(told, str) else (str(told[0]), int(told[1]))
+    """A place as a socket or JSON has it; one of NONSENSE where it is none."""
+    if isinstance(told, str):
+        return told
+    return str(ipaddress.ip_address(told[0])), int(told[1])

@@ -7,12 +7,14 @@ are the processes of each machine. So each has at most log2(processes here) + lo
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from samestep.rendezvous.member import Place, place_from
+
 
 class Position(NamedTuple):
     """A process's way to number 0 in the tree, and its place among the machines of the run."""
 
     path: Sequence[int]  # its parent, that one's parent and so on, up to number 0
-    parent_places: Sequence[Any]  # where the parent listens
+    parent_places: Sequence[Place]  # where the parent listens
     children: Sequence[int]  # those that connect to it now; others have come through it
     node: int
     nodes: int
@@ -47,6 +49,18 @@ def positions(
             at = (node, len(nodes), local_rank, len(numbers), sharing[machine], "" if node else source)
             found[number] = Position(path[1:], hellos[parents[number]]["places"], children[number], *at)
     return found
+
+
+def read_position(said: Mapping[str, Any]) -> Position:
+    """The position that number 0 sent; one of NONSENSE where it is none."""
+    facts: dict[str, Any] = {
+        name: int(said[name]) for name in ("node", "nodes", "local_rank", "local_size")
+    } | {name: [int(number) for number in said[name]] for name in ("path", "children")}
+    if not facts["path"]:
+        raise ValueError("no parent")
+    sharing = {str(cores): int(number) for cores, number in said["sharing"].items()}
+    places = [place_from(place) for place in said["parent_places"]]
+    return Position(**facts, parent_places=places, sharing=sharing, address=str(said["address"]))
 
 
 def parent_of(place: int) -> int:

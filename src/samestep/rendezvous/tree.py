@@ -19,7 +19,7 @@ from math import inf
 from typing import Any
 
 from samestep.errors import RankMissing
-from samestep.rendezvous.channel import Channel
+from samestep.rendezvous.channel import NONSENSE, Channel
 from samestep.rendezvous.position import Position
 from samestep.text import name_ranks, printable
 
@@ -262,9 +262,15 @@ class Tree:
     def _hear(self, number: int) -> bool:
         try:
             self._act_on_all(number, self._channels[number].read())
-        except (EOFError, ValueError, KeyError, TypeError):
+        except (EOFError, *NONSENSE) as error:
             if self._is_open and number not in self.left:
-                self._lose(number, "its process has ended or its network is cut")
+                is_gone = isinstance(error, EOFError)
+                why = (
+                    "its process has ended or its network is cut"
+                    if is_gone
+                    else "it sends what is no message"
+                )
+                self._lose(number, why)
             return False
         return True
 
