@@ -17,6 +17,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -24,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from report import BIN, RESULTS, Rows, keep, spread
 
@@ -87,6 +89,35 @@ def commands(system: str, at: Network | None) -> list[list[str]]:
     ]
 
 
+class Weight:
+    """The most memory that the processes started within it had at one time; pages they share are counted once."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._others = {process.pid for process in psutil.Process().children(recursive=True)}
+        self._is_over = threading.Event()
+        self._watch = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Weight":
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._watch.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.1):
+            now = [one for one in psutil.Process().children(recursive=True) if one.pid not in self._others]
+            self.bytes = max(self.bytes, sum(map(self._of, now)))
+
+    @staticmethod
+    def _of(process: psutil.Process) -> int:
+        with suppress(psutil.Error):
+            return process.memory_full_info().pss
+        return 0
+
+
 def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
     """One run from shell to exit, with the CPU time of everything that it started; less where it ended before its last
     numbers were written, as ranks that abort at their exit take rank 0 with them."""
@@ -124,7 +155,7 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
 
 def row_of(system: str, found: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The medians of a system's runs; ratios of whole runs are formed within each round."""
-    names = ("start_s", "step_s", "seconds", "cpu_s", "bytes", "accuracy", "truth")
+    names = ("start_s", "step_s", "seconds", "cpu_s", "accuracy", "truth")
     middle = {name: round(median(one[name] for one in found if name in one), 4) for name in names}
     command = (COMMANDS | TWO_NODES)[system]
     return {
@@ -185,6 +216,12 @@ def main() -> None:
             stack.callback(at.close)
             for node in NODES:
                 at.limit(node, LINK)
+        weights = dict[str, int]()
+        for system in chosen:  # in runs of their own: looking takes time
+            if at or system in COMMANDS:
+                with Weight() as weight:
+                    run(commands(system, at), folder)
+                weights[system] = weight.bytes
         for number in range(asked.rounds):
             of_nodes = TWO_NODES if at and number < asked.rounds_of_nodes else {}
             systems = [system for system in (*COMMANDS, *of_nodes) if system in chosen]
@@ -195,7 +232,7 @@ def main() -> None:
             if 2 * time.monotonic() - round_began - began > 60 * asked.minutes:
                 break
     rows = [
-        row_of(system, found, runs.get("torchrun", found))
+        row_of(system, found, runs.get("torchrun", found)) | {"bytes": weights[system]}
         for system, found in runs.items()
         if any("step_s" in one for one in found)
     ]

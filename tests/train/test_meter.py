@@ -133,7 +133,7 @@ def test_the_last_line_is_rank_zeros_and_only_where_it_was_asked_for_or_the_run_
 def test_a_loop_that_waits_for_data_is_told_of_workers(metered):
     hint = 'loader(..., num_workers="auto") would have'
     assert hint in metered(1, asked="1", data=0.01)[2][0]
-    assert hint not in metered(1, asked="1", rest=0.01)[2][0]
+    assert hint not in metered(1, asked="1", rest=0.1)[2][0]
 
 
 @pytest.mark.parametrize("asked", ["0", ""])
