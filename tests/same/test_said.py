@@ -1,12 +1,14 @@
 """What same=True cannot make the serial script's is said once, by operation; the run goes on."""
 
-from textwrap import dedent
+from textwrap import dedent, indent
 
 import pytest
 
 AVERAGES = "averages over the samples of a batch (train.py:"
 PARTED = "the random stream of torch on ranks 1, 2 differs from rank 0's"
 SCRIPT = """
+import random
+import numpy as np
 import torch, samestep
 from torch import nn
 from torch.nn import functional as F
@@ -42,6 +44,13 @@ PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backwar
         ({"inside": "torch.distributions.Beta(torch.ones(len(x)), 0.4).sample()"}, "_sample_dirichlet (train.py:"),
         ({"inside": "torch.poisson(x)"}, "poisson (train.py:"),
         ({"inside": "x = x[torch.randperm(len(x))]"}, "randperm (train.py:"),
+        ({"inside": "x = x[np.random.permutation(len(x))]"}, "numpy.random.permutation (train.py:"),
+        ({"inside": "at = list(range(len(x))); random.shuffle(at)"}, "random.shuffle (train.py:"),
+        ({"inside": "at = np.random.choice(len(x), 3)"}, "numpy.random.choice (train.py:"),
+        ({"inside": "np.random.binomial(5, x)"}, "numpy.random.binomial (train.py:"),
+        ({"inside": "x = torch.stack([one if random.random() < 0.5 else -one for one in x])"}, "random.random (train"),
+        ({"inside": "n = x.size(0); [np.random.randint(3, size=2) for at in range(n)]"}, "numpy.random.randint (train"),
+        ({"inside": "[torch.rand(1) for one, other in zip(x, x)]"}, "uniform_ (train.py:"),
         ({"inside": "world.rank or torch.rand(3)"}, PARTED),
         ({"after": "torch.manual_seed(world.rank)"}, PARTED),
         ({"square": "True"}, "uniform_ (train.py:"),
@@ -59,7 +68,9 @@ PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backwar
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
     ids=[
-        *("gamma", "poisson", "permutation", "on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
+        *("gamma", "poisson", "permutation", "by-numpy", "by-python", "a-choice-by-numpy", "by-samples-parameters"),
+        *("one-by-one", "one-by-one-by-numpy", "one-by-one-by-torch"),
+        *("on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
         *("several-for-each-sample", "several-words", "a-choice-of-samples"),
         *("flipped-samples", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean", "a-normalized-batch"),
         *("a-product-of-means", "a-balance-of-experts", "pairs-in-a-later-loss", "a-copys-statistics"),
@@ -72,6 +83,26 @@ def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path
     assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
     assert ranks[0].complained.count(said) == 1
     assert not ranks[1].complained
+
+
+DRAWN_FOR_ALL = """
+lam, width, hidden = np.random.beta(0.4, 0.4), np.random.randint(0, 4), torch.rand(2)
+words, classes = np.random.permutation(2), list(range(2))
+random.shuffle(classes)
+seen = [random.random() for layer in range(2)] + [torch.rand(1) for p in model.parameters()][:2]
+print(repr((lam, width, hidden, words, classes, seen)))
+"""
+
+
+def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
+    """Some are as many as this rank's samples, by chance."""
+    script = tmp_path / "train.py"
+    inside = indent(DRAWN_FOR_ALL, " " * 8).strip()
+    script.write_text(dedent(SCRIPT).format(**PLAIN | {"inside": inside}))
+    ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
+    assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
+    assert ranks[0].said == ranks[1].said == ranks[2].said
+    assert not ranks[0].complained
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,14 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given: Iterable[tuple[torch.Tensor, Place | None]],
         constant: Iterable[torch.Tensor],
         is_paused: Callable[[], bool] = lambda: False,
+        is_new: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
-        """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known."""
+        """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known.
+
+        `is_new` says whether a tensor that was not seen being made, as of NumPy's numbers, may be of this batch.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_paused = is_paused
+        self._is_paused, self._is_new = is_paused, is_new
         # with what tells whether its memory is still there, which may come to be another tensor's
         self._others: dict[Any, tuple[Callable[[], Any], torch.Tensor | None, bool, str | None]] = {}
         self._to_come: torch.Tensor | None = None
@@ -303,7 +307,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _found(self, tensor: torch.Tensor) -> Other:
         """What was made before the call and is not of the batch is constant."""
-        return self._known(tensor) or Other(tensor, meta_of(tensor))
+        if known := self._known(tensor):
+            return known
+        other, sure = self._sized(tensor, ()) if self._is_new(tensor) else (meta_of(tensor), True)
+        return Other(tensor, other, sure)
 
 
 def _place_in_view(tensor: torch.Tensor, laid: torch.Tensor, dim: int, mine: int) -> Place:

@@ -94,6 +94,11 @@ def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
     return Part(place.dim, rows, times if place.before == 1 else place.after, place.layout)
 
 
+def of_permutation(whole: Any, rows: Rows) -> Any:
+    """Of a permutation of the whole batch, that of this rank's rows."""
+    return whole[(whole >= rows.start) & (whole < rows.start + rows.mine)] - rows.start
+
+
 class Places:
     """Where draws have the batch: by their line, and by the kind of the model's call, which begins with the model.
 

@@ -8,15 +8,31 @@ import ast
 import functools
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
+import numpy as np
 import torch
 
 from samestep.train.draw_lines import call_in, scripts_frame, value_of
 
 _SAMPLED = {"sample", "rsample"}
-_SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full", "randperm"}
+_SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"}
+# NumPy's functions by the number of arguments ahead of the size
+SIZE_AT = {
+    **dict.fromkeys(("random", "random_sample", "ranf", "sample"), 0),
+    **dict.fromkeys(("standard_normal", "standard_exponential", "standard_cauchy"), 0),
+    **dict.fromkeys(("choice", "exponential", "rayleigh", "standard_gamma", "standard_t", "chisquare"), 1),
+    **dict.fromkeys(
+        ("dirichlet", "geometric", "logseries", "pareto", "poisson", "power", "weibull", "zipf"), 1
+    ),
+    **dict.fromkeys(
+        ("normal", "uniform", "randint", "laplace", "logistic", "gumbel", "lognormal", "beta"), 2
+    ),
+    **dict.fromkeys(("binomial", "f", "gamma", "multinomial", "multivariate_normal", "negative_binomial"), 2),
+    **dict.fromkeys(("noncentral_chisquare", "vonmises", "wald"), 2),
+    **dict.fromkeys(("hypergeometric", "noncentral_f", "triangular"), 3),
+}
 _MEASURES = {"shape", "size", "len"}
 _DEEPEST = 8
 _Sizes = ast.Tuple | ast.List
@@ -34,9 +50,8 @@ def fixed_sizes(count: int) -> list[bool]:
         if not isinstance(call.func.value, ast.Call):
             break
         call = call.func.value
-    if not isinstance(call, ast.Call) or _name_of(call.func) not in _SIZED_CALLS | _SAMPLED:
+    if not isinstance(call, ast.Call) or not (given := _sizes_in(call)):
         return [False] * count
-    given = [*call.args, *(word.value for word in call.keywords if word.arg in ("size", "sample_shape"))]
     sizes = list(next((one.elts for one in given if isinstance(one, _Sizes)), given))
     # *x.shape stands for several sizes, and behind the shape of samples are those of their distribution
     found, lacking = [_is_fixed(one, frame, 0) for one in sizes], count - len(sizes)
@@ -44,6 +59,31 @@ def fixed_sizes(count: int) -> list[bool]:
         return found + [False] * lacking
     at = next((at for at, one in enumerate(sizes) if isinstance(one, ast.Starred)), len(sizes) - 1)
     return found[:at] + found[at : at + 1] * (lacking + 1) + found[at + 1 :]
+
+
+def _sizes_in(call: ast.Call) -> list[ast.expr]:
+    """What a call draws with as its size or sizes; nothing where it is no such call or has none."""
+    name, is_numpys = _name_of(call.func), _name_of(getattr(call.func, "value", None)) == "random"
+    named = [word.value for word in call.keywords if word.arg in ("size", "sample_shape")]
+    if is_numpys and name in SIZE_AT:
+        return named or call.args[SIZE_AT[name] :][:1]
+    if name not in _SIZED_CALLS | _SAMPLED:
+        return []
+    if name in ("randint", "normal"):
+        return named or call.args[-1:]
+    return named or call.args[: 1 if name == "full" else None]
+
+
+def is_written_out(*ats: int | str) -> bool:
+    """Whether this argument of the script's call, by one of its names or places, is none of the batch."""
+    frame = scripts_frame(sys._getframe(1))
+    call = call_in(frame)
+    if not isinstance(call, ast.Call):
+        return False
+    given: dict[int | str | None, ast.expr] = dict(enumerate(call.args))
+    given |= {word.arg: word.value for word in call.keywords}
+    found = [given[at] for at in ats if at in given]
+    return bool(found) and _is_fixed(found[0], frame, 0)
 
 
 def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
@@ -60,7 +100,7 @@ def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
         case (
             ast.Tuple(elts=parts)
             | ast.List(elts=parts)
-            | ast.Call(func=ast.Name(id="int" | "range"), args=parts)
+            | ast.Call(func=ast.Name(id="int" | "range" | "list"), args=parts)
         ):
             return are(parts)
         case ast.Starred(value=part) | ast.UnaryOp(operand=part):
@@ -85,6 +125,44 @@ def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
     return False
 
 
+def is_over_samples(frame: FrameType | None, count: int) -> bool:
+    """Whether a line of the script that runs is in a loop over so many samples."""
+    while frame is not None:
+        line = frame.f_lineno
+        for lines, through in _loops_in(frame.f_code.co_filename):
+            if line in lines and _is_of_samples(through, frame, count):
+                return True
+        frame = scripts_frame(frame.f_back)
+    return False
+
+
+def _is_of_samples(node: ast.AST, frame: FrameType | None, count: int) -> bool:
+    """Whether this is a tensor of so many rows, their number, or made of such."""
+    if frame is None:
+        return False
+    caller, value = scripts_frame(frame.f_back), value_of(node, frame)
+    if value is None and caller is not None and frame.f_code.co_name.startswith("<"):
+        value = value_of(node, caller)  # what a comprehension goes through is looked up around it
+    match node:
+        case ast.Call(func=ast.Name(id="range" | "zip" | "enumerate" | "reversed" | "list"), args=parts):
+            return any(_is_of_samples(one, frame, count) for one in parts)
+        case ast.Call(func=ast.Name(id="len"), args=[inner]):
+            return _is_of_samples(inner, frame, count)
+        case (
+            ast.Subscript(value=ast.Attribute(attr="shape"), slice=ast.Constant(0))
+            | ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(0)])
+        ):
+            return bool(value == count)
+        case ast.Name(id=name) if type(value) is int:
+            set_to = _set_to(frame.f_code.co_filename, name, ast.Name) or ()
+            given = _given(frame, name) or ()
+            is_made = any(_is_of_samples(one, frame, count) for one in set_to)
+            return value == count and (is_made or any(_is_of_samples(one, caller, count) for one in given))
+    is_listed = type(value) in (list, tuple)
+    is_array = isinstance(next(iter(value), None) if is_listed else value, torch.Tensor | np.ndarray)
+    return is_array and (len(value) if is_listed else value.shape[0] if value.ndim else 0) == count
+
+
 def _given(frame: FrameType, name: str) -> list[ast.expr] | None:
     """What the call of this function gives for a parameter; nothing for other variables, None where not known."""
     code = frame.f_code
@@ -104,19 +182,45 @@ def _given(frame: FrameType, name: str) -> list[ast.expr] | None:
 
 
 @functools.cache
+def _loops_in(file: str) -> list[tuple[range, ast.expr]]:
+    """The lines of each loop and comprehension, and what it goes through."""
+    kinds = (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    return [
+        (range(loop.lineno, (loop.end_lineno or loop.lineno) + 1), one.iter)
+        for loop in ast.walk(_tree(file))
+        if isinstance(loop, kinds)
+        for one in getattr(loop, "generators", [loop])
+    ]
+
+
+@functools.cache
 def _set_to(file: str, name: str, kind: type[ast.Name] | type[ast.Attribute]) -> list[ast.expr] | None:
     """What variables, or attributes, of this name are set to in this file; None where that is not known of each."""
     nodes = list(ast.walk(_tree(file)))
     values = [
-        one.iter if isinstance(one, ast.For) else one.value
+        value
         for one in nodes
-        if isinstance(one, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For)
-        for target in getattr(one, "targets", [getattr(one, "target", None)])
+        for target, value in _settings(one)
         if isinstance(target, kind) and _name_of(target) == name
     ]
     stores = (one for one in nodes if isinstance(one, kind) and isinstance(one.ctx, ast.Store))
     is_all = len(values) == sum(_name_of(one) == name for one in stores)
     return [one for one in values if one is not None] if is_all else None
+
+
+def _settings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """What a statement sets, and to what; of what it unpacks, each to its part."""
+    if isinstance(node, ast.For):
+        yield node.target, node.iter
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+        yield node.target, node.value
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield target, node.value
+            parts = target.elts if isinstance(target, _Sizes) else []
+            values = node.value.elts if isinstance(node.value, _Sizes) else []
+            for at, part in enumerate(parts if ast.Starred not in map(type, [*parts, *values]) else ()):
+                yield part, values[at] if values else ast.Subscript(node.value, ast.Constant(at))
 
 
 def _name_of(node: ast.AST | None) -> str:

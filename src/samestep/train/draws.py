@@ -20,11 +20,13 @@ from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw, named_in_call
-from samestep.train.draw_parts import FOR_ALL, Line, Memory, Part, Places
-from samestep.train.draw_sizes import fixed_sizes
+from samestep.train.draw_parts import FOR_ALL, Line, Memory, Part, Places, of_permutation
+from samestep.train.draw_sizes import fixed_sizes, is_written_out
+from samestep.train.draws_of_host import DrawsOfHost
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.nested import memory_of
+from samestep.train.one_by_one import OneByOne
 from samestep.train.step import Rows, Share, Spine
 from samestep.train.watching import Watching
 
@@ -57,6 +59,8 @@ class Draws(Member):
         self.watching = Watching(self._spine)
         self._spine.subscribe(self.watching)
         self._places = Places()
+        self._one_by_one = OneByOne(self._share_drawn, self.say_other)
+        self._of_host = DrawsOfHost(self._share_drawn, self._part_by_shape, self._one_by_one, self.say_other)
         self._memory: Memory = {}
 
     def begin(self) -> None:
@@ -67,6 +71,7 @@ class Draws(Member):
         self.active = self.watching.finds_draws = True
         if self._library is None:
             self.group.watch(self._digest, self._parted)
+        self._of_host.stand_in()
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is meant
@@ -76,6 +81,7 @@ class Draws(Member):
     def close(self) -> None:
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
+            self._of_host.close()
             self.active = False
             self._memory.clear()
 
@@ -134,7 +140,7 @@ class Draws(Member):
             return kernel.call_boxed(keys, *args, **given)
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            if self._paused or self._spine.is_reading or os.getpid() != self._pid:
+            if self._is_unseen():
                 return original(*args, **kwargs)
             return function(original, *args, **kwargs)
 
@@ -218,19 +224,13 @@ class Draws(Member):
         return original(input, *args, **kwargs)
 
     def _randperm(self, original: Any, n: int, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        share = self._spine.at_hand
-        if (
-            generator is not None
-            or share is None
-            or not 0 < share.mine == n < share.all
-            or all(fixed_sizes(1))
-        ):
+        share = self._share_drawn()
+        if generator is not None or share is None or n != share.mine or is_written_out(0, "n"):
             return original(n, *args, generator=generator, **kwargs)
         self.say_other("randperm", "a permutation of this rank's share is none of the whole batch")
         # all ranks draw that of the whole batch, so that their streams stay alike
-        out, first = kwargs["out"], share.start - share.batch_start
-        whole = original(share.all, generator=None, out=torch.empty_like(out))
-        return out.resize_(n).copy_(whole[(whole >= first) & (whole < first + n)] - first)
+        whole = original(share.all, generator=None, out=torch.empty_like(kwargs["out"]))
+        return kwargs["out"].resize_(n).copy_(of_permutation(whole, share.rows))
 
     def _dependent(self, name: str) -> Callable[..., Any]:
         def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,10 +265,26 @@ class Draws(Member):
         finally:
             self._paused = before
 
+    def _is_unseen(self) -> bool:
+        return self._paused or self._spine.is_reading or os.getpid() != self._pid
+
+    def _share_drawn(self) -> Share | None:
+        """The batch at hand, where this rank's draws are to be its part of the whole batch's."""
+        share = self._spine.at_hand
+        return None if self._is_unseen() or share is None or not 0 < share.mine < share.all else share
+
+    def _part_by_shape(self, name: str, shape: torch.Size) -> Part | None:
+        """Of a draw of which only the shape is known."""
+        share = self._share_drawn()
+        if share is None or not all(shape):
+            return None
+        part = self._guessed((name, len(shape), line_of_draw()), shape, share)
+        return None if part is FOR_ALL else part
+
     def _part(self, name: str, tensor: torch.Tensor) -> Part | None:
         """Which part of the whole batch's draw this one is; None where it is one draw for all ranks."""
-        share, shape = self._spine.at_hand, tensor.shape
-        if share is None or not tensor.numel() or not shape or not 0 < share.mine < share.all:
+        share, shape = self._share_drawn(), tensor.shape
+        if share is None or not tensor.numel() or not shape:
             return None
         if (packed := self.packed) is not None and shape[0] == packed.rows.mine:
             return packed
@@ -276,7 +292,10 @@ class Draws(Member):
         self._watch(line, tensor, share)
         part = self._places.part(line, self.watching.in_model, shape, share)
         part = part or self._guessed(line, shape, share)
-        return None if part is FOR_ALL else part
+        if part is not FOR_ALL:
+            return part
+        self._one_by_one.note(name)
+        return None
 
     def _watch(self, line: Line, tensor: torch.Tensor, share: Share) -> None:
         """Note where the batch is, in a call of the model, or a batch of the loop, that is watched."""

@@ -145,8 +145,11 @@ class Watching(Subscriber):
             is_over = self._loop is not watched or os.getpid() != self._pid
             return is_over or self._spine.is_reading or self._spine.group.phase[0] in _IN_BACKWARD
 
+        def is_new(tensor: torch.Tensor) -> bool:
+            return self.finds_draws and not self.is_older(tensor, share)
+
         parameters = self._spine.models.parameters()
-        watched = BatchPlaces(share, given, parameters, is_paused)
+        watched = BatchPlaces(share, given, parameters, is_paused, is_new)
         self._loop = self.places = watched
         self._losses_to_watch = _MOST_LOSSES
         watched.__enter__()  # type: ignore[no-untyped-call]

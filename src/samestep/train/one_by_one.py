@@ -1,0 +1,34 @@
+"""Finds draws that a script makes one by one for its samples: a rank's are not the serial script's for them."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import CodeType
+
+from samestep.train.draw_lines import scripts_frame
+from samestep.train.draw_sizes import is_over_samples
+from samestep.train.step import Share
+
+
+class OneByOne:
+    """Counts the draws at each line of the script, batch by batch."""
+
+    def __init__(self, share: Callable[[], Share | None], say_other: Callable[[str, str], str]) -> None:
+        self._share, self._say_other = share, say_other
+        self._counted_in: Share | None = None
+        self._counts = Counter[tuple[CodeType, int]]()
+
+    def note(self, name: str) -> None:
+        """This was drawn for all ranks; where a line has drawn as often as there are samples, say if it is for each."""
+        share, frame = self._share(), scripts_frame(sys._getframe(1))
+        if share is None or frame is None:
+            return
+        if share is not self._counted_in:
+            self._counted_in = share
+            self._counts.clear()
+        self._counts[at := (frame.f_code, frame.f_lasti)] += 1
+        if self._counts[at] == share.mine and is_over_samples(frame, share.mine):
+            why = (
+                "it draws one by one for this rank's samples; draw for all at once, as in torch.rand(len(x))"
+            )
+            self._say_other(name, why)
