@@ -32,6 +32,10 @@ for epoch in range(2):
 """
 PLAIN = {"seed": "0", "after": "", "inside": "pass", "square": "False", "same": "True"}
 FLIPPED = "x = 0.7 * x + 0.3 * x.flip(0)"
+TURNED = "rows = np.arange(len(x))[::-1].copy(); x = 0.7 * x + 0.3 * x[rows]"
+SORTED = (
+    "rows = np.argsort(x[:, 0].numpy()); z = model(x[rows], 0)[np.argsort(rows)]; (z * x).mean().backward()"
+)
 PAIRED = "y = model(x, 0); (y @ y.t()).mean().backward()"
 NORMALIZED = "x = (x - x.mean()) / x.std()"
 BALANCED = "p = model(x, 0); f = F.one_hot(p.argmax(1), 2).double().mean(0); (f * p.mean(0)).sum().backward()"
@@ -58,6 +62,7 @@ PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backwar
         ({"inside": "torch.multinomial(torch.ones(9), 3 * len(x))"}, "multinomial (train.py:"),
         ({"inside": "torch.multinomial(torch.ones(len(x)), 1)"}, "a choice among this rank's samples"),
         ({"inside": FLIPPED}, "moves samples within a batch (train.py:"),
+        ({"inside": TURNED}, "moves samples within a batch (train.py:"),
         ({"inside": PAIRED}, "pairs of the samples of a batch (train.py:"),
         ({"inside": "model(x, 0)[:, 0].sort()[0][0].backward()"}, "compares the samples of a batch (train.py:"),
         ({"inside": "model(x, 0).square().mean().sqrt().backward()"}, AVERAGES),
@@ -72,7 +77,8 @@ PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backwar
         *("one-by-one", "one-by-one-by-numpy", "one-by-one-by-torch"),
         *("on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
         *("several-for-each-sample", "several-words", "a-choice-of-samples"),
-        *("flipped-samples", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean", "a-normalized-batch"),
+        *("flipped-samples", "turned-by-numpy", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean"),
+        "a-normalized-batch",
         *("a-product-of-means", "a-balance-of-experts", "pairs-in-a-later-loss", "a-copys-statistics"),
     ],
 )  # fmt: skip
@@ -109,14 +115,19 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
     ("inside", "said"),
     [
         (FLIPPED, "moves samples within a batch (train.py:"),
+        (TURNED, "moves samples within a batch (train.py:"),
         (PAIRED, "pairs of the samples of a batch (train.py:"),
         (NORMALIZED, AVERAGES),
         (PRODUCT, AVERAGES),
         ("z = samestep.gather(model(x, 0)); (z @ z.t()).mean().backward()", ""),
         ("m = samestep.mean(x.mean()); x = (x - m) / samestep.mean((x - m).square().mean()).sqrt()", ""),
         ("x = x / x.norm(dim=1, keepdim=True); (model(x, 0) * x).softmax(1).sum(1).mean().backward()", ""),
+        (SORTED, ""),
     ],
-    ids=["flipped", "pairs", "normalized", "product", "gathered-pairs", "normalized-by-all", "by-sample"],
+    ids=[
+        *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "gathered-pairs", "normalized-by-all"),
+        *("by-sample", "sorted-and-back"),
+    ],
 )  # fmt: skip
 def test_a_loss_that_mixes_samples_is_said_by_default_too_and_no_other(inside, said, nest, tmp_path):
     script = tmp_path / "train.py"

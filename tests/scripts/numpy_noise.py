@@ -1,7 +1,6 @@
 """Augmentation in the loop draws from NumPy's stream, once for each row of the share.
 
-verdict: different
-cause: the loop changes the inputs
+verdict: with_same
 """
 
 import numpy as np

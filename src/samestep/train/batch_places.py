@@ -45,7 +45,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_paused, self._is_new = is_paused, is_new
         # with what tells whether its memory is still there, which may come to be another tensor's
-        self._others: dict[Any, tuple[Callable[[], Any], torch.Tensor | None, bool, str | None]] = {}
+        self._others: dict[Any, tuple[Any, ...]] = {}
         self._to_come: torch.Tensor | None = None
         self._is_as_guessed = True
         self._kinds = Kinds(share)
@@ -125,7 +125,24 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [self._found(tensor) for _, tensor in named_tensors((args, kwargs))]
         if not self._is_as_guessed:
             given = [one if one.sure else one._replace(other=meta_of(one.tensor)) for one in given]
-        self._note(made, other, sure, averaged(func, args, kwargs, given, made, other))
+        order = next((one.order for one in given if one.order), ())
+        if (chosen := self._chosen(func._opname, args)) is not None:
+            (other, order), sure = chosen, True
+        self._note(made, other, sure, averaged(func, args, kwargs, given, made, other), order)
+
+    def _chosen(self, name: str, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+        """The other of a batch's samples in another order, and that order."""
+        if name == "index":
+            at, *others = [dim for dim, one in enumerate(args[1]) if one is not None]
+            chosen = None if others else args[1][at]
+        elif name == "index_select":
+            at, chosen = args[1] % args[0].dim(), args[2]
+        else:
+            return None
+        of, order = self._found(args[0]), None
+        with suppress(LookupError):
+            order = None if chosen is None else self._kinds.order(of, at, chosen)
+        return None if order is None or of.other is None else (of.other, order)
 
     def averaged(self, tensor: torch.Tensor) -> str | None:
         """What was done to samples that makes it no average over them, and where."""
@@ -134,7 +151,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _filled(self, made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
         """The other of what is filled from a tensor of the batch, as one_hot fills what it made of sizes."""
         for arg in (one for one in args if isinstance(one, torch.Tensor) and one is not made):
-            _, other, sure, _ = self._found(arg)
+            _, other, sure, *_ = self._found(arg)
             if (
                 other is None
                 or not sure
@@ -161,7 +178,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where the batch is in this tensor, None where it is not known."""
-        _, other, sure, _ = self._known(tensor) or Other(tensor, None)
+        _, other, sure, *_ = self._known(tensor) or Other(tensor, None)
         if other is None or (not sure and tensor.shape == other.shape):
             other = self._to_come
         if other is None or not self._makes_sense(tensor, other):
@@ -220,7 +237,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _viewed(self, made: torch.Tensor, of: Other) -> tuple[torch.Tensor | None, bool]:
         """The other of a view, whose sizes were given as numbers, and whether it is sure."""
-        given, other, sure, _ = of
+        given, other, sure, *_ = of
         if other is None or given.shape == made.shape:
             return other, sure
         sizes = list(made.shape)
@@ -240,7 +257,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, made: torch.Tensor, of: Other, counts: Sequence[int], is_repeated: bool
     ) -> tuple[torch.Tensor | None, bool]:
         """The other of what was expanded or repeated, and whether it is sure."""
-        given, other, sure, _ = of
+        given, other, sure, *_ = of
         if other is None:
             return None, True
         sizes = list(made.shape)
@@ -285,25 +302,32 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # where several are equal it is perhaps a mask over time, which may be combined with a tensor of the batch
         return meta_of(made, sizes), not equal and sizes == list(made.shape)
 
-    def _note(self, made: Any, other: Any, sure: bool = True, average: str | None = None) -> None:
+    def _note(
+        self,
+        made: Any,
+        other: Any,
+        sure: bool = True,
+        average: str | None = None,
+        order: tuple[int, ...] = (),
+    ) -> None:
         if isinstance(made, list | tuple):
             has_all = isinstance(other, list | tuple) and len(other) == len(made)
             for one, its in zip(made, other if has_all else [None] * len(made), strict=True):
-                self._note(one, its, sure, average)
+                self._note(one, its, sure, average, order)
         elif isinstance(made, torch.Tensor):
             is_like = isinstance(other, torch.Tensor) and other.dim() == made.dim()
             # what is known stays known where it was changed in place, as by an all-reduce
             if is_like or self._known(made) is None:
-                self._put(Other(made, other if is_like else None, sure, average))
+                self._put(Other(made, other if is_like else None, sure, average, order))
 
     def _put(self, found: Other) -> None:
         tensor, *known = found
         memory = tensor.untyped_storage() if tensor.layout == torch.strided else tensor
-        self._others[key_of(tensor)] = weakref.ref(memory), *known  # type: ignore[assignment]
+        self._others[key_of(tensor)] = weakref.ref(memory), *known
 
     def _known(self, tensor: torch.Tensor) -> Other | None:
         held, *known = self._others.get(key_of(tensor), (lambda: None,))
-        return None if held() is None else Other(tensor, *known)  # type: ignore[arg-type]
+        return None if held() is None else Other(tensor, *known)
 
     def _found(self, tensor: torch.Tensor) -> Other:
         """What was made before the call and is not of the batch is constant."""

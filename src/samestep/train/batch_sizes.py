@@ -42,12 +42,16 @@ class Kind(NamedTuple):
 
 
 class Other(NamedTuple):
-    """A tensor, and the same of another batch size; None where that is not known."""
+    """A tensor, and the same of another batch size; None where that is not known.
+
+    Its samples may be in another `order` than the batch's.
+    """
 
     tensor: torch.Tensor
     other: torch.Tensor | None
     sure: bool = True
     averaged: str | None = None
+    order: tuple[int, ...] = ()
 
 
 def stands_for_samples(size: int) -> bool:
@@ -91,6 +95,16 @@ class Kinds:
             if len(unlike) == 1 and other.shape[dim] // kind.size * kind.mine == tensor.shape[dim]:
                 return dim, kind
         raise LookupError
+
+    def order(self, of: Other, at: int, chosen: torch.Tensor) -> tuple[int, ...] | None:
+        """In which order these are of the samples; None where they are not as many, or are not along this dimension."""
+        found = self.batch_in(of.tensor, of.other) if of.other is not None else None
+        count = self.samples.mine
+        is_along = found == (at, self.samples) and chosen.shape == (count,)
+        if not is_along or chosen.is_floating_point() or chosen.dtype == torch.bool:
+            return None
+        order = tuple((of.order or range(count))[row] for row in chosen.tolist())
+        return () if order == tuple(range(count)) else order
 
     def behind(self, before: int, kind: Kind) -> Kind:
         """The same of a batch that is merged behind a dimension of this size; of samples only."""

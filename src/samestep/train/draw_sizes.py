@@ -10,6 +10,7 @@ import linecache
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,11 +66,11 @@ def _sizes_in(call: ast.Call) -> list[ast.expr]:
     """What a call draws with as its size or sizes; nothing where it is no such call or has none."""
     name, is_numpys = _name_of(call.func), _name_of(getattr(call.func, "value", None)) == "random"
     named = [word.value for word in call.keywords if word.arg in ("size", "sample_shape")]
-    if is_numpys and name in SIZE_AT:
+    if name == "normal" or (is_numpys and name in SIZE_AT):
         return named or call.args[SIZE_AT[name] :][:1]
     if name not in _SIZED_CALLS | _SAMPLED:
         return []
-    if name in ("randint", "normal"):
+    if name == "randint":
         return named or call.args[-1:]
     return named or call.args[: 1 if name == "full" else None]
 
@@ -136,28 +137,41 @@ def is_over_samples(frame: FrameType | None, count: int) -> bool:
     return False
 
 
-def _is_of_samples(node: ast.AST, frame: FrameType | None, count: int) -> bool:
+def is_sized_by_samples(count: int) -> bool:
+    """Whether the script's call draws as many rows as there are samples, and names these."""
+    frame = scripts_frame(sys._getframe(1))
+    call = call_in(frame)
+    sizes = _sizes_in(call) if isinstance(call, ast.Call) else []
+    return bool(sizes) and _is_of_samples(sizes[0], frame, count)
+
+
+def _is_of_samples(node: ast.AST, frame: FrameType | None, count: int, depth: int = 0) -> bool:
     """Whether this is a tensor of so many rows, their number, or made of such."""
-    if frame is None:
+    if frame is None or depth == _DEEPEST:
         return False
     caller, value = scripts_frame(frame.f_back), value_of(node, frame)
     if value is None and caller is not None and frame.f_code.co_name.startswith("<"):
         value = value_of(node, caller)  # what a comprehension goes through is looked up around it
+    rows: Any = value[0] if type(value) is tuple and value else value
     match node:
         case ast.Call(func=ast.Name(id="range" | "zip" | "enumerate" | "reversed" | "list"), args=parts):
-            return any(_is_of_samples(one, frame, count) for one in parts)
+            return any(_is_of_samples(one, frame, count, depth + 1) for one in parts)
         case ast.Call(func=ast.Name(id="len"), args=[inner]):
-            return _is_of_samples(inner, frame, count)
+            return _is_of_samples(inner, frame, count, depth + 1)
         case (
             ast.Subscript(value=ast.Attribute(attr="shape"), slice=ast.Constant(0))
             | ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(0)])
         ):
             return bool(value == count)
-        case ast.Name(id=name) if type(value) is int:
+        case ast.Starred(value=part) | ast.Tuple(elts=[part, *_]):
+            return _is_of_samples(part, frame, count, depth + 1)
+        case ast.Name(id=name) if type(rows) is int:
             set_to = _set_to(frame.f_code.co_filename, name, ast.Name) or ()
             given = _given(frame, name) or ()
-            is_made = any(_is_of_samples(one, frame, count) for one in set_to)
-            return value == count and (is_made or any(_is_of_samples(one, caller, count) for one in given))
+            is_made = any(_is_of_samples(one, frame, count, depth + 1) for one in set_to)
+            return bool(rows == count) and (
+                is_made or any(_is_of_samples(one, caller, count, depth + 1) for one in given)
+            )
     is_listed = type(value) in (list, tuple)
     is_array = isinstance(next(iter(value), None) if is_listed else value, torch.Tensor | np.ndarray)
     return is_array and (len(value) if is_listed else value.shape[0] if value.ndim else 0) == count

@@ -69,6 +69,11 @@ def _mixes(
     dims = _dims(func, args, kwargs, of.dim()) if is_along and of is not None else set()
     if of is not None and any(stands_for_samples(of.shape[dim]) for dim in dims):
         return _MOVES if func._opname in _MOVING else _COMPARES
+    batches = [
+        one for one in given if one.sure and one.other is not None and one.other.shape != one.tensor.shape
+    ]
+    if len({one.order for one in batches}) > 1 and func._opname not in _PICKS:
+        return _MOVES
     are_twice = isinstance(other, torch.Tensor) and sum(map(stands_for_samples, other.shape)) > 1
     return "makes pairs of the samples of a batch" if are_twice else ""
 

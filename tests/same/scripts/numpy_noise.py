@@ -28,6 +28,9 @@ for _ in range(3):
         kept = torch.as_tensor(np.random.random((real.shape[0], 1)) < 0.8)
         classes = torch.tensor(np.random.choice(4, size=len(real), p=[0.1, 0.2, 0.3, 0.4]))
         signs = torch.tensor(random.choices((-1.0, 1.0), k=len(real)))
+        shape = (len(real),)
+        spots = torch.randint(0, 6, shape) + torch.rand(*shape) + torch.normal(0.0, 1.0, size=shape)
+        real[torch.arange(len(real)), spots.long() % 6] *= spots
         critics.zero_grad()
         noise = torch.Tensor(np.random.normal(0, 1, (real.shape[0], 4))).double()
         fake = generator(noise).detach()
