@@ -55,7 +55,8 @@ def cases():
     for kind, exact in itertools.product(kinds, (True,)):
         yield Case(kind, "middle", exact)
     yield from (Case("stop", where, True) for where in ("first step", "evaluation", "checkpoint"))
-    yield from (Case(kind, rank=0) for kind in ("sleep", "stop", "barrier", "extra"))
+    yield from (Case(kind, rank=0) for kind in ("sleep", "stop", "barrier", "work", "extra"))
+    yield from (Case("hook", exact=exact) for exact in (False, True))
     yield from (Case("d-state", where) for where in ("first step", "middle"))
     yield from (Case(kind, exact=exact) for kind in ("loader", "uneven") for exact in (False, True))
     yield Case(

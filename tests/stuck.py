@@ -6,6 +6,7 @@ python stuck.py --kind sleep --where middle --rank 1 [--exact]: prints the line 
 import argparse
 import ctypes
 import inspect
+import itertools
 import os
 import signal
 import sys
@@ -82,6 +83,10 @@ def barrier(fifo):
     note(), dist.barrier()
 
 
+def work(fifo):
+    note(), dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
 def extra_sum(fifo):
     note(), samestep.sum(1.0)
 
@@ -104,6 +109,7 @@ KINDS = {
     "exit": leave,
     "os-exit": leave_at_once,
     "barrier": barrier,
+    "work": work,
     "extra": extra_sum,
 }
 
@@ -142,14 +148,18 @@ def main():  # noqa: C901
     data = Reads(rows, stuck_reading) if asked.kind == "loader" else TensorDataset(rows, rows.sum(1))
     model = samestep.replicate(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1)), exact=asked.exact)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = {"num_workers": 1} if asked.kind == "loader" else {}
+    options = {"num_workers": 2, "persistent_workers": True} if asked.kind == "loader" else {}
     train = (
         samestep.steps(data, BATCH, microbatch=2, shuffle=True, seed=1, **options)
         if asked.exact
         else samestep.loader(data, BATCH, shuffle=True, seed=1, **options)
     )
-    test = samestep.loader(TensorDataset(rows, rows.sum(1)), 24)
+    test = samestep.loader(Reads(rows, False) if asked.kind == "loader" else data, 24, **options)
     run = samestep.Checkpoint("commits", every=5, model=model, optimizer=optimizer, train=train)
+
+    if asked.kind == "hook" and mine:
+        calls = itertools.count(1)
+        model[0].weight.register_hook(lambda gradient: sleep(None) if next(calls) == 12 else None)
 
     def stick(where):
         if mine and asked.where == where and asked.kind in KINDS:

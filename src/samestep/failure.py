@@ -23,6 +23,8 @@ _MOST_CHARACTERS = 1 << 14
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
 _WAITING = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
+# The wait of a collective that was begun with async_op=True has no frame of its own.
+_WORKS_WAIT = re.compile(r"(?<!\bos)\.wait\(")
 
 
 class Frame(NamedTuple):
@@ -112,9 +114,13 @@ def users_frame(stack: Iterable[Frame]) -> Frame | None:
 def torchs_wait(stack: Sequence[Frame]) -> str:
     """The call of torch.distributed that this stack is in, with its line; "" where it is in none."""
     frame = users_frame(stack)
-    if frame is None or not _WAITING.search(stack[0].file):
+    if frame is None:
         return ""
-    name = "DDP's forward" if "/nn/" in stack[0].file else stack[0].name
+    at = stack[0]
+    if not _WAITING.search(at.file):
+        code = linecache.getline(at.file, at.line)
+        return f"Work.wait ({frame.place})" if _WORKS_WAIT.search(code) else ""
+    name = "DDP's forward" if "/nn/" in at.file else at.name
     return f"{name} ({frame.place})"
 
 

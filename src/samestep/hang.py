@@ -112,7 +112,7 @@ class Hang(NamedTuple):
         if self.is_together:
             return (
                 f"all ranks have been in {listed[0].wait} for {seconds}: every rank has come, and it does not end; is "
-                "a link between two nodes cut, or very slow?"
+                "a link between two nodes cut or very slow, or did a rank leave out a call of torch.distributed before?"
             )
         where: dict[tuple[int, str], list[RankState]] = {}
         for state in listed:

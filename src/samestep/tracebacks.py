@@ -20,7 +20,8 @@ _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 _NOISE = re.compile(
     r"^(?:-[-+]{7}|\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)"
 )
-# What a rank raises because another rank has failed.
+# What a rank raises because another rank has failed; a server of the script's own may have refused or reset it too.
+_OF_RANKS = re.compile(r"RuntimeError\b|torch\.distributed\.|samestep\.")
 _ECHO = re.compile(
     r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
     r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
@@ -51,7 +52,8 @@ class Traceback(NamedTuple):
     @property
     def is_echo(self) -> bool:
         """Whether the exception only says that another rank has ended."""
-        return any(map(_ECHO.search, self.exception))
+        is_of_ranks = bool(self.exception) and _OF_RANKS.match(self.exception[0]) is not None
+        return is_of_ranks and any(map(_ECHO.search, self.exception))
 
 
 def read_traceback(stderr: str) -> Traceback | None:

@@ -23,7 +23,8 @@ needs_machines = pytest.mark.skipif(not possible(), reason="networks of their ow
     [
         Case("stop"),
         Case("gil", "first step", exact=True, size=2),
-        pytest.param(Case("loader"), marks=pytest.mark.long),
+        Case("loader"),
+        pytest.param(Case("hook"), marks=pytest.mark.long),
         pytest.param(Case("extra", rank=0), marks=pytest.mark.long),
         pytest.param(Case("exit"), marks=pytest.mark.long),
         Case("os-exit", "evaluation"),
@@ -153,14 +154,25 @@ def test_all_who_look_at_ranks_that_wait_for_each_other_blame_the_same_rank():
 
 
 @pytest.mark.parametrize(
-    "way", [["samestep", "run", "-n"], ["torch.distributed.run", "--standalone", "--nproc-per-node"]]
+    ("way", "made", "call"),
+    [
+        (["samestep", "run", "-n"], "dist.all_reduce(ones, async_op=True).wait()", "Work.wait"),
+        (
+            ["torch.distributed.run", "--standalone", "--nproc-per-node"],
+            "dist.all_reduce(ones)",
+            "all_reduce",
+        ),
+    ],
 )
-def test_ranks_that_wait_for_each_other_in_calls_of_torch_are_told_that_none_can_go_on(way, launcher):
+def test_ranks_that_wait_for_each_other_in_calls_of_torch_are_told_that_none_can_go_on(
+    way, made, call, launcher
+):
     launcher.write(
-        """
+        f"""
         import torch, torch.distributed as dist, samestep
+        ones = torch.ones(3)
         if samestep.init().rank == 0:
-            dist.all_reduce(torch.ones(3))
+            {made}
         else:
             dist.barrier()
         """
@@ -170,7 +182,7 @@ def test_ranks_that_wait_for_each_other_in_calls_of_torch_are_told_that_none_can
     started = subprocess.Popen(command, cwd=launcher.home, env=launcher.env, **out)
     try:
         notice = next(line for line in started.stderr if " has waited " in line)
-        says = r"in barrier .train.py:6. for rank 0, which is in all_reduce .train.py:4.; these are different calls, so"
+        says = f"in barrier .train.py:7. for rank 0, which is in {call} .train.py:5.; these are different calls, so"
         assert re.search(says, notice)
     finally:
         started.terminate()  # torchrun that is killed leaves its workers

@@ -67,21 +67,41 @@ def test_a_rank_that_ends_without_leaving_the_script_is_told_so(launcher):
     assert err.splitlines()[-4:-2] == ["    samestep.sum(1)", said]
 
 
-def test_a_sys_exit_in_a_loader_worker_is_told_with_its_line(launcher):
-    launcher.write("""
-        import sys, samestep
+@pytest.mark.parametrize(
+    ("place", "loader"),
+    [
+        ("__getitem__", "Shards(), 2, num_workers=1"),
+        ("__iter__", "Stream(), 2, num_workers=1"),
+        ("__call__", "range(8), 2, num_workers=1, collate_fn=Collate()"),
+    ],
+)
+def test_a_sys_exit_in_a_loader_worker_is_told_with_its_line(place, loader, launcher):
+    launcher.write(f"""
+        import sys, samestep, torch
         class Shards(list):
+            def __len__(self):
+                return 8
             def __getitem__(self, index):
-                return sys.exit("no shard") if index == 3 else 0
-        for _ in samestep.loader(Shards(range(8)), 2, num_workers=1):
-            pass
+                sys.exit("no shard")
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                yield from range(5)
+                sys.exit("no shard")
+        class Collate:
+            def __call__(self, samples):
+                sys.exit("no shard")
+        def main():
+            for _ in samestep.loader({loader}):
+                pass
+        main()
     """)
     code, _, err = launcher.run("-n", "2", "--fork", "train.py")
     assert code == 1
+    line = {"__getitem__": 7, "__iter__": 11, "__call__": 14}[place]
     assert err.splitlines()[-5:-2] == [
-        "  train.py:5 in __getitem__",
-        '    return sys.exit("no shard") if index == 3 else 0',
-        "RuntimeError: the data set called sys.exit('no shard') for sample 3; raise an exception there",
+        f"  train.py:{line} in {place}",
+        '    sys.exit("no shard")',
+        "RuntimeError: a worker of a loader called sys.exit('no shard'); raise an exception there",
     ]
 
 

@@ -38,9 +38,18 @@ def test_a_step_is_data_forward_backward_exchange_and_optimizer(world):
         optimizer.step()
         steps.append([one for one in heard.phases() if one != "call"])
     alone = ["backward", "user", "optimizer", "user"]
-    inside = ["forward", "user", "backward", "exchange", "user", "optimizer", "user"]
+    inside = ["forward", "user", "backward", "exchange", "backward", "user", "optimizer", "user"]
     assert steps[-1] == (inside if world.size > 1 else alone)
     assert {phase for phase, _ in heard.entered} <= set(PHASES)
+
+
+def test_a_hook_on_a_parameter_is_a_part_of_backward_and_of_no_wait(world):
+    model, phases = samestep.replicate(nn.Linear(3, 1)), set()
+    model.weight.register_hook(lambda _: phases.add(joined().phase[0]))
+    model.bias.register_post_accumulate_grad_hook(lambda _: phases.add(joined().phase[0]))
+    for (rows,) in samestep.loader(TensorDataset(ROWS), 4):
+        model(rows).sum().backward()
+    assert phases == {"backward"}
 
 
 def test_the_waits_are_as_many_on_every_rank_and_a_call_has_its_line(world):

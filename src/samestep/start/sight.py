@@ -3,7 +3,9 @@
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from samestep.tracebacks import main_stack
 _ANSWER_S = 1.0
 _POLL_S = 0.01
 _LOADING = "/torch/utils/data/dataloader.py"
+_WORKS, _FETCHES = "/torch/utils/data/_utils/worker.py", "/torch/utils/data/_utils/fetch.py"
 _MOST_BYTES = 1 << 20
 _MOST_FRAMES = 100  # of a thread, that faulthandler writes
 _STATES = {
@@ -52,10 +55,15 @@ def look_at(pid: int, stacks: int | None) -> Sight:
         waits = f"waits for its loader worker (pid {worker}), which"
         if does := _state(worker):
             return Sight(f"{waits} {does}", frame)
-        own = users_frame(main_stack(_dumped(worker, stacks)))
-        if own is not None and own.name != "<module>":
+        if own := _working_at(main_stack(_dumped(worker, stacks))):
             return Sight(f"{waits} {own.doing}", own)
     return Sight(frame.doing if frame else "does not answer", frame, torchs_wait(stack))
+
+
+def _working_at(stack: Sequence[Frame]) -> Frame | None:
+    """Where a loader worker is; None where it has nothing to do. What its rank did when it was forked lies below."""
+    own = list(takewhile(lambda each: _WORKS not in each.file, stack))
+    return users_frame(own) or (own[0] if any(_FETCHES in each.file for each in own) else None)
 
 
 def switches(pid: int) -> int:

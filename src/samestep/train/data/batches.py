@@ -2,11 +2,12 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -99,23 +100,21 @@ class _Seeded(Dataset[Any]):
 
     def _sample(self, seed: int, epoch: int, index: int) -> Any:
         seed_host(seed_of(seed, epoch, index))
-        try:
-            return self.dataset[index]
-        except SystemExit as error:  # which would end a loader's worker without a word
-            if get_worker_info() is None:
-                raise
-            text = (
-                f"the data set called sys.exit({error.code!r}) for sample {index}; raise an exception there"
-            )
-            raise RuntimeError(text).with_traceback(error.__traceback__) from None
+        return self.dataset[index]
 
 
 def begin_worker(users: Callable[[int], None] | None, number: int) -> None:
     """As a worker_init_fn; `users` is the script's own."""
     _outlive_sigterm()
     torch.set_default_device(None)  # a process that was forked cannot use the rank's device
+    sys.exit = _refuse_exit
     if users is not None:
         users(number)
+
+
+def _refuse_exit(status: object = None) -> NoReturn:
+    """In place of sys.exit in a loader's worker, which it would end without a word."""
+    raise RuntimeError(f"a worker of a loader called sys.exit({status!r}); raise an exception there")
 
 
 def _outlive_sigterm() -> None:

@@ -220,7 +220,9 @@ class Replica:
         after_backward(self._end_exchange)
 
     def _end_exchange(self) -> None:
+        """All ranks have come; what follows, such as the script's hooks, is this rank's alone."""
         self._exchange = ""
+        self._group.enter("backward")
 
     def _exchange_again(self) -> None:
         """Collective. A second backward through one call, or of an earlier call, has added to everyone's gradients."""
