@@ -12,6 +12,8 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import RanksDiffer
+from samestep.train.draws import Draws
+from samestep.train.group.world import joined
 from samestep.train.step import Pass, Share, spine
 from samestep.train.subscriber import Subscriber
 
@@ -187,6 +189,17 @@ def test_a_subscriber_is_told_once_of_every_pass_step_microbatch_and_backward(wo
     marks = [f"microbatch begins{' first' * (at == 0)}{' last' * (at == count - 1)}" for at in range(count)]
     inside = [event for mark in marks for event in (mark, "backward", "microbatch ends")]
     assert heard.events == ["pass begins", "step 2 begins", *inside, "step ends", "pass ends"]
+
+
+def test_what_mixes_samples_is_looked_for_in_a_batch_and_not_in_a_microbatch(world):
+    """A microbatch is whole on one rank, and looking took a tenth of a second of the first step after a restart."""
+    samestep.replicate(network())
+    watching, seen = joined().the(Draws).watching, []
+    for _ in samestep.loader(TensorDataset(ROWS[:12]), 12):
+        seen.append(watching.places is not None)
+    for step in samestep.steps(TensorDataset(ROWS[:12]), 12, microbatch=2):
+        seen += [watching.places is not None for _ in step]
+    assert (seen[0], any(seen[1:])) == (world.size > 1 and world.rank == 0, False)
 
 
 def test_whether_a_pass_trains_is_told_by_autograd_and_by_the_models(world):

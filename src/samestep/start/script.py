@@ -34,7 +34,6 @@ from samestep.text import counted, reason_of
 from samestep.tracebacks import exit_code
 
 _SAME_PLACE_S = 10
-_QUICK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class _Run:
             if asked is not None:
                 watch.ask_to_stop(asked)  # this start commits what was kept in memory, and ends
             # a run that is restarted goes on from a commit: what its ranks still do is lost
-            grace_s = _QUICK_S if script.max_restarts else GRACE_S
+            grace_s = 0.0 if script.max_restarts else GRACE_S
             about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s, asked)
             group = WorkerGroup(specs, self._guardian, self._terminal, *about)
             outcome = group.watch()

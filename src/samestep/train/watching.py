@@ -125,7 +125,8 @@ class Watching(Subscriber):
         dims = (tensor.dim() for *_, tensor in tensors)
         self._kind_of_loop = kind = (share.of.training, torch.is_grad_enabled(), line_of_draw(), *dims)
         is_alike = all(one.rows == share.rows and (one is share or not one.of.ragged) for one in shares)
-        can_be = 0 < share.mine < share.all and share.microbatch is None and not self.is_compiled
+        # a microbatch is whole on one rank
+        can_be = 0 < share.mine < share.all and share.microbatches == 1 and not self.is_compiled
         if kind in self._seen or not (is_alike and can_be):
             return
         self._seen.add(kind)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -185,9 +186,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     _group = Group(world, store, changed, timeout, output, pulse)
     if tree is not None:
         _draw_alike(_group)
-        if not gc.get_freeze_count():
-            # what was imported is no garbage; at the end of the script Python would search it for half a second
-            gc.freeze()
+        _freeze()
 
 
 def _open_process_group(
@@ -220,6 +219,12 @@ def _open_process_group(
             f"{here.size}; call it without rank and world_size, or leave it out: samestep.init() makes the group"
         )
     return places
+
+
+@cache
+def _freeze() -> None:
+    """Once in a process: what was imported is no garbage, and at the end Python would search it for half a second."""
+    gc.freeze()
 
 
 def _draw_alike(group: Group) -> None:
