@@ -15,6 +15,7 @@ from samestep.start.fork import Warm
 from samestep.start.output import Stream, Terminal
 from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, Worker, WorkerSpec, started
+from samestep.text import name_ranks
 from samestep.tracebacks import Traceback
 
 # How long a rank that only tells of another's end waits for that other to be seen.
@@ -72,7 +73,7 @@ class WorkerGroup:
         self.asked_late: int | None = None  # after a worker had failed
         self._asked_at = inf if asked is None else self.began
         self._stop_at, self._kill_at = self._asked_at + self._patience_s, inf
-        self._stopping = False
+        self._stopping = self._was_killed = False
         try:
             for spec in specs:
                 self.workers.append(Worker(spec, guardian, warm.start if warm else started))
@@ -83,7 +84,7 @@ class WorkerGroup:
     def watch(self) -> Outcome:
         """Wait for the last worker."""
         try:
-            while self._alive():
+            while self._alive() and not self._was_killed:
                 self._turn()
             if self._watch:
                 self._watch.tell_others(self.workers, time.monotonic())
@@ -93,6 +94,9 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End every worker now."""
+        if self._was_killed:
+            return
+        self._was_killed = True
         for worker in self._alive():
             worker.was_stopped = True
             worker.send_group(signal.SIGKILL)
@@ -102,6 +106,10 @@ class WorkerGroup:
             for worker in self._alive():
                 worker.look()
             time.sleep(0.001)
+        if (left := [worker.rank for worker in self._alive()]) and self._terminal:
+            self._terminal.say(
+                f"samestep: SIGKILL did not end {name_ranks(left)}; the kernel holds what it does"
+            )
 
     def _alive(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.is_alive]
@@ -179,9 +187,7 @@ class WorkerGroup:
             self._stop_at = inf
             self._stop(now)
         if now >= self._kill_at:
-            self._kill_at = inf
-            for worker in self._alive():
-                worker.send_group(signal.SIGKILL)
+            self.kill()
 
     def _stop(self, now: float) -> None:
         """Ask the workers that are left to end."""
