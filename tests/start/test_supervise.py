@@ -7,14 +7,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-
-from samestep.start import supervise
-from samestep.start.supervise import WorkerGroup
-from samestep.start.worker import Guardian, WorkerSpec, started
 
 
 def test_a_failed_run_ends_in_the_seven_lines(launcher):
@@ -389,26 +384,3 @@ def test_labels_made_from_a_set_of_strings_are_the_same_on_all_ranks(launcher):
     assert len(said | {launcher.log(rank) for rank in range(3)}) == 1
     launcher.env["PYTHONHASHSEED"] = "5"
     assert launcher.run("-n", "3", "train.py")[1] not in said
-
-
-def test_a_rank_that_the_kernel_does_not_end_keeps_no_run_from_its_end(monkeypatch):
-    """As in a read of a file system that is gone: no poll ever sees its end."""
-    monkeypatch.setattr(supervise, "_PATIENCE_S", 0.5)
-
-    made = {}
-
-    def unending(spec):
-        made[spec.rank] = started(spec)
-        return made[spec.rank]._replace(poll=lambda: None) if spec.rank else made[spec.rank]
-
-    commands = ["exit 3", "exec sleep 100"]
-    specs = [WorkerSpec(rank, ["sh", "-c", text], {}, None, None) for rank, text in enumerate(commands)]
-    with Guardian() as guardian:
-        group = WorkerGroup(specs, guardian, warm=SimpleNamespace(start=unending), grace_s=0.0)
-        assert group.watch().status == 3
-        guardian.stdin.close()
-    left = made[1]
-    while left.poll() is None:
-        time.sleep(0.01)
-    for opened in (left.stdout, left.stderr, os.fdopen(group.workers[1].pidfd)):
-        opened.close()

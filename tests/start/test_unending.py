@@ -1,0 +1,32 @@
+"""What a run does with a rank that does not end, whatever it is sent."""
+
+import os
+import time
+from types import SimpleNamespace
+
+from samestep.start import supervise
+from samestep.start.supervise import WorkerGroup
+from samestep.start.worker import Guardian, WorkerSpec, started
+
+
+def test_a_rank_that_the_kernel_does_not_end_keeps_no_run_from_its_end(monkeypatch):
+    """As in a read of a file system that is gone: no poll ever sees its end."""
+    monkeypatch.setattr(supervise, "_PATIENCE_S", 0.5)
+
+    made = {}
+
+    def unending(spec):
+        made[spec.rank] = started(spec)
+        return made[spec.rank]._replace(poll=lambda: None) if spec.rank else made[spec.rank]
+
+    commands = ["exit 3", "exec sleep 100"]
+    specs = [WorkerSpec(rank, ["sh", "-c", text], {}, None, None) for rank, text in enumerate(commands)]
+    with Guardian() as guardian:
+        group = WorkerGroup(specs, guardian, warm=SimpleNamespace(start=unending), grace_s=0.0)
+        assert group.watch().status == 3
+        guardian.stdin.close()
+    left = made[1]
+    while left.poll() is None:
+        time.sleep(0.01)
+    for opened in (left.stdout, left.stderr, os.fdopen(group.workers[1].pidfd)):
+        opened.close()
