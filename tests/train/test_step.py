@@ -16,6 +16,7 @@ from samestep.train.draws import Draws
 from samestep.train.group.world import joined
 from samestep.train.step import Pass, Share, spine
 from samestep.train.subscriber import Subscriber
+from samestep.train.watching import Watching
 
 ROWS = torch.rand(64, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SMALL = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -200,6 +201,16 @@ def test_what_mixes_samples_is_looked_for_in_a_batch_and_not_in_a_microbatch(wor
     for step in samestep.steps(TensorDataset(ROWS[:12]), 12, microbatch=2):
         seen += [watching.places is not None for _ in step]
     assert (seen[0], any(seen[1:])) == (world.size > 1 and world.rank == 0, False)
+
+
+def test_what_mixes_samples_is_not_looked_for_again_after_a_restart(world):
+    samestep.replicate(network())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        watching = Watching(spine())
+    spine().subscribe(watching)
+    for _ in samestep.loader(TensorDataset(ROWS[:12]), 12):
+        assert watching.places is None
 
 
 def test_whether_a_pass_trains_is_told_by_autograd_and_by_the_models(world):

@@ -39,6 +39,7 @@ class Watching(Subscriber):
         self.is_in_call = False
         self.is_compiled = self.finds_draws = False
         self._spine, self._pid = spine, os.getpid()
+        self._is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         self._loop: BatchPlaces | None = None
         self._losses_to_watch = 0
         self._seen: set[Any] = set()
@@ -130,8 +131,8 @@ class Watching(Subscriber):
         if kind in self._seen or not (is_alike and can_be):
             return
         self._seen.add(kind)
-        # what mixes samples is said by rank 0
-        is_of_use = share.of.training and self._spine.group.world.rank == 0
+        # what mixes samples is said by rank 0, and was said before a restart
+        is_of_use = share.of.training and self._spine.group.world.rank == 0 and not self._is_again
         if not (self.finds_draws or is_of_use):
             return
         if self.finds_draws and not self._older:
