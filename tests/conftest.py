@@ -1,4 +1,4 @@
-"""Holds for every test: under CI what needs Slurm, MPI or root runs, and nothing is left running."""
+"""Holds for every test: under CI what needs Slurm, MPI, root or a shell runs, and nothing is left running."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from forked import Nest
 
-_NEEDS = {"slurm", "mpi", "root"}
+_NEEDS = {"slurm", "mpi", "root", "shell"}
 _MARK = "STARTED_BY_TESTS"
 _CLUSTER = "tests/cluster/"
 # What takes long: two workers that begin with it end at about the same time.

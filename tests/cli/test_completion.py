@@ -65,6 +65,7 @@ def test_zsh_and_fish_are_told_what_an_option_does(shell, at):
     assert "Start again after a failure" in said
 
 
+@pytest.mark.shell
 @pytest.mark.parametrize("shell", READ_ONLY)
 def test_the_script_is_one_that_its_shell_can_read(scripts, shell):
     if shutil.which(shell) is None:

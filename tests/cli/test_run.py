@@ -147,6 +147,9 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["-n2", "--restart-on", "x", "--max-restarts", "1", "show.py"], 2, "is not a list of exit codes"),
         (["-n2", "--signals-to-handle", "SIGNOPE", "show.py"], 2, "is not a signal that can be passed on"),
         (["-n2", "--numa-binding", "node", "show.py"], 2, "--numa-binding is not offered"),
+        (["--num_processes", "2", "show.py"], 2, "--num-processes is -n here; write -n 2"),
+        (["--gpus=4", "show.py"], 2, "--gpus is -n here; write -n 4"),
+        (["--num-machines=4", "show.py"], 2, "--num-machines is --nodes here; write --nodes 4"),
         (
             ["-n2", "--virtual-local-rank", "show.py"],
             2,

@@ -108,6 +108,21 @@ def test_a_rank_whose_script_removes_its_launchers_variables_says_that_it_trains
     assert "this process runs alone, and it was started as one of 2" in err
 
 
+def test_a_rank_that_goes_on_by_execve_without_its_variables_is_known_to_be_one_of_several(launcher):
+    launcher.write("""
+        import os, sys
+        from samestep.placement.place import this_process
+        if "RANK" in os.environ:
+            os.execve(sys.executable, [sys.executable, "train.py"], {})
+        print(this_process().notes)
+    """)
+    code, out, _ = launcher.run("-n", "2", "--tee", "all", "train.py")
+    assert (code, out.count("this process runs alone, and it was started as one of 2: its launcher's")) == (
+        0,
+        2,
+    )
+
+
 def test_a_process_that_a_rank_starts_without_its_variables_says_that_it_trains_alone(launcher):
     launcher.write("import samestep\nprint(samestep.init().size)", "other.py")
     launcher.write("import os, subprocess, sys\nsubprocess.run([sys.executable, 'other.py'], env={})")

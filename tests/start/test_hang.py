@@ -205,6 +205,24 @@ def test_the_line_of_a_sys_exit_in_a_hook_of_backward_is_told(launcher):
     assert (code, "rank 1 left the script at train.py:6" in err) == (9, True)
 
 
+@pytest.mark.parametrize(
+    ("way", "code"), [("raise SystemExit(9)", 9), ("exit(9)", 9), ("leave()", 9), ("raise SystemExit", 1)]
+)
+def test_the_line_at_which_a_rank_leaves_is_told_however_it_leaves(launcher, way, code):
+    launcher.write(
+        f"""
+        import samestep
+        def leave():
+            raise SystemExit(9)
+        if samestep.init().rank == 1:
+            {way}
+        samestep.sum(1)
+        """
+    )
+    ended, _, err = launcher.run("-n", "2", "--fork", "train.py")
+    assert (ended, "rank 1 left the script at train.py:6" in err) == (code, True), err
+
+
 # What rank 1 does from line 9 on, while rank 0 joins in line 3 and makes a sum in line 4, and what is said of it.
 UNFINISHED = {
     "absent": (

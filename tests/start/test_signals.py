@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -117,3 +119,19 @@ def test_workers_that_print_their_stack_at_sigterm_are_stopped_as_any_other(laun
     code, err = sent_sigterm(launcher)
     assert code == 3
     assert "train.py was stopped by SIGTERM after" in err
+
+
+def test_where_sigchld_is_ignored_a_failed_run_has_its_code(launcher):
+    launcher.write("raise SystemExit(7)", "train.py")
+    command = f"trap '' CHLD; exec {sys.executable} -m samestep run -n 2 train.py"
+    done = subprocess.run(["bash", "-c", command], cwd=launcher.home, env=launcher.env, capture_output=True)
+    assert done.returncode == 7
+
+
+def test_ctrl_c_while_the_launcher_is_still_imported_is_one_line(launcher):
+    launcher.write("open('imports', 'w').write('1\\n'); import time; time.sleep(100)", "click.py")
+    launcher.env["PYTHONPATH"] = str(launcher.home)
+    started = launcher.start("-n", "2", "train.py")
+    started.wait_for_lines("imports")
+    started.process.send_signal(signal.SIGINT)
+    assert started.finish() == (130, "", "samestep: interrupted\n")

@@ -52,6 +52,12 @@ def test_a_failure_of_rank_0_is_shown_once(launcher):
     assert "Traceback" in launcher.log(0)
 
 
+def test_a_failure_is_shown_once_also_where_its_rank_takes_long_to_end(launcher):
+    launcher.write("import atexit, time; atexit.register(time.sleep, 2); raise ValueError('no shard')")
+    code, _, err = launcher.run("-n", "1", "train.py")
+    assert (code, err.count("ValueError: no shard"), err.count("Traceback")) == (1, 1, 0)
+
+
 def test_a_failure_that_cannot_be_read_is_shown_by_its_last_words(launcher):
     (launcher.home / "two\nlines").mkdir()
     launcher.write("raise ValueError('mine')", "two\nlines/train.py")

@@ -41,7 +41,15 @@ COMMANDS = {verb: what for verbs in _VERBS.values() for verb, what in verbs.item
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the verb that args (or the command line) begin with."""
+    """Run the verb that args (or the command line) begin with; Ctrl-C ends it with one line."""
+    try:
+        _main(args)
+    except KeyboardInterrupt:
+        print("samestep: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _main(args: list[str] | None) -> None:
     if asked := os.environ.get("_SAMESTEP_COMPLETE"):  # set by a shell's completion
         sys.exit(__import__("samestep.cli.completion", fromlist=["complete"]).complete(asked))
     verb, *rest = (sys.argv[1:] if args is None else args) or ["--help"]

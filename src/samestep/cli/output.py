@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from samestep.errors import SamestepError, UsageError
+from samestep.start.signals import hear_of_children
 from samestep.text import reason_of
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -43,6 +44,7 @@ class _Verb(click.Command):
         return formatter.getvalue().rstrip("\n")
 
     def main(self, args: Any = None, prog_name: Any = None, *more: Any, **settings: Any) -> Any:
+        hear_of_children()
         try:
             return super().main(args, prog_name, *more, **settings | {"standalone_mode": False})
         except click.ClickException as error:
@@ -52,7 +54,7 @@ class _Verb(click.Command):
         except OSError as error:
             said, code = f"{error.filename or 'the output'} cannot be used ({reason_of(error)})", 1
         except click.Abort:
-            raise SystemExit(130) from None
+            raise KeyboardInterrupt from None
         click.echo(harmless(f"{self.name}: {said}"), err=True)
         raise SystemExit(code)
 

@@ -40,8 +40,17 @@ _NOT_OFFERED = {
     "--log-line-prefix-template": "--tee begins every line with its rank",
     "--print-completion": "`samestep completion` prints it",
 }
+# Accelerate's and others' names.
+_ELSEWHERE = {
+    "--num-processes": "-n",
+    "--gpus": "-n",
+    "--num-gpus": "-n",
+    "--num-machines": "--nodes",
+    "--machine-rank": "--node-rank",
+}
 _FLAGS = ("--standalone", "--run-path", "--virtual-local-rank")
-_OF_TORCHRUN = (
+_HIDDEN = (
+    *_ELSEWHERE,
     *("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--local-addr"),
     *("--redirects", "--local-ranks-filter", "--monitor-interval", "--role", "--start-method"),
     *("--event-log-handler", *(_NOT_OFFERED.keys() - set(_FLAGS)), *_FLAGS),
@@ -58,9 +67,9 @@ def _seconds(name: str, help: str, default: float | None = None, *, not_0: bool 
     return click.option(name, metavar="S", type=kind, default=default, help=f"Seconds {help}")
 
 
-def _torchruns_options(command: Any) -> Any:
-    """Take the options of torchrun that are not in our help."""
-    for name in _OF_TORCHRUN:
+def _hidden_options(command: Any) -> Any:
+    """Take the options of torchrun and others that are not in our help."""
+    for name in _HIDDEN:
         names = ("-r", name) if name == "--redirects" else (name,)
         kind = click.IntRange(1, 65535) if name == "--master-port" else None
         command = click.option(*names, hidden=True, is_flag=name in _FLAGS, type=kind)(command)
@@ -116,7 +125,7 @@ def _torchruns_options(command: Any) -> Any:
     "file:///PATH.",
 )
 @_seconds("--wait", "to wait for the other machines  [1800]", 1800.0)
-@_torchruns_options
+@_hidden_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], **options: Any) -> None:
@@ -134,6 +143,9 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     The exit code is that of the first worker that fails; 75: stopped at a checkpoint, 126 and 127: cannot be
     executed, 130: Ctrl-C, 128 + N: signal N.
     """
+    for name, ours in _ELSEWHERE.items():
+        if given := options[name.removeprefix("--").replace("-", "_")]:
+            raise UsageError(f"{name} is {ours} here; write {ours} {given}")
     for name, why in _NOT_OFFERED.items():
         if options[name.removeprefix("--").replace("-", "_")]:
             raise UsageError(f"{name} is not offered: {why}; leave it out")

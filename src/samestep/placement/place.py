@@ -1,7 +1,10 @@
 """Which of how many processes this one is, read from the environment that whatever started it left."""
 
+import ctypes
 import os
 import re
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,6 +16,9 @@ from samestep.placement import launchers
 from samestep.placement.launchers import FIELDS, Env, Fact, Facts, LauncherFacts
 from samestep.text import counted, printable
 
+# The file in memory with a run's key, which its launcher holds open, is named so and by the number of ranks.
+KEY_NAME = "samestep-key-of-"
+_GET_PARENT_DEATH_SIGNAL = 2
 ASSUMED = "one node, assumed"
 _BY_BLOCKS = "computed from local_size"
 _BELOW_TASKS = ("torchrun", "samestep")
@@ -74,18 +80,36 @@ def this_process() -> Placement:
 
 def _began_with_more() -> tuple[str, ...]:
     """What is said of a lone process where a launcher's variables were removed, by its script or its parents'."""
+    sizes = [(os.getpid(), _size_of_parent())]
     for pid, _ in _ancestors():
         variables = read_text(Path(f"/proc/{pid}/environ")).split("\0")
         env = dict(variable.split("=", 1) for variable in variables if "=" in variable)
         with suppress(PlacementError):
             size = launchers.recognise(launchers.without_leftovers(env)).facts.get("size")
-            if size and size.number > 1:
-                which = "it" if pid == os.getpid() else f"process {pid}, which started it,"
-                return (
-                    f"this process runs alone, and {which} was started as one of {size.number}: its launcher's "
-                    "variables, such as RANK and WORLD_SIZE, were removed before init; leave them",
-                )
+            sizes.append((pid, size.number if size else 1))
+    for pid, number in sizes:
+        if number > 1:
+            which = "it" if pid == os.getpid() else f"process {pid}, which started it,"
+            return (
+                f"this process runs alone, and {which} was started as one of {number}: its launcher's "
+                "variables, such as RANK and WORLD_SIZE, were removed before init; leave them",
+            )
     return ()
+
+
+def _size_of_parent() -> int:
+    """How many ranks its parent started where this process is one of them, also after `os.execve`; else 1."""
+    number = ctypes.c_int()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_GET_PARENT_DEATH_SIGNAL, ctypes.byref(number))
+    if number.value != signal.SIGKILL:
+        return 1
+    with suppress(OSError):
+        folder = Path(f"/proc/{os.getppid()}/fd")
+        names = "\n".join(os.readlink(descriptor) for descriptor in folder.iterdir())
+        if found := re.search(f"/memfd:{KEY_NAME}([0-9]+)", names):
+            return int(found[1])
+    return 1
 
 
 def by_hand(rank: int | None, size: int | None, rendezvous: str) -> dict[str, str]:

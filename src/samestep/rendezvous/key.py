@@ -16,6 +16,7 @@ from pathlib import Path
 
 from samestep.errors import PlacementError
 from samestep.files import make_private_directory, open_regular, unnamed_file
+from samestep.placement.place import KEY_NAME
 from samestep.text import reason_of
 
 DESCRIPTOR = "SAMESTEP_KEY_FD"
@@ -60,9 +61,9 @@ def key_of_user(env: Mapping[str, str]) -> bytes:
 
 
 @contextmanager
-def handed_on(key: bytes) -> Iterator[int]:
+def handed_on(key: bytes, size: int) -> Iterator[int]:
     """A descriptor of a file without a name that holds the key: a worker inherits it, and nobody else opens it."""
-    with unnamed_file(_MARK + key, "samestep-key") as file:
+    with unnamed_file(_MARK + key, f"{KEY_NAME}{size}") as file:
         yield file.fileno()
 
 

@@ -1,8 +1,8 @@
 """What workers write: all of it into a file for each rank, and the shown ranks' to the console too.
 
 Covered: partial lines, progress bars, binary, lines without end, and a console slower than the workers: what
-waits for it is bounded, and then the workers wait. A traceback on a shown rank's stderr is held back for a
-moment, because the run may be about to end with it.
+waits for it is bounded, and then the workers wait. A traceback on a shown rank's stderr is held back until the rank
+ends or goes on, because the run may be about to end with it.
 """
 
 import os
@@ -20,7 +20,8 @@ from samestep.text import reason_of
 OUT, ERR = 1, 2
 _CHUNK = 1 << 16
 _PATIENCE_S = 0.1
-_HELD_S = 0.75
+# A rank that writes this long after its traceback goes on; one that writes nothing may take long to end.
+_GOES_ON_S, _HELD_S = 0.75, 10.0
 # A pipe that poll calls writable takes this much without blocking.
 _PIPE_BUF = 4096
 _MOST_WAITING = 1 << 20
@@ -159,14 +160,21 @@ class Stream:
     """The reading end of one worker's stdout or stderr."""
 
     def __init__(
-        self, pipe: FileIO, kind: int, log: Log | None, console: Console | None, prefix: bytes | None
+        self,
+        pipe: FileIO,
+        kind: int,
+        log: Log | None,
+        console: Console | None,
+        prefix: bytes | None,
+        beside: "Stream | None" = None,
     ) -> None:
-        """`prefix` goes before every shown line; None shows bytes as they come."""
+        """`prefix` goes before every shown line; None shows bytes as they come. `beside` is the worker's stdout."""
+        self._beside = beside
         self.pipe, self.console, self.tail = pipe, console, bytearray()
         self.hides, self.traceback_at = False, inf
         self._kind, self._log, self._prefix = kind, log, prefix
         self._partial, self._partial_since = b"", 0.0
-        self._held, self._held_since = b"", 0.0
+        self._held, self._held_since, self.written_at = b"", 0.0, 0.0
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
@@ -197,7 +205,8 @@ class Stream:
         """Pass on what has waited long enough for its line's end, or for its process's."""
         if self._partial and now - self._partial_since > _PATIENCE_S:
             self._pass_on(self._partial)
-        if self._held and now - self._held_since > _HELD_S:
+        goes_on = self._beside and self._beside.written_at - self._held_since > _GOES_ON_S
+        if self._held and (goes_on or now - self._held_since > _HELD_S):
             self.release()
 
     def release(self) -> None:
@@ -211,7 +220,7 @@ class Stream:
         self._held, self.console = b"", None
 
     def _take(self, data: bytes) -> None:
-        now = time.monotonic()
+        self.written_at = now = time.monotonic()
         if self._kind == ERR:
             self.tail += data
             del self.tail[:-_TAIL]

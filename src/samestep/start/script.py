@@ -193,7 +193,7 @@ class _Run:
             self._go_on_without()  # a node was lost before its ranks were there
             return self._specs(stack)
         self._restarts.agree(pasts)
-        key = {DESCRIPTOR: stack.enter_context(handed_on(self._launchers.key))}
+        key = {DESCRIPTOR: stack.enter_context(handed_on(self._launchers.key, ranks.total))}
         told = {
             "TORCHELASTIC_RUN_ID": self._launchers.run_name,
             **script.env,

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -25,6 +25,13 @@ def ending_signals() -> Iterator[None]:
 
     with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end):
         yield
+
+
+def hear_of_children() -> None:
+    """Where SIGCHLD is ignored, as a parent may have left it, nobody learns how a child ended."""
+    with suppress(ValueError):  # in a thread that is not the first
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ class Worker:
         guardian.watch(self.pid)
         self.pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
         self.out = Stream(self._process.stdout, OUT, spec.log, spec.console, spec.prefix)
-        self.err = Stream(self._process.stderr, ERR, spec.log, spec.console, spec.prefix)
+        self.err = Stream(self._process.stderr, ERR, spec.log, spec.console, spec.prefix, self.out)
 
     @property
     def is_alive(self) -> bool:

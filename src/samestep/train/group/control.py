@@ -7,13 +7,16 @@ through the tree once.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from opcode import opname
+from types import FrameType
 
 from samestep.errors import RankMissing, RanksDiffer
-from samestep.failure import stack_of, users_frame
+from samestep.failure import Frame, stack_of, users_frame
 from samestep.rendezvous.tree import Late, Tree
 from samestep.text import name_ranks
 from samestep.train.group.census import Item, by_rank, merged, of_kind, packed, unpacked
 
+LEFT = "left the script at"
 _LONGEST_PLACE = 160
 Join = Callable[[Sequence[Item]], list[Item]]
 
@@ -58,6 +61,23 @@ def place_of(call: str) -> str:
     """The call and the user's line that makes it."""
     line = users_line()
     return (f"{call} ({line})" if line else call)[:_LONGEST_PLACE]
+
+
+def script_frame() -> FrameType | None:
+    """The frame of the script's own lines, from which this is called; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def left_at(script: FrameType | None) -> str:
+    """Where `raise SystemExit` ended this frame, which has ended; "" where its last line did."""
+    if script is None or opname[script.f_code.co_code[script.f_lasti]].startswith("RETURN"):
+        return ""
+    return f"{LEFT} {Frame(script.f_code.co_filename, script.f_lineno, '').place}"
 
 
 def users_line() -> str:

@@ -1,5 +1,6 @@
 """All ranks of a run as one object, which can be closed and opened again in the same process."""
 
+import builtins
 import faulthandler
 import gc
 import multiprocessing
@@ -24,7 +25,7 @@ from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.text import reason_of
 from samestep.train.group.census import Item, added, by_rank, item_of, merged, of_kind, value_of
-from samestep.train.group.control import Join, exchange, place_of, users_line
+from samestep.train.group.control import LEFT, Join, exchange, left_at, place_of, script_frame, users_line
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output
 from samestep.train.group.watch import MutualWatch, tell_failure
@@ -33,6 +34,7 @@ T = TypeVar("T", bound="Member")
 _LEAVE = timedelta(seconds=1)
 _PIECE = 1 << 24
 _MARK = 8
+_EXITS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 
 
 class Member:
@@ -76,8 +78,10 @@ class Group:
         self._said: set[str] = set()
         self._left, self._output = "", output
         self._exit_code: Any = None
-        self._sys_exit: Callable[..., Any] = sys.exit
-        sys.exit = self._note_exit
+        self._script = script_frame()
+        self._exits = [(home, name, getattr(home, name)) for home, name in _EXITS if hasattr(home, name)]
+        for home, name, _ in self._exits:
+            setattr(home, name, self._note_exit)
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
@@ -199,8 +203,7 @@ class Group:
         self._members.clear()
         if self._tree is not None:
             gc.collect()
-            with suppress(SamestepError):
-                self.all_gather("the end of the script", patience=_LEAVE)
+            self._meet_at_end()
             if self._tree.lost is not None:
                 self._exit_code = self._exit_code or 1
             self._tree.leave(self._place)
@@ -210,8 +213,9 @@ class Group:
                 dist.destroy_process_group()
         if sys.excepthook == self._note_failure:
             sys.excepthook = self._excepthook
-        if sys.exit == self._note_exit:
-            sys.exit = self._sys_exit
+        for home, name, before in self._exits:
+            if getattr(home, name) == self._note_exit:
+                setattr(home, name, before)
         restore_environment(self._variables)
         return saved
 
@@ -220,6 +224,7 @@ class Group:
 
         A failed rank waits for nobody: it leaves at once with the code of its failure.
         """
+        self._left = self._left or left_at(self._script)
         error = getattr(sys, "last_value", None)
         if error is not None and sys.excepthook != self._note_failure and not hasattr(sys, "ps1"):
             self._record_failure(error)  # the script has put another hook in the place of this one
@@ -230,26 +235,42 @@ class Group:
             # before the ranks come together: after it they end at once, and Slurm gives the code of the first
             self._output.close()
         if self.failed is not None:
-            for child in multiprocessing.active_children():
-                child.kill()
-            self._exit(self.failed)
+            if self._watch is not None:
+                self._watch.end_all(self.failed)
+            self.end(self.failed)
         for child in multiprocessing.active_children():
             if child.daemon:
                 # as Python does later; torch waits 5 s for a loader worker whose iterator is collected as garbage
                 child.terminate()
         if not self.close():
             self._exit(1)
-        self._note_end(self._exit_code)
+        self._note_end(_code_of(self._exit_code))
 
-    def _exit(self, code: int) -> None:
+    def end(self, code: int) -> NoReturn:
+        """End this process now, and wait for nobody."""
+        for child in multiprocessing.active_children():
+            child.kill()
+        self._exit(code)
+
+    def _meet_at_end(self) -> None:
+        """Collective. Wait for the others for a moment; who leaves with an exit code while they go on ends them."""
+        _, left = self.phase
+        try:
+            self.all_gather("the end of the script", patience=_LEAVE)
+        except SamestepError:
+            if self._watch is not None and (code := _code_of(self._exit_code)):
+                say(f"rank {self.world.rank} of {self.world.size} {left} with exit code {code}")
+                self._watch.end_all(code)
+
+    def _exit(self, code: int) -> NoReturn:
         self._note_end(code)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
-    def _note_end(self, status: Any) -> None:
+    def _note_end(self, code: int) -> None:
         if self._output is not None:
-            self._output.note_end(status)
+            self._output.note_end(code)
 
     @property
     def _own(self) -> list[list[int]]:
@@ -287,7 +308,7 @@ class Group:
 
     def _note_exit(self, *status: Any) -> NoReturn:
         """As sys.exit; should the process end by it, it is known where it left the script."""
-        self._left, self._exit_code = f"left the script at {users_line()}", status[0] if status else None
+        self._left, self._exit_code = f"{LEFT} {users_line()}", status[0] if status else None
         raise SystemExit(*status)
 
     def _note_failure(
@@ -312,6 +333,11 @@ class Group:
         add_remedy(error)
         write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
         return code
+
+
+def _code_of(status: Any) -> int:
+    """The exit code that Python makes of what sys.exit was given."""
+    return status & 0xFF if isinstance(status, int) else int(status is not None)
 
 
 def open_pulse(rank: int, timeout: timedelta) -> Pulse | None:

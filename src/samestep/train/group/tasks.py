@@ -10,7 +10,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
-from typing import Any
 
 from samestep.errors import UsageError
 from samestep.placement.place import Placement
@@ -75,11 +74,10 @@ class Output:
         with suppress(TimeoutExpired):  # a child of this rank may still hold the pipe
             self._tee.wait(_LAST_WORDS_S)
 
-    def note_end(self, status: Any) -> None:
-        """Where this is rank 0, note how the run ended: with what the script gave sys.exit."""
+    def note_end(self, code: int) -> None:
+        """Where this is rank 0, note how the run ended."""
         if self._run is None or self._rank != 0:
             return
-        code = status & 0xFF if isinstance(status, int) else int(status is not None)
         record = {"exit_code": code, "seconds": round(time.time() - self._began, 3), "failure": None}
         with suppress(OSError):
             write_record(self._run / RESULT, record)

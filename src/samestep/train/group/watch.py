@@ -2,7 +2,8 @@
 
 Once some of them wait, they tell each other what they do. Covered: a rank that runs Python, waits in another call, also
 of torch.distributed, or gives no answer since it is stopped or holds the GIL.
-Not covered: ending such a run before init's timeout.
+A rank that fails, or leaves the script with an exit code while the others go on, ends all of them.
+Not covered: ending a run that hangs before init's timeout.
 """
 
 import os
@@ -29,6 +30,7 @@ _MESSAGES = 500
 _WORTH_TELLING_S = 2.0
 _FRESH_LOOKS = 3
 _LEAVE_S = 2.0
+_ENDS = "ends"
 _SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
 
 
@@ -48,14 +50,29 @@ class MutualWatch:
         self._closed.set()
         self._thread.join(_LEAVE_S)
 
+    def end_all(self, code: int) -> None:
+        """Let the other ranks end with this exit code, as this one does."""
+        self._tree.tell([_ENDS, code])
+
     def _run(self) -> None:
         # Where a rank has ended, what this one waits in says so.
-        while not self._closed.wait(self._look_s) and not self._tree.lost:
+        while not self._closed.wait(self._look_s):
+            self._hear()
+            if self._tree.lost:
+                return
             self._look()
+
+    def _hear(self) -> None:
+        for rank, told in self._tree.take_news():
+            if told[0] == _ENDS:
+                say(
+                    f"rank {self._tree.number} is ended, since rank {rank} has ended with exit code {told[1]}"
+                )
+                self._group.end(told[1])
+            self._heard[rank] = time.monotonic(), RankState(*told)
 
     def _look(self) -> None:
         now, mine = time.monotonic(), self._state()
-        self._heard |= {rank: (now, RankState(*state)) for rank, state in self._tree.take_news()}
         fresh_s = _FRESH_LOOKS * self._look_s
         known = [mine, *(state for at, state in self._heard.values() if now - at < fresh_s)]
         if any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in known):
