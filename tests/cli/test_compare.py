@@ -63,13 +63,20 @@ def test_a_process_answers_without_colour_and_warnings() -> None:
     assert "\x1b" not in ended.stdout
 
 
-def test_help_does_not_import_torch() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["-h"], ""), (["nowhere.pt", "a.pt/b"], "samestep compare: a.pt/b does not exist")],
+)
+def test_help_and_what_is_not_there_do_not_import_torch(arguments: list[str], said: str) -> None:
     code = (
-        "import sys; from samestep.cli.compare import command; command(['-h'], standalone_mode=False); "
+        "import sys; from samestep.cli.compare import command\n"
+        f"try: command({arguments}, standalone_mode=False)\n"
+        "except SystemExit: pass\n"
         "print('torch' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert ended.stdout.splitlines()[-1] == "False", ended.stderr
+    assert said in ended.stderr
 
 
 def test_the_last_line_is_the_verdict_and_the_table_fits_80_columns() -> None:

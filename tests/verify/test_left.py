@@ -91,8 +91,13 @@ def test_what_killed_verifications_left_is_removed_and_what_another_holds_is_not
     for directory in (left, held):
         (directory / "0" / "record").mkdir(parents=True)
         os.utime(directory, (0, 0))
+    fifo = tmp_path / "samestep-verify-fifo"
+    os.mkfifo(fifo)
+    os.utime(fifo, (0, 0))
     lock = _locked(held)
+    opened = len(os.listdir("/proc/self/fd"))
     mine, of_mine = _directory()
+    assert len(os.listdir("/proc/self/fd")) == opened + 1
     os.close(lock)
     os.close(of_mine)
-    assert sorted(tmp_path.iterdir()) == sorted([held, mine])
+    assert sorted(tmp_path.iterdir()) == sorted([fifo, held, mine])

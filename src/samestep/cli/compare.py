@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import chain, count, groupby, islice, product
 from string import ascii_uppercase
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -48,6 +48,8 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
         raise UsageError("there is only one file; name two or more")
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance} is not finite; name a number such as 1e-6")
+    if missing := [f"{file} does not exist" for file in files if _is_missing(file)]:
+        _refuse(missing, as_json)  # before torch is loaded, which takes seconds
     from samestep.compare.compare import compare
 
     names = list(islice(_names(), len(files)))
@@ -84,12 +86,27 @@ def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
             found.append(read(file))
         except CheckpointError as error:
             unreadable.append(str(error))
-            click.echo(harmless(f"samestep compare: {error}"), err=True)
     if unreadable:
-        if as_json:
-            print_json({"errors": unreadable})
-        raise SystemExit(_UNREADABLE)
+        _refuse(unreadable, as_json)
     return found
+
+
+def _is_missing(file: str) -> bool:
+    try:
+        os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):  # reading it tells more
+        pass
+    return False
+
+
+def _refuse(errors: Sequence[str], as_json: bool) -> NoReturn:
+    for error in errors:
+        click.echo(harmless(f"samestep compare: {error}"), err=True)
+    if as_json:
+        print_json({"errors": errors})
+    raise SystemExit(_UNREADABLE)
 
 
 def _names() -> Iterator[str]:

@@ -168,8 +168,13 @@ def _directory() -> tuple[Path, int]:
 
 
 def _locked(directory: Path) -> int:
-    held = os.open(directory, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # opening a FIFO of this name would wait for its writer
+    held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise
     return held
 
 
