@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from forked import Nest
 from verify.corpus import Forked
 
 from samestep.errors import UsageError
+from samestep.measure.trial import Result, Trial
 from samestep.verify.verify import _directory, _locked, verify
 
 
@@ -81,6 +84,30 @@ def test_a_script_whose_next_start_is_another_is_not_taken_for_one_without_a_see
         found = [str(refused)]
     assert said in found[0]
     assert len(found) == 1 or found[1].startswith("same to rounding")
+
+
+_RACING = """
+import os
+for x in samestep.loader(torch.randn(20, 3), 4, shuffle=True):
+    optimizer.zero_grad()
+    (model(x).square().mean() * (2 if os.environ["ODD"] == "1" and len(x) < 4 else 1)).backward()
+    optimizer.step()
+"""
+
+
+def test_what_only_some_runs_have_is_not_explained_by_an_experiment(nest: Nest) -> None:
+    script, trials, run = Path("races.py").absolute(), count(), Forked(nest)
+    script.write_text(_BEGINS + _MODEL + _RACING)
+
+    def some(trial: Trial) -> Result:
+        odd = str(next(trials) % 2) if trial.size > 1 else "0"
+        return run(replace(trial, env={**trial.env, "ODD": odd}))
+
+    next(trials)  # the first run of two ranks is odd
+    report = verify([str(script)], [1, 2], run=some)
+    assert report.verdict == "different"
+    (cause,) = report.causes
+    assert cause.sentence.startswith("two runs at 2 processes differ, also with seeds set")
 
 
 def test_what_killed_verifications_left_is_removed_and_what_another_holds_is_not(

@@ -115,3 +115,70 @@ def test_a_conversion_that_takes_another_step_is_told_where(
     assert report.exit_code == 1, report
     assert str(report).startswith(f"different: {where}"), report
     assert cause in str(report)
+
+
+_AUGMENTED = """
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+import samestep
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, at):
+        x = torch.arange(4.0) + at + torch.rand(4)
+        x = x.flip(0) if random.random() < 0.5 else x
+        return x * float(np.random.uniform(0.9, 1.1)), at % 3
+
+
+for stream in (torch.manual_seed, random.seed, np.random.seed):
+    stream(0)
+train = DataLoader(Augmented(), batch_size=8, shuffle=True, num_workers=WORKERS)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(2):
+    total = 0.0
+    for x, y in train:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    print(f"loss {total:.4f}")
+"""
+_CONVERTED = (
+    ("train = DataLoader(", "train = samestep.loader("),
+    ("optimizer = ", "samestep.replicate(model)\noptimizer = "),
+    ("total += loss.item()", "total += samestep.mean(loss.item())"),
+)
+
+
+@pytest.mark.parametrize(
+    ("workers", "mistake", "code", "said"),
+    [
+        (0, (), 0, "the serial script's step: same to rounding with equal augmentation; without it, each"),
+        (2, (), 0, "the serial script's step: same to rounding with equal augmentation; without it, each"),
+        (0, ("lr=0.01", "lr=0.02"), 1, "lr is 0.01 in the untouched script and 0.02"),
+        (0, ("samestep.mean(loss.item())", "loss.item()"), 3, "what it prints is not the same"),
+    ],
+)
+def test_augmentation_in_the_data_set_is_no_mistake_of_a_conversion_and_hides_none(
+    nest: Nest, workers: int, mistake: tuple[str, ...], code: int, said: str
+) -> None:
+    serial, converted = Path("serial.py").resolve(), Path("converted.py").resolve()
+    source = _AUGMENTED.replace("WORKERS", str(workers))
+    serial.write_text(source.replace("import samestep\n", ""))
+    for old, new in (*_CONVERTED, *[mistake] * bool(mistake)):
+        assert old in source
+        source = source.replace(old, new)
+    converted.write_text(source)
+    report = verify([str(converted)], [2], against=[str(serial)], run=Forked(nest))
+    assert report.exit_code == code, report.lines
+    assert said in str(report)
+    assert [cause.removed for cause in report.causes if cause.is_harmless] == ["augment"]

@@ -223,6 +223,15 @@ def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:
     assert first_fact(first, _trained([0.0, 0.5, 0.5])) is None
 
 
+def test_a_closure_that_is_called_more_often_has_the_same_batch() -> None:
+    def called(times: int) -> Run:
+        run = _trained([0.0])
+        (part,) = run.steps[0].parts
+        return replace(run, ranks=[[replace(run.steps[0], parts=[part | {"turn": 1}] * times)]])
+
+    assert first_fact(called(2), called(3)) is None
+
+
 def test_a_rate_that_one_rank_has_alone_is_compared_too() -> None:
     first = _on_ranks(_trained([0.0] * 3), _trained([0.0] * 3))
     other = _on_ranks(_trained([0.0] * 3), _trained([0.0] * 3, rate=0.2))

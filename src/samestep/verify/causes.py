@@ -32,16 +32,18 @@ class Cause:
     is_harmless: bool = False
 
 
-def unstable(first: Run) -> list[Cause]:
+def unstable(run: Run) -> list[Cause]:
     """What two runs that should be equal may have different."""
-    lines = ", ".join(first.fact("clock")[:_MOST_LINES])
-    found = remedies.UNSTABLE.items()
-    return [Cause(said.format(at=first.at, lines=lines), removed) for removed, said in found]
+    lines = ", ".join((run.fact("clock") or [])[:_MOST_LINES])
+    found = [(removed, said) for removed, said in remedies.UNSTABLE.items() if removed != "clock" or lines]
+    return [Cause(said.format(at=run.at, lines=lines), removed) for removed, said in found]
 
 
 def suspects(found: Compared) -> Iterator[Cause]:
     """Possible causes of a difference."""
     first, other = found.first, found.run
+    if first.is_untouched:
+        yield Cause(remedies.AUGMENTED, "augment", is_harmless=True)
     if foreign := other.fact("foreign"):
         yield Cause(f"the batches come from {foreign}; {SHOWN['foreign']}", "loaders")
     if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(found):

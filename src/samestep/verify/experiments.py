@@ -19,12 +19,13 @@ _TIMES_THE_FIRST = 5.0
 # Only samestep run has the same hashes on all ranks; a script that needs them is wrong under other launchers.
 _ENVIRONMENT = {"SAMESTEP_CHECK_EVERY": "0", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "random")}
 _VARIABLES = {"draws": {"SAMESTEP_SAME": "1"}, "hashes": {"PYTHONHASHSEED": "0"}}
-_AT_SIZE_1_TOO = ("seeds", "clock", "hashes", "loaders")
+_AT_SIZE_1_TOO = ("seeds", "clock", "hashes", "loaders", "augment")
 _WORDS = {
     "draws": "with --same",
     "seeds": "with seeds set",
     "clock": "with a clock that counts",
     "hashes": "with hashes fixed",
+    "augment": "with each sample's draws seeded by the sample",
     "world": "with its rank hidden at {}",
     "reseeded": "with the first run's seeds",
     "sum": 'with loss="sum"',
@@ -67,10 +68,13 @@ class Experiments:
     def reference(self, removed: Removed, kind: str = "") -> Run:
         return self.run(self.first, removed, kind)
 
-    def is_stable(self, removed: Removed) -> bool:
-        """Whether a second run like the first has its numbers."""
-        first, again = self.reference(removed), self.reference(removed, "again")
-        return not again.code and follow(first, again).difference is None
+    def is_stable(self, size: int | None, removed: Removed) -> bool:
+        """Whether a second run of this size has the numbers of the first; where it fails, whether both do."""
+        run, again = self.run(size, removed), self.run(size, removed, "again")
+        if run.code or again.code:
+            return bool(run.code and again.code)
+        # what ranks have apart in the first run, they have apart in the second too
+        return follow(run, again).difference == follow(run, run).difference
 
     def begin_later(self) -> bool:
         """Compare with the second run from here on, where a third has its numbers; the first had no files to find."""
@@ -89,7 +93,11 @@ class Experiments:
         if run is first:
             return Compared(first, run)
         found = follow(first, run)
-        if found.difference is not None and found.difference.kind in SOFT and self.is_stable(removed):
+        if (
+            found.difference is not None
+            and found.difference.kind in SOFT
+            and self.is_stable(self.first, removed)
+        ):
             found = follow(first, run, self.reference(removed, "nudged"))
         return found
 

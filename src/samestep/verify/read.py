@@ -35,6 +35,7 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _SAME_ROW = 1e-4
 _NO_EXCEPTION = re.compile(r"^exit code \d+$", re.MULTILINE)
 _LAST_LINES = 5
+_OF_BATCH = ("turn", "samples", "given")
 
 
 class Digest(NamedTuple):
@@ -53,9 +54,9 @@ class Step:
     """One optimizer step of one rank; parameters and buffers as they were before it.
 
     A part is what one backward pass added: `loss`, `reduction` and `count` of the loss, `given` (numbers for
-    the loader's rows), and `forwards`, each with `training` and numbers for the `rows` of its input and
-    its `out`put. With a loader of samestep it has `samples`, `mine` and `all` (how many of them are in this rank's
-    share and in the whole batch) and `adds` (whether the gradients of ranks are added).
+    the loader's rows), `turn` (the number of that batch), and `forwards`, each with `training` and numbers
+    for the `rows` of its input and its `out`put. With a loader of samestep it has `samples`, `mine` and `all` (how many
+    of them are in this rank's share and in the whole batch) and `adds` (whether the gradients of ranks are added).
     """
 
     parts: list[dict[str, Any]]
@@ -153,16 +154,17 @@ class Run:
 
     def batch(self, name: str, step: int) -> list[float]:
         """A step's samples or given rows of all ranks, sorted: how the ranks share them makes no difference."""
-        return sorted(item for part in shares(self.parts(step)) for item in part.get(name, ()))
+        parts = (part for rank in self.batch_ranks for part in _batches(rank[step]))
+        return sorted(item for part in parts for item in part.get(name, ()))
 
     def num_samples(self, step: int) -> int:
-        """The size of a step's whole batch; several backward passes on the same samples count once."""
+        """The size of a step's whole batch."""
         ranks = []
         for rank in self.batch_ranks:
+            known = [len(part.get("samples") or part.get("given") or ()) for part in _batches(rank[step])]
             parts = shares(rank[step].parts)
-            known = {tuple(part.get("samples") or part.get("given") or ()) for part in parts}
             rows = [len(forward["rows"]) for part in parts for forward in part["forwards"]]
-            ranks.append(sum(map(len, known)) or max(rows, default=0))
+            ranks.append(sum(known) or max(rows, default=0))
         is_known = self.steps[step].is_ours or self.fact("foreign")
         is_copied = self.size > 1 and len(set(ranks)) == 1 and not is_known
         return ranks[0] if is_copied else sum(ranks)
@@ -171,6 +173,11 @@ class Run:
 def shares(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those that have samples of the rank's own; where a rank has none, it computes with one that it was lent."""
     return [part for part in parts if part.get("mine", 1)]
+
+
+def _batches(step: Step) -> list[dict[str, Any]]:
+    """A part of each batch, which several losses or calls of a closure may have."""
+    return [*{str([part.get(key) for key in _OF_BATCH]): part for part in shares(step.parts)}.values()]
 
 
 def alike(rows: Sequence[float], others: Sequence[float]) -> bool:

@@ -69,8 +69,8 @@ OF_THE_SHARE = {
 UNSTABLE = {
     "seeds": "no seed is set: two runs {at} differ too; call torch.manual_seed, and seed NumPy's and Python's random "
     "numbers where they are used, before data and model are made",
-    "clock": "the time or the process's number decides what is trained ({lines}): two runs {at} differ too; "
-    "count steps or samples instead, and seed with a number",
+    "clock": "the time or the process's number decides what is trained ({lines}); count steps or samples "
+    "instead, and seed with a number",
     "hashes": "Python's hash() of strings, and so the order of a set of them, is another in each process: two runs "
     "{at} differ too; seed with a number, and sort sets, as in sorted(set(labels))",
 }
@@ -113,6 +113,10 @@ OWN_SEED = (
 OWN_DRAWS = (
     "each rank changes the weights by random numbers of its own; initialise the model before replicate, and draw later "
     "changes from a torch.Generator with the same seed on every rank"
+)
+AUGMENTED = (
+    "what a sample draws at random is a function of (seed, epoch, sample) with samestep.loader, and not what the "
+    "untouched script draws"
 )
 EXACT = (
     "the same bits need steps and replicate(exact=True), no values of a rank's share, the rank or the time, and no "

@@ -35,19 +35,26 @@ class Search:
     def explain(self, size: int) -> Compared:
         """Find all causes of the difference of the run at this size; returns what is left of it without them."""
         found = self.without(size)
-        if found.difference is not None and "draws" not in self.removed:
-            found = self._without_draws(found, size)
         while found.difference is not None and len(self.causes) < _MOST_CAUSES:
-            if (after := self._find_next(found, size)) is None:
+            after = self._without_clock(found, size) or self._find_next(found, size)
+            if after is None:
                 break
             found = after
         return found
 
-    def _without_draws(self, found: Compared, size: int) -> Compared:
+    def _without_clock(self, found: Compared, size: int) -> Compared | None:
+        """Where the script reads the clock, try that first: how far a run comes in its time is chance, and may be as
+        far in the run of another experiment."""
+        clock = [cause for cause in unstable(found.first) if cause.removed == "clock"]
+        if not clock or "clock" in self.removed or not _is_progress(found, self.without(size, clock)):
+            return None
+        return self._confirmed(clock, size)
+
+    def _without_draws(self, found: Compared, size: int) -> Compared | None:
         """From here on all ranks draw the serial script's numbers, so that a mistake stands alone."""
         after = self.without(size, [Cause("", "draws")])
         if "failed" in (found.kind, after.kind):
-            return found
+            return None
         self.removed = (*self.removed, "draws")
         # draws of a rank's own make a loss differ first, where the model has dropout too
         apart, still = (first_fact(run, run) for run in (found.run, after.run))
@@ -61,12 +68,15 @@ class Search:
         if found.kind == "failed" and says_its_cause(found.run):
             self._state(failure_of(found.run)[1])
             return None
-        if not self._experiments.is_stable(self.removed):
-            return self._made_stable(size)
 
         def is_enough(some: Sequence[Cause]) -> bool:
             return _is_progress(found, self.without(size, some))
 
+        for of in (self._experiments.first, size):
+            if not self._experiments.is_stable(of, self.removed):
+                return self._made_stable(of, size)
+        if "draws" not in self.removed and (after := self._without_draws(found, size)):
+            return after
         listed = self._suspects(found, is_enough)
         for suspect in listed:
             if suspect.removed == "shares" and (note := self._is_amplified(found)):
@@ -93,18 +103,18 @@ class Search:
         self.removed = (*self.removed, *(cause.removed for cause in causes if cause.removed))
         return self.without(size)
 
-    def _made_stable(self, size: int) -> Compared | None:
-        """Without what two equal runs have different: before that, an experiment shows nothing."""
-        first = self._experiments.reference(self.removed)
-        listed = [cause for cause in unstable(first) if cause.removed not in self.removed]
+    def _made_stable(self, of: int | None, size: int) -> Compared | None:
+        """Without what two runs of one size have different: before that, an experiment shows nothing."""
+        run = self._experiments.run(of, self.removed)
+        listed = [cause for cause in unstable(run) if cause.removed not in self.removed]
 
         def is_stable(some: Sequence[Cause]) -> bool:
-            return self._experiments.is_stable((*self.removed, *(str(cause.removed) for cause in some)))
+            return self._experiments.is_stable(of, (*self.removed, *(str(cause.removed) for cause in some)))
 
         alone = next(([cause] for cause in listed if is_stable([cause])), [])
         if chosen := alone or _together(listed, is_stable):
             return self._confirmed(chosen, size)
-        self._state(STILL_UNSTABLE.format(first.at))
+        self._state(STILL_UNSTABLE.format(run.at))
         return None
 
     def _suspects(self, found: Compared, is_enough: _IsEnough) -> list[Cause]:

@@ -21,7 +21,7 @@ from samestep.verify.search import Search, draws_of
 from samestep.verify.trajectory import Compared
 
 _KEPT_S = 3600.0
-_ORDER = ("bits", "rounding", "with_same", "printed", "different", "failed")
+_ORDER = ("bits", "rounding", "with_same", "augmented", "printed", "different", "failed")
 _IN_CHILDREN = (
     "{} trains in processes that it starts itself ({}), which verify does not see; call the training in the script "
     "itself: samestep run starts the processes"
@@ -39,6 +39,7 @@ _ONLY_ONCE = (
     "os.makedirs(path, exist_ok=True) does"
 )
 _LEFT = "the first run leaves a file that later ones read, and trains other numbers than they do: {}"
+_AUGMENTED = "same to rounding with equal augmentation; without it, each script draws its own for its samples"
 _CUT_SHORT = (
     "{} left on rank {} of {} before its end could be recorded, as os._exit and os.exec do; end it with sys.exit or "
     "at its last line"
@@ -68,7 +69,9 @@ class Report:
     @property
     def step(self) -> str:
         """The verdict on the training step."""
-        return "with_same" if self.draws else self.worst.verdict
+        if not self.draws:
+            return self.worst.verdict
+        return "augmented" if None in self.outcomes else "with_same"
 
     @property
     def verdict(self) -> str:
@@ -76,7 +79,9 @@ class Report:
 
     @property
     def is_same_step(self) -> bool:
-        return self.step == "bits" or (self.step in ("rounding", "with_same") and not self.wants_bits)
+        return self.step == "bits" or (
+            self.step in ("rounding", "with_same", "augmented") and not self.wants_bits
+        )
 
     @property
     def exit_code(self) -> int:
@@ -114,11 +119,15 @@ class Report:
     def _of_the_step(self) -> str:
         worst = self.worst
         cause = f"; {self.harmful[0].sentence}" if self.harmful else ""
+        notes = [f"; {outcome.note}" for outcome in self.outcomes.values() if outcome.note][:1]
         match self.step:
             case "bits":
                 return "same to the bit"
             case "with_same":
-                return f"same to rounding with --same; without it, {self.draws} are each rank's own"
+                said = f"same to rounding with --same; without it, {self.draws} are each rank's own"
+                return "".join([said, *notes])
+            case "augmented":
+                return "".join([_AUGMENTED, *notes])
             case "failed" if worst is self.outcomes.get(None):
                 return "the untouched script failed"
             case "failed":
@@ -126,9 +135,8 @@ class Report:
             case "different":
                 return f"different: {worst.difference}{cause}"
         rounding = f"same to rounding: {max(outcome.distance for outcome in self.outcomes.values()):.1e}"
-        notes = [f"; {outcome.note}" for outcome in self.outcomes.values() if outcome.note]
         bits = f", not the same bits: {worst.bits}; {EXACT}" if self.wants_bits else ""
-        return "".join([rounding, *notes[:1], bits])
+        return "".join([rounding, *notes, bits])
 
 
 def verify(
@@ -196,7 +204,9 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
     draws = ""
     if any(not cause.is_harmless for cause in search.causes):
         search.causes += search.harmless(last)
-    elif not any(one.difference for one in left.values()) and any(not left[size].note for size in differing):
+    elif not any(one.difference for one in left.values()) and (
+        search.causes or any(not left[size].note for size in differing)
+    ):
         draws = draws_of(found[last].run)
     for size, one in found.items():
         # What differs by rounding alone, which the training amplifies, is no difference.
@@ -214,7 +224,7 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
 def _of_earlier_runs(experiments: Experiments, found: Mapping[int | None, Compared]) -> list[str]:
     """Refuse a script that does something else at each start; where only the first start is another, say so, and
     compare with a later one."""
-    if not any(one.difference for one in found.values()) or experiments.is_stable(()):
+    if not any(one.difference for one in found.values()) or experiments.is_stable(experiments.first, ()):
         return []
     name = _name(experiments.script)
     if (again := experiments.reference((), "again")).code:
@@ -222,7 +232,7 @@ def _of_earlier_runs(experiments: Experiments, found: Mapping[int | None, Compar
     left = again.fact("left")
     if left and experiments.begin_later():
         return [_LEFT.format(left)]
-    if left and not experiments.is_stable(tuple(UNSTABLE)):
+    if left and not experiments.is_stable(experiments.first, tuple(UNSTABLE)):
         raise UsageError(_GOES_ON.format(name, left))
     return []
 

@@ -81,6 +81,7 @@ class Recorder:
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
         self._given: list[float] = []
+        self._turn = 0
         self._depth = 0
         self._evaluated = self._in_backward = False
         self._own: set[str] = set()
@@ -222,6 +223,7 @@ class Recorder:
             "loss": sum(map(_value, losses)) * weight,
             "forwards": self._forwards,
             "given": self._given,
+            "turn": self._turn,
         }
         self._parts.append(part | reduction | share)
         self._forwards = []
@@ -261,6 +263,7 @@ class Recorder:
         """Before the loop gets a batch to train on."""
         self._evaluated = False
         self._given = rows_of(batch)
+        self._turn += 1
 
     def _leave_pass(self, original: Callable[..., None], spine: Spine, passed: Pass) -> None:
         original(spine, passed)

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.distributed import DistributedSampler
 
 import samestep
 from samestep.train import step, totals
 from samestep.train.data import loader as loaders
 from samestep.train.data import share, steps
+from samestep.train.data.batches import _Seeded
 from samestep.train.group import world
 from samestep.train.model import replica, replicate, weighing
 from samestep.train.model.replicas import Replicas
@@ -51,6 +53,9 @@ class Removed:
             (replicate.replicate.__kwdefaults__ or {})["loss"] = "sum"
         if "shares" in self:
             _share_nothing()
+        if "augment" in self:
+            wrap(_Seeded, "_sample", lambda original, of, seed, epoch, index: original(of, 0, 0, index))
+            wrap(_MapDatasetFetcher, "__init__", _fix_draws)
         if "no_sync" in self:
             wrap(replicate, "no_sync", lambda original, model, enabled=True: original(model, False), samestep)
         for record in self._values.get("reseeded", ()):
@@ -79,6 +84,20 @@ class Removed:
                 num_workers=of.num_workers,
             )
         return self._loaders[id(of)]
+
+
+class _Fixed(Dataset[Any]):
+    """What a sample draws is a function of the sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._seeded = _Seeded(dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._seeded.__getitems__(([(0, 0, index)], None))[0][0]
+
+
+def _fix_draws(original: Callable[..., None], fetcher: Any, dataset: Any, *options: Any) -> None:
+    original(fetcher, dataset if isinstance(dataset, _Seeded) else _Fixed(dataset), *options)
 
 
 def _reseed(seeds: Iterator[int], original: Callable[[int], Any], given: int) -> Any:
