@@ -1,5 +1,6 @@
 """What a run leaves for the next one, and what verify leaves."""
 
+import json
 import os
 import tempfile
 from dataclasses import replace
@@ -108,6 +109,31 @@ def test_what_only_some_runs_have_is_not_explained_by_an_experiment(nest: Nest) 
     assert report.verdict == "different"
     (cause,) = report.causes
     assert cause.sentence.startswith("two runs at 2 processes differ, also with seeds set")
+
+
+_IN_TIME = """
+import os, time
+began = time.time() - float(os.environ["BUSY"])
+for x in samestep.loader(torch.randn(20, 3), 4, shuffle=True):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    if time.time() - began > 1e4:
+        break
+"""
+
+
+def test_a_script_that_stops_by_the_clock_has_one_cause_however_far_it_comes_twice(nest: Nest) -> None:
+    script, run = Path("in_time.py").absolute(), Forked(nest)
+    script.write_text(_BEGINS + _MODEL + _IN_TIME)
+
+    def busy(trial: Trial) -> Result:
+        is_real = "clock" not in json.loads(trial.through[2])["without"]
+        return run(replace(trial, env={**trial.env, "BUSY": "1e5" if is_real and trial.size == 1 else "0"}))
+
+    report = verify([str(script)], [1, 2], run=busy)
+    assert [cause.removed for cause in report.causes] == ["clock"]
+    assert "decides what is trained (in_time.py:" in str(report)
 
 
 def test_what_killed_verifications_left_is_removed_and_what_another_holds_is_not(

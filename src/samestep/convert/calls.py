@@ -54,7 +54,7 @@ class Calls(Library):
             bound = [] if callee.of.bound is None else [callee.of.bound]
             return self.run(callee.of, [*bound, *given], named, node)
         if callee.kind == "loss":
-            return of_loss(callee.of, [*given, *named.values()], self.batches)
+            return of_loss(callee.of, [*self.together(node.args, given), *named.values()], self.batches)
         if callee.kind == "class":
             return self._new(callee.of, node, given, named)
         if callee.kind in ("instance", "model"):

@@ -7,10 +7,11 @@ from typing import Any
 
 from samestep.convert.names import Names
 from samestep.convert.project import Function, Scope
-from samestep.convert.signatures import counted
+from samestep.convert.signatures import NUMBERED, counted
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, combined, join, models_of, other
 
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
+_TEXTS = ("__format__", "__str__", "__repr__")
 _HOLDS = "holds values of this process's share"
 
 
@@ -31,12 +32,25 @@ class Expressions(Names):
         return found
 
     def text_of(self, value: Value) -> Value:
-        """What is shown where a value is: of an object what its class makes of it."""
-        method = value.of.of.find("__str__") if value.kind == "instance" else None
-        return self.run(replace(method.of, bound=value), [value], {}, None) if method else value
+        """What is shown where a value is: of an object what its class makes of it, or the fields of a dataclass."""
+        if value.kind in ("list", "dict") and any(part.kind == "instance" for part in value.parts):
+            return join(*map(self.text_of, value.parts))
+        if value.kind != "instance":
+            return value
+        made = value.of.of
+        methods = [found for name in _TEXTS if (found := made.find(name))]
+        if methods:
+            return self.run(replace(methods[0].of, bound=value), [value, Value()], {}, None)
+        is_shown = any("dataclass" in ast.unparse(one) for one in made.node.decorator_list)
+        return self.of_instance(value, "__dict__") if is_shown else value
+
+    def shown(self, node: ast.expr) -> Value:
+        """The value of an expression whose text is used."""
+        self.known[node] = found = self.text_of(self.value(node))
+        return found
 
     def _formattedvalue(self, node: ast.FormattedValue) -> Value:
-        return self.text_of(self.value(node.value)).bare
+        return self.shown(node.value).bare
 
     def is_model(self, value: Value) -> bool:
         is_ours = value.kind == "instance" and value.of.of.descends_from("Module", "Model")
@@ -144,6 +158,8 @@ class Expressions(Names):
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, at)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
             return self._rows_at(node, base, index)
+        if base.kind == Kind.ALIKE and index.of == NUMBERED:
+            return other(NUMBERED)
         if base.kind == Kind.ALIKE and index.is_shared:
             if isinstance(index.made and index.made[0], ast.Compare):
                 edits = index.edits or self.edits_of(node.slice, index)
@@ -170,7 +186,10 @@ class Expressions(Names):
         return Value(Kind.OTHER, "is of some samples of a share")
 
     def _binop(self, node: ast.BinOp) -> Value:
-        left, right = self.value(node.left), self.value(node.right)
+        nodes = (node.left, node.right)
+        left, right = self.together(nodes, [self.value(one) for one in nodes])
+        if isinstance(node.op, ast.Mod) and left.text is not None:
+            right = self.shown(node.right)
         is_shared = left.is_shared or right.is_shared
         found = combined(node.op, left, right) if is_shared else Value()
         return replace(found, models=models_of(left, right))
@@ -184,7 +203,8 @@ class Expressions(Names):
         return found if found.kind in (*ROWS, "list") or not found.is_shared else self._any(node)
 
     def _compare(self, node: ast.Compare) -> Value:
-        values = [self.value(one) for one in (node.left, *node.comparators)]
+        nodes = (node.left, *node.comparators)
+        values = self.together(nodes, [self.value(one) for one in nodes])
         if (holds := self.decided(node)) is not None:
             return Value(text=str(holds))
         if any(one.kind == "none" for one in values):

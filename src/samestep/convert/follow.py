@@ -8,6 +8,7 @@ from pathlib import Path
 from samestep.convert.calls import MOST_STATEMENTS, WITHOUT_GRADIENTS, Calls
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
 from samestep.convert.source import Source
+from samestep.convert.totals import ALSO_ALIKE
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, join
 
 Find = Callable[[str, int, Path], Source | None]
@@ -15,10 +16,6 @@ _MOST_TIMES = 8
 _ALSO_ALONE = (
     "this line runs in training, where its total is needed, and in an evaluation, where ranks may have "
     "different numbers of batches; take the total in the loop that trains"
-)
-_ALSO_ALIKE = (
-    "this line is reached with numbers of a share, and with numbers that all processes have, which a total would "
-    "count once for each process; take the total before the call"
 )
 _MIXED = (
     "this loop takes batches of two loaders, of which a process may have unlike parts; give both one batch_size and "
@@ -86,7 +83,7 @@ class Follower(Calls):
             is_alone = is_total and (source, edit.start) in found.alone
             if is_alike or is_alone:
                 line = source.data.count(b"\n", 0, edit.start) + 1
-                found.gaps.setdefault((source, line), _ALSO_ALONE if is_alone else _ALSO_ALIKE)
+                found.gaps.setdefault((source, line), _ALSO_ALONE if is_alone else ALSO_ALIKE)
 
     def follow_module(self, source: Source) -> Scope:
         if source in self.modules:

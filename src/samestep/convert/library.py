@@ -2,17 +2,25 @@
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from samestep.convert.expressions import Expressions
 from samestep.convert.rewrites import LOADERS, Rewrites, arguments
-from samestep.convert.signatures import NAMED, counted, given_to_loss, is_loss, of_loss, of_tensors, over_rows
+from samestep.convert.signatures import (
+    NAMED,
+    NUMBERED,
+    counted,
+    given_to_loss,
+    is_loss,
+    of_loss,
+    of_tensors,
+    over_rows,
+)
 from samestep.convert.source import Edit
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value, Values, join, models_of, other, rows_of
 
-_NUMBERED = "numbers the samples of a share"
 _FUNCTIONAL = ("torch.nn.functional.", "torch.special.", "torch.linalg.", "torch.fft.")
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
@@ -51,6 +59,7 @@ class Library(Rewrites, Expressions):
             return self.part_of(shape, at) if node.args else shape
         if name in ("view", "reshape", "expand") and base.kind in ROWS:
             self.sized(node, node.func.value)  # type: ignore[attr-defined]
+        values = self.together([node.func.value, *node.args], values)  # type: ignore[attr-defined]
         return self._of_tensors(name, node, values, node.args)
 
     def _of_tensors(self, name: str, node: ast.Call, values: Values, dims: list[ast.expr]) -> Value:
@@ -143,6 +152,8 @@ class Library(Rewrites, Expressions):
         return other("is a gradient of this rank's share; average it with samestep.mean(gradient)")
 
     def _of_torch(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
+        values = self.together(node.args, values)
+        first = (*values, first)[0]
         is_shared = any(one.is_shared for one in values)
         if name in NAMED["made"] and not is_shared and self.sized(node, None):
             return Value(Kind.ROWS)
@@ -182,7 +193,7 @@ class Library(Rewrites, Expressions):
 
     def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
         each = self.each(first)
-        turn = {"batches": Value("turn"), "rows": Value(Kind.ROW, _NUMBERED)}.get(each.kind, Value())
+        turn = {"batches": Value("turn"), "rows": Value(Kind.ROW, NUMBERED)}.get(each.kind, Value())
         return Value("each", each.mapped(lambda element: Value("list", {0: turn, 1: element})))
 
     def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
@@ -206,7 +217,11 @@ class Library(Rewrites, Expressions):
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
         is_count = any(one.kind in (Kind.COUNT, Kind.PART) for one in values)
-        return Value("each", Loop(Value(Kind.ROW, _NUMBERED), "rows")) if is_count else Value()
+        if is_count and self.is_outside:
+            for one in node.args:
+                self.total(one)
+            return Value()
+        return Value("each", Loop(Value(Kind.ROW, NUMBERED), "rows")) if is_count else Value()
 
     def _python_sum(self, node: ast.Call, values: Values, first: Value) -> Value:
         return join(*first.parts) if first.parts else of_tensors("sum", values, True, self.batches, 0)
@@ -225,10 +240,25 @@ class Library(Rewrites, Expressions):
         return Value("super", (own, of)) if is_known else self.opaque(node, values)
 
     def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
-        return self.text_of(first)
+        return self.shown(node.args[0]) if node.args else Value()
+
+    _python_repr = _python_str
+
+    def _python_vars(self, node: ast.Call, values: Values, first: Value) -> Value:
+        return self.of_instance(first, "__dict__") if first.kind == "instance" else self.opaque(node, values)
 
     def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
         return Value("model", self.key(node)) if self.is_model(first) else first
+
+    def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:
+        """What lambdas among the arguments of a call use of a share that is not given to them."""
+        known = dict(self.found.alike)
+        for function in [one.of for one in values if one.kind == "function"]:
+            made = self.run(function, [function.bound] if function.bound else [], {}, node)
+            if isinstance(function.node, ast.Lambda) and made.is_shared:
+                self.known[function.node] = replace(made, edits=None)
+                yield made
+        self.found.alike = known
 
     def opaque(self, node: ast.Call, values: Values) -> Value:
         """A call whose body is not in the project: it is given the values of all ranks, if nothing is done with it."""
@@ -238,22 +268,21 @@ class Library(Rewrites, Expressions):
             return self.parameters(node)
         if name_of(node) in NAMED["spread"] and values and values[0].kind == Kind.COUNT:
             return Value(Kind.ROWS)
-        known = dict(self.found.alike)
-        for function in [one.of for one in values if one.kind == "function"]:
-            made = self.run(function, [function.bound] if function.bound else [], {}, node)
-            if isinstance(function.node, ast.Lambda) and made.is_shared:
-                # it uses values of a share that are not given to it
-                self.known[function.node] = replace(made, edits=None)
-        self.found.alike = known
+        values = [*values, *self._uses(values, node)]
+        is_statement = isinstance(self.source.parents.get(node), ast.Expr)
+        given = [one.value if isinstance(one, ast.Starred) else one for one in node.args]
+        given += [one.value for one in node.keywords]
+        if is_statement or name_of(node) == "format":
+            values = [*values, *map(self.shown, given)]
         if not any(one.is_shared for one in values):
             self.seen_alike(node)
             return Value(models=models_of(*values))
         if name_of(node) in NAMED["bar"] and not self.may_total():
             self.found.note(self.source, node, "the progress bar shows numbers of rank 0's share")
             return Value()
-        if isinstance(self.source.parents.get(node), ast.Expr):
-            for one in (*node.args, *(one.value for one in node.keywords)):
-                self.total(one.value if isinstance(one, ast.Starred) else one)
+        if is_statement:
+            for one in given:
+                self.total(one)
             return Value()
         kinds = {one.kind for one in values if one.is_shared}
         if self.in_forward and kinds <= {*ROWS, Kind.COUNT}:

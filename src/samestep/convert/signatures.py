@@ -45,6 +45,7 @@ NAMED: dict[str, set[str]] = {}
 for _kind, *_names in map(str.split, _TABLE.strip().splitlines()):
     NAMED.setdefault(_kind, set()).update(_names)
 _DIVIDES = "is divided by the weights, or the number of targets not ignored, of a share"
+NUMBERED = "numbers the samples of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
 
 
@@ -155,7 +156,7 @@ def _by_rows(name: str, shared: Values, in_forward: int) -> Value:
     opened = [part for value in shared for part in value.parts or (value,)]
     kinds = {part.kind for part in opened} - {Kind.ALIKE}
     if name in NAMED["numbered"] and kinds <= {Kind.COUNT, Kind.PART} and not in_forward:
-        return Value(Kind.OTHER, "numbers the samples of a share")
+        return Value(Kind.OTHER, NUMBERED)
     if kinds <= {Kind.ROW}:
         return Value(Kind.ROW)
     if kinds <= NUMBERS and name in NAMED["number"] and len(opened) == 1:

@@ -1,13 +1,13 @@
 """Makes values of a share those of the whole batch: where they are shown, decided by, or added up."""
 
 import ast
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from samestep.convert.project import Following, Frame, Scope
 from samestep.convert.signatures import NAMED
 from samestep.convert.source import Edit, Source
-from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, combined, join
+from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, Values, combined, join
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
 _SUMMED = {*NUMBERS, Kind.PASSES}
@@ -17,6 +17,10 @@ _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)
 _APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
 _TOTAL = "is a total"
 Edits = tuple[Edit | ast.expr, ...]
+ALSO_ALIKE = (
+    "this line is reached with numbers of a share, and with numbers that all processes have, which a total would "
+    "count once for each process; take the total before the call"
+)
 _AT_A_STEP = (
     "this evaluation is totalled at a training step; where the step's batch has fewer samples than there are ranks, "
     "a rank's part is missed: evaluate between the epochs, or train with drop_last=True"
@@ -54,6 +58,21 @@ class Totals(Following):
             )
             self.found.gap(batch.frame.source, shown, reason)
         return Value(of=_TOTAL, models=value.models)
+
+    def together(self, nodes: Sequence[ast.expr], values: Values) -> Values:
+        """Of expressions that are computed with each other: beside what all ranks have, such as the targets of a whole
+        data set, the rows of a pass that is over are those of all ranks."""
+        pairs = list(zip(nodes, values, strict=False))
+        is_over = self.batches is None and not self.in_forward
+        is_over &= any(of.kind == Kind.ALIKE and not isinstance(node, ast.Constant) for node, of in pairs)
+        kind = "all" if is_over else "share"
+        for at, (node, value) in enumerate(pairs):
+            if value.kind not in ROWS:
+                continue
+            values = [*values[:at], self.total(node) if is_over else value, *values[at + 1 :]]
+            if self.found.over.setdefault(self.span(node), kind) != kind:
+                self.gap(node, ALSO_ALIKE)
+        return values
 
     def apply(self, edits: Edits) -> None:
         self.found.edit(*(edit for edit in edits if isinstance(edit, Edit)))
