@@ -163,9 +163,10 @@ def test_json_is_one_object_with_every_difference() -> None:
 
 def test_every_unreadable_file_is_named_in_text_and_json() -> None:
     Path("torn.pt").write_bytes(Path(A).read_bytes()[:-30])
-    result = _compare(A, "torn.pt", "nowhere.pt", "--json")
+    Path("empty.pt").touch()
+    result = _compare(A, "torn.pt", "empty.pt", "--json")
     assert result.exit_code == 2
-    sentences = ["torn.pt is torn: its end is missing", "nowhere.pt does not exist"]
+    sentences = ["torn.pt is torn: its end is missing", "empty.pt is empty"]
     assert result.stderr.splitlines() == [f"samestep compare: {said}" for said in sentences]
     assert json.loads(result.stdout) == {"schema_version": 1, "errors": sentences}
 

@@ -12,6 +12,7 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,7 +31,7 @@ _TICKS = {"": 0.01, "_ns": 10_000_000}
 _TORCH = str(Path(torch.__file__).parent)
 # Code of these asks on behalf of its caller, and code of those for itself, as other parts of Python's library do.
 _ON_BEHALF = ("<", os.__file__, str(Path(__file__).parent), f"{_TORCH}/utils/data/distributed.py")
-_FOR_ITSELF = (str(Path(world.__file__).parents[2]), _TORCH)
+_FOR_ITSELF = (str(Path(world.__file__).parents[2]), _TORCH, str(Path(psutil.__file__).parent))
 _PYTHONS = sysconfig.get_path("stdlib")
 
 
