@@ -301,6 +301,19 @@ def test_one_rank_may_evaluate_alone(world):
     assert samestep.sum(1) == world.size
 
 
+def test_a_parameter_of_two_replicas_is_an_error_on_several_ranks(world):
+    encoder = nn.Linear(4, 4)
+    one, other = (nn.Sequential(encoder, nn.Linear(4, size)) for size in (2, 3))
+    samestep.replicate(one)
+    if world.size > 1:
+        with pytest.raises(
+            UsageError, match=r"whose parameter 0.weight is also of a Sequential .* or del the Seq"
+        ):
+            samestep.replicate(other)
+    del one
+    samestep.replicate(other)
+
+
 def test_calling_it_twice_is_an_error_at_any_size(world):
     model = samestep.replicate(made())
     with pytest.raises(UsageError, match="this model is replicated already; call replicate once"):

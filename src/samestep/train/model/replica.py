@@ -60,6 +60,8 @@ class Replica:
         self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
         self._looked_at = self._drops_gradients = False
         self._hooks: list[RemovableHandle] = []
+        # a later model may have the same parameters
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self.hooked: list[torch.nn.Parameter] = []
         # DDP's exchange: "due" in the next backward, "under way" in this one, "missed" by one that has begun
         self._exchange = ""
@@ -115,9 +117,7 @@ class Replica:
         return {handle.id for handle in self._hooks}
 
     def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
         self._drops_gradients = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -299,6 +299,12 @@ class Replica:
         self.model.__dict__.update(self.patched_over)
         self._remove_hooks()
         self.ddp = None
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

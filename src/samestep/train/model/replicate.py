@@ -5,6 +5,7 @@ Not covered: in passes of `loader`, what reaches parameters without passing thro
 over ranks, not over samples, which is right for a penalty.
 """
 
+import gc
 import inspect
 import json
 import os
@@ -83,6 +84,7 @@ def replicate(
         return torch.nn.DataParallel(model) if is_parallel else model  # type: ignore[return-value]
     if world.size > 1:
         _check_device(target, world.device)
+        _check_own(target, replicas)
         check_alike(target, group)
     if same if sync_batchnorm is None else sync_batchnorm:
         convert(target)
@@ -191,6 +193,25 @@ def _check_device(model: torch.nn.Module, own: torch.device) -> None:
         raise UsageError(
             f"replicate found parameters on {', '.join(sorted(map(str, found)))} and this rank's device is {own}; "
             "write replicate(model.to(samestep.init().device))"
+        )
+
+
+def _check_own(model: torch.nn.Module, replicas: Replicas) -> None:
+    """Each replica exchanges gradients when it has all of them, and two would exchange a shared one."""
+    trained = {id(one): name for name, one in model.named_parameters() if one.requires_grad}
+
+    def shared() -> Iterator[tuple[str, str]]:
+        for other in replicas:
+            found = (trained.get(id(one)) for one in other.model.parameters() if one.requires_grad)
+            yield from ((name, type(other.model).__name__) for name in found if name)
+
+    if any(shared()):
+        gc.collect()  # a model and its replica hold each other, also when the script has left them
+    for name, kind in shared():
+        raise UsageError(
+            f"replicate got a {type(model).__name__} whose parameter {name} is also of a {kind} that is replicated "
+            "already, and only one of them can exchange its gradient; hold both in one torch.nn.Module that calls "
+            f"them in its forward, and replicate that, or del the {kind} if its training is over"
         )
 
 
