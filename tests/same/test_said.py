@@ -38,6 +38,7 @@ SORTED = (
 )
 PAIRED = "y = model(x, 0); (y @ y.t()).mean().backward()"
 NORMALIZED = "x = (x - x.mean()) / x.std()"
+BLOCKED = "kept = (torch.rand(len(x), 4) > 0.1).float(); x = x * kept * kept.numel() / kept.sum()"
 BALANCED = "p = model(x, 0); f = F.one_hot(p.argmax(1), 2).double().mean(0); (f * p.mean(0)).sum().backward()"
 PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backward()"
 
@@ -69,6 +70,7 @@ PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backwar
         ({"inside": NORMALIZED}, AVERAGES),
         ({"inside": PRODUCT}, AVERAGES),
         ({"inside": BALANCED}, AVERAGES),
+        ({"inside": BLOCKED}, AVERAGES),
         ({"inside": f"model(x, 0).mean().backward(); {PAIRED}"}, "pairs of the samples of a batch (train.py:"),
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
@@ -79,7 +81,7 @@ PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backwar
         *("several-for-each-sample", "several-words", "a-choice-of-samples"),
         *("flipped-samples", "turned-by-numpy", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean"),
         "a-normalized-batch",
-        *("a-product-of-means", "a-balance-of-experts", "pairs-in-a-later-loss", "a-copys-statistics"),
+        *("a-product-of-means", "a-balance-of-experts", "a-masks-mean", "pairs-in-a-later-loss", "a-copys-statistics"),
     ],
 )  # fmt: skip
 def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path):

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.train.batch_sizes import Kinds, Other, Place
-from samestep.train.draw_sizes import fixed_sizes
+from samestep.train.draw_sizes import fixed_sizes, measured
 from samestep.train.mixing import averaged
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Share
@@ -37,13 +37,15 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         constant: Iterable[torch.Tensor],
         is_paused: Callable[[], bool] = lambda: False,
         is_new: Callable[[torch.Tensor], bool] = lambda _: False,
+        is_joined: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known.
 
-        `is_new` says whether a tensor that was not seen being made, as of NumPy's numbers, may be of this batch.
+        `is_new` says whether a tensor that was not seen being made, as of NumPy's numbers, may be of this batch, and
+        `is_joined` whether it has the rows of all ranks.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_paused, self._is_new = is_paused, is_new
+        self._is_paused, self._is_new, self._is_joined = is_paused, is_new, is_joined
         # with what tells whether its memory is still there, which may come to be another tensor's
         self._others: dict[Any, tuple[Any, ...]] = {}
         self._to_come: torch.Tensor | None = None
@@ -174,7 +176,14 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if other is None and (name in _SIZED or not _has_tensor(args)):
             return self._sized(made, args)
+        if other is None and all(self._is_constant(tensor) for _, tensor in named_tensors(args)):
+            return meta_of(made), True
         return other, sure
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether it surely has nothing of the batch."""
+        found = self._found(tensor)
+        return found.sure and found.other is not None and found.other.shape == tensor.shape
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where the batch is in this tensor, None where it is not known."""
@@ -190,6 +199,26 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dim, kind = found
         after = tensor.shape[dim] // kind.mine // kind.before
         return Place(dim, kind.before, after, layout_of(other), kind.ragged)
+
+    def measured(self, tensor: torch.Tensor) -> Place | None:
+        """The same by the tensor that its size is made of, as x in randn(len(x), 3)."""
+        other = self._measured(tensor)
+        return None if other is None else Place(None if other.shape == tensor.shape else 0)
+
+    def _measured(self, made: torch.Tensor) -> torch.Tensor | None:
+        of, sizes = measured(), list(made.shape)
+        if not isinstance(of, torch.Tensor):
+            return None
+        behind = zip(sizes[1:], fixed_sizes(len(sizes))[1:], strict=False)
+        if any(size == self._kinds.samples.mine and not is_fixed for size, is_fixed in behind):
+            return None
+        _, other, sure, *_ = self._found(of)
+        if other is None or not sure:
+            return None
+        if other.shape[0] == of.shape[0]:
+            return meta_of(made) if other.shape == of.shape else None
+        sizes[0] = other.shape[0]
+        return meta_of(made, sizes) if made.shape[0] == of.shape[0] else None
 
     def _makes_sense(self, tensor: torch.Tensor, other: Any) -> bool:
         """Whether these can be the same of two batch sizes."""
@@ -291,6 +320,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             alike = [other if here == size else size for size, here, other in pairs]
             if alike != sizes:
                 return meta_of(made, alike), True
+        if (other := self._measured(made)) is not None:
+            return other, True
         equal = [dim for dim, size in enumerate(sizes) if size == self._kinds.samples.mine]
         fixed = fixed_sizes(len(sizes)) if len(equal) > 1 else []
         if any(fixed) and len(fixed) == len(sizes):
@@ -331,9 +362,12 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _found(self, tensor: torch.Tensor) -> Other:
         """What was made before the call and is not of the batch is constant."""
-        if known := self._known(tensor):
+        is_joined = self._is_joined(tensor)
+        if not is_joined and (known := self._known(tensor)):
             return known
-        other, sure = self._sized(tensor, ()) if self._is_new(tensor) else (meta_of(tensor), True)
+        other, sure = (
+            self._sized(tensor, ()) if not is_joined and self._is_new(tensor) else (meta_of(tensor), True)
+        )
         return Other(tensor, other, sure)
 
 

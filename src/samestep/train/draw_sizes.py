@@ -131,50 +131,59 @@ def is_over_samples(frame: FrameType | None, count: int) -> bool:
     while frame is not None:
         line = frame.f_lineno
         for lines, through in _loops_in(frame.f_code.co_filename):
-            if line in lines and _is_of_samples(through, frame, count):
+            if line in lines and _length(_measured(through, frame, 0)) == count:
                 return True
         frame = scripts_frame(frame.f_back)
     return False
 
 
-def is_sized_by_samples(count: int) -> bool:
-    """Whether the script's call draws as many rows as there are samples, and names these."""
+def measured() -> Any:
+    """Of which the script's draw has the length, or a size made of it, as x in randn(len(x), 3); None if not known."""
     frame = scripts_frame(sys._getframe(1))
     call = call_in(frame)
     sizes = _sizes_in(call) if isinstance(call, ast.Call) else []
-    return bool(sizes) and _is_of_samples(sizes[0], frame, count)
+    return _measured(sizes[0], frame, 0) if sizes else None
 
 
-def _is_of_samples(node: ast.AST, frame: FrameType | None, count: int, depth: int = 0) -> bool:
-    """Whether this is a tensor of so many rows, their number, or made of such."""
+def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
+    """The tensor, array or list of such that this has the length of, or goes through."""
     if frame is None or depth == _DEEPEST:
-        return False
+        return None
+
+    def first(nodes: Iterable[ast.AST], at: FrameType | None = frame) -> Any:
+        found = (_measured(one, at, depth + 1) for one in nodes)
+        return next((one for one in found if one is not None), None)
+
     caller, value = scripts_frame(frame.f_back), value_of(node, frame)
     if value is None and caller is not None and frame.f_code.co_name.startswith("<"):
         value = value_of(node, caller)  # what a comprehension goes through is looked up around it
-    rows: Any = value[0] if type(value) is tuple and value else value
     match node:
-        case ast.Call(func=ast.Name(id="range" | "zip" | "enumerate" | "reversed" | "list"), args=parts):
-            return any(_is_of_samples(one, frame, count, depth + 1) for one in parts)
-        case ast.Call(func=ast.Name(id="len"), args=[inner]):
-            return _is_of_samples(inner, frame, count, depth + 1)
-        case (
-            ast.Subscript(value=ast.Attribute(attr="shape"), slice=ast.Constant(0))
-            | ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(0)])
+        case ast.Call(
+            func=ast.Name(id="range" | "zip" | "enumerate" | "reversed" | "list" | "len"), args=parts
         ):
-            return bool(value == count)
-        case ast.Starred(value=part) | ast.Tuple(elts=[part, *_]):
-            return _is_of_samples(part, frame, count, depth + 1)
-        case ast.Name(id=name) if type(rows) is int:
-            set_to = _set_to(frame.f_code.co_filename, name, ast.Name) or ()
-            given = _given(frame, name) or ()
-            is_made = any(_is_of_samples(one, frame, count, depth + 1) for one in set_to)
-            return bool(rows == count) and (
-                is_made or any(_is_of_samples(one, caller, count, depth + 1) for one in given)
-            )
+            return first(parts)
+        case (
+            ast.Subscript(value=ast.Attribute(value=part, attr="shape"), slice=ast.Constant(0))
+            | ast.Call(func=ast.Attribute(value=part, attr="size"), args=[] | [ast.Constant(0)])
+            | ast.Attribute(value=part, attr="shape")
+            | ast.Starred(value=part)
+            | ast.Tuple(elts=[part, *_])
+        ):
+            return first([part])
+        case ast.BinOp(left=one, right=other):
+            return first([one, other])
+        case ast.Name(id=name) if type(value) in (int, tuple, torch.Size):
+            found = first(_set_to(frame.f_code.co_filename, name, ast.Name) or ())
+            return first(_given(frame, name) or (), caller) if found is None else found
+    return value if _length(value) >= 0 else None
+
+
+def _length(value: Any) -> int:
+    """The rows of a tensor, array or list of such; -1 of anything else."""
     is_listed = type(value) in (list, tuple)
-    is_array = isinstance(next(iter(value), None) if is_listed else value, torch.Tensor | np.ndarray)
-    return is_array and (len(value) if is_listed else value.shape[0] if value.ndim else 0) == count
+    if not isinstance(next(iter(value), None) if is_listed else value, torch.Tensor | np.ndarray):
+        return -1
+    return len(value) if is_listed or value.ndim else -1
 
 
 def _given(frame: FrameType, name: str) -> list[ast.expr] | None:

@@ -21,7 +21,7 @@ from samestep.train import streams
 from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw, named_in_call
 from samestep.train.draw_parts import FOR_ALL, Line, Memory, Part, Places, of_permutation
-from samestep.train.draw_sizes import fixed_sizes, is_sized_by_samples, is_written_out
+from samestep.train.draw_sizes import fixed_sizes, is_written_out, measured
 from samestep.train.draws_of_host import DrawsOfHost
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
@@ -304,7 +304,8 @@ class Draws(Member):
             if not self._places.has(line, watching.in_model):
                 watching.watch_again()
             return
-        found = Place(None) if all(fixed_sizes(tensor.dim())) else watching.places.place(tensor)
+        is_fixed = all(fixed_sizes(tensor.dim()))
+        found = Place(None) if is_fixed else watching.places.place(tensor) or watching.places.measured(tensor)
         self._places.note(line, watching.in_model, tensor.shape, found)
 
     def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part:
@@ -362,8 +363,8 @@ class Draws(Member):
         if named and not others:
             return True
         is_computed = any(one.grad_fn is not None for one in others)
-        is_plain = is_computed or shape not in {weight.shape for weight in weights}
-        if is_plain or is_sized_by_samples(shape[0]):
+        is_sized = isinstance(sized := measured(), torch.Tensor) and memory_of(sized) not in memory
+        if is_computed or is_sized or shape not in {weight.shape for weight in weights}:
             return False
         is_of_weights = bool(others) and not any(given.shape == shape for given in batch)
         self.say_other(

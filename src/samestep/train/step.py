@@ -18,7 +18,7 @@ from samestep.text import name_ranks
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
-from samestep.train.nested import named_tensors
+from samestep.train.nested import memory_of, named_tensors
 from samestep.train.subscriber import Models, Subscriber
 
 _MOST_PASSES = 8
@@ -162,6 +162,7 @@ class Spine(Member):
         self._passes: list[Pass] = []
         # of which batch each tensor is that was handed out and is still there, by its id
         self._shares: dict[int, tuple[weakref.ref[torch.Tensor], Share]] = {}
+        self._joined: list[weakref.ref[torch.Tensor]] = []
         self._worked_on: Share | None = None
         self._left: Pass | None = None
         self._left_at = 0
@@ -309,6 +310,15 @@ class Spine(Member):
     def handed_out(self) -> Iterator[torch.Tensor]:
         """The tensors of all batches that are still there."""
         return (one for held, _ in list(self._shares.values()) if (one := held()) is not None)
+
+    def note_joined(self, tensor: torch.Tensor) -> None:
+        """It has the rows of all ranks."""
+        self._joined = [*(one for one in self._joined if one() is not None), weakref.ref(tensor)]
+
+    def is_joined(self, tensor: torch.Tensor) -> bool:
+        """Whether it is, or is a view of, what has the rows of all ranks."""
+        memories = (memory_of(one) for held in self._joined if (one := held()) is not None)
+        return memory_of(tensor) in memories
 
     def _take_again(self, share: Share) -> None:
         """Batches that were collected in a list are gone through again, which is a pass too."""

@@ -104,7 +104,11 @@ def gather(value: Value) -> Value:
     _remark_lent("samestep.gather")
     lent = spine().is_lent
     ranks = _of_all("samestep.gather", {name: leaf[:0] if lent else leaf for name, leaf in named.items()})
-    return _rebuilt(value, (_joined(named[name], [one[name] for one in ranks], lent=lent) for name in named))
+    wholes = [_joined(named[name], [one[name] for one in ranks], lent=lent) for name in named]
+    for whole in wholes:
+        if isinstance(whole, torch.Tensor):
+            spine().note_joined(whole)
+    return _rebuilt(value, iter(wholes))
 
 
 def _remark_lent(call: str) -> None:

@@ -151,7 +151,7 @@ class Watching(Subscriber):
             return self.finds_draws and not self.is_older(tensor, share)
 
         parameters = self._spine.models.parameters()
-        watched = BatchPlaces(share, given, parameters, is_paused, is_new)
+        watched = BatchPlaces(share, given, parameters, is_paused, is_new, self._spine.is_joined)
         self._loop = self.places = watched
         self._losses_to_watch = _MOST_LOSSES
         watched.__enter__()  # type: ignore[no-untyped-call]
