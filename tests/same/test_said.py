@@ -41,6 +41,22 @@ NORMALIZED = "x = (x - x.mean()) / x.std()"
 BLOCKED = "kept = (torch.rand(len(x), 4) > 0.1).float(); x = x * kept * kept.numel() / kept.sum()"
 BALANCED = "p = model(x, 0); f = F.one_hot(p.argmax(1), 2).double().mean(0); (f * p.mean(0)).sum().backward()"
 PRODUCT = "p = model(x, 0); (p.mean(0) * (p > 0).double().mean(0)).sum().backward()"
+LOSSES = "o = model(x, 0); a, b = o.square().mean(), o.abs().mean()"
+READ = f"{LOSSES}; w = a.item() / (a.item() + b.item()); (w * a + (1 - w) * b).backward()"
+READ_LATER = f"{LOSSES}; ((s / 4 if epoch else 1.0) * a).backward(); s += a.item() * (not epoch)"
+ADAPTED = (
+    f"{LOSSES}; of = list(model[2].parameters())[:1]; da, = torch.autograd.grad(a, of, retain_graph=True); "
+    "db, = torch.autograd.grad(b, of, retain_graph=True); (a + (da.norm() / db.norm()).detach() * b).backward()"
+)
+INVARIANT = (
+    "w = torch.ones((), requires_grad=True); l = (w * model(x, 0)).square().mean(); "
+    "g, = torch.autograd.grad(l, w, create_graph=True); (l + g**2).backward()"
+)
+EASY = "l = model(x, 0).square()[:, 0]; (l * (l < l.mean())).mean().backward()"
+COUNTED = "l = model(x, 0).square()[:, 0]; m = torch.ones(len(x)); ((l * m).sum() / m.sum().clamp(min=1)).backward()"
+DRAWN = (
+    "import random; lam = random.Random(world.rank).random(); (lam * model(x, 0).square().mean()).backward()"
+)
 
 
 @pytest.mark.parametrize(
@@ -121,22 +137,40 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (PAIRED, "pairs of the samples of a batch (train.py:"),
         (NORMALIZED, AVERAGES),
         (PRODUCT, AVERAGES),
+        (f"if epoch: {PAIRED}", "pairs of the samples of a batch (train.py:"),
+        (f"n += 1\n        if n % 4 == 0: {PAIRED}", "pairs of the samples of a batch (train.py:"),
+        ("l = model(x, 0).square().mean(); (l / (l.detach() + 1e-8)).backward()", AVERAGES),
+        (READ, "is weighed by a number of this rank's samples (train.py:"),
+        (READ_LATER, "is weighed by a number of this rank's samples, and"),
+        (ADAPTED, AVERAGES),
+        (INVARIANT, AVERAGES),
+        (EASY, AVERAGES),
+        ("l = model(x, 0).square(); (l.mean() / (x[:, 0] > 0.5).float().mean()).backward()", AVERAGES),
+        ("(model(x, 0).mean(0) - model(x / 2, 0).mean(0)).pow(2).sum().backward()", AVERAGES),
         ("z = samestep.gather(model(x, 0)); (z @ z.t()).mean().backward()", ""),
         ("m = samestep.mean(x.mean()); x = (x - m) / samestep.mean((x - m).square().mean()).sqrt()", ""),
         ("x = x / x.norm(dim=1, keepdim=True); (model(x, 0) * x).softmax(1).sum(1).mean().backward()", ""),
         (SORTED, ""),
+        ("l = model(x, 0).square().mean(); s = samestep.mean(l.item()); (l / s).backward()", ""),
+        (f"{LOSSES}; s = a.item(); (0.3 * a + 0.7 * b).backward()", ""),
+        (f"{DRAWN}; s += model(x, 0).mean().item()", ""),
+        (COUNTED, ""),
     ],
     ids=[
-        *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "gathered-pairs", "normalized-by-all"),
-        *("by-sample", "sorted-and-back"),
+        *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "late-pairs", "pairs-at-times", "detached"),
+        *("read", "read-later", "adapted", "invariant", "easy-samples", "a-mean-of-a-mask", "features"),
+        *("gathered-pairs", "normalized-by-all", "by-sample", "sorted-and-back", "read-of-all", "logged", "drawn"),
+        "counted",
     ],
 )  # fmt: skip
 def test_a_loss_that_mixes_samples_is_said_by_default_too_and_no_other(inside, said, nest, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(dedent(SCRIPT).format(**PLAIN | {"inside": inside, "same": "False"}))
+    parts = {"inside": inside, "same": "False", "after": "n, s = 0, 0.0"}
+    script.write_text(dedent(SCRIPT).format(**PLAIN | parts))
     ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
     assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
     assert ranks[0].complained.count(said or "samestep:") == bool(said)
+    assert ranks[0].complained.count("samestep:") == bool(said), ranks[0].complained
     assert not ranks[1].complained
 
 

@@ -15,6 +15,7 @@ import samestep
 from samestep import RanksDiffer, UsageError
 from samestep.train.backward import Backward
 from samestep.train.data.loader import _Begun
+from samestep.train.draws import Draws
 from samestep.train.group.world import joined
 from samestep.train.step import Spine
 
@@ -22,6 +23,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.rand(23, 4, dtype=torch.float64, generator=GENERATOR)
 Y = torch.rand(23, 1, dtype=torch.float64, generator=GENERATOR)
 DATA = TensorDataset(X, Y)
+WEIGHTS = torch.ones(2, dtype=torch.float64, requires_grad=True)
 
 
 def network():
@@ -37,8 +39,10 @@ def look_again():
     group = joined()
     group._said.clear()
     backward = group.the(Backward)
+    group.the(Draws).watching._seen.clear()
     backward._terms = 0.0
     backward._losses_to_look_at, backward._loose = 3, {}
+    backward._count_of_weights, backward._weights, backward._is_followed = -1, bytes(8), False
 
 
 @pytest.mark.sizes(2, 3)
@@ -112,26 +116,30 @@ def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, e
     [
         (lambda out, y: F.mse_loss(out, y, reduction="sum"), True),
         (lambda out, y: ((out - y) ** 2).sum(), True),
-        (lambda out, y: ((out - y) ** 2).sum() / 6, True),
+        (lambda out, y: ((out - y) ** 2).sum() / 12, True),
         (lambda out, y: F.mse_loss(out, y), False),
         (lambda out, y: ((out - y) ** 2).sum() / len(y), False),
+        (lambda out, y: F.mse_loss(out, y) + 0.1 * (out**2).sum(), True),
+        (lambda out, y: sum(F.mse_loss(one, other) for one, other in zip(out, y, strict=True)), True),
+        (lambda out, y: sum(map(F.mse_loss, out, y)) / len(y), False),
+        (lambda out, y: F.mse_loss(out, y) + 0.1 * samestep.sum((out**2).sum()), False),
+        (lambda out, y: WEIGHTS.square().sum() + F.mse_loss(out, y), False),
+        (lambda out, y: (out.mean(0) - y.mean(0)).square().sum(), False),
         (lambda out, y: samestep.gather(out).var(0).sum(), False),
-        (
-            lambda out, y: (
-                torch.ones(2).double() * torch.stack([F.mse_loss(out, y), out.abs().mean()])
-            ).sum(),
-            False,
-        ),
+        (lambda out, y: (WEIGHTS * torch.stack([F.mse_loss(out, y), out.abs().mean()])).sum(), False),
     ],
-    ids=["reduction", "sum", "divided by the batch", "mean", "divided", "gathered", "weighted losses"],
-)
+    ids=[
+        *("reduction", "sum", "divided by the batch", "mean", "divided", "a mean and a sum", "sample by sample"),
+        *("sample by sample, divided", "totalled", "a penalty", "features", "gathered", "weighted"),
+    ],
+)  # fmt: skip
 def test_a_sum_over_samples_is_said_once(world, loss, is_said):
     look_again()
     model = samestep.replicate(network())
     with redirect_stderr(StringIO()) as said:
-        for x, y in samestep.loader(DATA, 6):
+        for x, y in samestep.loader(DATA, 12):
             loss(model(x), y).backward()
-    text = f"is a sum over samples, and the gradients of ranks are averaged: it trains with 1/{world.size}"
+    text = f"has a sum over samples, and the gradients of ranks are averaged: it trains with 1/{world.size}"
     assert said.getvalue().count(text) == (is_said and world.size > 1 and world.rank == 0)
 
 
@@ -211,6 +219,16 @@ def test_a_mean_over_unlike_numbers_of_terms_is_said(world, ignored):
     assert said.getvalue().count("unlike numbers of them for each of their samples") == is_said
 
 
+def test_a_mean_over_one_of_two_batches_that_are_iterated_together_is_no_mean_over_unlike_terms(world):
+    look_again()
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for (x, y), (other, _) in zip(samestep.loader(DATA, 7), samestep.loader(DATA, 10), strict=False):
+            (F.mse_loss(model(x), y) + model(other).square().mean()).backward()
+            samestep.mean(0.0)
+    assert "unlike numbers" not in said.getvalue()
+
+
 def test_a_slope_of_the_inputs_of_frozen_models_is_no_sum_to_be_said(world):
     look_again()
     model = samestep.replicate(network())
@@ -219,7 +237,7 @@ def test_a_slope_of_the_inputs_of_frozen_models_is_no_sum_to_be_said(world):
             for one in model.parameters():
                 one.requires_grad_(False)
             model(x.requires_grad_()).sum().backward()
-    assert "is a sum over samples" not in said.getvalue()
+    assert "a sum over samples" not in said.getvalue()
 
 
 @pytest.mark.sizes(2, 3)
@@ -302,6 +320,17 @@ def test_what_replicate_cannot_take_is_said(world):
             samestep.replicate(given)
     with pytest.raises(UsageError, match="loss='total', which is not a reduction; use 'mean' or 'sum'"):
         samestep.replicate(network(), loss="total")
+
+
+@pytest.mark.sizes(2, 3)
+def test_a_module_of_two_models_is_replicated_once(world):
+    body = nn.Linear(4, 5).double()
+    actor = samestep.replicate(nn.Sequential(body, nn.Linear(5, 3).double()))
+    critic = nn.Sequential(body, nn.Linear(5, 1).double())
+    with pytest.raises(UsageError, match=r"whose 0\.weight is in a model that is replicated already"):
+        samestep.replicate(critic)
+    samestep.replicate(nn.Sequential(body.requires_grad_(False), critic[1]))
+    assert actor is not None
 
 
 class Remembering(nn.Module):

@@ -6,16 +6,18 @@ shares in one backward: there only what came through `model(...)` counts by its 
 """
 
 import struct
+from binascii import crc32
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.loss import leaves_before, name_of, nodes_before, reduction_of
+from samestep.train.loss import leaves_before, name_of, nodes_before, reduction_of, weights_in
 from samestep.train.step import Share, Spine, cut, spine
 from samestep.train.subscriber import Subscriber
 
@@ -24,6 +26,7 @@ _FIRST_LOSSES = _FIRST_BATCHES = 3
 _AUTOGRAD: Any = torch.autograd
 _TERMS = struct.Struct("<d")
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
+_MANY_LOSSES = 4
 _MOST_NODES = 1000
 _NEAR_NODES = 50
 _REAL = (torch.Tensor, torch.nn.Parameter)
@@ -55,9 +58,13 @@ class Backward(Member):
         # of the first batches, the leaves that no replica holds
         self._loose: dict[Share, list[torch.Tensor]] = {}
         self._losses_to_look_at = _FIRST_LOSSES if group.world.size > 1 else 0
-        # of the latest loss that was looked at: its terms for each of this rank's samples, and the batch's samples
-        self._terms, self._rows = 0.0, 0
+        # of the latest loss that was looked at: its terms, and the samples of each batch that it may be of
+        self._terms, self._rows = 0.0, set[int]()
         group.watch(lambda: _TERMS.pack(self._terms), self._unlike_terms)
+        # how many numbers weigh the first loss, and digests of them and of those of the latest loss with as many
+        self._count_of_weights, self._weights = -1, bytes(8)
+        self._is_followed = False
+        group.watch(lambda: self._weights, self._unlike_weights)
         self._run: Callable[..., Any] = _AUTOGRAD._engine_run_backward
         self._watched = self._watched_run()
         _AUTOGRAD._engine_run_backward = self._watched
@@ -91,9 +98,13 @@ class Backward(Member):
         share = spine.at_hand
         if share is not None and len(self._loose) <= _FIRST_BATCHES:
             self._compare_loose(outputs[0], share)
-        if self._losses_to_look_at and share is not None and outputs[0].numel() == 1:
-            self._losses_to_look_at -= 1
-            self._look_at(outputs[0])
+        is_due = (
+            self._losses_to_look_at or (spine.loss and spine.loss.sums) or (share and not share.batch_start)
+        )
+        if is_due and share is not None and outputs[0].numel() == 1:
+            self._losses_to_look_at -= self._losses_to_look_at > 0
+            with _disable_current_modes():
+                self._look_at(outputs[0])
         elif not self._losses_to_look_at:
             self._terms = 0.0
         spine.root = spine.weight_of_loss()
@@ -143,6 +154,8 @@ class Backward(Member):
         if not retain_graph:
             spine.called.clear()
         if not create_graph or not any(kept):
+            if is_shared and outputs[0].numel() == 1:
+                spine.tell(Subscriber.slopes_given, (inputs, found))
             return found
         call = f"torch.autograd.grad ({users_line()})"
         return tuple(
@@ -157,11 +170,17 @@ class Backward(Member):
         return 1 / self.group.world.size if self._spine.models.adds_losses else 1.0
 
     def _reduction_of(self, loss: torch.Tensor) -> tuple[str | None, float | None]:
-        """Whether it is a mean or a sum, and over how many terms; a sum divided by the whole batch's size is a sum."""
+        """Whether it is a mean or a sum, and over how many terms; a sum divided by the whole batch's size is a sum.
+
+        So are as many losses as this rank has samples, which the script has added; divided by that they are a mean.
+        """
         found, share = reduction_of(loss), self._spine.trained
-        count = found.get("terms")
-        if count is None or found["reduction"] == "mean":
-            return found["reduction"], count
+        count, mine = found.get("terms"), share.mine if share is not None else 0
+        if found["reduction"] == "mean":
+            is_sum = found["losses"] >= mine >= _MANY_LOSSES and found["divisor"] is None
+            return ("sum", None) if is_sum else ("mean", mine if found["divisor"] == mine else count)
+        if count is None:
+            return found["reduction"], None
         is_sum = share is not None and share.mine < share.all == count
         return ("sum", None) if is_sum else ("mean", count)
 
@@ -174,32 +193,57 @@ class Backward(Member):
         return 1.0 if spine.root else 0.0
 
     def _look_at(self, loss: torch.Tensor) -> None:
-        """Say once that a loss is a sum, which averaging over ranks makes smaller; note how many terms a mean has."""
-        models, (reduction, count) = self._spine.models, self._reduction_of(loss)
-        share = self._spine.trained
-        if reduction == "mean" and share is not None and not (share.lent or models.adds_losses):
-            self._terms, self._rows = (count or 0.0) / share.mine, share.all
-        if reduction != "sum" or models.adds_losses:
-            return
-        # where no parameter is trained, slopes of the inputs are asked for, and what all ranks gathered is the batch's
+        """Say once that a loss is a sum, which averaging makes smaller; note a mean's terms, and what weighs it."""
+        at, (reduction, count) = self._spine, self._reduction_of(loss)
+        share, adds = at.trained, at.models.adds_losses
+        if (
+            reduction == "mean"
+            and share is not None
+            and not (share.lent or adds or (at.loss and at.loss.does))
+        ):
+            self._terms, self._rows = count or 0.0, {one.all for one in at.open_shares}
+        weights = weights_in(loss, _NEAR_NODES)
+        digest = crc32(repr(weights).encode()).to_bytes(4)
+        if self._count_of_weights < 0:
+            self._count_of_weights, self._weights = len(weights), digest * 2
+        if self._count_of_weights == len(weights):
+            self._weights = self._weights[:4] + digest
+        self._is_followed |= at.loss is not None
+        is_sum = (at.loss and at.loss.sums) if self._is_followed else reduction == "sum"
+        if is_sum and not adds and self._trains(loss):
+            self._losses_to_look_at = 0
+            self.group.say(
+                f"the loss ({users_line()}) has a sum over samples, and the gradients of ranks are averaged: it trains "
+                f"with 1/{self.group.world.size} of the serial script's gradient; write "
+                'replicate(model, loss="sum"), or where the loss has means too, samestep.sum(...) around the sum',
+                what="a sum",
+            )
+
+    def _trains(self, loss: torch.Tensor) -> bool:
+        """Without a trained parameter slopes of inputs are asked for, and what all ranks gathered is the batch's."""
         is_of_all = any(name_of(node) == "_MadeByAll" for node in nodes_before(loss, _NEAR_NODES))
-        if is_of_all or not any(one.requires_grad for one in models.parameters()):
-            return
-        self._losses_to_look_at = 0
-        self.group.say(
-            f"the loss ({users_line()}) is a sum over samples, and the gradients of ranks are "
-            f"averaged: it trains with 1/{self.group.world.size} of the serial script's gradient; write "
-            'replicate(model, loss="sum")'
-        )
+        return not is_of_all and any(one.requires_grad for one in self._spine.models.parameters())
+
+    def _unlike_weights(self, marks: list[bytes], call: str) -> None:
+        """Say that ranks weigh their losses by numbers of their own samples; those that they drew are theirs."""
+        if self._spine.weighed_by or len({mark[:4] for mark in marks}) == 1:
+            where = f" ({line})" if (line := self._spine.weighed_by) else ""
+            self.group.say(
+                f"the loss is weighed by a number of this rank's samples{where}, and ranks have unlike ones, so it is "
+                "not the serial script's: write samestep.mean(...) around what the number is made of",
+                what="unlike weights",
+            )
 
     def _unlike_terms(self, marks: list[bytes], call: str) -> None:
         """Say that a loss is a mean over terms of which ranks have neither as many for each sample nor all of them."""
-        size = self.group.world.size
+        ranks = range(self.group.world.size)
         terms = [_TERMS.unpack(mark)[0] for mark in marks]
-        parts = [range(*cut(self._rows, size, rank)) for rank in range(size)]
-        totals = [one * len(part) for one, part in zip(terms, parts, strict=True)]
-        if any(max(found) - min(found) <= 1e-9 * max(found) for found in (list(filter(None, terms)), totals)):
-            return
+        shares = [[len(range(*cut(rows, len(ranks), rank))) for rank in ranks] for rows in self._rows]
+        for mine in [[1] * len(ranks), *shares]:
+            found = [count / part for count, part in zip(terms, mine, strict=True) if count and part]
+            # what mixes samples is said already
+            if not terms[0] or max(found) - min(found) <= 1e-9 * max(found):
+                return
         self.group.say(
             "the loss is a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
             "ignore_index, class weights or padding; so it is not the mean of the whole batch: write "

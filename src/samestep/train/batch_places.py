@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.train.batch_sizes import Kinds, Other, Place
 from samestep.train.draw_sizes import fixed_sizes, measured
+from samestep.train.group.control import users_line
+from samestep.train.loss import Averaged
 from samestep.train.mixing import averaged
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Share
@@ -50,7 +52,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._others: dict[Any, tuple[Any, ...]] = {}
         self._to_come: torch.Tensor | None = None
         self._is_as_guessed = True
-        self._kinds = Kinds(share)
+        self._kinds, self._rows = Kinds(share), share.rows
+        # where a number was read of such an average, and where of those that a number then weighed
+        self._read_at = self.weighed_by = ""
         for tensor in constant:
             self._note(tensor, meta_of(tensor))
         self._note_given(share, list(given))
@@ -130,7 +134,12 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         order = next((one.order for one in given if one.order), ())
         if (chosen := self._chosen(func._opname, args)) is not None:
             (other, order), sure = chosen, True
-        self._note(made, other, sure, averaged(func, args, kwargs, given, made, other), order)
+        average = averaged((func, args, kwargs), given, made, other, self._rows)
+        if func._opname == "_local_scalar_dense" and given[0].averaged and given[0].averaged.of_model:
+            self._read_at = users_line()
+        elif average is not None and any(type(one) is float for one in args):
+            self.weighed_by = self.weighed_by or self._read_at
+        self._note(made, other, sure, average, order)
 
     def _chosen(self, name: str, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[int, ...]] | None:
         """The other of a batch's samples in another order, and that order."""
@@ -146,9 +155,15 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             order = None if chosen is None else self._kinds.order(of, at, chosen)
         return None if order is None or of.other is None else (of.other, order)
 
-    def averaged(self, tensor: torch.Tensor) -> str | None:
-        """What was done to samples that makes it no average over them, and where."""
+    def averaged(self, tensor: torch.Tensor) -> Averaged | None:
+        """How it is made of averages over this rank's samples, None where not at all."""
         return self._found(tensor).averaged
+
+    def mark_slopes(self, inputs: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor | None]) -> None:
+        """Say that slopes of what is none of the batch are averages over this rank's samples, which was not seen."""
+        for of, slope in zip(map(self._found, inputs), slopes, strict=True):
+            if slope is not None and of.other is not None and of.other.shape == of.tensor.shape:
+                self._put(self._found(slope)._replace(averaged=Averaged(of_model=True)))
 
     def _filled(self, made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
         """The other of what is filled from a tensor of the batch, as one_hot fills what it made of sizes."""
@@ -338,7 +353,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made: Any,
         other: Any,
         sure: bool = True,
-        average: str | None = None,
+        average: Averaged | None = None,
         order: tuple[int, ...] = (),
     ) -> None:
         if isinstance(made, list | tuple):

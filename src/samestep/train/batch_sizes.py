@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samestep.train.loss import Averaged
 from samestep.train.step import Share
 from samestep.train.views import meta_of
 
@@ -50,7 +51,7 @@ class Other(NamedTuple):
     tensor: torch.Tensor
     other: torch.Tensor | None
     sure: bool = True
-    averaged: str | None = None
+    averaged: Averaged | None = None
     order: tuple[int, ...] = ()
 
 

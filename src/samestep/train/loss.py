@@ -2,16 +2,40 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 _PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "Rsub", "View", "Squeeze", "Clone")
 
 
+class Averaged(NamedTuple):
+    """How a tensor is made of averages over this rank's samples.
+
+    `does`: what was done to them, and where, so that it is no average over samples; `of_model`: whether a model's
+    outputs are in it; `sums`: whether some of it is a sum over samples that nothing divides by their number.
+    """
+
+    does: str = ""
+    of_model: bool = False
+    sums: bool = False
+
+
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
-    """The last reduction (mean or sum), the count it divides by, and the terms of a mean."""
+    """The last reduction (mean or sum), the count it divides by, the terms of a mean, and of how many it is one."""
     return _reduction_at(loss.grad_fn)
+
+
+def weights_in(loss: torch.Tensor, nodes: int) -> list[float]:
+    """The numbers that it and its parts are multiplied with or divided by, the nearest first; no counts."""
+    found = []
+    for node in nodes_before(loss, nodes, lambda node: name_of(node).startswith((*_PASSED, "Sum", "Stack"))):
+        is_product = name_of(node) == "Mul"
+        for name in ("_saved_self", "_saved_other") if is_product or name_of(node) == "Div" else ():
+            one = getattr(node, name, None)
+            if isinstance(one, torch.Tensor) and not one.dim() and not one.requires_grad:
+                found += [float(one)] if is_product or one % 1 else []
+    return found
 
 
 def leaves_before(tensor: torch.Tensor, nodes: int = 1000) -> Iterator[torch.Tensor]:
@@ -38,6 +62,7 @@ def nodes_before(
 
 def _reduction_at(node: Any) -> dict[str, Any]:
     divisor: float | None = None
+    losses = 1
     while node is not None:
         name = name_of(node)
         reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
@@ -52,6 +77,7 @@ def _reduction_at(node: Any) -> dict[str, Any]:
             terms = getattr(node, "_saved_self", None) if reduction == 1 else None
             is_counted = count is None and isinstance(terms, torch.Tensor)
             found = {"reduction": ("mean", "sum")[reduction - 1], "count": count}
+            found |= {"divisor": divisor, "losses": losses}
             return {**found, "terms": float(terms.numel()) if is_counted and terms is not None else count}
         if not name.startswith((*_PASSED, "Mean", "Sum")) or not node.next_functions:
             break
@@ -59,7 +85,9 @@ def _reduction_at(node: Any) -> dict[str, Any]:
         if isinstance(other, torch.Tensor) and other.requires_grad:
             break  # no count: it is made of the model's outputs too
         divisor = _single(other) if name == "Div" else divisor
-        node = node.next_functions[0][0]
+        before = [one for one, _ in node.next_functions if one is not None or name != "Add"]
+        losses += name == "Add" and len(before) > 1
+        node = before[0] if before else None
     return {"reduction": None}
 
 

@@ -18,6 +18,7 @@ from samestep.text import name_ranks
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
+from samestep.train.loss import Averaged
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.subscriber import Models, Subscriber
 
@@ -158,6 +159,10 @@ class Spine(Member):
         self.asks_for_leaves = False
         # what the calls of models count for that no backward has followed yet
         self.called: set[float] = set()
+        # how the loss is made that backward begins with, where that was followed, and where a number was read that
+        # weighs such a loss
+        self.loss: Averaged | None = None
+        self.weighed_by = ""
         self._subscribers: list[Subscriber] = []
         self._passes: list[Pass] = []
         # of which batch each tensor is that was handed out and is still there, by its id

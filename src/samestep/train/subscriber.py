@@ -1,6 +1,6 @@
 """What is told of every pass, step and microbatch, and what the spine asks of the models."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,9 @@ class Subscriber:
 
     def backward_begins(self, loss: torch.Tensor) -> None:
         """The script calls backward() of this tensor."""
+
+    def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]) -> None:
+        """Of these tensors torch.autograd.grad gave these slopes of this rank's loss."""
 
     def pass_begins(self, begun: "Pass") -> None: ...
     def step_begins(self, share: "Share") -> None: ...

@@ -27,7 +27,40 @@ from samestep.train.subscriber import Subscriber
 
 _MOST_TIMES_AGAIN = 3
 _MOST_LOSSES = 5
+_MOST_TIMES_WATCHED = 32
+_OPERATIONS: Any = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _IN_BACKWARD = ("backward", "exchange")
+
+
+class Again:
+    """Whether a batch is watched again: where a loss came with a number of operations that no watched batch had.
+
+    So a term that a loss has only after a warm-up, or in every 16th step, is seen; that costs less than a look at the
+    loss. Where every batch has another number, ever fewer are watched.
+    """
+
+    def __init__(self) -> None:
+        self._made = self._until = self._not_before = 0
+        self._known: set[int] = set()
+        self._is_watched = False
+
+    def is_due(self, batches: int) -> bool:
+        """Whether the batch that begins now is to be watched again."""
+        return batches < self._until
+
+    def batch_begins(self, *, is_watched: bool) -> None:
+        self._made, self._is_watched = _OPERATIONS(), is_watched
+
+    def loss_made(self, batches: int) -> None:
+        """Backward begins in this batch."""
+        before, self._made = self._made, _OPERATIONS()
+        if (made := self._made - before) in self._known:
+            return
+        if self._is_watched:
+            self._known.add(made)
+            self._until = 0
+        elif self._until <= batches >= self._not_before:
+            self._until, self._not_before = batches + _MOST_TIMES_WATCHED, 2 * batches
 
 
 class Watching(Subscriber):
@@ -43,6 +76,7 @@ class Watching(Subscriber):
         self._loop: BatchPlaces | None = None
         self._losses_to_watch = 0
         self._seen: set[Any] = set()
+        self._again = Again()
         self._kind_of_loop: Any = None
         self._times_again = Counter[Any]()
         # of each call, where the batch is in what the model is given
@@ -121,6 +155,11 @@ class Watching(Subscriber):
 
     def step_begins(self, share: Share) -> None:
         self._leave_loop()
+        self._begin_to_watch(share)
+        self._again.batch_begins(is_watched=self._loop is not None)
+
+    def _begin_to_watch(self, share: Share) -> None:
+        """Watch this batch, where it is the first of its kind or one to be watched again."""
         shares = self._spine.open_shares
         tensors = [(one, *named) for one in shares for named in one.of.tensors()]
         dims = (tensor.dim() for *_, tensor in tensors)
@@ -128,11 +167,13 @@ class Watching(Subscriber):
         is_alike = all(one.rows == share.rows and (one is share or not one.of.ragged) for one in shares)
         # a microbatch is whole on one rank
         can_be = 0 < share.mine < share.all and share.microbatches == 1 and not self.is_compiled
+        # what mixes samples is said by rank 0, and was said before a restart
+        is_of_use = share.of.training and self._spine.group.world.rank == 0 and not self._is_again
+        if is_of_use and self._again.is_due(self._spine.batches):
+            self._seen.discard(kind)
         if kind in self._seen or not (is_alike and can_be):
             return
         self._seen.add(kind)
-        # what mixes samples is said by rank 0, and was said before a restart
-        is_of_use = share.of.training and self._spine.group.world.rank == 0 and not self._is_again
         if not (self.finds_draws or is_of_use):
             return
         if self.finds_draws and not self._older:
@@ -165,16 +206,24 @@ class Watching(Subscriber):
                 watched.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def backward_begins(self, loss: torch.Tensor) -> None:
-        if self._loop is not None and (does := self._loop.averaged(loss)):
-            self._spine.group.say(
-                f"what {does} has only this rank's samples, so the loss is not the serial script's: first join the "
-                "batch with samestep.gather(...), or average over it with samestep.mean(...)",
+        spine, watched = self._spine, self._loop
+        spine.loss = watched.averaged(loss) if watched is not None else None
+        spine.weighed_by = spine.weighed_by or (watched.weighed_by if watched is not None else "")
+        if spine.loss is not None and spine.loss.does:
+            spine.group.say(
+                f"what {spine.loss.does} has only this rank's samples, so the loss is not the serial script's: first "
+                "join the batch with samestep.gather(...), or average over it with samestep.mean(...)",
                 what="mixed samples",
             )
         # a later loss of this batch may mix samples too, as of a GAN's generator
         self.places, self._losses_to_watch = None, self._losses_to_watch - 1
         if self._losses_to_watch <= 0:
             self._leave_loop()
+        self._again.loss_made(spine.batches)
+
+    def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]) -> None:
+        if self._loop is not None:
+            self._loop.mark_slopes(*given)
 
     def pass_left(self, left: Pass) -> None:
         self._leave_loop()

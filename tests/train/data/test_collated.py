@@ -29,3 +29,16 @@ def test_what_lies_end_to_end_is_found_behind_a_tensor_that_has_other_dimensions
     batch, ragged = collate((SAMPLES, MINE))
     assert torch.equal(batch["nodes"], SAMPLES[1])
     assert ragged == {".nodes": Ragged(0, Rows(3, 2, 12))}
+
+
+def test_a_pair_of_tensors_with_the_time_in_front_is_no_list_of_two_samples():
+    """The batch has two samples too, and so has the time of one of its tensors."""
+
+    def collate(samples):
+        return torch.stack([x for x, _ in samples], 1), torch.stack([y for _, y in samples], 1)
+
+    samples = [(torch.rand(5, 3), torch.rand(2)) for _ in range(2)]
+    batch, ragged = Collated(collate)((samples, MINE))
+    for found, whole in zip(batch, collate(samples), strict=True):
+        assert torch.equal(found, whole[:, MINE])
+    assert ragged == {".0": Ragged(1, Rows(1, 1, 2)), ".1": Ragged(1, Rows(1, 1, 2))}
