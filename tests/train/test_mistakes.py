@@ -322,17 +322,6 @@ def test_what_replicate_cannot_take_is_said(world):
         samestep.replicate(network(), loss="total")
 
 
-@pytest.mark.sizes(2, 3)
-def test_a_module_of_two_models_is_replicated_once(world):
-    body = nn.Linear(4, 5).double()
-    actor = samestep.replicate(nn.Sequential(body, nn.Linear(5, 3).double()))
-    critic = nn.Sequential(body, nn.Linear(5, 1).double())
-    with pytest.raises(UsageError, match=r"whose 0\.weight is in a model that is replicated already"):
-        samestep.replicate(critic)
-    samestep.replicate(nn.Sequential(body.requires_grad_(False), critic[1]))
-    assert actor is not None
-
-
 class Remembering(nn.Module):
     def __init__(self):
         super().__init__()

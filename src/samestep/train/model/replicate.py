@@ -9,7 +9,7 @@ import gc
 import inspect
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -72,7 +72,6 @@ def replicate(
     replicas, world, sums = group.the(Replicas), group.world, loss == "sum"
     if replica_of(model) is not None or target in replicas.alone:
         raise UsageError("this model is replicated already; call replicate once, on the model itself")
-    _refuse_shared(target, replicas.parameters())
     _check_modes(same, exact, loss, sync_batchnorm)
     same = not exact and (os.environ.get("SAMESTEP_SAME") == "1" if same is None else same)
     check_every()
@@ -104,15 +103,6 @@ def replicate(
     else:
         broadcast((*target.parameters(), *target.buffers()))
     return model
-
-
-def _refuse_shared(model: torch.nn.Module, replicated: Iterable[torch.Tensor]) -> None:
-    held = {id(one) for one in replicated if one.requires_grad}
-    if shared := next((name for name, one in model.named_parameters() if id(one) in held), None):
-        raise UsageError(
-            f"replicate got a {type(model).__name__} whose {shared} is in a model that is replicated already, and "
-            "each would exchange its gradient; put both into one module whose forward calls them, and replicate that"
-        )
 
 
 def _check_modes(same: bool | None, exact: bool, loss: str, sync_batchnorm: bool | None) -> None:
