@@ -377,13 +377,13 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _found(self, tensor: torch.Tensor) -> Other:
         """What was made before the call and is not of the batch is constant."""
-        is_joined = self._is_joined(tensor)
-        if not is_joined and (known := self._known(tensor)):
+        if self._is_joined(tensor):
+            return Other(tensor, meta_of(tensor))
+        if known := self._known(tensor):
             return known
-        other, sure = (
-            self._sized(tensor, ()) if not is_joined and self._is_new(tensor) else (meta_of(tensor), True)
-        )
-        return Other(tensor, other, sure)
+        if self._is_new(tensor):
+            return Other(tensor, *self._sized(tensor, ()))
+        return Other(tensor, meta_of(tensor))
 
 
 def _place_in_view(tensor: torch.Tensor, laid: torch.Tensor, dim: int, mine: int) -> Place:

@@ -24,18 +24,8 @@ from samestep.train.step import Rows, Share
 _SIZES_ALONE = {"rand": "random_sample", "randn": "standard_normal"}
 # they take as much of the stream for each number, whatever their parameters are
 _SCALED = {
-    *(
-        "normal",
-        "lognormal",
-        "uniform",
-        "exponential",
-        "rayleigh",
-        "laplace",
-        "logistic",
-        "gumbel",
-        "weibull",
-    ),
-    *("pareto", "power", "triangular"),
+    *("normal", "lognormal", "uniform", "exponential", "rayleigh", "laplace", "logistic", "gumbel"),
+    *("weibull", "pareto", "power", "triangular"),
 }
 _OF_WHOLES = {"choice", "multinomial", "dirichlet", "multivariate_normal"}
 _NO_DRAWS = {"seed", "getstate", "setstate", "Random", "SystemRandom"}
