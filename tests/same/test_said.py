@@ -49,8 +49,8 @@ ADAPTED = (
     "db, = torch.autograd.grad(b, of, retain_graph=True); (a + (da.norm() / db.norm()).detach() * b).backward()"
 )
 INVARIANT = (
-    "w = torch.ones((), requires_grad=True); l = (w * model(x, 0)).square().mean(); "
-    "g, = torch.autograd.grad(l, w, create_graph=True); (l + g**2).backward()"
+    "w = torch.ones({}, requires_grad=True); l = (w * model(x, 0)).square().mean(); "
+    "g, = torch.autograd.grad(l, w, create_graph=True); (l + g.square().sum()).backward()"
 )
 EASY = "l = model(x, 0).square()[:, 0]; (l * (l < l.mean())).mean().backward()"
 COUNTED = "l = model(x, 0).square()[:, 0]; m = torch.ones(len(x)); ((l * m).sum() / m.sum().clamp(min=1)).backward()"
@@ -143,7 +143,8 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (READ, "is weighed by a number of this rank's samples (train.py:"),
         (READ_LATER, "is weighed by a number of this rank's samples, and"),
         (ADAPTED, AVERAGES),
-        (INVARIANT, AVERAGES),
+        (INVARIANT.format("4"), "add them up with samestep.sum(...)"),
+        (INVARIANT.format("()"), ""),
         (EASY, AVERAGES),
         ("l = model(x, 0).square(); (l.mean() / (x[:, 0] > 0.5).float().mean()).backward()", AVERAGES),
         ("(model(x, 0).mean(0) - model(x / 2, 0).mean(0)).pow(2).sum().backward()", AVERAGES),
@@ -158,7 +159,8 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
     ],
     ids=[
         *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "late-pairs", "pairs-at-times", "detached"),
-        *("read", "read-later", "adapted", "invariant", "easy-samples", "a-mean-of-a-mask", "features"),
+        *("read", "read-later", "adapted", "invariant", "invariant-number", "easy-samples"),
+        *("a-mean-of-a-mask", "features"),
         *("gathered-pairs", "normalized-by-all", "by-sample", "sorted-and-back", "read-of-all", "logged", "drawn"),
         "counted",
     ],

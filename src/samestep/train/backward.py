@@ -155,7 +155,8 @@ class Backward(Member):
             spine.called.clear()
         if not create_graph or not any(kept):
             if is_shared and outputs[0].numel() == 1:
-                spine.tell(Subscriber.slopes_given, (inputs, found))
+                # that of inputs divides by the whole batch: the ranks' slopes of what all share add up
+                spine.tell(Subscriber.slopes_given, (inputs, found, not any(kept)))
             return found
         call = f"torch.autograd.grad ({users_line()})"
         return tuple(
@@ -209,8 +210,8 @@ class Backward(Member):
         if self._count_of_weights == len(weights):
             self._weights = self._weights[:4] + digest
         self._is_followed |= at.loss is not None
-        is_sum = (at.loss and at.loss.sums) if self._is_followed else reduction == "sum"
-        if is_sum and not adds and self._trains(loss):
+        is_sum = at.loss is not None and at.loss.sums and not at.loss.does
+        if (is_sum if self._is_followed else reduction == "sum") and not adds and self._trains(loss):
             self._losses_to_look_at = 0
             self.group.say(
                 f"the loss ({users_line()}) has a sum over samples, and the gradients of ranks are averaged: it trains "
@@ -286,9 +287,13 @@ def is_functional() -> bool:
 
 
 def _is_kept(tensor: Any, parameters: set[int]) -> bool:
-    """Whether it is a parameter that is equal on all ranks, or is made of such alone, as MAML's fast weights are."""
+    """Whether it is equal on all ranks: a parameter, what is made of such alone, as MAML's fast weights are, a number.
+
+    A number is what all outputs are multiplied with, as in IRM's penalty.
+    """
     if not isinstance(tensor, torch.Tensor) or not parameters or tensor.grad_fn is None:
-        return id(tensor) in parameters
+        is_one = not tensor.dim() or (isinstance(tensor, torch.nn.Parameter) and tensor.numel() == 1)
+        return id(tensor) in parameters or (bool(parameters) and is_one and not tensor._is_view())
 
     def is_elementwise(node: Any) -> bool:
         return name_of(node).startswith(_ELEMENTWISE)

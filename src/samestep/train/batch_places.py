@@ -159,11 +159,11 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """How it is made of averages over this rank's samples, None where not at all."""
         return self._found(tensor).averaged
 
-    def mark_slopes(self, inputs: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor | None]) -> None:
-        """Say that slopes of what is none of the batch are averages over this rank's samples, which was not seen."""
+    def mark_slopes(self, inputs: Sequence[torch.Tensor], slopes: Sequence[Any], sums: bool) -> None:
+        """Say that slopes of what is none of the batch are averages or sums over this rank's samples, made unseen."""
         for of, slope in zip(map(self._found, inputs), slopes, strict=True):
             if slope is not None and of.other is not None and of.other.shape == of.tensor.shape:
-                self._put(self._found(slope)._replace(averaged=Averaged(of_model=True)))
+                self._put(self._found(slope)._replace(averaged=Averaged("", True, sums)))
 
     def _filled(self, made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
         """The other of what is filled from a tensor of the batch, as one_hot fills what it made of sizes."""

@@ -44,8 +44,8 @@ def averaged(
     # of what is no number of the loss, only a choice among samples goes into it
     if not isinstance(made, torch.Tensor) or not (made.is_floating_point() or (known and any(is_batch))):
         return None
-    if does := next((one.does for one in known if one.does), ""):
-        return Averaged(does)
+    if mixed := next((one for one in known if one.does), None):
+        return mixed
     arguments = _arguments(func, args, kwargs)
     if does := _mixes(name, arguments, given, other):
         return Averaged(f"{does} ({users_line()})")
@@ -67,7 +67,8 @@ def averaged(
         sums &= isinstance(args[1], int | float) and (args[1] < rows.mine or args[1] == rows.all)
     else:
         is_average = name in _LINEAR or (name in _BOUNDS and not of_model)
-    does = "" if is_average else f"computes with averages over the samples of a batch ({users_line()})"
+    kind = "sums" if sums else "averages"
+    does = "" if is_average else f"computes with {kind} over the samples of a batch ({users_line()})"
     return Averaged(does, of_model, sums)
 
 

@@ -19,8 +19,8 @@ class Subscriber:
     def backward_begins(self, loss: torch.Tensor) -> None:
         """The script calls backward() of this tensor."""
 
-    def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]) -> None:
-        """Of these tensors torch.autograd.grad gave these slopes of this rank's loss."""
+    def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None], bool]) -> None:
+        """Of these tensors torch.autograd.grad gave these slopes; whether those of ranks are added to the batch's."""
 
     def pass_begins(self, begun: "Pass") -> None: ...
     def step_begins(self, share: "Share") -> None: ...

@@ -210,9 +210,10 @@ class Watching(Subscriber):
         spine.loss = watched.averaged(loss) if watched is not None else None
         spine.weighed_by = spine.weighed_by or (watched.weighed_by if watched is not None else "")
         if spine.loss is not None and spine.loss.does:
+            how = "add them up with samestep.sum" if spine.loss.sums else "average over it with samestep.mean"
             spine.group.say(
                 f"what {spine.loss.does} has only this rank's samples, so the loss is not the serial script's: first "
-                "join the batch with samestep.gather(...), or average over it with samestep.mean(...)",
+                f"join the batch with samestep.gather(...), or {how}(...)",
                 what="mixed samples",
             )
         # a later loss of this batch may mix samples too, as of a GAN's generator
@@ -221,7 +222,7 @@ class Watching(Subscriber):
             self._leave_loop()
         self._again.loss_made(spine.batches)
 
-    def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]) -> None:
+    def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None], bool]) -> None:
         if self._loop is not None:
             self._loop.mark_slopes(*given)
 

@@ -70,6 +70,14 @@ def by_torch_autograd(model, x):
     torch.autograd.backward([model(x).square().mean(), model(x).cos().mean()])
 
 
+def alike_at_any_scale(model, x):
+    """IRM's penalty."""
+    for scale in (torch.ones((), dtype=torch.float64), nn.Parameter(torch.ones(1, dtype=torch.float64))):
+        loss = (model(x) * scale.requires_grad_()).square().mean()
+        (slope,) = torch.autograd.grad(loss, scale, create_graph=True)
+        (loss + 3 * slope.square().sum()).backward()
+
+
 def held_smooth(model, x):
     mixed = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
@@ -86,6 +94,7 @@ WAYS = [
     meta_learned,
     penalized_by_its_slope,
     penalized_by_its_weights,
+    alike_at_any_scale,
     through_a_part,
     through_a_weight,
     beside_its_jacobian,
