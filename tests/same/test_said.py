@@ -52,6 +52,7 @@ INVARIANT = (
     "w = torch.ones({}, requires_grad=True); l = (w * model(x, 0)).square().mean(); "
     "g, = torch.autograd.grad(l, w, create_graph=True); (l + g.square().sum()).backward()"
 )
+REFERRED = "o = model(x, 0); sum((o[i] - o).square().mean() for i in range(len(o))).backward()"
 EASY = "l = model(x, 0).square()[:, 0]; (l * (l < l.mean())).mean().backward()"
 COUNTED = "l = model(x, 0).square()[:, 0]; m = torch.ones(len(x)); ((l * m).sum() / m.sum().clamp(min=1)).backward()"
 DRAWN = (
@@ -72,6 +73,9 @@ DRAWN = (
         ({"inside": "x = torch.stack([one if random.random() < 0.5 else -one for one in x])"}, "random.random (train"),
         ({"inside": "n = x.size(0); [np.random.randint(3, size=2) for at in range(n)]"}, "numpy.random.randint (train"),
         ({"inside": "[torch.rand(1) for one, other in zip(x, x)]"}, "uniform_ (train.py:"),
+        ({"inside": "n = []\n        while len(n) < len(x): n.append(torch.rand(1))"}, "uniform_ (train.py:"),
+        ({"inside": "list(map(lambda one: one * random.random(), x))"}, "random.random (train.py:"),
+        ({"inside": "torch.stack([F.dropout(one) for one in x])"}, "it draws one by one for this rank's samples"),
         ({"inside": "world.rank or torch.rand(3)"}, PARTED),
         ({"after": "torch.manual_seed(world.rank)"}, PARTED),
         ({"square": "True"}, "uniform_ (train.py:"),
@@ -92,7 +96,7 @@ DRAWN = (
     ],
     ids=[
         *("gamma", "poisson", "permutation", "by-numpy", "by-python", "a-choice-by-numpy", "by-samples-parameters"),
-        *("one-by-one", "one-by-one-by-numpy", "one-by-one-by-torch"),
+        *("one-by-one", "one-by-one-by-numpy", "one-by-one-by-torch", "in-while", "by-map", "one-by-one-dropout"),
         *("on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
         *("several-for-each-sample", "several-words", "a-choice-of-samples"),
         *("flipped-samples", "turned-by-numpy", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean"),
@@ -146,6 +150,8 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (INVARIANT.format("4"), "add them up with samestep.sum(...)"),
         (INVARIANT.format("()"), ""),
         (EASY, AVERAGES),
+        (REFERRED, "makes pairs of the samples of a batch (train.py:"),
+        ("o = model(x, 0); (sum(F.mse_loss(o[i], x[i, :1]) for i in range(len(x))) / len(x)).backward()", ""),
         ("l = model(x, 0).square(); (l.mean() / (x[:, 0] > 0.5).float().mean()).backward()", AVERAGES),
         ("(model(x, 0).mean(0) - model(x / 2, 0).mean(0)).pow(2).sum().backward()", AVERAGES),
         ("z = samestep.gather(model(x, 0)); (z @ z.t()).mean().backward()", ""),
@@ -159,8 +165,8 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
     ],
     ids=[
         *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "late-pairs", "pairs-at-times", "detached"),
-        *("read", "read-later", "adapted", "invariant", "invariant-number", "easy-samples"),
-        *("a-mean-of-a-mask", "features"),
+        *("read", "read-later", "adapted", "invariant", "invariant-number", "easy-samples", "one-with-all"),
+        *("losses-one-by-one", "a-mean-of-a-mask", "features"),
         *("gathered-pairs", "normalized-by-all", "by-sample", "sorted-and-back", "read-of-all", "logged", "drawn"),
         "counted",
     ],

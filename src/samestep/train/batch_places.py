@@ -19,13 +19,14 @@ from samestep.train.batch_sizes import Kinds, Other, Place
 from samestep.train.draw_sizes import fixed_sizes, measured
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
-from samestep.train.mixing import averaged
+from samestep.train.mixing import averaged, order_kept
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Share
 from samestep.train.views import key_of, layout_of, meta_of, moved
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _GROWN = {"expand", "repeat"}
+_SELECT: Any = torch.ops.aten.select.int
 _SIZED = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "as_strided"}
 
 
@@ -113,8 +114,16 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._to_come = before
         with suppress(Exception):  # what cannot be followed is not known, and the script goes on
-            self._follow(func, args, kwargs, made, other, sure)
+            if func._opname == "unbind":
+                self._follow_each(made, *args)
+            else:
+                self._follow(func, args, kwargs, made, other, sure)
         return made
+
+    def _follow_each(self, pieces: Sequence[torch.Tensor], of: torch.Tensor, along: int = 0) -> None:
+        """Note the others of what unbind made, each as one that was selected."""
+        for at, one in enumerate(pieces):
+            self._follow(_SELECT, (of, along, at), {}, one, *self._computed(_SELECT, (of, along, at), {}))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: Any, other: Any, sure: bool) -> None:
         """Note the other of what an operation made."""
@@ -131,8 +140,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [self._found(tensor) for _, tensor in named_tensors((args, kwargs))]
         if not self._is_as_guessed:
             given = [one if one.sure else one._replace(other=meta_of(one.tensor)) for one in given]
-        order = next((one.order for one in given if one.order), ())
-        if (chosen := self._chosen(func._opname, args)) is not None:
+        order = order_kept(func._opname, given, Other(made, other).has_batch)
+        if (chosen := self._kinds.chosen(func._opname, args, made, self._found)) is not None:
             (other, order), sure = chosen, True
         average = averaged((func, args, kwargs), given, made, other, self._rows)
         if func._opname == "_local_scalar_dense" and given[0].averaged and given[0].averaged.of_model:
@@ -140,20 +149,6 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif average is not None and any(type(one) is float for one in args):
             self.weighed_by = self.weighed_by or self._read_at
         self._note(made, other, sure, average, order)
-
-    def _chosen(self, name: str, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-        """The other of a batch's samples in another order, and that order."""
-        if name == "index":
-            at, *others = [dim for dim, one in enumerate(args[1]) if one is not None]
-            chosen = None if others else args[1][at]
-        elif name == "index_select":
-            at, chosen = args[1] % args[0].dim(), args[2]
-        else:
-            return None
-        of, order = self._found(args[0]), None
-        with suppress(LookupError):
-            order = None if chosen is None else self._kinds.order(of, at, chosen)
-        return None if order is None or of.other is None else (of.other, order)
 
     def averaged(self, tensor: torch.Tensor) -> Averaged | None:
         """How it is made of averages over this rank's samples, None where not at all."""

@@ -1,6 +1,7 @@
 """Sizes that stand for a batch, so that a dimension of it is known from one that happens to be as large."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ class Kind(NamedTuple):
 class Other(NamedTuple):
     """A tensor, and the same of another batch size; None where that is not known.
 
-    Its samples may be in another `order` than the batch's.
+    Its samples may be in another `order` than the batch's; of a single sample, without their dimension, it is that one.
     """
 
     tensor: torch.Tensor
@@ -53,6 +54,15 @@ class Other(NamedTuple):
     sure: bool = True
     averaged: Averaged | None = None
     order: tuple[int, ...] = ()
+
+    @property
+    def has_batch(self) -> bool:
+        return isinstance(self.other, torch.Tensor) and self.other.shape != self.tensor.shape
+
+
+def _unless_in_order(rows: Iterable[int]) -> tuple[int, ...]:
+    order = tuple(rows)
+    return () if order == tuple(range(len(order))) else order
 
 
 def stands_for_samples(size: int) -> bool:
@@ -97,15 +107,38 @@ class Kinds:
                 return dim, kind
         raise LookupError
 
-    def order(self, of: Other, at: int, chosen: torch.Tensor) -> tuple[int, ...] | None:
-        """In which order these are of the samples; None where they are not as many, or are not along this dimension."""
-        found = self.batch_in(of.tensor, of.other) if of.other is not None else None
-        count = self.samples.mine
-        is_along = found == (at, self.samples) and chosen.shape == (count,)
-        if not is_along or chosen.is_floating_point() or chosen.dtype == torch.bool:
+    def chosen(
+        self, name: str, args: Sequence[Any], made: Any, found: Callable[[torch.Tensor], Other]
+    ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+        """The other of a batch's samples in another order, and that order; of a single sample, which one it is."""
+        if name == "stack":
+            return self._stacked(made, [found(one).order for one in args[0]], *args[1:])
+        if name in ("select", "index_select"):
+            at, rows = args[1] % args[0].dim(), args[2]
+        elif name == "index" and sum(one is not None for one in args[1]) == 1:
+            at, rows = next((at, one) for at, one in enumerate(args[1]) if one is not None)
+        else:
             return None
-        order = tuple((of.order or range(count))[row] for row in chosen.tolist())
-        return () if order == tuple(range(count)) else order
+        of, count = found(args[0]), self.samples.mine
+        with suppress(LookupError):
+            if of.other is None or self.batch_in(of.tensor, of.other) != (at, self.samples):
+                return None
+            if name == "select":
+                return meta_of(made), ((of.order or range(count))[rows],)
+            if rows.shape == (count,) and not rows.is_floating_point() and rows.dtype != torch.bool:
+                return of.other, _unless_in_order((of.order or range(count))[row] for row in rows.tolist())
+        return None
+
+    def _stacked(
+        self, made: torch.Tensor, orders: Sequence[tuple[int, ...]], dim: int = 0
+    ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+        """Of the batch's samples, each on its own, in a dimension that this makes for them."""
+        rows, count = [one[0] for one in orders if len(one) == 1], self.samples.mine
+        if len(orders) != count or sorted(rows) != list(range(count)):
+            return None
+        sizes = list(made.shape)
+        sizes[dim] = self.samples.size
+        return meta_of(made, sizes), _unless_in_order(rows)
 
     def behind(self, before: int, kind: Kind) -> Kind:
         """The same of a batch that is merged behind a dimension of this size; of samples only."""

@@ -166,6 +166,7 @@ def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
             ast.Subscript(value=ast.Attribute(value=part, attr="shape"), slice=ast.Constant(0))
             | ast.Call(func=ast.Attribute(value=part, attr="size"), args=[] | [ast.Constant(0)])
             | ast.Attribute(value=part, attr="shape")
+            | ast.Call(args=[part], keywords=[])
             | ast.Starred(value=part)
             | ast.Tuple(elts=[part, *_])
         ):
@@ -207,13 +208,23 @@ def _given(frame: FrameType, name: str) -> list[ast.expr] | None:
 @functools.cache
 def _loops_in(file: str) -> list[tuple[range, ast.expr]]:
     """The lines of each loop and comprehension, and what it goes through."""
-    kinds = (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    return [
-        (range(loop.lineno, (loop.end_lineno or loop.lineno) + 1), one.iter)
-        for loop in ast.walk(_tree(file))
-        if isinstance(loop, kinds)
-        for one in getattr(loop, "generators", [loop])
-    ]
+    found = []
+    for loop in ast.walk(_tree(file)):
+        match loop:
+            case (
+                ast.While(test=ast.Compare(comparators=through))
+                | ast.Call(func=ast.Name(id="map"), args=[_, *through])
+            ):
+                pass
+            case ast.For(iter=one):
+                through = [one]
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                through = [one.iter for one in loop.generators]
+            case _:
+                continue
+        lines = range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
+        found += [(lines, one) for one in through]
+    return found
 
 
 @functools.cache

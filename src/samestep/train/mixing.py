@@ -37,17 +37,17 @@ def averaged(
     func, args, kwargs = call
     name, made, other = func._opname, _first(made), _first(other)
     # what only has the sizes of another has none of its numbers, and slopes are another rule's affair
-    if name.endswith("_like") or name.startswith("new_") or torch._C._current_autograd_node() is not None:
+    if _is_of_sizes(name) or torch._C._current_autograd_node() is not None:
         return None
     known = [one.averaged for one in given if one.averaged is not None]
-    is_batch = [one.other is not None and one.other.shape != one.tensor.shape for one in given]
+    is_batch = [one.has_batch for one in given]
     # of what is no number of the loss, only a choice among samples goes into it
     if not isinstance(made, torch.Tensor) or not (made.is_floating_point() or (known and any(is_batch))):
         return None
     if mixed := next((one for one in known if one.does), None):
         return mixed
     arguments = _arguments(func, args, kwargs)
-    if does := _mixes(name, arguments, given, other):
+    if does := _mixes(name, arguments, given, other, rows.mine):
         return Averaged(f"{does} ({users_line()})")
     is_sure = any(is_batch) and all(one.sure for one in given)
     is_reduced = is_sure and isinstance(other, torch.Tensor) and other.shape == made.shape
@@ -77,19 +77,29 @@ def _is_count(divisor: Sequence[Averaged], sums: bool) -> bool:
     return all(sums and one.sums and not one.of_model for one in divisor)
 
 
-def _mixes(name: str, arguments: Mapping[str, Any], given: Sequence[Other], other: Any) -> str:
+def _mixes(name: str, arguments: Mapping[str, Any], given: Sequence[Other], other: Any, mine: int) -> str:
     """What it does to the samples along their dimension, which it may make twice."""
     is_along, of = name in _MOVING | _COMPARING, given[0].other if given else None
     dims = _dims(arguments, of.dim()) if is_along and of is not None else set()
     if of is not None and any(stands_for_samples(of.shape[dim]) for dim in dims):
         return _MOVES if name in _MOVING else _COMPARES
-    batches = [
-        one for one in given if one.sure and one.other is not None and one.other.shape != one.tensor.shape
-    ]
+    batches = [one for one in given if one.sure and one.has_batch]
     if len({one.order for one in batches}) > 1 and name not in _PICKS:
         return _MOVES
-    are_twice = isinstance(other, torch.Tensor) and sum(map(stands_for_samples, other.shape)) > 1
+    # as of one sample with all others; a share of one sample is that sample
+    are_twice = mine > 1 and bool(batches) and any(one.order and not one.has_batch for one in given)
+    are_twice |= isinstance(other, torch.Tensor) and sum(map(stands_for_samples, other.shape)) > 1
     return "makes pairs of the samples of a batch" if are_twice else ""
+
+
+def order_kept(name: str, given: Sequence[Other], has_batch: bool) -> tuple[int, ...]:
+    """The order of the samples in what an operation makes; what only has the sizes of a single sample is none."""
+    kept = () if _is_of_sizes(name) and not has_batch else given
+    return next((one.order for one in kept if one.order and one.has_batch == has_batch), ())
+
+
+def _is_of_sizes(name: str) -> bool:
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _first(value: Any) -> Any:

@@ -167,7 +167,7 @@ class Spine(Member):
         self._passes: list[Pass] = []
         # of which batch each tensor is that was handed out and is still there, by its id
         self._shares: dict[int, tuple[weakref.ref[torch.Tensor], Share]] = {}
-        self._joined: list[weakref.ref[torch.Tensor]] = []
+        self._joined = weakref.WeakValueDictionary[int, torch.Tensor]()
         self._worked_on: Share | None = None
         self._left: Pass | None = None
         self._left_at = 0
@@ -318,12 +318,11 @@ class Spine(Member):
 
     def note_joined(self, tensor: torch.Tensor) -> None:
         """It has the rows of all ranks."""
-        self._joined = [*(one for one in self._joined if one() is not None), weakref.ref(tensor)]
+        self._joined[memory_of(tensor)] = tensor
 
     def is_joined(self, tensor: torch.Tensor) -> bool:
         """Whether it is, or is a view of, what has the rows of all ranks."""
-        memories = (memory_of(one) for held in self._joined if (one := held()) is not None)
-        return memory_of(tensor) in memories
+        return memory_of(tensor) in self._joined
 
     def _take_again(self, share: Share) -> None:
         """Batches that were collected in a list are gone through again, which is a pass too."""
