@@ -143,6 +143,14 @@ def test_a_sum_over_samples_is_said_once(world, loss, is_said):
     assert said.getvalue().count(text) == (is_said and world.size > 1 and world.rank == 0)
 
 
+def test_a_penalty_that_stands_first_is_no_sum_after_a_restart(run):
+    source = """
+        for (x,) in train:
+            (sum(one.square().sum() for one in model.parameters()) + model(x).mean()).backward()
+    """
+    assert run(source, 2, env={"TORCHELASTIC_RESTART_COUNT": "1"}) == ([0, 0], ["", ""])
+
+
 def test_losses_are_looked_at_in_the_first_steps_only(world):
     look_again()
     model = samestep.replicate(network())

@@ -5,6 +5,7 @@ through its parts, as a penalty on weights. Not covered: gradients under `torch.
 shares in one backward: there only what came through `model(...)` counts by its share.
 """
 
+import os
 import struct
 from binascii import crc32
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from samestep.placement.launchers import restarts
 from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
@@ -63,7 +65,8 @@ class Backward(Member):
         group.watch(lambda: _TERMS.pack(self._terms), self._unlike_terms)
         # how many numbers weigh the first loss, and digests of them and of those of the latest loss with as many
         self._count_of_weights, self._weights = -1, bytes(8)
-        self._is_followed = False
+        # after a restart nothing is followed, and what there is to say was said
+        self._is_followed = restarts(os.environ)[1] > 0
         group.watch(lambda: self._weights, self._unlike_weights)
         self._run: Callable[..., Any] = _AUTOGRAD._engine_run_backward
         self._watched = self._watched_run()

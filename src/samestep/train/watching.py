@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from samestep.placement.launchers import restarts
 from samestep.train.backward import is_functional
 from samestep.train.batch_places import BatchPlaces
 from samestep.train.batch_sizes import Place
@@ -72,7 +73,7 @@ class Watching(Subscriber):
         self.is_in_call = False
         self.is_compiled = self.finds_draws = False
         self._spine, self._pid = spine, os.getpid()
-        self._is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        self._is_again = restarts(os.environ)[1] > 0
         self._loop: BatchPlaces | None = None
         self._losses_to_watch = 0
         self._seen: set[Any] = set()
