@@ -147,7 +147,7 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (READ, "is weighed by a number of this rank's samples (train.py:"),
         (READ_LATER, "is weighed by a number of this rank's samples, and"),
         (ADAPTED, AVERAGES),
-        (INVARIANT.format("4"), "add them up with samestep.sum(...)"),
+        (INVARIANT.format("4"), "add that up with samestep.sum(...)"),
         (INVARIANT.format("()"), ""),
         (EASY, AVERAGES),
         (REFERRED, "makes pairs of the samples of a batch (train.py:"),

@@ -1,9 +1,13 @@
-"""How a loss was reduced is read from its graph, behind what changes no more than its scale or shape."""
+"""How a loss was reduced is read from its graph, and gradients of sums are added."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import samestep
+from samestep.train.data import share
 from samestep.train.loss import reduction_of
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -54,3 +58,60 @@ def test_a_mean_or_a_sum_and_what_it_is_divided_by(loss, reduction, count):
 )
 def test_of_another_loss_nothing_is_said(loss):
     assert reduction_of(loss) == {"reduction": None}
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+ROWS = torch.rand(23, 4, dtype=torch.float64, generator=GENERATOR)
+WANTED = torch.rand(23, 1, dtype=torch.float64, generator=GENERATOR)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "tokens"])
+@pytest.mark.parametrize("batch_size", [6, 22])
+def test_a_summed_loss_trains_as_in_the_serial_script(world, reduction, batch_size):
+    """The last batch of 22 has one sample, fewer than there are ranks."""
+    serial, model = network(), samestep.replicate(network(), loss="sum")
+    for (x, y), (whole_x, whole_y) in zip(
+        samestep.loader(TensorDataset(ROWS, WANTED), batch_size, shuffle=True, seed=2),
+        [(ROWS[rows], WANTED[rows]) for rows in order(batch_size)],
+        strict=True,
+    ):
+        if reduction == "sum":
+            F.mse_loss(model(x), y, reduction="sum").backward()
+            F.mse_loss(serial(whole_x), whole_y, reduction="sum").backward()
+        else:
+            keep, keep_whole = y > 0.4, whole_y > 0.4
+            total = (F.mse_loss(model(x), y, reduction="none") * keep).sum()
+            (total / samestep.sum(keep.sum().item())).backward()
+            loss = (F.mse_loss(serial(whole_x), whole_y, reduction="none") * keep_whole).sum()
+            (loss / keep_whole.sum()).backward()
+        for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
+        for one in (model, serial):
+            one.zero_grad()
+
+
+def order(batch_size):
+    return share.order(23, 2, 0, True).split(batch_size)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, exact):
+    serial, model = network(), samestep.replicate(network(), loss="sum", exact=exact)
+    for step, rows in zip(
+        samestep.steps(TensorDataset(ROWS, WANTED), 8, microbatch=2, shuffle=True, seed=2),
+        order(8),
+        strict=True,
+    ):
+        for x, y in step:
+            F.mse_loss(model(x), y, reduction="sum").backward()
+        F.mse_loss(serial(ROWS[rows]), WANTED[rows], reduction="sum").backward()
+        for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
+        for one in (model, serial):
+            one.zero_grad()
+    torch.use_deterministic_algorithms(False)

@@ -66,51 +66,6 @@ def test_a_rank_that_left_an_epoch_early_is_found_at_the_next_message(world, mon
     joined().the(Spine)._position = (0, 0, 0)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "tokens"])
-@pytest.mark.parametrize("batch_size", [6, 22])
-def test_a_summed_loss_trains_as_in_the_serial_script(world, reduction, batch_size):
-    """The last batch of 22 has one sample, fewer than there are ranks."""
-    serial, model = network(), samestep.replicate(network(), loss="sum")
-    for (x, y), (whole_x, whole_y) in zip(
-        samestep.loader(DATA, batch_size, shuffle=True, seed=2),
-        [(X[rows], Y[rows]) for rows in order(batch_size)],
-        strict=True,
-    ):
-        if reduction == "sum":
-            F.mse_loss(model(x), y, reduction="sum").backward()
-            F.mse_loss(serial(whole_x), whole_y, reduction="sum").backward()
-        else:
-            keep, keep_whole = y > 0.4, whole_y > 0.4
-            total = (F.mse_loss(model(x), y, reduction="none") * keep).sum()
-            (total / samestep.sum(keep.sum().item())).backward()
-            loss = (F.mse_loss(serial(whole_x), whole_y, reduction="none") * keep_whole).sum()
-            (loss / keep_whole.sum()).backward()
-        for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
-        for one in (model, serial):
-            one.zero_grad()
-
-
-def order(batch_size):
-    from samestep.train.data import share
-
-    return share.order(23, 2, 0, True).split(batch_size)
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, exact):
-    serial, model = network(), samestep.replicate(network(), loss="sum", exact=exact)
-    for step, rows in zip(samestep.steps(DATA, 8, microbatch=2, shuffle=True, seed=2), order(8), strict=True):
-        for x, y in step:
-            F.mse_loss(model(x), y, reduction="sum").backward()
-        F.mse_loss(serial(X[rows]), Y[rows], reduction="sum").backward()
-        for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
-        for one in (model, serial):
-            one.zero_grad()
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize(
     ("loss", "is_said"),
     [
@@ -127,10 +82,14 @@ def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, e
         (lambda out, y: (out.mean(0) - y.mean(0)).square().sum(), False),
         (lambda out, y: samestep.gather(out).var(0).sum(), False),
         (lambda out, y: (WEIGHTS * torch.stack([F.mse_loss(out, y), out.abs().mean()])).sum(), False),
+        (lambda out, y: ((out - y) ** 2).sum() / 6, True),
+        (lambda out, y: in_place(((out - y) ** 2).sum(), y), False),
+        (lambda out, y: F.mse_loss(out, y, reduction="none"), True),
     ],
     ids=[
         *("reduction", "sum", "divided by the batch", "mean", "divided", "a mean and a sum", "sample by sample"),
         *("sample by sample, divided", "totalled", "a penalty", "features", "gathered", "weighted"),
+        *("written out", "in place", "a vector"),
     ],
 )  # fmt: skip
 def test_a_sum_over_samples_is_said_once(world, loss, is_said):
@@ -138,9 +97,48 @@ def test_a_sum_over_samples_is_said_once(world, loss, is_said):
     model = samestep.replicate(network())
     with redirect_stderr(StringIO()) as said:
         for x, y in samestep.loader(DATA, 12):
-            loss(model(x), y).backward()
+            made = loss(model(x), y)
+            made.backward(torch.ones_like(made))
     text = f"has a sum over samples, and the gradients of ranks are averaged: it trains with 1/{world.size}"
     assert said.getvalue().count(text) == (is_said and world.size > 1 and world.rank == 0)
+
+
+def in_place(loss, y):
+    loss /= len(y)
+    return loss
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    ("loss", "mode", "said"),
+    [
+        (
+            lambda out, y, n: F.mse_loss(out, y) / len(y),
+            "mean",
+            "divides an average by the number of samples",
+        ),
+        (
+            lambda out, y, n: in_place(F.mse_loss(out, y), y),
+            "mean",
+            "divides an average by the number of samples",
+        ),
+        (lambda out, y, n: F.mse_loss(out, y) / n, "mean", ""),
+        (lambda out, y, n: F.mse_loss(out, y), "sum", "has a mean over this rank's samples"),
+        (lambda out, y, n: ((out - y) ** 2).sum() / y.shape[0], "sum", "has a mean over this rank's samples"),
+        (lambda out, y, n: F.mse_loss(out, y) * len(y) / samestep.sum(len(y)), "sum", ""),
+        (lambda out, y, n: ((out - y) ** 2).mean(1).sum() / samestep.sum(len(y)), "sum", ""),
+    ],
+    ids=["len", "in place", "as many by chance", "a mean", "its own count", "weighed", "rows' means"],
+)
+def test_a_loss_divided_by_the_shares_count_or_a_mean_where_gradients_are_added_is_said(
+    world, loss, mode, said
+):
+    look_again()
+    model = samestep.replicate(network(), loss=mode)
+    with redirect_stderr(StringIO()) as found:
+        for x, y in samestep.loader(DATA, 12):
+            loss(model(x), y, 12 // world.size).backward()
+    assert found.getvalue().count(said or "samestep:") == bool(said and world.rank == 0), found.getvalue()
 
 
 def test_a_penalty_that_stands_first_is_no_sum_after_a_restart(run):

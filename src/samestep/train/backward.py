@@ -96,18 +96,20 @@ class Backward(Member):
     def _backward(
         self, run: Any, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
     ) -> Any:
-        spine = self._spine
-        spine.tell(Subscriber.backward_begins, outputs[0])
+        spine, loss = self._spine, outputs[0]
+        if loss.numel() > 1 and self._losses_to_look_at and bool((gradients[0] == 1).all()):
+            loss = loss.sum()
+        spine.tell(Subscriber.backward_begins, loss)
         share = spine.at_hand
         if share is not None and len(self._loose) <= _FIRST_BATCHES:
             self._compare_loose(outputs[0], share)
         is_due = (
             self._losses_to_look_at or (spine.loss and spine.loss.sums) or (share and not share.batch_start)
         )
-        if is_due and share is not None and outputs[0].numel() == 1:
+        if is_due and share is not None and loss.numel() == 1:
             self._losses_to_look_at -= self._losses_to_look_at > 0
             with _disable_current_modes():
-                self._look_at(outputs[0])
+                self._look_at(loss)
         elif not self._losses_to_look_at:
             self._terms = 0.0
         spine.root = spine.weight_of_loss()
@@ -221,6 +223,13 @@ class Backward(Member):
                 f"with 1/{self.group.world.size} of the serial script's gradient; write "
                 'replicate(model, loss="sum"), or where the loss has means too, samestep.sum(...) around the sum',
                 what="a sum",
+            )
+        if adds and at.loss is not None and at.loss.means and not at.loss.does:
+            self.group.say(
+                f"the loss ({users_line()}) has a mean over this rank's samples, and the gradients of ranks are added: "
+                f"it trains with {self.group.world.size} times the serial script's gradient; leave "
+                'loss="sum" out, or divide the sum of the terms by samestep.sum of their number',
+                what="a mean",
             )
 
     def _trains(self, loss: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from samestep.train.batch_sizes import Kinds, Other, Place
 from samestep.train.draw_sizes import fixed_sizes, measured
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
-from samestep.train.mixing import averaged, order_kept
+from samestep.train.mixing import IN_PLACE, averaged, order_kept
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Share
 from samestep.train.views import key_of, layout_of, meta_of, moved
@@ -127,7 +127,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: Any, other: Any, sure: bool) -> None:
         """Note the other of what an operation made."""
-        if func._overloadname.endswith("out") or func._schema.is_mutable:
+        if func._overloadname.endswith("out") or (func._schema.is_mutable and func._opname not in IN_PLACE):
             if isinstance(made, torch.Tensor):
                 other = other if sure and self._makes_sense(made, other) else self._filled(made, args)
                 if other is not None:

@@ -86,7 +86,7 @@ def call_in(frame: FrameType | None) -> ast.AST | None:
 
 @functools.cache
 def _call_at(code: CodeType, instruction: int) -> ast.AST | None:
-    """The expression that this instruction evaluates."""
+    """The expression that this instruction evaluates, or the statement, as of `loss /= 2`."""
     lines = linecache.getlines(code.co_filename)
     first, last, begin, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
     if not lines or first is None or last is None or last > len(lines):
@@ -94,6 +94,7 @@ def _call_at(code: CodeType, instruction: int) -> ast.AST | None:
     encoded = [line.encode() for line in lines[first - 1 : last]]
     encoded[-1] = encoded[-1][:end]
     try:
-        return ast.parse(b"".join([encoded[0][begin:], *encoded[1:]]).decode(), mode="eval").body
-    except (SyntaxError, UnicodeDecodeError):
+        (found,) = ast.parse(b"".join([encoded[0][begin:], *encoded[1:]]).decode()).body
+    except (SyntaxError, UnicodeDecodeError, ValueError):
         return None
+    return found.value if isinstance(found, ast.Expr) else found

@@ -145,6 +145,15 @@ def measured() -> Any:
     return _measured(sizes[0], frame, 0) if sizes else None
 
 
+def number_in_line() -> tuple[bool, Any]:
+    """Of a product or quotient in the script: whether one side is written out, and of what the number is the length."""
+    frame = scripts_frame(sys._getframe(1))
+    node = call_in(frame)
+    sides = [getattr(node, side, None) for side in ("right", "value", "left")]
+    of = [_measured(one, frame, 0) for one in sides[:2] if one is not None]
+    return any(isinstance(one, ast.Constant) for one in sides), next(iter(of), None)
+
+
 def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
     """The tensor, array or list of such that this has the length of, or goes through."""
     if frame is None or depth == _DEEPEST:

@@ -13,12 +13,14 @@ class Averaged(NamedTuple):
     """How a tensor is made of averages over this rank's samples.
 
     `does`: what was done to them, and where, so that it is no average over samples; `of_model`: whether a model's
-    outputs are in it; `sums`: whether some of it is a sum over samples that nothing divides by their number.
+    outputs are in it; `sums`, `means`: whether some of it is a sum over samples that nothing divides by their number,
+    or an average over this rank's samples.
     """
 
     does: str = ""
     of_model: bool = False
     sums: bool = False
+    means: bool = False
 
 
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:

@@ -4,12 +4,14 @@ The average of ranks' losses is the whole batch's where each is an average over 
 samples may be added and weighed, and not multiplied with each other, compared or put under a root.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from samestep.train.batch_sizes import Other, stands_for_samples
+from samestep.train.draw_sizes import number_in_line
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
 from samestep.train.step import Rows
@@ -19,12 +21,14 @@ _COMPARES = "compares the samples of a batch"
 _MOVING = {"flip", "roll"}
 _COMPARING = {"sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"}
 _PICKS = {"select", "slice", "split", "split_with_sizes", "unbind", "index", "index_select", "gather"}
+IN_PLACE = {"add_", "sub_", "mul_", "div_"}
 # of averages over samples these are such, and of two of them products are none
 _LINEAR = {
     *("add", "sub", "rsub", "neg", "sum", "mean", "clone", "detach", "alias", "nan_to_num", "_to_copy"),
     *("view", "_unsafe_view", "_reshape_alias", "expand", "repeat", "squeeze", "unsqueeze", "stack", "cat"),
     *("t", "permute", "transpose", "diagonal", *_PICKS),
 }
+_WEIGHING = {"mul", "div"}
 _PRODUCTS = {"mul", "mm", "bmm", "dot", "mv", "addmm"}
 # as of a count that may be 0
 _BOUNDS = {"clamp", "clamp_min", "maximum"}
@@ -35,7 +39,7 @@ def averaged(
 ) -> Averaged | None:
     """How what it made depends on averages over this rank's samples, None where not at all."""
     func, args, kwargs = call
-    name, made, other = func._opname, _first(made), _first(other)
+    name, made, other = func._opname.removesuffix("_"), _first(made), _first(other)
     # what only has the sizes of another has none of its numbers, and slopes are another rule's affair
     if _is_of_sizes(name) or torch._C._current_autograd_node() is not None:
         return None
@@ -54,27 +58,47 @@ def averaged(
     if not known and (not is_reduced or name in _PICKS):
         return None
     of_model = any(one.of_model for one in known) or any(one.tensor.requires_grad for one in given)
-    sums = any(one.sums for one in known)
+    sums, means = any(one.sums for one in known), any(one.means for one in known)
     if not known:
-        is_average = "_loss" in name or "cross_entropy" in name or name in _LINEAR | _PRODUCTS
         sums = arguments.get("reduction", 1 + (name in {"sum", *_PRODUCTS})) == 2
-    elif name in _PRODUCTS:
+        means = not sums
+    if not _is_average(name, given, is_batch, of_model=of_model):
+        # what is no output, as a mask, is divided by the share's own number perhaps
+        sums &= of_model
+        does = f"computes with {'sums' if sums else 'averages'} over the samples of a batch"
+    elif known and name in _WEIGHING:
+        does, sums, means = _weighed(name, args[1], sums, means, rows)
+    return Averaged(f"{does} ({users_line()})" if does else "", of_model, sums, means)
+
+
+def _is_average(name: str, given: Sequence[Other], is_batch: Sequence[bool], *, of_model: bool) -> bool:
+    """Whether it adds and weighs averages and sums, and does nothing else with them."""
+    known = [one.averaged for one in given if one.averaged is not None]
+    if not known:
+        return "_loss" in name or "cross_entropy" in name or name in _LINEAR | _PRODUCTS
+    if name in _PRODUCTS:
         others = [has_it for one, has_it in zip(given, is_batch, strict=True) if one.averaged is None]
-        is_average = len(known) == 1 and not any(others)
-        sums &= not (isinstance(args[1], float) and args[1] * rows.mine == 1)
-    elif name == "div":
-        is_average = given[0].averaged is not None and not any(is_batch[1:]) and _is_count(known[1:], sums)
-        sums &= isinstance(args[1], int | float) and (args[1] < rows.mine or args[1] == rows.all)
-    else:
-        is_average = name in _LINEAR or (name in _BOUNDS and not of_model)
-    kind = "sums" if sums else "averages"
-    does = "" if is_average else f"computes with {kind} over the samples of a batch ({users_line()})"
-    return Averaged(does, of_model, sums)
+        return len(known) == 1 and not any(others)
+    if name == "div":
+        above, *below = known
+        # of sums by sums that are none of outputs it is compared in backward whether such fit
+        are_counts = all(above.sums and one.sums and not one.of_model for one in below)
+        return given[0].averaged is above and not any(is_batch[1:]) and are_counts
+    return name in _LINEAR or (name in _BOUNDS and not of_model)
 
 
-def _is_count(divisor: Sequence[Averaged], sums: bool) -> bool:
-    """Whether a sum is divided by a sum that is none of outputs; in backward it is compared whether such fit."""
-    return all(sums and one.sums and not one.of_model for one in divisor)
+def _weighed(name: str, by: Any, sums: bool, means: bool, rows: Rows) -> tuple[str, bool, bool]:
+    """What a number does to sums and averages, whether there are sums, and averages of this rank's samples, then."""
+    is_written_out, of = number_in_line()
+    number = by if isinstance(by, int | float) else 0.0
+    count = number if name == "div" else 1 / (number or math.inf)
+    if is_written_out:
+        return "", sums, means
+    is_of_share = count and not count % rows.mine and count != rows.all
+    if is_of_share and isinstance(of, torch.Tensor) and len(of) == rows.mine:
+        return "divides an average by the number of samples" if means else "", means, sums
+    is_counted = count == rows.mine if name != "div" else not number or rows.all != count >= rows.mine
+    return "", sums and not is_counted, False
 
 
 def _mixes(name: str, arguments: Mapping[str, Any], given: Sequence[Other], other: Any, mine: int) -> str:

@@ -211,7 +211,7 @@ class Watching(Subscriber):
         spine.loss = watched.averaged(loss) if watched is not None else None
         spine.weighed_by = spine.weighed_by or (watched.weighed_by if watched is not None else "")
         if spine.loss is not None and spine.loss.does:
-            how = "add them up with samestep.sum" if spine.loss.sums else "average over it with samestep.mean"
+            how = "add that up with samestep.sum" if spine.loss.sums else "average over it with samestep.mean"
             spine.group.say(
                 f"what {spine.loss.does} has only this rank's samples, so the loss is not the serial script's: first "
                 f"join the batch with samestep.gather(...), or {how}(...)",
