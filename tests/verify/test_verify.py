@@ -298,6 +298,14 @@ def test_what_the_same_bits_need_is_said_where_they_are_asked_for() -> None:
     )
 
 
+def test_differences_that_are_noise_in_each_tensor_are_said_in_words() -> None:
+    run = _trained([0.0])
+    found = Compared(run, run, bits=Difference("loss", 0, None, "loss", 0.0))
+    assert str(Report({2: found}, wants_bits=False)).startswith(
+        "same to rounding: the first run from changed"
+    )
+
+
 def test_json_has_null_for_a_loss_that_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
     runs = {1: _trained([math.nan]), 2: _on_ranks(_trained([]), _trained([]))}
     print_json(_document(Report({size: Compared(run, run) for size, run in runs.items()}, False)))

@@ -115,7 +115,7 @@ def _row(size: int | None, outcome: "Compared") -> tuple[object, ...]:
         return (name, "failed", "", "", "", "")
     run, found = outcome.run, outcome.difference or outcome.bits
     loss = f"{run.losses[-1]:.5g}" if run.losses else ""
-    distance = f"{outcome.distance:.1e}" if found and math.isfinite(outcome.distance) else ""
+    distance = f"{outcome.distance:.1e}" if found and math.isfinite(outcome.distance or math.inf) else ""
     return (name, run.length, run.samples, loss, found or "", distance)
 
 
