@@ -116,6 +116,7 @@ def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path
 DRAWN_FOR_ALL = """
 lam, width, hidden = np.random.beta(0.4, 0.4), np.random.randint(0, 4), torch.rand(2)
 words, classes = np.random.permutation(2), list(range(2))
+lam += torch.distributions.Beta(0.4, 0.4).sample().item()
 random.shuffle(classes)
 seen = [random.random() for layer in range(2)] + [torch.rand(1) for p in model.parameters()][:2]
 print(repr((lam, width, hidden, words, classes, seen)))

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.train.batch_sizes import Kinds, Other, Place
-from samestep.train.draw_sizes import fixed_sizes, measured
+from samestep.train.draw_sizes import distribution_drawn, fixed_sizes, measured
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
 from samestep.train.mixing import IN_PLACE, averaged, order_kept
@@ -200,6 +200,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _, other, sure, *_ = self._known(tensor) or Other(tensor, None)
         if other is None or (not sure and tensor.shape == other.shape):
             other = self._to_come
+        if other is None:
+            other = self._measured(tensor)
         if other is None or not self._makes_sense(tensor, other):
             return None
         found = self._kinds.batch_in(tensor, other)
@@ -210,12 +212,15 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         after = tensor.shape[dim] // kind.mine // kind.before
         return Place(dim, kind.before, after, layout_of(other), kind.ragged)
 
-    def measured(self, tensor: torch.Tensor) -> Place | None:
-        """The same by the tensor that its size is made of, as x in randn(len(x), 3)."""
-        other = self._measured(tensor)
-        return None if other is None else Place(None if other.shape == tensor.shape else 0)
-
     def _measured(self, made: torch.Tensor) -> torch.Tensor | None:
+        """The other by its distribution's parameters, or by what the size is of, as x in randn(len(x), 3)."""
+        given = [
+            self._found(one) for _, one in named_tensors(distribution_drawn()) if one.shape == made.shape
+        ]
+        known = [one for one in given if one.sure and one.other is not None]
+        best = max(known, key=lambda one: one.has_batch, default=None)
+        if best is not None and (best.has_batch or len(known) == len(given)):
+            return best.other
         of, sizes = measured(), list(made.shape)
         if not isinstance(of, torch.Tensor):
             return None
@@ -317,8 +322,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dim for dim, (count, size, before) in pairs if before == 1 and count == size and count in fits
         ]
         if len(grown) == 1 or (grown and self._kinds.samples.mine == 1):
-            sizes[grown[0]], sure = fits[sizes[grown[0]]], False
-        return meta_of(made, sizes), sure
+            sizes[grown[0]] = fits[sizes[grown[0]]]
+        return meta_of(made, sizes), sure and not grown
 
     def _sized(self, made: torch.Tensor, args: Any) -> tuple[torch.Tensor, bool]:
         """A guess for a tensor whose size was given in numbers; what is computed of it shows whether it is wrong."""
@@ -333,12 +338,12 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (other := self._measured(made)) is not None:
             return other, True
         equal = [dim for dim, size in enumerate(sizes) if size == self._kinds.samples.mine]
-        fixed = fixed_sizes(len(sizes)) if len(equal) > 1 else []
+        fixed = fixed_sizes(len(sizes)) if equal else []
         if any(fixed) and len(fixed) == len(sizes):
             equal = [dim for dim in equal if not fixed[dim]][:1]  # features come behind the samples
         if len(equal) == 1:
             sizes[equal[0]] = self._kinds.samples.size
-        elif sizes and not equal:
+        elif sizes and not equal and not any(fixed):
             sizes[0] = self._kinds.sizes().get(sizes[0], sizes[0])
         # where several are equal it is perhaps a mask over time, which may be combined with a tensor of the batch
         return meta_of(made, sizes), not equal and sizes == list(made.shape)

@@ -42,8 +42,15 @@ _Sizes = ast.Tuple | ast.List
 def fixed_sizes(count: int) -> list[bool]:
     """Of each of `count` sizes that the script's line draws with, whether it is none of the batch, as in rand(1, n).
 
-    There may be more where other arguments stand before the sizes.
+    There may be more where other arguments stand before the sizes. Those of a distribution's event are none.
     """
+    of_event = len(getattr(distribution_drawn(), "event_shape", ()))
+    return (
+        _fixed_in_call(count)[: count - of_event] + [True] * of_event if of_event else _fixed_in_call(count)
+    )
+
+
+def _fixed_in_call(count: int) -> list[bool]:
     frame = scripts_frame(sys._getframe(1))
     call = call_in(frame)
     # in torch.empty(3).normal_() the size stands in the first call
@@ -131,10 +138,20 @@ def is_over_samples(frame: FrameType | None, count: int) -> bool:
     while frame is not None:
         line = frame.f_lineno
         for lines, through in _loops_in(frame.f_code.co_filename):
-            if line in lines and _length(_measured(through, frame, 0)) == count:
+            if line in lines and _rows(_measured(through, frame, 0)) == count:
                 return True
         frame = scripts_frame(frame.f_back)
     return False
+
+
+def distribution_drawn() -> Any:
+    """The distribution of torch's that makes the draw; None if none does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not scripts_frame(frame):
+        if isinstance(found := frame.f_locals.get("self"), torch.distributions.Distribution):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def measured() -> Any:
@@ -185,10 +202,10 @@ def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
         case ast.Name(id=name) if type(value) in (int, tuple, torch.Size):
             found = first(_set_to(frame.f_code.co_filename, name, ast.Name) or ())
             return first(_given(frame, name) or (), caller) if found is None else found
-    return value if _length(value) >= 0 else None
+    return value if _rows(value) >= 0 else None
 
 
-def _length(value: Any) -> int:
+def _rows(value: Any) -> int:
     """The rows of a tensor, array or list of such; -1 of anything else."""
     is_listed = type(value) in (list, tuple)
     if not isinstance(next(iter(value), None) if is_listed else value, torch.Tensor | np.ndarray):

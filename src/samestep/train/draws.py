@@ -234,7 +234,7 @@ class Draws(Member):
 
     def _dependent(self, name: str) -> Callable[..., Any]:
         def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._spine.at_hand is not None and not self._is_without_draw(name, args, kwargs):
+            if not self._is_without_draw(name, args, kwargs) and self._part(name, args[0]) is not None:
                 self.say_other(
                     name, "how many numbers it draws depends on its input or is its kernel's secret"
                 )
@@ -305,7 +305,7 @@ class Draws(Member):
                 watching.watch_again()
             return
         is_fixed = all(fixed_sizes(tensor.dim()))
-        found = Place(None) if is_fixed else watching.places.place(tensor) or watching.places.measured(tensor)
+        found = Place(None) if is_fixed else watching.places.place(tensor)
         self._places.note(line, watching.in_model, tensor.shape, found)
 
     def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part:
@@ -319,7 +319,7 @@ class Draws(Member):
         if len(kinds) == 1:
             return Part(0, kinds.pop())
         is_known = sizes[:2] == [True, False]
-        if in_model and shape[:2] == (rows.mine, rows.mine) and not is_known:
+        if in_model and shape[:2] == (rows.mine, rows.mine) and not is_known and name not in _DEPENDENT:
             why = "its first two dimensions have the size of this rank's share, and which is the batch's is not known"
             self.say_other(name, why, "may not")
         # (24, 8) may be 3 rows for each of 8 samples

@@ -1,8 +1,8 @@
-"""A last batch of one sample in training and evaluation, with dropout and a sampled latent."""
+"""A last batch of one sample in training and evaluation, with dropout and latents as many as a share has samples."""
 
 import torch
 from torch import nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Normal, Uniform, kl_divergence
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -23,9 +23,9 @@ class VAE(nn.Module):
 
     def forward(self, x):
         h = self.enc(x)
-        q = Normal(self.mu(h), F.softplus(self.sd(h)) + 1e-3)
-        z = q.rsample()
-        return self.dec(z), kl_divergence(q, Normal(torch.zeros(3), torch.ones(3))).sum(1).mean()
+        q, prior = Normal(self.mu(h), F.softplus(self.sd(h)) + 1e-3), Normal(torch.zeros(3), torch.ones(3))
+        z = Uniform(q.rsample() - 0.1, q.loc + 9).rsample() + 0.1 * prior.sample((len(x),))
+        return self.dec(z), kl_divergence(q, prior).sum(1).mean()
 
 
 model = samestep.replicate(VAE(), same=True)
