@@ -234,7 +234,7 @@ class Backward(Member):
 
     def _trains(self, loss: torch.Tensor) -> bool:
         """Without a trained parameter slopes of inputs are asked for, and what all ranks gathered is the batch's."""
-        is_of_all = any(name_of(node) == "_MadeByAll" for node in nodes_before(loss, _NEAR_NODES))
+        is_of_all = any(name_of(node) == "_MadeByAll" for node in nodes_before(loss.grad_fn, _NEAR_NODES))
         return not is_of_all and any(one.requires_grad for one in self._spine.models.parameters())
 
     def _unlike_weights(self, marks: list[bytes], call: str) -> None:
@@ -316,5 +316,5 @@ def _is_kept(tensor: Any, parameters: set[int]) -> bool:
             return is_elementwise(node) or name_of(node) == SumOverRanks.__name__
         return id(variable) in parameters and variable.shape == tensor.shape
 
-    nodes = list(nodes_before(tensor, _MOST_NODES + 1, is_elementwise))
+    nodes = list(nodes_before(tensor.grad_fn, _MOST_NODES + 1, is_elementwise))
     return len(nodes) <= _MOST_NODES and all(map(is_of_all, nodes))

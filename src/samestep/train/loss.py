@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 _PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "Rsub", "View", "Squeeze", "Clone")
+_NEAR = 8
 
 
 class Averaged(NamedTuple):
@@ -31,7 +32,9 @@ def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
 def weights_in(loss: torch.Tensor, nodes: int) -> list[float]:
     """The numbers that it and its parts are multiplied with or divided by, the nearest first; no counts."""
     found = []
-    for node in nodes_before(loss, nodes, lambda node: name_of(node).startswith((*_PASSED, "Sum", "Stack"))):
+    for node in nodes_before(
+        loss.grad_fn, nodes, lambda node: name_of(node).startswith((*_PASSED, "Sum", "Stack"))
+    ):
         is_product = name_of(node) == "Mul"
         for name in ("_saved_self", "_saved_other") if is_product or name_of(node) == "Div" else ():
             one = getattr(node, name, None)
@@ -44,16 +47,13 @@ def leaves_before(tensor: torch.Tensor, nodes: int = 1000) -> Iterator[torch.Ten
     """What it is made of, as far as that is found in so many steps."""
     if tensor.is_leaf:
         yield tensor
-    variables = (getattr(node, "variable", None) for node in nodes_before(tensor, nodes))
+    variables = (getattr(node, "variable", None) for node in nodes_before(tensor.grad_fn, nodes))
     yield from (leaf for leaf in variables if leaf is not None)
 
 
-def nodes_before(
-    tensor: torch.Tensor, most: int, through: Callable[[Any], bool] = lambda node: True
-) -> Iterator[Any]:
-    """Its autograd graph, the nearest operations first, as far as it goes through such."""
-    seen = {tensor.grad_fn}
-    to_do = [tensor.grad_fn]
+def nodes_before(node: Any, most: int, through: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """The autograd graph from there, the nearest operations first, as far as it goes through such."""
+    seen, to_do = {node}, [node]
     for node in itertools.islice(to_do, most):
         yield node
         for before, _ in getattr(node, "next_functions", ()) if through(node) else ():
@@ -68,12 +68,14 @@ def _reduction_at(node: Any) -> dict[str, Any]:
     while node is not None:
         name = name_of(node)
         reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
-        stack = _stack_before(node, 4) if name == "Sum" else None
-        if stack is not None and stack.next_functions:
-            # a sum of several losses, perhaps with weights, is what each of them is
-            found = _reduction_at(stack.next_functions[0][0])
-            if found["reduction"] is not None:
-                return found
+        behind = nodes_before(node, _NEAR, lambda one: name_of(one).startswith((*_PASSED, "Sum")))
+        stack = next((one for one in behind if name == "Sum" and name_of(one) == "Stack"), None)
+        # a sum of several losses, perhaps with weights, is what each of them is
+        if (
+            stack is not None
+            and (found := _reduction_at(stack.next_functions[0][0]))["reduction"] is not None
+        ):
+            return found
         if reduction in (1, 2) and getattr(node, "_saved_self_sym_sizes", None) != ():
             count = divisor if reduction == 2 else _count(node)
             terms = getattr(node, "_saved_self", None) if reduction == 1 else None
@@ -91,20 +93,6 @@ def _reduction_at(node: Any) -> dict[str, Any]:
         losses += name == "Add" and len(before) > 1
         node = before[0] if before else None
     return {"reduction": None}
-
-
-def _stack_before(node: Any, steps: int) -> Any:
-    """The stack of losses that is summed up there, None where it is none."""
-    for before, _ in node.next_functions if steps else ():
-        if before is not None and name_of(before) == "Stack":
-            return before
-        if (
-            before is not None
-            and name_of(before).startswith(_PASSED)
-            and (found := _stack_before(before, steps - 1))
-        ):
-            return found
-    return None
 
 
 def name_of(node: Any) -> str:
