@@ -206,11 +206,11 @@ def test_what_mixes_samples_is_looked_for_in_a_batch_and_not_in_a_microbatch(wor
 def test_what_mixes_samples_is_not_looked_for_again_after_a_restart(world):
     samestep.replicate(network())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        patch.setattr(spine().group, "restarts", 1)
         watching = Watching(spine())
-    spine().subscribe(watching)
-    for _ in samestep.loader(TensorDataset(ROWS[:12]), 12):
-        assert watching.places is None
+        spine().subscribe(watching)
+        for _ in samestep.loader(TensorDataset(ROWS[:12]), 12):
+            assert watching.places is None
 
 
 def test_whether_a_pass_trains_is_told_by_autograd_and_by_the_models(world):

@@ -198,11 +198,6 @@ def count(env: Env, name: str) -> int:
     return int(value) if re.fullmatch("[0-9]{1,7}", value) else 0
 
 
-def restarts(env: Env) -> tuple[int, int]:
-    """How often the job was requeued, and how often its launcher started these ranks again."""
-    return count(env, "SLURM_RESTART_COUNT"), count(env, "TORCHELASTIC_RESTART_COUNT")
-
-
 def _first(env: Env, names: str) -> tuple[str, str]:
     return next(((name, value) for name in names.split("|") if (value := text(env, name))), ("", ""))
 

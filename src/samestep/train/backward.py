@@ -5,7 +5,6 @@ through its parts, as a penalty on weights. Not covered: gradients under `torch.
 shares in one backward: there only what came through `model(...)` counts by its share.
 """
 
-import os
 import struct
 from binascii import crc32
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from samestep.placement.launchers import restarts
 from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
@@ -66,7 +64,7 @@ class Backward(Member):
         # how many numbers weigh the first loss, and digests of them and of those of the latest loss with as many
         self._count_of_weights, self._weights = -1, bytes(8)
         # after a restart nothing is followed, and what there is to say was said
-        self._is_followed = restarts(os.environ)[1] > 0
+        self._is_followed = group.restarts > 0
         group.watch(lambda: self._weights, self._unlike_weights)
         self._run: Callable[..., Any] = _AUTOGRAD._engine_run_backward
         self._watched = self._watched_run()
@@ -299,10 +297,7 @@ def is_functional() -> bool:
 
 
 def _is_kept(tensor: Any, parameters: set[int]) -> bool:
-    """Whether it is equal on all ranks: a parameter, what is made of such alone, as MAML's fast weights are, a number.
-
-    A number is what all outputs are multiplied with, as in IRM's penalty.
-    """
+    """Whether all ranks have it: a parameter, what is made of such (MAML's fast weights), a number (IRM's scale)."""
     if not isinstance(tensor, torch.Tensor) or not parameters or tensor.grad_fn is None:
         is_one = not tensor.dim() or (isinstance(tensor, torch.nn.Parameter) and tensor.numel() == 1)
         return id(tensor) in parameters or (bool(parameters) and is_one and not tensor._is_view())

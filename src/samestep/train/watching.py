@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from samestep.placement.launchers import restarts
 from samestep.train.backward import is_functional
 from samestep.train.batch_places import BatchPlaces
 from samestep.train.batch_sizes import Place
@@ -73,7 +72,6 @@ class Watching(Subscriber):
         self.is_in_call = False
         self.is_compiled = self.finds_draws = False
         self._spine, self._pid = spine, os.getpid()
-        self._is_again = restarts(os.environ)[1] > 0
         self._loop: BatchPlaces | None = None
         self._losses_to_watch = 0
         self._seen: set[Any] = set()
@@ -161,7 +159,7 @@ class Watching(Subscriber):
 
     def _begin_to_watch(self, share: Share) -> None:
         """Watch this batch, where it is the first of its kind or one to be watched again."""
-        shares = self._spine.open_shares
+        shares, group = self._spine.open_shares, self._spine.group
         tensors = [(one, *named) for one in shares for named in one.of.tensors()]
         dims = (tensor.dim() for *_, tensor in tensors)
         self._kind_of_loop = kind = (share.of.training, torch.is_grad_enabled(), line_of_draw(), *dims)
@@ -169,7 +167,7 @@ class Watching(Subscriber):
         # a microbatch is whole on one rank
         can_be = 0 < share.mine < share.all and share.microbatches == 1 and not self.is_compiled
         # what mixes samples is said by rank 0, and was said before a restart
-        is_of_use = share.of.training and self._spine.group.world.rank == 0 and not self._is_again
+        is_of_use = share.of.training and group.world.rank == 0 and not group.restarts
         if is_of_use and self._again.is_due(self._spine.batches):
             self._seen.discard(kind)
         if kind in self._seen or not (is_alike and can_be):

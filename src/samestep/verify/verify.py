@@ -40,7 +40,6 @@ _ONLY_ONCE = (
 )
 _LEFT = "the first run leaves a file that later ones read, and trains other numbers than they do: {}"
 _AUGMENTED = "same to rounding with equal augmentation; without it, each script draws its own for its samples"
-_NOISE = "the first run from changed last bits differs as much in each tensor"
 _CUT_SHORT = (
     "{} left on rank {} of {} before its end could be recorded, as os._exit and os.exec do; end it with sys.exit or "
     "at its last line"
@@ -136,7 +135,12 @@ class Report:
             case "different":
                 return f"different: {worst.difference}{cause}"
         largest = max(outcome.distance for outcome in self.outcomes.values())
-        rounding = f"same to rounding: {f'{largest:.1e}' if largest else _NOISE}"
+        amount = (
+            f"{largest:.1e}"
+            if largest
+            else "the first run from changed last bits differs as much in each tensor"
+        )
+        rounding = f"same to rounding: {amount}"
         bits = f", not the same bits: {worst.bits}; {EXACT}" if self.wants_bits else ""
         return "".join([rounding, *notes, bits])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from samestep.placement.launchers import restarts
+from samestep.placement.launchers import count
 from samestep.rendezvous.member import say
 from samestep.state.directory import CheckpointDirectory
 from samestep.state.lease import Holder, this_process
@@ -129,14 +129,14 @@ def holder(env: Mapping[str, str], directory: Path) -> tuple[Holder, Callable[[s
     """This process as a holder, how it says that it waits, and what a run that is refused should do."""
     # a job that was requeued has its number again, and its steps have theirs
     job = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}" if "SLURM_JOB_ID" in env else ""
-    requeues, again = restarts(env)
+    requeues, restarts = (count(env, f"{by}_RESTART_COUNT") for by in ("SLURM", "TORCHELASTIC"))
     remedy = "end that run first, or give each run a directory of its own"
     if "SLURM_ARRAY_TASK_ID" in env:
         remedy = (
             "give each element of the job array a directory of its own: "
             f"Checkpoint('{directory}-' + os.environ['SLURM_ARRAY_TASK_ID'], ...)"
         )
-    return this_process(job, requeues * _RESTARTS_OF_A_JOB + again), say, remedy
+    return this_process(job, requeues * _RESTARTS_OF_A_JOB + restarts), say, remedy
 
 
 def of_element(meta: Mapping[str, Any]) -> str:

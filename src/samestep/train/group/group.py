@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from samestep.errors import SamestepError, UsageError
 from samestep.failure import add_remedy, is_users, write_failure
+from samestep.placement.launchers import count
 from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.text import reason_of
@@ -71,6 +72,7 @@ class Group:
         self.store: Any = store or dist.HashStore()  # type: ignore[attr-defined]
         self._tree = tree = store.tree if store else None
         self._pid, self._place = os.getpid(), ""
+        self.restarts = count(os.environ, "TORCHELASTIC_RESTART_COUNT")
         self._marks: list[tuple[Callable[[], bytes], Callable[[list[bytes], str], None]]] = []
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
