@@ -311,9 +311,7 @@ def test_a_ranks_own_exit_code_is_the_steps_also_where_srun_kills_the_others(
     (tmp_path / "train.py").write_text(
         f"import sys, samestep\nrank = samestep.init().rank\nsamestep.sum(1)\n{end}\n"
     )
-    command = cluster.command(
-        "srun", "--kill-on-bad-exit=1", "-N2", sys.executable, "train.py", cwd=tmp_path
-    )
+    command = cluster.command("srun", "--kill-on-bad-exit=1", "-N2", sys.executable, "train.py", cwd=tmp_path)
     assert subprocess.run(command, capture_output=True).returncode == 7
 
 
