@@ -1,6 +1,7 @@
 """Real processes in a tree: rounds, a store, news, and what is heard of one that ends or leaves."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -249,3 +250,44 @@ def test_what_is_told_before_a_round_is_there_after_it(ranks):
     tree.leave()
     """
     assert said(ranks(work, 5)) == ["all"] * 5
+
+
+@pytest.mark.parametrize("body", [
+    b"r\0\0\0\1\xff", b'r\0\0\0\1{"x":1}', b'n["left",2,"x","train.py:5"]', b'n["told"]',
+    b'c[2,1,"add","key","zz",""]', b"x",
+], ids=repr)  # fmt: skip
+def test_one_that_has_the_key_and_sends_what_is_no_message_is_named_to_all(ranks, body):
+    work = f"""
+    if rank == 4:
+        tree._send([tree._parent], {body!r})
+        time.sleep(60)
+    try:
+        tree.gather(None, 20)
+    except SamestepError as error:
+        print(type(error).__name__, error)
+    os._exit(0)
+    """
+    found = said(ranks(work, 5)[:4])
+    assert all(
+        re.fullmatch(r"RankMissing rank 4 .*was lost: it sends what is no message", one) for one in found
+    )
+
+
+def test_what_a_launcher_of_another_version_says_of_its_end_ends_in_a_sentence(ranks):
+    work = """
+    from functools import partial
+    from samestep.rendezvous.channel import as_kind
+    from samestep.start.nodes import End, _news_from
+    mine = End(1, None, None, None, False, 0.5)
+    tree.tell([1, "too", "short"] if rank == 1 else mine)
+    try:
+        print(tree.gather([*mine[:5], "late", *mine[6:]] if rank == 1 else mine, 20, partial(as_kind, End)))
+    except SamestepError as error:
+        print(error)
+    news = tree.take_news(_news_from)
+    print(news, tree.lost)
+    os._exit(0)
+    """
+    found = [one.splitlines() for one in said(ranks(work, 3))]
+    lost = f"rank 1 ({os.uname().nodename}) was lost: it sends what is no message"
+    assert [found[0], found[2]] == [[lost, f"[] {lost}"]] * 2

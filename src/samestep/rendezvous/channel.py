@@ -15,9 +15,9 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.rendezvous.key import derive
 
@@ -31,6 +31,7 @@ _NONCE = _PROOF = 32
 _DIGEST = 16
 _CHUNK = 1 << 18
 _SEND_S = 10.0
+T = TypeVar("T")
 
 
 class Channel:
@@ -172,6 +173,18 @@ class Channel:
     def _check(self, proof: bytes, *words: str | bytes) -> None:
         if not hmac.compare_digest(proof, derive(self._key, *words)):
             raise ValueError("another key")
+
+
+def checked(said: Any, kinds: Iterable[Any]) -> list[Any]:
+    """What was said, where it is one value of each of these types; otherwise one of NONSENSE."""
+    if not all(isinstance(value, kind) for value, kind in zip(said, kinds, strict=True)):
+        raise TypeError("other types")
+    return list(said)
+
+
+def as_kind(kind: type[T], said: Any) -> T:
+    """What was said as this named tuple, field by field of its type; otherwise one of NONSENSE."""
+    return kind(*checked(said, kind.__annotations__.values()))
 
 
 def _digest(key: bytes, number: int, body: bytes) -> bytes:

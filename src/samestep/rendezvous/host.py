@@ -26,6 +26,7 @@ _STEP_S = 0.25
 _GREETING_S = 5.0
 _MOST_STRANGERS_EACH, _MOST_STRANGERS = 32, 128
 _ACCEPTED_AT_ONCE = 16
+_VERSIONS = ("torch", "samestep", "python")
 _MOST_GREETINGS = 1 << 16
 _LONGEST_ERROR = 2000
 _WITHOUT_RANKS = {kind.__name__: kind for kind in (UsageError, PlacementError)}
@@ -279,8 +280,13 @@ class Meeting:
                 f"{member} came twice: process {known['pid']} on {known['host']} and process {hello['pid']} on "
                 f"{hello['host']}; give every {me.noun} a number of its own"
             )
-        if objection := me.objection({me.number: me.facts, number: hello["facts"]}):
-            raise objection
+        for fact in _VERSIONS:
+            ours, theirs = (printable(facts.get(fact), 40) for facts in (me.facts, hello["facts"]))
+            if ours != theirs:
+                raise RanksDiffer(
+                    f"{fact} is {ours} on {here} and {theirs} on {who}; "
+                    f"start every {me.noun} from the same environment"
+                )
 
     def _there(self) -> Iterator[tuple[int, str]]:
         """The numbers that have come, and from which host."""

@@ -5,13 +5,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import SamestepError
 from samestep.rendezvous import addresses
 from samestep.rendezvous.channel import CLAIM
 from samestep.rendezvous.key import derive
@@ -26,7 +25,7 @@ class Member:
     """Who joins which run, and the key that shows it; number -1 takes any that is free.
 
     A member that learns of no address within no_place_s gives up with the advice. Where script is given,
-    it has to be the same for all members. Number 0 lets its objection, if any, look at the facts of all.
+    it has to be the same for all members, and so have the versions that the facts hold.
     """
 
     run: str
@@ -41,7 +40,6 @@ class Member:
     no_place_s: float = inf
     script: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    objection: Callable[[Mapping[int, Mapping[str, Any]]], SamestepError | None] = lambda ranks: None
     above: Sequence[Sequence[Path]] = ()
     below: int = 1
     path: Path | None = None

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.errors import RankMissing
-from samestep.rendezvous.channel import NONSENSE, Channel
+from samestep.rendezvous.channel import NONSENSE, Channel, checked
 from samestep.rendezvous.position import Position
 from samestep.text import name_ranks, printable
 
@@ -31,12 +31,16 @@ _LONGEST_ERROR = 2000
 # A round's part goes up, and its answer down. A change goes up to number 0 and comes down to all in one order. News
 # go from any process to all others.
 _ROUND, _CHANGE, _NEWS = b"rcn"
+_OF_CHANGE = (int, int, str, str, str, str)  # who asks, its number, and what is to be done
+_OF_NEWS = {"told": (object,), "left": (int, str), "late": (int,), "lost": (str,)}
+_NO_MESSAGE = "it sends what is no message"
 _OPERATIONS: Mapping[str, Callable[[bytes | None, bytes, bytes], bytes | None]] = {
     "set": lambda before, value, expected: value,
     "add": lambda before, value, expected: b"%d" % (int(before or b"0") + int(value)),
     "replace": lambda before, value, expected: value if before == (expected or None) else before,
     "delete": lambda before, value, expected: None,
 }
+T = TypeVar("T")
 _open_trees: "weakref.WeakSet[Tree]" = weakref.WeakSet()
 
 
@@ -84,16 +88,18 @@ class Tree:
         self._thread = threading.Thread(target=self._run, name="samestep tree", daemon=True)
         self._thread.start()
 
-    def round(self, join: Callable[[Mapping[int, bytes]], bytes], limit_s: float) -> bytes:
+    def round(self, read: Callable[[bytes], T], join: Callable[[Sequence[T]], bytes], limit_s: float) -> T:
         """Collective. What number 0 makes of all parts; `join` makes one part of this process's and its children's.
 
-        Raises Late with the same ranks on all that have come, RankMissing where one is lost or has left.
+        Raises Late with the same ranks on all that have come, RankMissing where one is lost, has left, or sends what
+        `read` cannot take.
         """
         self.rounds += 1
         number = self.rounds
         if number in self._late:
             raise self._gone(number) or self._missing(number, limit_s)
-        part = join(self._await_parts(number, self._children, limit_s))
+        parts = self._await_parts(number, self._children, limit_s)
+        part = join([self.understood(child, read, said) for child, said in parts.items()])
         body = bytes([_ROUND]) + number.to_bytes(4, "big") + part
         if self._parent is None:
             self._send(self._children, body)
@@ -102,29 +108,42 @@ class Tree:
             part = self._await_parts(number, [self._parent], limit_s)[self._parent]
         with self._condition:
             self._parts.pop(number, None)
-        return part
+        return self.understood(self._parent or 0, read, part)
 
-    def gather(self, mine: Any, limit_s: float) -> list[Any]:
-        """Collective. What every process brought, by number; raises what `round` raises."""
+    def gather(self, mine: Any, limit_s: float, read: Callable[[Any], Any] = lambda said: said) -> list[Any]:
+        """Collective. What every process brought, by number, as `read` has it; raises what `round` raises."""
 
-        def join(parts: Mapping[int, bytes]) -> bytes:
-            here = {} if mine is None else {str(self.number): mine}
-            for part in parts.values():
-                here |= json.loads(part)
+        def read_all(part: bytes) -> dict[int, Any]:
+            return {int(number): said for number, said in json.loads(part).items()}
+
+        def join(parts: Sequence[dict[int, Any]]) -> bytes:
+            here = {} if mine is None else {self.number: mine}
+            for part in parts:
+                here |= part
             return json.dumps(here).encode()
 
-        found = json.loads(self.round(join, limit_s))
-        return [found.get(str(number)) for number in range(self.size)]
+        found = self.round(read_all, join, limit_s)
+        return [self.understood(number, read, found.get(number)) for number in range(self.size)]
+
+    def understood(self, number: int, read: Callable[[Any], T], said: Any) -> T:
+        """Local. What a process has said, as `read` has it; where that is no message, it is lost for all."""
+        try:
+            return read(said)
+        except NONSENSE as error:
+            self._lose(number, _NO_MESSAGE)
+            raise RankMissing(str(self.lost), ranks=[number]) from error
 
     def tell(self, news: Any) -> None:
         """Local. Everyone else can take it soon."""
         self._say(_NEWS, "told", self.number, news)
 
-    def take_news(self) -> list[tuple[int, Any]]:
-        """Local. What others have told since the last time, and who."""
+    def take_news(self, read: Callable[[Any], T] = lambda said: said) -> list[tuple[int, T]]:
+        """Local. What others have told since the last time, and who; one that is not understood is lost."""
         with self._condition:
             news, self._news = self._news, []
-        return news
+        with suppress(RankMissing):
+            return [(number, self.understood(number, read, said)) for number, said in news]
+        return []
 
     def change(
         self, operation: str, key: str, value: bytes = b"", expected: bytes = b""
@@ -265,12 +284,7 @@ class Tree:
         except (EOFError, *NONSENSE) as error:
             if self._is_open and number not in self.left:
                 is_gone = isinstance(error, EOFError)
-                why = (
-                    "its process has ended or its network is cut"
-                    if is_gone
-                    else "it sends what is no message"
-                )
-                self._lose(number, why)
+                self._lose(number, "its process has ended or its network is cut" if is_gone else _NO_MESSAGE)
             return False
         return True
 
@@ -285,22 +299,24 @@ class Tree:
                 self._act(source, body)
 
     def _act(self, source: int, body: bytes) -> None:
-        """Pass on what a neighbour or this process has said, then take it in."""
+        """Take in what a neighbour or this process has said, and pass on what is a message before anyone sees it."""
         kind, rest = body[0], body[1:]
         is_for_all = source == self._parent or (self._parent is None and kind == _CHANGE)
-        if kind == _NEWS:
-            self._send([number for number in self._channels if number != source], body)
-        elif is_for_all:
-            self._send(self._children, body)
-        elif kind == _CHANGE and self._parent is not None:
-            self._send([self._parent], body)
         with self._condition:
             if kind == _ROUND:
                 self._parts.setdefault(int.from_bytes(rest[:4], "big"), {})[source] = rest[4:]
             elif kind == _NEWS:
-                self._take(*json.loads(rest))
+                what, *words = json.loads(rest)
+                self._take(what, *checked(words, (int, *_OF_NEWS[what])))
+                self._send([number for number in self._channels if number != source], body)
+            elif kind != _CHANGE:
+                raise ValueError("another kind")
             elif is_for_all:
-                self._apply(*json.loads(rest))
+                self._apply(*checked(json.loads(rest), _OF_CHANGE))
+            elif self._parent is not None:
+                self._send([self._parent], body)
+            if is_for_all and kind != _NEWS:
+                self._send(self._children, body)
             self._condition.notify_all()
 
     def _take(self, what: str, origin: int, *rest: Any) -> None:

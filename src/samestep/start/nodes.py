@@ -9,17 +9,20 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import samestep
 from samestep.errors import RankMissing, UsageError
 from samestep.hang import RankState
 from samestep.placement.launchers import port_choices
 from samestep.placement.place import Placement
 from samestep.rendezvous import addresses, note
+from samestep.rendezvous.channel import as_kind, checked
 from samestep.rendezvous.host import host
 from samestep.rendezvous.join import join
 from samestep.rendezvous.key import derive, key_of_user
@@ -185,7 +188,8 @@ class Launchers:
 
     def agree_on_run(self, run: Path | None) -> Path | None:
         """The directory node 0 has made, where this node sees it too."""
-        name, record = self._gather([str(run), read_record(run / STARTED) if run else None])[0]
+        mine = [str(run), read_record(run / STARTED) if run else None]
+        name, record = self._gather(mine, partial(checked, kinds=(str, dict | None)))[0]
         path = Path(name)
         self.run_name = path.name
         for _ in range(10):
@@ -225,24 +229,24 @@ class Launchers:
         The address is for a run of this node alone.
         """
         if self._peers:
-            self._peers.take_news()
+            self._peers.take_news(_news_from)
             address = self._peers.position.address or address
         self._stop_at = inf
         self._elsewhere.clear()
-        mine = [size, address, port, secrets.token_hex(32), past]
+        mine = [size, address, port, secrets.token_hex(32), *past]
         try:
-            told = self._gather(mine)
+            told = self._gather(mine, partial(checked, kinds=(int, str, int, str, int, int, int)))
         except RankMissing as error:
             self.lost = error
             raise
-        sizes, hosts, ports, words, pasts = zip(*told, strict=True)
+        sizes, hosts, ports, words, *_ = zip(*told, strict=True)
         self._hosts = list(hosts)
         # The word of node 0 is no secret: it was sent over the network.
         is_shared = self._peers is not None
         self.key = derive(key_of_user(os.environ), "run", words[0]) if is_shared else secrets.token_bytes(32)
         self._began = time.monotonic()
         ranks = NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, hosts[0], ports[0])
-        return ranks, [Past(*each) for each in pasts]
+        return ranks, [Past(*each[4:]) for each in told]
 
     def should_stop(self) -> bool:
         """Whether another node's end is a reason to stop this one's workers; to be asked often."""
@@ -252,13 +256,12 @@ class Launchers:
             self.lost = self._peers.lost
             return True
         now = time.monotonic()
-        for node, news in self._peers.take_news():
-            if news[0] == _RANKS:
-                self._elsewhere[node] = now, [RankState(*state) for state in news[1]]
+        for node, news in self._peers.take_news(_news_from):
+            if isinstance(news, list):
+                self._elsewhere[node] = now, news
                 continue
-            end = End(*news)
-            is_known = end.is_echo or end.asked
-            wait = _LONE_S if end.code == CHECKPOINTED else _ECHO_S if is_known else 0.0
+            is_known = news.is_echo or news.asked
+            wait = _LONE_S if news.code == CHECKPOINTED else _ECHO_S if is_known else 0.0
             self._stop_at = min(self._stop_at, now + wait)
         return now >= self._stop_at
 
@@ -281,7 +284,7 @@ class Launchers:
                     self._peers.tell(mine)
                 # what another node still does, such as a last save, may take hours
                 with ending_signals():
-                    ends = [End(*end) for end in self._gather(mine, _END_S if mine.code else inf)]
+                    ends = self._gather(mine, partial(as_kind, End), _END_S if mine.code else inf)
                 node = min(range(self.nodes), key=lambda node: _blame(ends[node]))
                 return node, ends[node]
         except Asked as asked:
@@ -297,8 +300,13 @@ class Launchers:
         if self._peers:
             self._peers.leave()
 
-    def _gather(self, mine: Any, limit_s: float = _END_S) -> list[Any]:
-        return self._peers.gather(mine, limit_s) if self._peers else [mine]
+    def _gather(self, mine: Any, read: Callable[[Any], Any], limit_s: float = _END_S) -> list[Any]:
+        return self._peers.gather(mine, limit_s, read) if self._peers else [mine]
+
+
+def _news_from(said: Any) -> End | list[RankState]:
+    """What another launcher told: how an attempt ended there, or what its ranks do."""
+    return [as_kind(RankState, state) for state in said[1]] if said[0] == _RANKS else as_kind(End, said)
 
 
 def _blame(end: End) -> tuple[bool, bool, bool, bool, float]:
@@ -308,7 +316,8 @@ def _blame(end: End) -> tuple[bool, bool, bool, bool, float]:
 
 def _member(number: int, count: int, run: str, limit_s: float) -> Member:
     """This node among others; -1 takes any number that is free."""
-    return Member(run, number, count, key_of_user(os.environ), "node", limit_s, _SILENCE_S)
+    facts = {"samestep": samestep.__version__}
+    return Member(run, number, count, key_of_user(os.environ), "node", limit_s, _SILENCE_S, facts=facts)
 
 
 def _peers(where: NodeMeeting) -> Tree:

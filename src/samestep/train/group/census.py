@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
+from samestep.rendezvous.channel import checked
 from samestep.rendezvous.member import merged as merged_spans
 
 Ranks = list[list[int]]  # spans of ranks: first and last
@@ -24,11 +25,18 @@ def packed(items: Sequence[Item]) -> bytes:
     return b"".join((len(head).to_bytes(4, "big"), head, *(item.value for item in items)))
 
 
-def unpacked(message: bytes) -> list[Item]:
+def unpacked(message: bytes, num_ranks: int) -> list[Item]:
+    """The items of a message; one of NONSENSE where it is none."""
     at = 4 + int.from_bytes(message[:4], "big")
     items = []
-    for kind, ranks, size in json.loads(message[4:at]):
+    for head in json.loads(message[4:at]):
+        kind, ranks, size = checked(head, (str, list, int))
+        pairs = [ranks] if kind == "block" else ranks
+        numbers = [number for pair in pairs for number in checked(pair, (int, int))]
+        if not 0 <= min(numbers) <= max(numbers) < num_ranks:
+            raise ValueError("no rank")
         items.append(Item(kind, ranks, message[at : at + size]))
+        value_of(items[-1])
         at += size
     return items
 

@@ -7,6 +7,8 @@ through the tree once.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from opcode import opname
 from types import FrameType
 
@@ -25,15 +27,15 @@ def exchange(tree: Tree, place: str, mine: Sequence[Item], join: Join, limit_s: 
     """Collective. What rank 0 made of all ranks' items by `join`, after all were found at one place of the script."""
     own = [Item("place", [[tree.number, tree.number]], place.encode()), *mine]
 
-    def joined(parts: Mapping[int, bytes]) -> bytes:
-        items = [*own, *(item for part in parts.values() for item in unpacked(part))]
+    def joined(parts: Sequence[list[Item]]) -> bytes:
+        items = [*own, *chain(*parts)]
         places = merged(of_kind("place", items))
         # Where ranks are at different calls, what they bring cannot be put together, and is not needed.
         rest = [item for item in items if item.kind != "place"] if len(places) == 1 else []
         return packed([*places, *(join(rest) if rest else [])])
 
     try:
-        answer = unpacked(tree.round(joined, limit_s))
+        answer = tree.round(partial(unpacked, num_ranks=tree.size), joined, limit_s)
     except Late as error:
         waiting = sorted(set(range(tree.size)) - set(error.ranks))
         raise RankMissing(

@@ -19,6 +19,7 @@ import psutil
 from samestep.errors import RankMissing
 from samestep.failure import failure_of, heading, stack_of, torchs_wait, users_frame
 from samestep.hang import LEAST_S, Hang, RankState, find_hang
+from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import WAITS
@@ -63,13 +64,12 @@ class MutualWatch:
             self._look()
 
     def _hear(self) -> None:
-        for rank, told in self._tree.take_news():
-            if told[0] == _ENDS:
-                say(
-                    f"rank {self._tree.number} is ended, since rank {rank} has ended with exit code {told[1]}"
-                )
-                self._group.end(told[1])
-            self._heard[rank] = time.monotonic(), RankState(*told)
+        for rank, told in self._tree.take_news(_news_from):
+            if isinstance(told, int):
+                say(f"rank {self._tree.number} is ended, since rank {rank} has ended with exit code {told}")
+                self._group.end(told)
+            else:
+                self._heard[rank] = time.monotonic(), told
 
     def _look(self) -> None:
         now, mine = time.monotonic(), self._state()
@@ -107,6 +107,11 @@ class MutualWatch:
         if len(waits) != 1 or not all(state.waits_now and state.waits in waits for state in known):
             return []
         return [RankState(rank, -1, "other", "", -1, 0.0, does=_SILENT) for rank in silent]
+
+
+def _news_from(said: Any) -> RankState | int:
+    """What another rank told: what it does, or the exit code with which all have to end."""
+    return int(said[1]) if said[0] == _ENDS else as_kind(RankState, said)
 
 
 def tell_failure(group: Any, error: BaseException, show_traceback: Callable[[], None]) -> None:

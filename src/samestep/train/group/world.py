@@ -9,19 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.errors import RanksDiffer, SamestepError, UsageError
+from samestep.errors import UsageError
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, cores, own_instance
 from samestep.placement.place import Placement, by_hand, exports, this_process
+from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.listen import LOOP, allow_descriptors
 from samestep.rendezvous.member import say
-from samestep.text import name_ranks, printable
+from samestep.text import name_ranks
 from samestep.train.group import rendezvous
 from samestep.train.group.device import overlaps, take_device, uuid_of
 from samestep.train.group.group import Group, open_pulse, restore_environment
@@ -152,7 +153,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     interface: Mapping[str, str] = {}
     pulse = open_pulse(here.rank, timeout)
     if here.size > 1:
-        here, tree, interface = rendezvous.find(here, timeout, facts=_facts(), objection=_objection)
+        here, tree, interface = rendezvous.find(here, timeout, facts=_facts())
     os.environ.update(own_instance(os.environ, here.local_rank))
     device = take_device(here)
     os.environ.setdefault(CUBLAS, FIXED_CUBLAS[0])
@@ -197,7 +198,7 @@ def _open_process_group(
     _check_backend(backend)
     limit_s, of_nccl = timeout.total_seconds(), overlaps(device) and "nccl" in backend
     own = own._replace(uuid=uuid_of(device) if of_nccl else "")
-    places = [Place(*place) for place in tree.gather(own, limit_s)]
+    places = tree.gather(own, limit_s, partial(as_kind, Place))
     if of_nccl:  # which does not name a device that ranks share
         _check_devices(places)
     if not dist.is_initialized():
@@ -268,20 +269,8 @@ def _check_backend(backend: str) -> None:
 
 def _facts() -> dict[str, Any]:
     """What must be alike on all ranks, and the cores of this one."""
-    versions = {"torch": torch.__version__, "samestep": samestep.__version__}
-    return versions | {"python": platform.python_version(), "host": socket.gethostname(), "cores": cores()}
-
-
-def _objection(ranks: Mapping[int, Mapping[str, Any]]) -> SamestepError | None:
-    """Why these two processes cannot be of one world, if so."""
-    for fact in ("torch", "samestep", "python"):
-        if len({str(facts[fact]) for facts in ranks.values()}) > 1:
-            said = [
-                f"{printable(facts[fact], 40)} on rank {rank} ({printable(facts['host'], 64)})"
-                for rank, facts in ranks.items()
-            ]
-            return RanksDiffer(f"{fact} is {' and '.join(said)}; start every rank from the same environment")
-    return None
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return versions | {"samestep": samestep.__version__, "cores": cores()}
 
 
 def _check_devices(places: Sequence[Place]) -> None:
