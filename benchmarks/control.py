@@ -15,9 +15,10 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from samestep.placement.place import Placement
@@ -47,14 +48,14 @@ def by_tree(here: Placement) -> Calls:
         return struct.pack("<d", struct.unpack("<d", left)[0] + struct.unpack("<d", right)[0])
 
     def call(items: list[Item], is_total: bool = False) -> list[Item]:
-        def join(parts: Mapping[int, bytes]) -> bytes:
-            here = [*items, *(item for part in parts.values() for item in unpacked(part))]
+        def join(parts: Sequence[list[Item]]) -> bytes:
+            here = [*items, *chain(*parts)]
             if not is_total:
                 return packed(merged(here))
             blocks = {(item.ranks[0], item.ranks[1]): item.value for item in of_kind("block", here)}
             return packed([Item("block", at, value) for at, value in added(blocks, tree.size, add).items()])
 
-        return unpacked(tree.round(join, LIMIT.total_seconds()))
+        return tree.round(partial(unpacked, num_ranks=tree.size), join, LIMIT.total_seconds())
 
     return Calls(
         lambda: call([Item("place", mine, b"samestep.first (train.py:10)")]),

@@ -11,6 +11,7 @@ from samestep.rundir import WAITS, PulseReading
 from samestep.text import duration, name_ranks
 
 LEAST_S = 5.0
+STUCK_S = 25.0  # what a run that hangs has to end in when it is asked; Slurm kills it after 30 s
 _DOES = {
     "start": "is starting",
     "data": "is reading data",
@@ -51,14 +52,14 @@ class RankState(NamedTuple):
     @property
     def doing(self) -> str:
         """What it does, in words."""
-        if self.does:
-            return self.does
         if self.waits_now:
             return f"is in {self.wait}"
-        if self.is_gone and self.phase != "end":
-            return "ended in the middle of the script"
         if self.phase == "end" and self.call:
             return self.call
+        if self.does:
+            return self.does
+        if self.is_gone and self.phase != "end":
+            return "ended in the middle of the script"
         if self.phase == "checkpoint":
             return f"is in {self.call}{_of_step(self.step, 'at')}"
         return _DOES.get(self.phase, "is in the script's own code") + _of_step(self.step, "at")

@@ -253,7 +253,7 @@ def test_what_is_told_before_a_round_is_there_after_it(ranks):
 
 
 @pytest.mark.parametrize("body", [
-    b"r\0\0\0\1\xff", b'r\0\0\0\1{"x":1}', b'n["left",2,"x","train.py:5"]', b'n["told"]',
+    b"r\0\0\0\1\xff", b"r\0\0\0\1[5]", b'n["left",2,"x","train.py:5"]', b'n["told"]',
     b'c[2,1,"add","key","zz",""]', b"x",
 ], ids=repr)  # fmt: skip
 def test_one_that_has_the_key_and_sends_what_is_no_message_is_named_to_all(ranks, body):

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from samestep.rendezvous.key import derive
 
@@ -31,7 +31,6 @@ _NONCE = _PROOF = 32
 _DIGEST = 16
 _CHUNK = 1 << 18
 _SEND_S = 10.0
-T = TypeVar("T")
 
 
 class Channel:
@@ -100,11 +99,6 @@ class Channel:
             part = bytes(self._received[: self._wanted])
             del self._received[: self._wanted]
             self._wanted = self._parser.send(part)
-
-    def read(self) -> list[bytes]:
-        """All messages that have arrived; raises what `fill` raises."""
-        self.fill()
-        return self.taken()
 
     def taken(self) -> list[bytes]:
         """All messages that have been taken in."""
@@ -182,7 +176,7 @@ def checked(said: Any, kinds: Iterable[Any]) -> list[Any]:
     return list(said)
 
 
-def as_kind(kind: type[T], said: Any) -> T:
+def as_kind(kind: Any, said: Any) -> Any:
     """What was said as this named tuple, field by field of its type; otherwise one of NONSENSE."""
     return kind(*checked(said, kind.__annotations__.values()))
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer, SamestepError, UsageError
 from samestep.rendezvous import addresses
-from samestep.rendezvous.channel import CLAIM, NONSENSE, Channel
+from samestep.rendezvous.channel import CLAIM, NONSENSE, Channel, checked
 from samestep.rendezvous.listen import allow_descriptors
 from samestep.rendezvous.member import Member, Patience, merged, place_from
 from samestep.rendezvous.position import Position, positions
@@ -351,15 +351,13 @@ def _told_by(number: int, hello: Mapping[str, Any]) -> dict[str, Any]:
 def _told_from(said: Any, size: int) -> dict[str, Any]:
     """What a member says of those that came through it; where it cannot be so, one of NONSENSE."""
     hosts = {
-        printable(name, 64): [[int(first), int(last)] for first, last in spans]
+        printable(name, 64): [checked(span, (int, int)) for span in spans]
         for name, spans in said["hosts"].items()
     }
     spans = [span for each in hosts.values() for span in each]
     count = sum(last - first + 1 for first, last in spans)
     if count > size or not all(0 <= first <= last < size for first, last in spans):
         raise ValueError("more than there are")
-    sharing = {
-        str(machine): {str(cores): int(number) for cores, number in each.items()}
-        for machine, each in said["sharing"].items()
-    }
-    return {"count": count, "hosts": hosts, "sharing": sharing}
+    for each in said["sharing"].values():
+        checked(each.values(), [int] * len(each))
+    return {"count": count, "hosts": hosts, "sharing": said["sharing"]}

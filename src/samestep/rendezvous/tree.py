@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from samestep.errors import RankMissing
 from samestep.rendezvous.channel import NONSENSE, Channel, checked
@@ -40,7 +40,6 @@ _OPERATIONS: Mapping[str, Callable[[bytes | None, bytes, bytes], bytes | None]] 
     "replace": lambda before, value, expected: value if before == (expected or None) else before,
     "delete": lambda before, value, expected: None,
 }
-T = TypeVar("T")
 _open_trees: "weakref.WeakSet[Tree]" = weakref.WeakSet()
 
 
@@ -88,7 +87,7 @@ class Tree:
         self._thread = threading.Thread(target=self._run, name="samestep tree", daemon=True)
         self._thread.start()
 
-    def round(self, read: Callable[[bytes], T], join: Callable[[Sequence[T]], bytes], limit_s: float) -> T:
+    def round(self, read: Callable[[bytes], Any], join: Callable[[Any], bytes], limit_s: float) -> Any:
         """Collective. What number 0 makes of all parts; `join` makes one part of this process's and its children's.
 
         Raises Late with the same ranks on all that have come, RankMissing where one is lost, has left, or sends what
@@ -113,19 +112,16 @@ class Tree:
     def gather(self, mine: Any, limit_s: float, read: Callable[[Any], Any] = lambda said: said) -> list[Any]:
         """Collective. What every process brought, by number, as `read` has it; raises what `round` raises."""
 
-        def read_all(part: bytes) -> dict[int, Any]:
-            return {int(number): said for number, said in json.loads(part).items()}
-
-        def join(parts: Sequence[dict[int, Any]]) -> bytes:
-            here = {} if mine is None else {self.number: mine}
+        def join(parts: Sequence[dict[str, Any]]) -> bytes:
+            here = {} if mine is None else {str(self.number): mine}
             for part in parts:
                 here |= part
             return json.dumps(here).encode()
 
-        found = self.round(read_all, join, limit_s)
-        return [self.understood(number, read, found.get(number)) for number in range(self.size)]
+        found = self.round(lambda part: dict(json.loads(part)), join, limit_s)
+        return [self.understood(number, read, found.get(str(number))) for number in range(self.size)]
 
-    def understood(self, number: int, read: Callable[[Any], T], said: Any) -> T:
+    def understood(self, number: int, read: Callable[[Any], Any], said: Any) -> Any:
         """Local. What a process has said, as `read` has it; where that is no message, it is lost for all."""
         try:
             return read(said)
@@ -137,7 +133,7 @@ class Tree:
         """Local. Everyone else can take it soon."""
         self._say(_NEWS, "told", self.number, news)
 
-    def take_news(self, read: Callable[[Any], T] = lambda said: said) -> list[tuple[int, T]]:
+    def take_news(self, read: Callable[[Any], Any] = lambda said: said) -> list[tuple[int, Any]]:
         """Local. What others have told since the last time, and who; one that is not understood is lost."""
         with self._condition:
             news, self._news = self._news, []
@@ -280,7 +276,8 @@ class Tree:
 
     def _hear(self, number: int) -> bool:
         try:
-            self._act_on_all(number, self._channels[number].read())
+            self._channels[number].fill()
+            self._act_on_all(number, self._channels[number].taken())
         except (EOFError, *NONSENSE) as error:
             if self._is_open and number not in self.left:
                 is_gone = isinstance(error, EOFError)

@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from samestep.hang import Hang
+from samestep.hang import STUCK_S, Hang
 from samestep.rundir import CHECKPOINTED
 from samestep.start.fork import Warm
 from samestep.start.output import Stream, Terminal
@@ -25,8 +25,6 @@ _HANG_S = 5.0
 _LEAVE_S = 8.0
 GRACE_S = 1.0  # what the others have to end in after a failure
 _PATIENCE_S = 30.0
-# What a run that does not go on has in which to end when it is asked; Slurm kills it after 30 s.
-_STUCK_S = 25.0
 _TICK_MS, _SOON_MS = 100, 10
 _SETTLED_S = 20.0
 # The interpreter says where it was when one of these ends it.
@@ -67,7 +65,7 @@ class WorkerGroup:
         self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere
         self._watch, self._warm = watch, warm
         self._hang: Hang | None = None
-        given = (grace_s, _PATIENCE_S, _STUCK_S) if patience_s is None else [patience_s] * 3
+        given = (grace_s, _PATIENCE_S, STUCK_S) if patience_s is None else [patience_s] * 3
         self._grace_s, self._patience_s, self._stuck_s = given
         self._asked = asked
         self.asked_late: int | None = None  # after a worker had failed

@@ -190,9 +190,8 @@ class Watch:
             state = state_of(rank, pulse, seconds, os.uname().nodename)._replace(is_gone=self._gone[rank])
             seen_in, sight = self._seen.get(rank, (0.0, Sight()))
             if seen_in == pulse.phase_began:
-                is_told = state.waits_now or (state.phase == "end" and state.call)
                 line = sight.frame.place if sight.frame else ""
-                state = state._replace(line=line, does="" if is_told else sight.does)
+                state = state._replace(line=line, does=sight.does)
                 quiet_s = now - self._quiet[rank][1]
                 if sight.has_left:
                     state = state._replace(phase="end", seconds=min(quiet_s, state.seconds))

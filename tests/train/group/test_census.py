@@ -2,6 +2,7 @@
 
 import pytest
 
+from samestep.rendezvous.channel import NONSENSE
 from samestep.rendezvous.position import Position, positions
 from samestep.train.group.census import Item, added, by_rank, merged, packed, unpacked
 
@@ -74,7 +75,10 @@ def test_what_all_bring_alike_is_one_item_and_what_differs_is_each_ranks():
     assert alike == [Item("p", [[0, 3], [5, 5]], b"same")]
     odd = merged([*alike, Item("p", [[4, 4]], b"odd"), Item("m", [[0, 0]], b"same")])
     assert by_rank([item for item in odd if item.kind == "p"], 6) == [b"same"] * 4 + [b"odd", b"same"]
-    assert unpacked(packed(odd)) == odd
+    assert unpacked(packed(odd), 6) == odd
+    for wrong in (5, [[0, 6]], [[-1, 0]], [[0]], [[0, 0.5]], []):
+        with pytest.raises(NONSENSE):
+            unpacked(packed([Item("p", wrong, b"")]), 6)
     size = 10_000
     whole = packed(merged(Item("p", [[rank, rank]], bytes(100)) for rank in range(size)))
     assert len(whole) < 200

@@ -1,7 +1,12 @@
 """Ranks that no launcher of ours watches say themselves who is missing, and which of them failed."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from forked import end_group
@@ -59,3 +64,99 @@ def test_under_another_launcher_the_rank_that_failed_reports_and_the_others_say_
         lines = [line for line in ranks[rank].said.splitlines() if line.startswith("samestep: ")]
         assert re.match(rf"samestep: rank {rank} of 3 ended in train.py:1[0-3] in <module>: ", lines[-1])
         assert ranks[rank].code == 1
+
+
+LEAVES = """
+import os, sys, samestep
+rank = samestep.init().rank
+if rank == 1:
+    {"exit": lambda: sys.exit(7), "os": lambda: os._exit(5), "end": lambda: None}[sys.argv[1]]()
+else:
+    samestep.sum(1)
+"""
+AT_THE_END = (
+    "samestep: rank {0} of 3 ended in .*RanksDiffer: ranks are at different calls: rank 1 at the end of the "
+)
+LOST = (
+    r"samestep: rank {0} of 3 ended in .*: rank 1 \(.*\) was lost: .*, while this rank was in samestep.sum \("
+)
+WAYS = {
+    "exit": ([7, 7, 7], "samestep: rank 1 of 3 left the script at train.py:5 with exit code 7\n", AT_THE_END),
+    "os": ([1, 5, 1], "", LOST),
+    "end": ([1, 0, 1], "", AT_THE_END),
+}
+
+
+def test_under_another_launcher_a_rank_that_leaves_while_others_wait_is_named_and_tells_its_code(
+    nest, tmp_path
+):
+    (tmp_path / "train.py").write_text(LEAVES)
+    started = {way: nest.start(tmp_path / "train.py", 3, way, cwd=tmp_path) for way in WAYS}
+    for way, (codes, own, others) in WAYS.items():
+        ranks = started[way]
+        assert nest.wait(ranks, 40) == codes, [rank.said for rank in ranks]
+        assert ranks[1].said == own
+        for rank in (0, 2):
+            assert re.match(others.format(rank), ranks[rank].said), ranks[rank].said
+            assert "Traceback" not in ranks[rank].said
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("launcher", "says"),
+    [
+        ("mpirun.openmpi --allow-run-as-root --oversubscribe -n 2", "Exit code: +7"),
+        (
+            f"{Path(sys.executable).with_name('torchrun')} --standalone --nproc-per-node 2 --no-python",
+            "exitcode  : 7",
+        ),
+    ],
+    ids=["mpirun", "torchrun"],
+)
+def test_a_real_launcher_hears_the_code_of_the_rank_that_left_first(tmp_path, launcher, says):
+    if shutil.which(launcher.split()[0]) is None:
+        pytest.skip("mpirun.openmpi is not installed")
+    (tmp_path / "train.py").write_text(LEAVES)
+    command = [*launcher.split(), sys.executable, "train.py", "exit"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    said = ended.stdout + ended.stderr
+    assert "samestep: rank 1 of 2 left the script at train.py:5 with exit code 7\n" in said
+    assert re.search(says, said.rpartition("first")[2]), said
+
+
+STUCK = """
+import sys, threading, time
+import samestep.train.group.watch as watch
+watch.STUCK_S = 6.0
+import samestep
+rank = samestep.init().rank
+if rank:
+    threading.Thread(target=time.sleep, args=(99,)).start()
+    sys.exit(7)
+samestep.sum(1)
+"""
+
+
+def test_a_rank_that_left_and_does_not_end_is_named_under_another_launcher_and_stop_ends_the_run(
+    nest, tmp_path
+):
+    """As mpirun starts ranks: they have a directory, and no launcher of ours watches them."""
+    (tmp_path / "train.py").write_text(STUCK)
+    of_mpi = {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2, "PMIX_NAMESPACE": os.getpid()}
+    ranks = []
+    for rank in range(2):
+        env = of_mpi | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+        ranks += nest.start(tmp_path / "train.py", 0, env=env, cwd=tmp_path)
+    try:
+        until = time.monotonic() + 40
+        while "for rank 1, which left the script at train.py:9\n" not in ranks[0].said:
+            assert time.monotonic() < until, [rank.said for rank in ranks]
+            nest.look(0.2)
+        ((tmp_path / "runs").glob("*/run.json").__next__().parent / "stop").touch()
+        assert nest.wait(ranks, 40) == [143, 143]
+        assert "samestep: rank 0 is ended by `samestep stop`" in ranks[0].said
+    finally:
+        for rank in ranks:
+            end_group(rank)
+        nest.wait(ranks, 5)

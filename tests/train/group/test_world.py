@@ -185,7 +185,7 @@ def test_a_rank_that_fails_leaves_at_once_and_the_others_are_told(script):
     assert ranks[1][2].rstrip().endswith("ValueError: mine")
     for rank in (0, 2):
         assert re.search(
-            r"RankMissing: another rank ended while this rank was in samestep.sum \(train.py:\d+\); the other rank's",
+            r"RankMissing: rank 1 \(.*\) was lost: .*, while this rank was in samestep.sum \(train.py:\d+\)",
             ranks[rank][2],
         )
 

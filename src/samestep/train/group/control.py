@@ -8,7 +8,6 @@ through the tree once.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from opcode import opname
 from types import FrameType
 
@@ -28,14 +27,14 @@ def exchange(tree: Tree, place: str, mine: Sequence[Item], join: Join, limit_s: 
     own = [Item("place", [[tree.number, tree.number]], place.encode()), *mine]
 
     def joined(parts: Sequence[list[Item]]) -> bytes:
-        items = [*own, *chain(*parts)]
+        items = [*own, *(item for part in parts for item in part)]
         places = merged(of_kind("place", items))
         # Where ranks are at different calls, what they bring cannot be put together, and is not needed.
         rest = [item for item in items if item.kind != "place"] if len(places) == 1 else []
         return packed([*places, *(join(rest) if rest else [])])
 
     try:
-        answer = tree.round(partial(unpacked, num_ranks=tree.size), joined, limit_s)
+        answer: list[Item] = tree.round(partial(unpacked, num_ranks=tree.size), joined, limit_s)
     except Late as error:
         waiting = sorted(set(range(tree.size)) - set(error.ranks))
         raise RankMissing(
@@ -50,9 +49,7 @@ def exchange(tree: Tree, place: str, mine: Sequence[Item], join: Join, limit_s: 
             raise _at_different_calls(
                 {tree.number: place} | {rank: at for rank, (_, at) in tree.left.items()}
             ) from error
-        raise RankMissing(
-            f"another rank ended while this rank was in {place}; the other rank's error says why", call=place
-        ) from error
+        raise RankMissing(f"{error}, while this rank was in {place}", call=place) from None
     places = of_kind("place", answer)
     if len(places) > 1:
         raise _at_different_calls(dict(enumerate(at.decode() for at in by_rank(places, tree.size))))

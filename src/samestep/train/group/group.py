@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -84,6 +85,8 @@ class Group:
         self._exits = [(home, name, getattr(home, name)) for home, name in _EXITS if hasattr(home, name)]
         for home, name, _ in self._exits:
             setattr(home, name, self._note_exit)
+        # before Python waits for threads and calls what the script has registered, which may take long
+        threading._register_atexit(self._note_end_of_script)  # type: ignore[attr-defined]
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
@@ -226,7 +229,6 @@ class Group:
 
         A failed rank waits for nobody: it leaves at once with the code of its failure.
         """
-        self._left = self._left or left_at(self._script)
         error = getattr(sys, "last_value", None)
         if error is not None and sys.excepthook != self._note_failure and not hasattr(sys, "ps1"):
             self._record_failure(error)  # the script has put another hook in the place of this one
@@ -274,10 +276,6 @@ class Group:
         if self._output is not None:
             self._output.note_end(code)
 
-    @property
-    def _own(self) -> list[list[int]]:
-        return [[self.world.rank, self.world.rank]]
-
     def _exchange(
         self, call: str, mine: Sequence[Item], join: Join, patience: timedelta | None = None
     ) -> list[Item]:
@@ -290,7 +288,7 @@ class Group:
                 "rank itself"
             )
         marks = list(self._marks)
-        marked = Item("marks", self._own, b"".join(mark() for mark, _ in marks))
+        marked = item_of(self.world.rank, b"".join(mark() for mark, _ in marks))._replace(kind="marks")
 
         def joined(items: Sequence[Item]) -> list[Item]:
             rest = [item for item in items if item.kind != "marks"]
@@ -312,6 +310,12 @@ class Group:
         """As sys.exit; should the process end by it, it is known where it left the script."""
         self._left, self._exit_code = f"{LEFT} {users_line()}", status[0] if status else None
         raise SystemExit(*status)
+
+    def _note_end_of_script(self) -> None:
+        if self._tree is not None and self.failed is None:
+            left = self._left or left_at(self._script)
+            self.enter("end", left)
+            self._left = left
 
     def _note_failure(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None

@@ -3,10 +3,11 @@
 Once some of them wait, they tell each other what they do. Covered: a rank that runs Python, waits in another call, also
 of torch.distributed, or gives no answer since it is stopped or holds the GIL.
 A rank that fails, or leaves the script with an exit code while the others go on, ends all of them.
-Not covered: ending a run that hangs before init's timeout.
+Not covered: ending a run that hangs before init's timeout, unless `samestep stop` asks for it.
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,13 +17,13 @@ from typing import Any
 
 import psutil
 
-from samestep.errors import RankMissing
+from samestep.errors import SamestepError
 from samestep.failure import failure_of, heading, stack_of, torchs_wait, users_frame
-from samestep.hang import LEAST_S, Hang, RankState, find_hang
+from samestep.hang import LEAST_S, STUCK_S, Hang, RankState, find_hang
 from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
-from samestep.rundir import WAITS
+from samestep.rundir import STOP, WAITS, own_run
 from samestep.tracebacks import of_record
 
 _LOOK_S = 1.0
@@ -32,6 +33,7 @@ _WORTH_TELLING_S = 2.0
 _FRESH_LOOKS = 3
 _LEAVE_S = 2.0
 _ENDS = "ends"
+_STOPPED = 128 + signal.SIGTERM
 _SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
 
 
@@ -58,15 +60,18 @@ class MutualWatch:
     def _run(self) -> None:
         # Where a rank has ended, what this one waits in says so.
         while not self._closed.wait(self._look_s):
+            lost = self._tree.lost  # who is lost may have told an exit code before
             self._hear()
-            if self._tree.lost:
+            if lost:
                 return
             self._look()
 
     def _hear(self) -> None:
         for rank, told in self._tree.take_news(_news_from):
             if isinstance(told, int):
-                say(f"rank {self._tree.number} is ended, since rank {rank} has ended with exit code {told}")
+                if self._group.failed is None:
+                    why = f"since rank {rank} has ended with exit code {told}"
+                    say(f"rank {self._tree.number} is ended, {why}")
                 self._group.end(told)
             else:
                 self._heard[rank] = time.monotonic(), told
@@ -81,6 +86,11 @@ class MutualWatch:
         if self._told and (hang is None or hang.key != self._told.key):
             say(self._told.end)
             self._told = None
+        run = own_run(os.environ, "logs")
+        if hang and hang.seconds >= STUCK_S and run and (run / STOP).exists():
+            say(f"rank {mine.rank} is ended by `samestep stop`, which no rank of a hung run hears")
+            self.end_all(_STOPPED)
+            self._group.end(_STOPPED)
         if hang and not self._told and min(state.rank for state in hang.waiting) == mine.rank:
             self._told = hang
             say(hang.sentence(LEAST_S))
@@ -93,12 +103,12 @@ class MutualWatch:
         if switches != self._quiet[0]:
             self._quiet = switches, now
         quiet_s = now - self._quiet[1]
-        if phase not in WAITS and quiet_s > _WORTH_TELLING_S and (call := torchs_wait(stack)):
+        if phase not in WAITS and quiet_s > _WORTH_TELLING_S and (wait := torchs_wait(stack)):
             # nobody counted it
-            return RankState(self._tree.number, -1, "call", call, group.waits + 1, quiet_s)
+            return RankState(self._tree.number, -1, "call", wait, group.waits + 1, quiet_s)
         line = frame.place if frame else ""
         state = RankState(self._tree.number, -1, phase, call, group.waits, seconds, line=line)
-        return state if state.waits_now or not frame else state._replace(does=frame.doing)
+        return state._replace(does=frame.doing) if frame else state
 
     def _silent(self, known: Sequence[RankState]) -> list[RankState]:
         """Ranks that say nothing while all others have told that they wait in one and the same call."""
@@ -117,11 +127,13 @@ def _news_from(said: Any) -> RankState | int:
 def tell_failure(group: Any, error: BaseException, show_traceback: Callable[[], None]) -> None:
     """Show what ended this rank: one line where another rank is the cause, otherwise the traceback and a report."""
     world, failure = group.world, of_record(failure_of(error, 1))
-    is_missing = isinstance(error, RankMissing)
-    if is_missing or (isinstance(error, RuntimeError) and failure.is_echo):
+    if failure.is_echo:
         said = failure.exception[0]
-        why = said if is_missing else f"another rank has ended ({said})"
+        why = said if isinstance(error, SamestepError) else f"another rank has ended ({said})"
         say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
+        # that rank may tell an exit code, with which this one ends then, also where srun stops it meanwhile
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(_LEAVE_S)
         return
     show_traceback()
     place, began = f"{os.uname().nodename}, {world.device}", psutil.Process().create_time()

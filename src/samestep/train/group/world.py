@@ -187,7 +187,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     _group = Group(world, store, changed, timeout, output, pulse)
     if tree is not None:
         _draw_alike(_group)
-        _freeze()
+        gc.freeze()  # what was imported is no garbage, and at the end Python would search it for half a second
 
 
 def _open_process_group(
@@ -223,11 +223,6 @@ def _open_process_group(
 
 
 @cache
-def _freeze() -> None:
-    """Once in a process: what was imported is no garbage, and at the end Python would search it for half a second."""
-    gc.freeze()
-
-
 def _draw_alike(group: Group) -> None:
     """Collective. Where the script has given torch no seed, all ranks go on in rank 0's stream, as if seeded alike."""
     own = torch.get_rng_state().numpy().tobytes() if torch.initial_seed() >= _DRAWN_SEED else b""
