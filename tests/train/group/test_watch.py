@@ -160,3 +160,22 @@ def test_a_rank_that_left_and_does_not_end_is_named_under_another_launcher_and_s
         for rank in ranks:
             end_group(rank)
         nest.wait(ranks, 5)
+
+
+def test_a_rank_is_ended_that_waits_for_one_whose_connections_of_gloo_outlive_it(nest, tmp_path):
+    """As where the rank goes on as another program, or a child of it keeps them; nothing would tell the others."""
+    script = FAILS.replace("import sys\n", "import os\n")
+    (tmp_path / "train.py").write_text(
+        script.replace('open("/data/volume-7.bin")', 'os.execlp("sleep", "sleep", "60")')
+    )
+    ranks = nest.start(tmp_path / "train.py", 2, cwd=tmp_path)
+    try:
+        nest.wait(ranks[:1], 40)
+        assert ranks[0].code == 1
+        assert re.search(
+            r"rank 0 is ended in the gradient exchange \(train.py:10\): rank 1 .* was lost", ranks[0].said
+        )
+    finally:
+        for rank in ranks:
+            end_group(rank)
+        nest.wait(ranks, 5)

@@ -23,13 +23,10 @@ _OUT_AND_ERR = (1, 2)
 _LAST_WORDS_S = 1.0
 
 
-def keeps_no_run(launcher: str) -> bool:
-    """Whether this launcher starts ranks and makes no directory of a run for them."""
-    return launcher not in ("alone", "samestep", "torchrun")
-
-
 def share_run(here: Placement, tree: Tree | None, limit_s: float) -> str | None:
-    """Collective. The directory that rank 0 made, or that the batch script named; None where there can be none."""
+    """Collective. The directory that rank 0 made, or that the batch script named; None where there is none to make."""
+    if here.launcher in ("alone", "samestep", "torchrun"):
+        return None
     run = os.environ.get("SAMESTEP_RUN")
     if here.rank == 0:
         started = start_record([sys.executable, *sys.argv], here.size, time.time())

@@ -33,7 +33,6 @@ _WORTH_TELLING_S = 2.0
 _FRESH_LOOKS = 3
 _LEAVE_S = 2.0
 _ENDS = "ends"
-_STOPPED = 128 + signal.SIGTERM
 _SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
 
 
@@ -58,13 +57,15 @@ class MutualWatch:
         self._tree.tell([_ENDS, code])
 
     def _run(self) -> None:
-        # Where a rank has ended, what this one waits in says so.
         while not self._closed.wait(self._look_s):
             lost = self._tree.lost  # who is lost may have told an exit code before
             self._hear()
-            if lost:
-                return
-            self._look()
+            if not lost:
+                self._look()
+            elif (state := self._state()).waits_now and state.seconds > LEAST_S:
+                # as where a child of the lost rank keeps its connections of torch's open
+                say(f"rank {state.rank} is ended in {state.wait}: {lost}")
+                self._group.end(1)
 
     def _hear(self) -> None:
         for rank, told in self._tree.take_news(_news_from):
@@ -89,8 +90,8 @@ class MutualWatch:
         run = own_run(os.environ, "logs")
         if hang and hang.seconds >= STUCK_S and run and (run / STOP).exists():
             say(f"rank {mine.rank} is ended by `samestep stop`, which no rank of a hung run hears")
-            self.end_all(_STOPPED)
-            self._group.end(_STOPPED)
+            self.end_all(128 + signal.SIGTERM)
+            self._group.end(128 + signal.SIGTERM)
         if hang and not self._told and min(state.rank for state in hang.waiting) == mine.rank:
             self._told = hang
             say(hang.sentence(LEAST_S))

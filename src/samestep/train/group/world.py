@@ -28,7 +28,7 @@ from samestep.train.group.device import overlaps, take_device, uuid_of
 from samestep.train.group.group import Group, open_pulse, restore_environment
 from samestep.train.group.layout import Place, say_layout
 from samestep.train.group.store import TreeStore
-from samestep.train.group.tasks import Output, keeps_no_run, share_run
+from samestep.train.group.tasks import Output, share_run
 
 _GLOO_FILES = 2
 _DRAWN_SEED = 1 << 48  # torch draws its own seed of 64 bits; people write smaller ones
@@ -158,7 +158,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     device = take_device(here)
     os.environ.setdefault(CUBLAS, FIXED_CUBLAS[0])
     output = None
-    if keeps_no_run(here.launcher) and (run := share_run(here, tree, timeout.total_seconds())):
+    if run := share_run(here, tree, timeout.total_seconds()):
         os.environ["SAMESTEP_RUN"] = run
         pulse = pulse or open_pulse(here.rank, timeout)
         output = Output(here.rank)
