@@ -215,6 +215,8 @@ def test_a_step_more_on_one_rank_is_named_before_the_weights_it_drives_apart() -
     first = _on_ranks(*[_trained([0.0] * 2)] * 2)
     other = _on_ranks(_trained([0.0, 1e-9, 0.0]), _trained([0.0, 0.0]))
     assert str(follow(first, other).difference) == "rank 1 took 2 steps and rank 0 3"
+    other.ranks[0][1].parts.clear()  # a second optimizer's step has no batch of its own
+    assert str(follow(first, other).difference) == "rank 1 took 2 steps and rank 0 3"
 
 
 def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.loss import leaves_before, name_of, nodes_before, reduction_of, weights_in
+from samestep.train.loss import Averaged, leaves_before, name_of, nodes_before, reduction_of, weights_in
 from samestep.train.step import Share, Spine, cut, spine
 from samestep.train.subscriber import Subscriber
 
@@ -199,12 +199,8 @@ class Backward(Member):
     def _look_at(self, loss: torch.Tensor) -> None:
         """Say once that a loss is a sum, which averaging makes smaller; note a mean's terms, and what weighs it."""
         at, (reduction, count) = self._spine, self._reduction_of(loss)
-        share, adds = at.trained, at.models.adds_losses
-        if (
-            reduction == "mean"
-            and share is not None
-            and not (share.lent or adds or (at.loss and at.loss.does))
-        ):
+        share, adds, made = at.trained, at.models.adds_losses, at.loss or Averaged()
+        if reduction == "mean" and share is not None and not (share.lent or adds or made.does):
             self._terms, self._rows = count or 0.0, {one.all for one in at.open_shares}
         weights = weights_in(loss, _NEAR_NODES)
         digest = crc32(repr(weights).encode()).to_bytes(4)
@@ -213,8 +209,8 @@ class Backward(Member):
         if self._count_of_weights == len(weights):
             self._weights = self._weights[:4] + digest
         self._is_followed |= at.loss is not None
-        is_sum = at.loss is not None and at.loss.sums and not at.loss.does
-        if (is_sum if self._is_followed else reduction == "sum") and not adds and self._trains(loss):
+        is_sum = made.sums and not made.does if self._is_followed else reduction == "sum"
+        if is_sum and not adds and self._trains(loss):
             self._losses_to_look_at = 0
             self.group.say(
                 f"the loss ({users_line()}) has a sum over samples, and the gradients of ranks are averaged: it trains "
@@ -222,7 +218,7 @@ class Backward(Member):
                 'replicate(model, loss="sum"), or where the loss has means too, samestep.sum(...) around the sum',
                 what="a sum",
             )
-        if adds and at.loss is not None and at.loss.means and not at.loss.does:
+        if adds and made.means and not made.does:
             self.group.say(
                 f"the loss ({users_line()}) has a mean over this rank's samples, and the gradients of ranks are added: "
                 f"it trains with {self.group.world.size} times the serial script's gradient; leave "

@@ -4,7 +4,6 @@ The average of ranks' losses is the whole batch's where each is an average over 
 samples may be added and weighed, and not multiplied with each other, compared or put under a root.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ _LINEAR = {
     *("view", "_unsafe_view", "_reshape_alias", "expand", "repeat", "squeeze", "unsqueeze", "stack", "cat"),
     *("t", "permute", "transpose", "diagonal", *_PICKS),
 }
-_WEIGHING = {"mul", "div"}
 _PRODUCTS = {"mul", "mm", "bmm", "dot", "mv", "addmm"}
 # as of a count that may be 0
 _BOUNDS = {"clamp", "clamp_min", "maximum"}
@@ -66,7 +64,7 @@ def averaged(
         # what is no output, as a mask, is divided by the share's own number perhaps
         sums &= of_model
         does = f"computes with {'sums' if sums else 'averages'} over the samples of a batch"
-    elif known and name in _WEIGHING:
+    elif known and name in ("mul", "div"):
         does, sums, means = _weighed(name, args[1], sums, means, rows)
     return Averaged(f"{does} ({users_line()})" if does else "", of_model, sums, means)
 
@@ -91,7 +89,7 @@ def _weighed(name: str, by: Any, sums: bool, means: bool, rows: Rows) -> tuple[s
     """What a number does to sums and averages, whether there are sums, and averages of this rank's samples, then."""
     is_written_out, of = number_in_line()
     number = by if isinstance(by, int | float) else 0.0
-    count = number if name == "div" else 1 / (number or math.inf)
+    count = number if name == "div" or not number else 1 / number
     if is_written_out:
         return "", sums, means
     is_of_share = count and not count % rows.mine and count != rows.all

@@ -149,7 +149,7 @@ class Search:
 
 def draws_of(run: Run) -> str:
     """What each rank has of its own by default, in words."""
-    return " and ".join(run.fact("own") or ["random draws"])
+    return " and ".join(run.fact("own") or ["random draws, or what collate_fn makes of a share (padding),"])
 
 
 def _together(causes: list[Cause], is_enough: _IsEnough) -> list[Cause]:

@@ -195,7 +195,8 @@ def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
     # the untouched script's rows may be words or nodes, and no samples
     is_by_rows = first.is_untouched and first.batch("given", step)
     if not is_by_rows and first.num_samples(step) != other.num_samples(step):
-        yield Difference("batch", step, None, "samples of the batch")
+        is_even = other.longest == other.length
+        yield Difference("batch", step, None, "samples of the batch") if is_even else _uneven(other)
     if not (
         alike(first.batch("given", step), other.batch("given", step))
         if first.is_untouched
