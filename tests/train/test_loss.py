@@ -1,5 +1,8 @@
 """How a loss was reduced is read from its graph, and gradients of sums are added."""
 
+from contextlib import redirect_stderr
+from io import StringIO
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,6 +100,16 @@ def test_a_summed_loss_trains_as_in_the_serial_script(world, reduction, batch_si
 
 def order(batch_size):
     return share.order(23, 2, 0, True).split(batch_size)
+
+
+@pytest.mark.sizes(2)
+def test_a_sum_times_one_over_its_count_is_no_sum_also_where_that_is_rounded(world):
+    """1 / (1 / 49) is not 49."""
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for (x,) in samestep.loader(TensorDataset(ROWS.repeat(5, 1)[:98]), 98):
+            (1 / len(x) * model(x).square().sum()).backward()
+    assert not said.getvalue()
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -89,7 +89,7 @@ def _weighed(name: str, by: Any, sums: bool, means: bool, rows: Rows) -> tuple[s
     """What a number does to sums and averages, whether there are sums, and averages of this rank's samples, then."""
     is_written_out, of = number_in_line()
     number = by if isinstance(by, int | float) else 0.0
-    count = number if name == "div" or not number else 1 / number
+    count = number if name == "div" or not number else round(1 / number, 6)
     if is_written_out:
         return "", sums, means
     is_of_share = count and not count % rows.mine and count != rows.all
