@@ -212,16 +212,17 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         after = tensor.shape[dim] // kind.mine // kind.before
         return Place(dim, kind.before, after, layout_of(other), kind.ragged)
 
-    def _measured(self, made: torch.Tensor) -> torch.Tensor | None:
-        """The other by its distribution's parameters, or by what the size is of, as x in randn(len(x), 3)."""
-        given = [
-            self._found(one) for _, one in named_tensors(distribution_drawn()) if one.shape == made.shape
-        ]
-        known = [one for one in given if one.sure and one.other is not None]
-        best = max(known, key=lambda one: one.has_batch, default=None)
-        if best is not None and (best.has_batch or len(known) == len(given)):
-            return best.other
-        of, sizes = measured(), list(made.shape)
+    def _measured(self, made: torch.Tensor, of: Any = None) -> torch.Tensor | None:
+        """The other as that of what it is made of, of the distribution that draws, or of what has its length."""
+        sizes = list(made.shape)
+        for _, like in named_tensors(distribution_drawn() if of is None else of):
+            if (other := self._found(like).other) is not None and like.dim() == made.dim() > 1:
+                # as feature dropout makes its mask
+                pairs = zip(sizes, like.shape, other.shape, strict=True)
+                alike = [one if here == size else size for size, here, one in pairs]
+                if alike != sizes:
+                    return meta_of(made, alike)
+        of = measured()
         if not isinstance(of, torch.Tensor):
             return None
         behind = zip(sizes[1:], fixed_sizes(len(sizes))[1:], strict=False)
@@ -328,14 +329,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _sized(self, made: torch.Tensor, args: Any) -> tuple[torch.Tensor, bool]:
         """A guess for a tensor whose size was given in numbers; what is computed of it shows whether it is wrong."""
         sizes = list(made.shape)
-        like = self._found(args[0]) if _has_tensor(args[:1]) else None
-        if like and like.other is not None and like.tensor.dim() == made.dim() > 1:
-            # as feature dropout makes its mask
-            pairs = zip(sizes, like.tensor.shape, like.other.shape, strict=True)
-            alike = [other if here == size else size for size, here, other in pairs]
-            if alike != sizes:
-                return meta_of(made, alike), True
-        if (other := self._measured(made)) is not None:
+        if (other := self._measured(made, args[0] if _has_tensor(args[:1]) else None)) is not None:
             return other, True
         equal = [dim for dim, size in enumerate(sizes) if size == self._kinds.samples.mine]
         fixed = fixed_sizes(len(sizes)) if equal else []

@@ -7,6 +7,7 @@ script's text; where that does not tell, a size may be of the batch.
 import ast
 import functools
 import linecache
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -19,20 +20,11 @@ from samestep.train.draw_lines import call_in, scripts_frame, value_of
 
 _SAMPLED = {"sample", "rsample"}
 _SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"}
-# NumPy's functions by the number of arguments ahead of the size
-SIZE_AT = {
-    **dict.fromkeys(("random", "random_sample", "ranf", "sample"), 0),
-    **dict.fromkeys(("standard_normal", "standard_exponential", "standard_cauchy"), 0),
-    **dict.fromkeys(("choice", "exponential", "rayleigh", "standard_gamma", "standard_t", "chisquare"), 1),
-    **dict.fromkeys(
-        ("dirichlet", "geometric", "logseries", "pareto", "poisson", "power", "weibull", "zipf"), 1
-    ),
-    **dict.fromkeys(
-        ("normal", "uniform", "randint", "laplace", "logistic", "gumbel", "lognormal", "beta"), 2
-    ),
-    **dict.fromkeys(("binomial", "f", "gamma", "multinomial", "multivariate_normal", "negative_binomial"), 2),
-    **dict.fromkeys(("noncentral_chisquare", "vonmises", "wald"), 2),
-    **dict.fromkeys(("hypergeometric", "noncentral_f", "triangular"), 3),
+# NumPy's functions by the number of arguments ahead of the size, as the first line of their texts has them
+SIZE_AT = {"ranf": 0, "sample": 0} | {
+    name: names.index("size")
+    for name in np.random.__all__
+    if "size" in (names := re.findall(r"[(,] ?(\w+)", str(getattr(np.random, name).__doc__).split(")")[0]))
 }
 _MEASURES = {"shape", "size", "len"}
 _DEEPEST = 8
@@ -45,12 +37,6 @@ def fixed_sizes(count: int) -> list[bool]:
     There may be more where other arguments stand before the sizes. Those of a distribution's event are none.
     """
     of_event = len(getattr(distribution_drawn(), "event_shape", ()))
-    return (
-        _fixed_in_call(count)[: count - of_event] + [True] * of_event if of_event else _fixed_in_call(count)
-    )
-
-
-def _fixed_in_call(count: int) -> list[bool]:
     frame = scripts_frame(sys._getframe(1))
     call = call_in(frame)
     # in torch.empty(3).normal_() the size stands in the first call
@@ -59,7 +45,7 @@ def _fixed_in_call(count: int) -> list[bool]:
             break
         call = call.func.value
     if not isinstance(call, ast.Call) or not (given := _sizes_in(call)):
-        return [False] * count
+        return [at >= count - of_event for at in range(count)]
     sizes = list(next((one.elts for one in given if isinstance(one, _Sizes)), given))
     # *x.shape stands for several sizes, and behind the shape of samples are those of their distribution
     found, lacking = [_is_fixed(one, frame, 0) for one in sizes], count - len(sizes)
@@ -234,23 +220,17 @@ def _given(frame: FrameType, name: str) -> list[ast.expr] | None:
 @functools.cache
 def _loops_in(file: str) -> list[tuple[range, ast.expr]]:
     """The lines of each loop and comprehension, and what it goes through."""
-    found = []
-    for loop in ast.walk(_tree(file)):
-        match loop:
-            case (
-                ast.While(test=ast.Compare(comparators=through))
-                | ast.Call(func=ast.Name(id="map"), args=[_, *through])
-            ):
-                pass
-            case ast.For(iter=one):
-                through = [one]
-            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-                through = [one.iter for one in loop.generators]
-            case _:
-                continue
-        lines = range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
-        found += [(lines, one) for one in through]
-    return found
+    tree: Any = ast.walk(_tree(file))
+    return [(range(loop.lineno, loop.end_lineno + 1), one) for loop in tree for one in _gone_through(loop)]
+
+
+def _gone_through(loop: ast.AST) -> list[ast.expr]:
+    match loop:
+        case ast.For(iter=one):
+            return [one]
+        case ast.While(test=ast.Compare(comparators=of)) | ast.Call(func=ast.Name(id="map"), args=[_, *of]):
+            return of
+    return [one.iter for one in getattr(loop, "generators", [])]
 
 
 @functools.cache

@@ -2,15 +2,14 @@
 
 All ranks keep the same random streams. Where an operation draws a tensor with the share's length in its first
 dimension (in the second in sequence-first layouts), the numbers of the whole batch are drawn and this rank's are taken.
-Covered: dropout of every kind, rand, randn, randint, bernoulli, multinomial, normal_, uniform_, exponential_ and the
-like, on CPU, and on CUDA by the same means (not tried there).
+On CUDA it is done by the same means, and was not tried.
 Not covered, and said once where it happens: draws whose number depends on their input (gamma, Poisson, …), a
 permutation of the share's length, fused attention with dropout, compiled graphs.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +24,7 @@ from samestep.train.draw_sizes import fixed_sizes, is_written_out, measured
 from samestep.train.draws_of_host import DrawsOfHost
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
+from samestep.train.mixing import arguments_of
 from samestep.train.nested import memory_of
 from samestep.train.one_by_one import OneByOne
 from samestep.train.step import Rows, Share, Spine
@@ -234,22 +234,13 @@ class Draws(Member):
 
     def _dependent(self, name: str) -> Callable[..., Any]:
         def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_without_draw(name, args, kwargs) and self._part(name, args[0]) is not None:
-                self.say_other(
-                    name, "how many numbers it draws depends on its input or is its kernel's secret"
-                )
+            given = arguments_of(getattr(torch.ops.aten, name).default, args, kwargs)
+            if given.get("dropout_p", given.get("dropout", 1.0)) and self._part(name, args[0]) is not None:
+                why = "how many numbers it draws depends on its input or is its kernel's secret"
+                self.say_other(name, why)
             return original(*args, **kwargs)
 
         return draw
-
-    @staticmethod
-    def _is_without_draw(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether fused attention or a recurrent kernel is called without dropout."""
-        if name.startswith("_scaled_dot"):
-            return not float(
-                kwargs.get("dropout_p", args[3 if "flash" in name else 5] if len(args) > 5 else 0.0)
-            )
-        return name == "_cudnn_rnn" and not float(kwargs.get("dropout", args[11] if len(args) > 11 else 0.0))
 
     def say_other(self, name: str, why: str, does_not: str = "does not") -> str:
         """Say of a draw that it is not the serial script's; returns what is said."""
@@ -304,8 +295,7 @@ class Draws(Member):
             if not self._places.has(line, watching.in_model):
                 watching.watch_again()
             return
-        is_fixed = all(fixed_sizes(tensor.dim()))
-        found = Place(None) if is_fixed else watching.places.place(tensor)
+        found = Place(None) if all(fixed_sizes(tensor.dim())) else watching.places.place(tensor)
         self._places.note(line, watching.in_model, tensor.shape, found)
 
     def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part:
@@ -377,11 +367,18 @@ class Draws(Member):
         return is_of_weights
 
     def _look_for_multiple(self, name: str, shape: torch.Size, rows: Rows) -> None:
-        """Say that a draw has several numbers for each sample in one dimension: in which order, is not known."""
-        if rows.mine < 2 or shape[0] <= rows.mine or shape[0] % rows.mine:
+        """Say that a draw has several numbers for each sample in an order that is not known, or is counted by them."""
+        if rows.mine < 2 or shape[0] == rows.mine:
+            return
+        weights = {memory_of(one) for one in self._spine.models.parameters()}
+        if shape[0] < rows.mine or shape[0] % rows.mine:
+            of = measured()
+            is_counted = isinstance(of, torch.Tensor) and of.shape[:1] == (rows.mine,)
+            if is_counted and memory_of(of) not in weights:
+                why = f"its {shape[0]} numbers are counted by this rank's samples, and are not one for each"
+                self.say_other(name, f"{why}; draw as many as there are samples, as in torch.rand(len(x))")
             return
         named = named_in_call()
-        weights = {memory_of(one) for one in self._spine.models.parameters()}
         is_sized = rows.mine in [one for one in named if type(one) is int]
         alike = [one for one in named if isinstance(one, torch.Tensor) and one.shape == shape]
         if is_sized or any(memory_of(one) not in weights for one in alike):

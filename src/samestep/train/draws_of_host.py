@@ -1,7 +1,6 @@
 """NumPy's and Python's random numbers under same=True: of a draw of the share's length this rank takes its rows.
 
-The functions of the modules `numpy.random` and `random` are stood in for. Said once, with the line: permutations of the
-share's length, numbers whose count depends on each sample's parameters, and draws one by one for the samples.
+The functions of the modules `numpy.random` and `random` are stood in for; what is not the serial script's is said once.
 Not covered: generators of the script's own (`numpy.random.default_rng`), and names that were imported from the modules.
 """
 

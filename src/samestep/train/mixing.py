@@ -48,7 +48,7 @@ def averaged(
         return None
     if mixed := next((one for one in known if one.does), None):
         return mixed
-    arguments = _arguments(func, args, kwargs)
+    arguments = arguments_of(func, args, kwargs)
     if does := _mixes(name, arguments, given, other, rows.mine):
         return Averaged(f"{does} ({users_line()})")
     is_sure = any(is_batch) and all(one.sure for one in given)
@@ -128,7 +128,7 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and value else value
 
 
-def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """By name, with those that are not given."""
     known: dict[str, Any] = {argument.name: argument.default_value for argument in func._schema.arguments}
     return known | dict(zip(known, args, strict=False)) | kwargs

@@ -28,7 +28,5 @@ class OneByOne:
             self._counts.clear()
         self._counts[at := (frame.f_code, frame.f_lasti)] += 1
         if self._counts[at] == share.mine and is_over_samples(frame, share.mine):
-            why = (
-                "it draws one by one for this rank's samples; draw for all at once, as in torch.rand(len(x))"
-            )
+            why = "it draws one by one for this rank's samples; draw for all at once, as in rand(len(x))"
             self._say_other(name, why)
