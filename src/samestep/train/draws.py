@@ -208,7 +208,8 @@ class Draws(Member):
         part = self._part("native_dropout", input) if train in (None, True) and 0 < p < 1 else None
         if part is None:
             return original(input, p, train)
-        mask = part.of(original(part.enlarged(input, 1.0), p, train)[1]).clone()
+        with self._quiet():
+            mask = part.of(original(part.enlarged(input, 1.0), p, train)[1]).clone()
         return input * mask * (1 / (1 - p)), mask
 
     def _batch_norm(self, original: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
