@@ -295,6 +295,26 @@ def test_torchs_rank_prefix_and_noise_are_left_out():
     assert found.exception == ("ValueError: bad",)
 
 
+def test_a_crash_in_a_thread_of_torch_is_told_with_the_scripts_line_and_what_gloo_said(tmp_path):
+    stderr = f"""
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at pair.cc:456] 644 vs 12. Received data size doesn't match expected size. Is there a
+Fatal Python error: Aborted
+
+Thread 0x00007f37680696c0 (most recent call first):
+  File "{os.__file__}", line 3 in wait
+
+Thread 0x00007f378adf5b80 (most recent call first):
+  File "{os.__file__}", line 4 in backward
+  File "{tmp_path}/train.py", line 14 in <module>
+"""
+    found = read_traceback(stderr)
+    assert found.frame.place.endswith("train.py:14")
+    aborted, said, remedy = found.exception
+    assert (aborted, said[:29]) == ("Fatal Python error: Aborted", "[enforce fail at pair.cc:456]")
+    assert remedy.startswith("two ranks brought unlike data to one exchange")
+
+
 def test_a_clean_exit_with_a_message_is_no_traceback(tmp_path):
     assert traceback_of(tmp_path, "raise SystemExit('no such data set')") is None
 

@@ -14,6 +14,7 @@ _RANK = re.compile(r"^\[rank\d+\]: ?")
 _BAR = re.compile(r"^ +[|+] ?")  # before each line of an exception group
 _HEADER = re.compile(r"^(?:Original |Exception Group )?Traceback \(most recent call last\):$")
 _CRASH = re.compile(r"^Fatal Python error: (.+)$")
+_THROWN = re.compile(r"^ +what\(\): +(.+)$")  # of C++, before the crash
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.* \(most recent call first\):$")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
@@ -28,6 +29,11 @@ _ECHO = re.compile(
     r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
 )
 _WORKER = "DataLoader worker (pid"
+_UNLIKE = "Received data size doesn't match expected size"
+_TAKE_ALIKE = (
+    "two ranks brought unlike data to one exchange; on every rank call backward() of the same models, and the same "
+    "collectives, in the same order"
+)
 _MOST_LINES = 4
 _MOST_COLUMNS = 400
 
@@ -63,8 +69,13 @@ def read_traceback(stderr: str) -> Traceback | None:
         if found := _CRASH.match(
             line
         ):  # of the interpreter, which prints every thread, the latest call first
-            stack = _stack(lines[number + 1 :], "Current thread")
-            return Traceback(_innermost(reversed(stack)), (f"Fatal Python error: {found[1]}",))
+            threads = lines[number + 1 :]
+            stack = _stack(threads, "Current thread") or _stack(threads, "")  # none in a thread of torch's
+            thrown = [_printed(match[1]) for match in map(_THROWN.match, lines[:number]) if match][-1:]
+            remedy = [_TAKE_ALIKE for line in thrown if _UNLIKE in line]
+            return Traceback(
+                _innermost(reversed(stack)), (f"Fatal Python error: {found[1]}", *thrown, *remedy)
+            )
     # A message may quote a traceback's first lines, and a printed stack has no exception: neither is the last.
     complete = [(frames, exception) for frames, exception in _blocks(lines) if frames and exception]
     if not complete:
