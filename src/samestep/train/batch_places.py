@@ -127,12 +127,11 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: Any, other: Any, sure: bool) -> None:
         """Note the other of what an operation made."""
-        if func._overloadname.endswith("out") or (func._schema.is_mutable and func._opname not in IN_PLACE):
-            if isinstance(made, torch.Tensor):
-                other = other if sure and self._makes_sense(made, other) else self._filled(made, args)
-                if other is not None:
-                    self._put(self._found(made)._replace(other=other, sure=True))
-            return
+        if func._overloadname.endswith("out") or func._schema.is_mutable:
+            self._note_changed(made, args, other if sure else None)
+            if func._opname not in IN_PLACE:
+                return
+            _, other, sure, *_ = self._found(made)
         if isinstance(made, torch.Tensor):
             if not self._makes_sense(made, other):
                 other, sure = self._computed(func, args, kwargs, as_guessed=False)
@@ -159,6 +158,13 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for of, slope in zip(map(self._found, inputs), slopes, strict=True):
             if slope is not None and of.other is not None and of.other.shape == of.tensor.shape:
                 self._put(self._found(slope)._replace(averaged=Averaged("", True, sums)))
+
+    def _note_changed(self, made: Any, args: Any, other: Any) -> None:
+        """Note the other of what an operation changed in place, where that says more than was known."""
+        if isinstance(made, torch.Tensor):
+            other = other if self._makes_sense(made, other) else self._filled(made, args)
+            if other is not None:
+                self._put(self._found(made)._replace(other=other, sure=True))
 
     def _filled(self, made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
         """The other of what is filled from a tensor of the batch, as one_hot fills what it made of sizes."""
