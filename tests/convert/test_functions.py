@@ -61,3 +61,13 @@ def test_a_model_is_replicated_before_an_optimizer_behind_a_semicolon():
     made = "self.net = nn.Linear(4, 3); self.by = torch.optim.SGD(self.net.parameters(), 1)"
     lines = f"class Both:\n    def __init__(self): {made}\n"
     assert "; samestep.replicate(self.net); self.by = " in _after(f"{BEGIN}{lines}both = Both()\n")
+
+
+def test_a_copy_of_a_model_is_followed_as_the_model_is():
+    net = "class Net(nn.Module):\n    def forward(self, x):\n        return x, model(x)\n"
+    lines = (
+        "import copy\nema = copy.deepcopy(Net())\ngot = []\nwith torch.no_grad():\n    for x, y in test:\n"
+    )
+    lines += "        got.append(ema(x)[0])\nprint(torch.cat(got).std())\n"
+    assert "print(samestep.gather(torch.cat(got)).std())" in _after(f"{BEGIN}{net}{lines}")
+    assert not _of(f"{BEGIN}{net}{lines}").gaps

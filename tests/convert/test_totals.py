@@ -1,7 +1,11 @@
 """`samestep convert` makes shown objects, and predictions of a pass, those of the whole batch or data set."""
 
+import re
+
 import pytest
 from convert.test_convert import BEGIN, EVALUATE, METER, STEP, _after, _of, _place  # noqa: F401
+
+from samestep.convert.convert import convert
 
 
 @pytest.mark.parametrize("name", ["__str__", "__repr__", "__format__"])
@@ -46,3 +50,18 @@ def test_a_function_that_gets_shares_and_the_predictions_of_all_samples_is_liste
     (note,) = _of(text).notes
     assert "reached with numbers of a share" in note
     assert "every process takes all of it" in note
+
+
+def test_what_has_no_total_is_named_by_its_own_line_as_it_is_after_the_patch():
+    train = f"total = n = 0\nfor x, y in train:\n{STEP}    total += loss.item() * len(x)\n    n += len(x)\n"
+    test = "worst = 0.0\nfor x, y in test:\n    worst = max(worst, model(x).max().item())\n"
+    text = f"{BEGIN}{train}{test}print(f'{{total / n}} {{worst}}')\n"
+    (path,) = _of(text).files
+    for is_written in (False, True):
+        found = convert(path, is_written)
+        (note,) = found.notes
+        lines = found.files[path][is_written].decode().splitlines()
+        loader, cause = (lines[int(at) - 1] for at in re.findall(r"train\.py:(\d+): ", note))
+        assert loader == "test = DataLoader(data, batch_size=8)"
+        assert cause.strip() == "worst = max(worst, model(x).max().item())"
+    assert "`max(worst, model(x).max().item())` is max(...) of this rank's values" in note

@@ -28,7 +28,7 @@ def command(script: Path, write: bool) -> None:
     Exit code: 0 all is converted; 1 something is left to do; 2 SCRIPT cannot be converted.
     """
     check_script(str(script), is_module=False)
-    found = convert(script)
+    found = convert(script, write)
     if not found.files:
         click.echo(f"samestep convert: nothing in {script} could be converted", err=True)
     elif write:

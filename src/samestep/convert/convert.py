@@ -41,8 +41,11 @@ def _diff(path: Path, before: bytes, after: bytes, context: int) -> list[str]:
     return list(unified_diff(old, new, str(path), str(path), n=context))
 
 
-def convert(script: Path) -> Conversion:
-    """What makes a serial script, and the files beside it that it imports, run on any number of processes."""
+def convert(script: Path, is_written: bool = False) -> Conversion:
+    """What makes a serial script, and the files beside it that it imports, run on any number of processes.
+
+    Lines are named as they are, or as they are after the patch where it is written.
+    """
     sources: dict[Path, Source] = {}
 
     def read(path: Path) -> Source:
@@ -75,8 +78,17 @@ def convert(script: Path) -> Conversion:
     }
     for path, (_, after) in files.items():
         check_parses(path, after)
-    said = tuple(f"{path.name}:{line}: {reason}" for path, line, reason in gaps)
-    return Conversion(files, said, tuple(found.notes))
+    said = [f"{path.name}:{line}: {reason}" for path, line, reason in gaps]
+    named = {path.name: source for path, source in sources.items()}
+
+    def lined(text: str) -> str:
+        return re.sub(r"([\w.-]+\.py):(\d+)", lambda at: f"{at[1]}:{line_of(at)}", text)
+
+    def line_of(at: re.Match[str]) -> str:
+        source = named.get(at[1]) if is_written else None
+        return str(source.line_after(int(at[2]), found.edits)) if source else at[2]
+
+    return Conversion(files, tuple(map(lined, said)), tuple(map(lined, found.notes)))
 
 
 def check_parses(path: Path, after: bytes) -> None:

@@ -36,7 +36,8 @@ def follow(script: Source, find: Find) -> "Follower":
         if trains or call is None or not (gaps := found.found.gaps):
             continue
         (source, line), reason = next(iter(gaps.items()))
-        text = f"is of an evaluation with numbers that have no total ({source.path.name}:{line}: {reason})"
+        first = f"{source.path.name}:{line}: {reason}; see docs/convert.md"
+        text = f"is of an evaluation with numbers that have no total ({first})"
         learnt = Learnt(serial={**found.learnt.serial, call: text})
         without = _followed(script, find, learnt)
         found = without if len(without.found.gaps) < len(gaps) else found

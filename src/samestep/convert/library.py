@@ -248,6 +248,9 @@ class Library(Rewrites, Expressions):
         return self.of_instance(first, "__dict__") if first.kind == "instance" else self.opaque(node, values)
 
     def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
+        if first.kind == "instance":
+            scope = replace(first.of.scope, names={**first.of.scope.names})
+            return Value("instance", replace(first.of, key=self.key(node), scope=scope))
         return Value("model", self.key(node)) if self.is_model(first) else first
 
     def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:

@@ -73,6 +73,11 @@ class Source:
             node = self.parents[node]
         return node
 
+    def line_after(self, line: int, edits: Iterable[Edit]) -> int:
+        """Where a line stands after all edits."""
+        end = [*self._lines, len(self.data) + 1][line] - 1
+        return self.edited(edits, end=end).count("\n") + 1
+
     def edited(self, edits: Iterable[Edit], start: int = 0, end: int | None = None) -> str:
         """The text after all edits, or a part of it after those inside the part."""
         parts, at, end = [], start, len(self.data) if end is None else end

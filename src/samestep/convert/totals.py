@@ -40,7 +40,9 @@ class Totals(Following):
             self.seen_alike(node)
             return value
         if value.edits is None:
-            self.gap(node, f"{text} {value.of if isinstance(value.of, str) else 'is made of a share'}")
+            part, source = self._cause(node, value.of)
+            reason = value.of if isinstance(value.of, str) else "is made of a share"
+            self.found.gap(source, part, f"`{ast.unparse(part)}` {reason}")
         elif self.may_total():
             self.apply(value.edits)
             names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
@@ -58,6 +60,16 @@ class Totals(Following):
             )
             self.found.gap(batch.frame.source, shown, reason)
         return Value(of=_TOTAL, models=value.models)
+
+    def _cause(self, node: ast.expr, reason: object) -> tuple[ast.expr, Source]:
+        """The part of an expression that has no total; where it is a name, what the name was given."""
+        part: ast.AST | None = node if isinstance(reason, str) else None
+        while part is not None:
+            node = part  # type: ignore[assignment]
+            known = ((one, self.known.get(one)) for one in _parts(node))
+            part = next((one for one, of in known if of and of.of == reason and of.edits is None), None)
+        made = self.known[node].made if isinstance(node, ast.Name) and isinstance(reason, str) else None
+        return made[:2] if made else (node, self.source)
 
     def together(self, nodes: Sequence[ast.expr], values: Values) -> Values:
         """Of expressions that are computed with each other: beside what all ranks have, such as the targets of a whole
