@@ -1,12 +1,14 @@
 """compare() finds what differs between two states, measures it, and calls nothing the same that is not."""
 
 import math
+import random
 
 import pytest
 import torch
 from torch import nn
 
 from samestep.compare.compare import compare
+from samestep.train import streams
 
 
 def _net() -> dict[str, torch.Tensor]:
@@ -294,3 +296,13 @@ def test_a_difference_is_symmetric() -> None:
     assert one is not None
     assert other is not None
     assert (one.absolute, one.relative, one.bits) == (other.absolute, other.relative, other.bits)
+
+
+def test_a_random_stream_of_a_checkpoint_is_named() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    before = streams.capture()
+    assert compare({"streams": [before]}, {"streams": [before]}).verdict == "same"
+    random.random()
+    (found,) = compare({"streams": [before]}, {"streams": [streams.capture()]}).differences
+    assert found.name == "streams.0.python.1"

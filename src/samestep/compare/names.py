@@ -1,10 +1,12 @@
 """Gives every tensor and value of a state a dotted name without the prefixes of wrappers such as DDP."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None))
+_STREAMS = b'{"torch": "'  # as a checkpoint keeps the places of random streams
 
 Keys = tuple[object, ...]
 Flat = dict[str, object]
@@ -41,6 +43,8 @@ def flatten(state: object) -> tuple[Flat, set[str]]:
 
 
 def _leaves(keys: Keys, value: object, dropped: set[str]) -> Iterator[tuple[Keys, object]]:
+    if isinstance(value, bytes) and value.startswith(_STREAMS):
+        value = json.loads(value)
     if isinstance(value, Mapping):
         inner = _unwrapped(value, dropped)
     elif isinstance(value, (list, tuple)) and not all(isinstance(item, _PLAIN) for item in value):
