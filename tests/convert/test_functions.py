@@ -71,3 +71,10 @@ def test_a_copy_of_a_model_is_followed_as_the_model_is():
     lines += "        got.append(ema(x)[0])\nprint(torch.cat(got).std())\n"
     assert "print(samestep.gather(torch.cat(got)).std())" in _after(f"{BEGIN}{net}{lines}")
     assert not _of(f"{BEGIN}{net}{lines}").gaps
+
+
+def test_random_numbers_that_a_method_draws_for_a_sample_are_noted():
+    views = "class Views:\n    def view(self, x):\n        return x + torch.randn(4)\n"
+    views += "    def __getitem__(self, i):\n        return self.view(data[i])\n"
+    (note,) = _of(f"{BEGIN}{views}for x, y in train:\n{STEP}").notes
+    assert note.startswith("train.py:13: what a sample draws at random is seeded by sample")

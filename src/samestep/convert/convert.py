@@ -80,15 +80,12 @@ def convert(script: Path, is_written: bool = False) -> Conversion:
         check_parses(path, after)
     said = [f"{path.name}:{line}: {reason}" for path, line, reason in gaps]
     named = {path.name: source for path, source in sources.items()}
+    line, edits = rf"\b({'|'.join(map(re.escape, named))}):(\d+)", found.edits if is_written else ()
 
-    def lined(text: str) -> str:
-        return re.sub(r"([\w.-]+\.py):(\d+)", lambda at: f"{at[1]}:{line_of(at)}", text)
+    def placed(text: str) -> str:
+        return re.sub(line, lambda at: f"{at[1]}:{named[at[1]].line_after(int(at[2]), edits)}", text)
 
-    def line_of(at: re.Match[str]) -> str:
-        source = named.get(at[1]) if is_written else None
-        return str(source.line_after(int(at[2]), found.edits)) if source else at[2]
-
-    return Conversion(files, tuple(map(lined, said)), tuple(map(lined, found.notes)))
+    return Conversion(files, tuple(map(placed, said)), tuple(map(placed, found.notes)))
 
 
 def check_parses(path: Path, after: bytes) -> None:

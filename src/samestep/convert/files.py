@@ -19,6 +19,7 @@ _LISTED = {
 _FIRST = 'write it inside `with samestep.first(per="run"):`, and only where it is missing'
 _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
 _READS = re.compile(r"^open$|read|load|exists|isfile|fromtxt")
+_DRAWS = re.compile(r"\brandom\.|torch\.rand|normal\(")
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
@@ -52,8 +53,9 @@ def _without_module(followed: Follower, source: Source, node: ast.Attribute) -> 
 
 def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None:
     """Functions that are used somewhere, but by a way that was not followed; and draws for each sample."""
-    text = ast.unparse(node)
-    if node.name == "__getitem__" and re.search(r"\brandom\.|torch\.rand|normal\(", text):
+    text, of = ast.unparse(node), source.parents[node]
+    methods = [one for one in getattr(of, "body", ()) if getattr(one, "name", "__init__") != "__init__"]
+    if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(one)) for one in methods):
         remark = "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
         followed.found.note(source, node, remark)
     is_used = sum(one.data.count(node.name.encode()) for one in followed.modules) > 1

@@ -75,8 +75,8 @@ class Source:
 
     def line_after(self, line: int, edits: Iterable[Edit]) -> int:
         """Where a line stands after all edits."""
-        end = [*self._lines, len(self.data) + 1][line] - 1
-        return self.edited(edits, end=end).count("\n") + 1
+        end = (*self._lines[line : line + 1], len(self.data) + 1)[0]
+        return self.edited(edits, end=end - 1).count("\n") + 1
 
     def edited(self, edits: Iterable[Edit], start: int = 0, end: int | None = None) -> str:
         """The text after all edits, or a part of it after those inside the part."""

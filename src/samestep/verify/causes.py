@@ -209,8 +209,8 @@ def _of_the_gradient(found: Compared) -> Iterator[Cause]:
     is_summed = any(part.get("reduction") == "sum" for part in parts)
     if (is_small or is_summed) and not any(part.get("adds") for part in parts):
         yield Cause(remedies.SUM, "sum")
-    if any(part.get("count") for part in parts):
-        yield Cause(remedies.COUNT, "counts")
+    if lines := [part["line"] for part in parts if part.get("count")]:
+        yield Cause(remedies.COUNT.format(lines[0]), "counts")
     if factor and abs(factor - 1) > _APART and first.size != other.size:
         sentence = _scaled(found) or f"gradients are {factor:.3g} times those {first.at}"
         power = math.log(factor) / math.log(other.size / first.size)

@@ -87,8 +87,8 @@ SUM = (
     'loss="sum"), or divide the loss by len(y)'
 )
 COUNT = (
-    'the loss is divided by a count in each rank\'s share; write replicate(model, loss="sum") and divide the sum of '
-    "its terms by samestep.sum(count)"
+    "the loss is divided by a count in each rank's share ({}); compute it from samestep.gather(...) of what it is "
+    "given, or see docs/losses.md"
 )
 NO_SYNC = (
     "a step's last backward, or what reads or changes gradients, is inside no_sync ({}), where each rank has its own; "

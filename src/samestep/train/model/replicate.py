@@ -182,8 +182,8 @@ def _remark_own_statistics(model: torch.nn.Module) -> None:
     )
     if any(plain):
         joined().say(
-            "BatchNorm takes its statistics from each rank's share alone; replicate(model, sync_batchnorm=True) takes "
-            "them from the whole batch"
+            "BatchNorm takes its statistics from each rank's share alone; samestep run --same, or replicate(model, "
+            "same=True), takes them, and dropout's masks, as the serial script does"
         )
 
 

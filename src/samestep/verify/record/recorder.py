@@ -224,6 +224,7 @@ class Recorder:
             "forwards": self._forwards,
             "given": self._given,
             "turn": self._turn,
+            "line": users_line(),
         }
         self._parts.append(part | reduction | share)
         self._forwards = []
