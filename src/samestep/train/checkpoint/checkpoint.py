@@ -36,6 +36,7 @@ from samestep.train.checkpoint.parts import (
     checked_every,
     checked_parts,
     load_part,
+    place_of,
 )
 from samestep.train.checkpoint.stopping import CommonStep, StopRequests
 from samestep.train.checkpoint.writer import Writer, holder, of_element
@@ -144,7 +145,8 @@ class Checkpoint:
         if found is not None:
             where = "memory" if found.is_memory else path
             self._writer.committed = [0] if found.is_memory else self._place()
-            say(f"going on after step {self.steps} from {where}{of_element(meta)}")
+            places = "".join(place_of(*one) for one in self._loaders.items())
+            say(f"going on after step {self.steps} from {where}{of_element(meta)}{places}")
         return self.steps
 
     def step(self) -> None:

@@ -36,6 +36,18 @@ class Part(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+def place_of(name: str, loader: Loader[Any]) -> str:
+    """Where a loader goes on, for the author of the loop over it."""
+    state, size = loader.state_dict(), loader.batch_size
+    length, position = state.get("length"), state["position"]
+    done = f"{position} samples"
+    if length and size:
+        left = (length - position + (0 if loader.drop_last else size - 1)) // size
+        done = f"{len(loader) - left} of its {len(loader)} batches"
+        done += "" if left else ", so the loop over them is empty"
+    return f"; {name} is in epoch {state['epoch']}, after {done}"
+
+
 def checked_every(every: int | timedelta) -> int | timedelta:
     whole = isinstance(every, int) and not isinstance(every, bool) and every > 0
     if not whole and not (isinstance(every, timedelta) and every > timedelta(0)):
