@@ -42,10 +42,7 @@ def _diff(path: Path, before: bytes, after: bytes, context: int) -> list[str]:
 
 
 def convert(script: Path, is_written: bool = False) -> Conversion:
-    """What makes a serial script, and the files beside it that it imports, run on any number of processes.
-
-    Lines are named as they are, or as they are after the patch where it is written.
-    """
+    """What makes a serial script, and the files beside it that it imports, run on any number of processes."""
     sources: dict[Path, Source] = {}
 
     def read(path: Path) -> Source:

@@ -40,8 +40,8 @@ class Totals(Following):
             self.seen_alike(node)
             return value
         if value.edits is None:
-            part, source = self._cause(node, value.of)
             reason = value.of if isinstance(value.of, str) else "is made of a share"
+            part, source = self._cause(node, reason)
             self.found.gap(source, part, f"`{ast.unparse(part)}` {reason}")
         elif self.may_total():
             self.apply(value.edits)
@@ -61,14 +61,13 @@ class Totals(Following):
             self.found.gap(batch.frame.source, shown, reason)
         return Value(of=_TOTAL, models=value.models)
 
-    def _cause(self, node: ast.expr, reason: object) -> tuple[ast.expr, Source]:
+    def _cause(self, node: ast.AST, reason: str) -> tuple[ast.AST, Source]:
         """The part of an expression that has no total; where it is a name, what the name was given."""
-        part: ast.AST | None = node if isinstance(reason, str) else None
-        while part is not None:
-            node = part  # type: ignore[assignment]
-            known = ((one, self.known.get(one)) for one in _parts(node))
-            part = next((one for one, of in known if of and of.of == reason and of.edits is None), None)
-        made = self.known[node].made if isinstance(node, ast.Name) and isinstance(reason, str) else None
+        parts = [one for one in _parts(node) if one in self.known and self.known[one].edits is None]
+        if inner := [part for part in parts if self.known[part].of == reason]:
+            return self._cause(inner[0], reason)
+        known = self.known[node]
+        made = known.made if isinstance(node, ast.Name) and known.of == reason else None
         return made[:2] if made else (node, self.source)
 
     def together(self, nodes: Sequence[ast.expr], values: Values) -> Values:

@@ -125,8 +125,7 @@ class Sum:
 
 
 def other(reason: object, *values: Value, edits: tuple[ast.expr, ...] | None = None) -> Value:
-    """A value that depends on the share in a way that has no name; what is known of its parts says more, first of one
-    that has no total."""
+    """A value that depends on the share in a way that has no name; what is known of its parts says more."""
     ordered = sorted(values, key=lambda value: value.edits is not None)
     said = [value.of for value in ordered if value.is_shared and isinstance(value.of, str)]
     return Value(Kind.OTHER, str((*said, reason)[0]), edits=edits)
