@@ -180,8 +180,8 @@ def read(
     with _opened(file, dir_fd) as fd:
         outline = _outline(fd)
         _believe(fd, outline)
-        room = room or _bytes_room
-        rooms = [(_bytes_room if blob.dtype == "bytes" else room)(blob) for blob in outline.blobs]
+        room = room or room_of_bytes
+        rooms = [(room_of_bytes if blob.dtype == "bytes" else room)(blob) for blob in outline.blobs]
         _pull(fd, outline, [memory for memory, _ in rooms])
         values = [value() for _, value in rooms]
         return Unpacker(outline.blobs, values).unpack(outline.tree), outline.meta
@@ -332,7 +332,7 @@ def _check_kind(found: os.stat_result, directory: os.stat_result | None) -> None
         raise Bad(f"belongs to user {found.st_uid}, and its directory to user {directory.st_uid}")
 
 
-def _bytes_room(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
+def room_of_bytes(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
     memory = bytearray(blob.nbytes)
     return memoryview(memory), lambda: bytes(memory)
 

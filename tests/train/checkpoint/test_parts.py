@@ -1,6 +1,7 @@
 """What a checkpoint is made of: parts, datasets and files that are odd, and several checkpoints at once."""
 
 import re
+import shutil
 
 from samestep.state import file
 
@@ -169,3 +170,84 @@ def test_a_commit_is_written_also_where_no_thread_can_be_started(run, tmp_path):
     codes, said = run(source, 1, tmp_path / "commits")
     assert codes == [0], said
     assert steps(tmp_path / "commits") == [4, 3]
+
+
+def test_a_dict_keeps_the_sums_of_every_rank_in_the_middle_of_an_epoch_and_at_its_last_step(run, tmp_path):
+    source = """
+        seen = {"step": 0, "loss": 0.0, "best": {"loss": None, "epochs": []}, "hits": torch.zeros(2)}
+        best = seen["best"]
+        directory, last = sys.argv[1], int(sys.argv[2])
+        checkpoint = samestep.Checkpoint(
+            directory, every=1, model=model, optimizer=optimizer, train=train, seen=seen
+        )
+        checkpoint.resume()
+        for epoch in train.epochs(2):
+            for x, in train:
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen["step"] += 1
+                seen["loss"] += loss.item() * len(x)
+                seen["hits"] += x[0, :2]
+                checkpoint.step()
+                if seen["step"] == last:
+                    checkpoint.finish()
+                    sys.exit()
+            mean = samestep.sum(seen["loss"]) / 12
+            best["loss"] = mean if best["loss"] is None else min(mean, best["loss"])
+            best["epochs"].append(epoch)
+            print("epoch", epoch, mean, best, seen["step"], seen["hits"])
+            seen["loss"] = 0.0
+    """
+
+    def printed(size, last, name):
+        codes, said = run(source, size, tmp_path / f"{name}{size}", last)
+        assert codes == [0] * size, said
+        return [re.findall("^epoch .*", one, re.MULTILINE) for one in said], said[0]
+
+    for size in (1, 2):
+        whole, _ = printed(size, -1, "whole")
+        assert len(whole[0]) == 2
+        assert printed(size, 3, "cut")[0] == [[]] * size
+        first, said = printed(size, 4, "cut")
+        assert said.endswith("; train is in epoch 0, after 3 of its 4 batches\n")
+        assert first == [[]] * size
+        second, said = printed(size, 6, "cut")
+        assert said.splitlines()[0].endswith(
+            "; train is in epoch 0, after 4 of its 4 batches, so the loop over them is empty"
+        )
+        rest, _ = printed(size, -1, "cut")
+        assert [a + b for a, b in zip(second, rest, strict=True)] == whole
+    printed(2, 3, "other")
+    shutil.move(tmp_path / "other2", tmp_path / "other1")
+    codes, (said,) = run(source, 1, tmp_path / "other1", -1)
+    assert codes == [1]
+    assert "seen has other values on each of its 2 ranks, and this run has 1; go on with 2" in said
+
+
+def test_a_dict_takes_its_values_to_another_number_of_ranks_where_they_are_alike(run, tmp_path):
+    source = """
+        seen = {"steps": 0, 7: (1, b"two"), "nan": float("nan"), "empty": torch.ones(0, 3)}
+        for parts in ({"seen": {"best": world}}, {"optimizer": optimizer.state_dict()}):
+            try:
+                samestep.Checkpoint(sys.argv[1], **parts)
+            except samestep.UsageError as error:
+                print(error)
+        checkpoint = samestep.Checkpoint(sys.argv[1], model=model, seen=seen)
+        if checkpoint.resume():
+            print(seen)
+        seen.update(steps=torch.tensor([2.5]).numpy().sum(), **{"half": torch.tensor([0.1]).half()})
+        checkpoint.step()
+        checkpoint.commit(wait=True)
+        seen["odd"] = {"set": {1}}
+        checkpoint.commit()
+    """
+    for size in (2, 3):
+        codes, said = run(source, size, tmp_path / "commits")
+        assert codes == [1] * size
+        assert "UsageError: seen.odd.set is a set, which a checkpoint cannot carry" in said[0]
+        assert said[0].startswith("seen.best is a World, which a checkpoint cannot carry")
+        assert "\nCheckpoint cannot keep optimizer, a dict without state_dict and load_state_dict" in said[0]
+    kept = "{'steps': 2.5, 7: (1, b'two'), 'nan': nan, 'empty': tensor([], size=(0, 3)), 'half': tensor([0.1000], "
+    assert all(kept in one for one in said), said

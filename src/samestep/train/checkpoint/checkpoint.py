@@ -1,7 +1,7 @@
 """A run that can be stopped, killed and moved: its whole state is committed, and it goes on from there.
 
 Covered: what has a `state_dict`, the random streams of every rank, which samples were consumed (a hash chain),
-and what produced it all. Not covered: what the script keeps in variables of its own.
+and what produced it all. Not covered: variables of the script that are in no part.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from samestep.train.checkpoint.parts import (
     ACCEPTED_AS,
     OWN,
     Part,
+    Values,
     check_state,
     checked_every,
     checked_parts,
@@ -64,7 +65,8 @@ class Checkpoint:
     keep: how many good commits stay, at least 2. Older ones are removed. Default 2.
     accept: what may differ from the run that committed: "dataset", "batch_size", "seed", "order" (shuffle and
         drop_last), or several of them. Default (): `resume` refuses each such change.
-    **parts: what is committed, by name: anything with state_dict and load_state_dict, loaders too.
+    **parts: what is committed, by name: anything with state_dict and load_state_dict, loaders too, and dicts of
+        numbers, text, tensors, lists and dicts, which `resume` updates in place.
 
     Raises UsageError if an argument cannot be used. `resume` raises CheckpointError if what was committed is of another
     run, or if there are commits and none is good.
@@ -81,7 +83,7 @@ class Checkpoint:
         every: int | timedelta = timedelta(minutes=10),
         keep: int = 2,
         accept: str | Collection[str] = (),
-        **parts: Part,
+        **parts: Part | dict[str, Any],
     ) -> None:
         """Collective. Make it on every rank, with the same parts."""
         self.steps = self._asked_at = self._remember_at = 0
@@ -93,7 +95,7 @@ class Checkpoint:
             raise UsageError(
                 f"accept got {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(ACCEPTED_AS.values()))}"
             )
-        self._parts = checked_parts(unnamed, parts)
+        self._parts = checked_parts(unnamed, parts, self._group)
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
         for one in self._loaders.values():
             one.keep_ledger(self.finish)
@@ -207,6 +209,9 @@ class Checkpoint:
 
     def _gathered_streams(self) -> list[bytes]:
         """Collective. Every rank's random streams; an error where the ranks consumed other samples."""
+        for part in self._parts.values():
+            if isinstance(part, Values):
+                part.gather()
         ledgers = hashlib.sha256(b"".join(loader.ledger for loader in self._loaders.values())).digest()
         ranks = self._group.all_gather("samestep.Checkpoint.commit", ledgers + streams.capture())
         others = [rank for rank, sent in enumerate(ranks) if sent[:32] != ledgers]

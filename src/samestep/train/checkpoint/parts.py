@@ -14,9 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.text import printable
 from samestep.train import streams
+from samestep.train.checkpoint import capture
 from samestep.train.data.loader import Loader
+from samestep.train.group.group import Group
 
 OWN = "samestep"
+# of an optimizer, a scheduler, a scaler, a loader: a copy, into which nothing can be loaded
+_OF_STATE_DICTS = {"param_groups", "_step_count", "_growth_tracker", "fingerprint"}
 ACCEPTED_AS = {
     "length": "dataset",
     "fingerprint": "dataset",
@@ -34,6 +38,44 @@ class Part(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Values:
+    """A dict of the script's own as a part: every rank's values, once where they are alike."""
+
+    def __init__(self, name: str, values: dict[str, Any], group: Group) -> None:
+        capture.bulk({name: values})
+        self._name, self._values, self._group = name, values, group
+        self._of_ranks = [{name: values}]
+
+    def gather(self) -> None:
+        """Collective. Take every rank's values of now."""
+        mine = capture.message_of({self._name: self._values})
+        sent = self._group.all_gather("samestep.Checkpoint.commit", mine)
+        self._of_ranks = [capture.of_message(one) for one in (sent if len(set(sent)) > 1 else sent[:1])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of_ranks": [one[self._name] for one in self._of_ranks]}
+
+    def load_state_dict(self, state: Any) -> None:
+        world, of_ranks = self._group.world, state["of_ranks"]
+        if len(of_ranks) not in (1, world.size):
+            raise CheckpointError(
+                f"the checkpoint's {self._name} has other values on each of its {len(of_ranks)} ranks, and this run "
+                f"has {world.size}; go on with {len(of_ranks)}, or keep in it what samestep.sum or mean returns"
+            )
+        _update(self._values, of_ranks[world.rank % len(of_ranks)], world.device)
+
+
+def _update(now: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
+    """In place; a tensor goes to where the one is that it replaces, or to the device that the run trains on."""
+    for key, value in saved.items():
+        before = now.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            _update(before, value, device)
+        else:
+            there = before.device if isinstance(before, Tensor) else device
+            now[key] = value.to(there) if isinstance(value, Tensor) else value
 
 
 def place_of(name: str, loader: Loader[Any]) -> str:
@@ -57,7 +99,7 @@ def checked_every(every: int | timedelta) -> int | timedelta:
     return every
 
 
-def checked_parts(unnamed: Sequence[Any], parts: Mapping[str, Any]) -> dict[str, Part]:
+def checked_parts(unnamed: Sequence[Any], parts: Mapping[str, Any], group: Group) -> dict[str, Part]:
     if unnamed:
         raise UsageError(
             f"Checkpoint got a {type(unnamed[0]).__name__} without a name; write Checkpoint(directory, model=model, "
@@ -69,13 +111,16 @@ def checked_parts(unnamed: Sequence[Any], parts: Mapping[str, Any]) -> dict[str,
         )
     if OWN in parts:
         raise UsageError(f"Checkpoint keeps its own state as {OWN}; give your part another name")
+    made: dict[str, Part] = {}
     for name, part in parts.items():
-        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+        is_own = type(part) is dict and not part.keys() & _OF_STATE_DICTS
+        made[name] = Values(name, part, group) if is_own else part
+        if not hasattr(made[name], "state_dict") or not hasattr(made[name], "load_state_dict"):
             raise UsageError(
                 f"Checkpoint cannot keep {name}, a {type(part).__name__} without state_dict and load_state_dict; "
-                "leave it out, or give it both"
+                "give what has both, or a dict of values of your own"
             )
-    return dict(parts)
+    return made
 
 
 def load_part(name: str, part: Part, state: Any) -> None:
