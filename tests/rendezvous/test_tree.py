@@ -289,5 +289,7 @@ def test_what_a_launcher_of_another_version_says_of_its_end_ends_in_a_sentence(r
     os._exit(0)
     """
     found = [one.splitlines() for one in said(ranks(work, 3))]
-    lost = f"rank 1 ({os.uname().nodename}) was lost: it sends what is no message"
-    assert [found[0], found[2]] == [[lost, f"[] {lost}"]] * 2
+    lost = r"rank 1( \(.+\))? was lost: it sends what is no message"  # which host, the one that found it may not know
+    for of_gather, of_news in (found[0], found[2]):
+        assert re.fullmatch(lost, of_gather)
+        assert re.fullmatch(r"\[\] " + lost, of_news)

@@ -19,7 +19,10 @@ _MOVES = "moves samples within a batch"
 _COMPARES = "compares the samples of a batch"
 _MOVING = {"flip", "roll"}
 _COMPARING = {"sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"}
-_PICKS = {"select", "slice", "split", "split_with_sizes", "unbind", "index", "index_select", "gather"}
+_PICKS = {
+    *("select", "slice", "split", "split_with_sizes", "unbind", "index", "index_select", "gather"),
+    "_pack_padded_sequence",  # which takes lengths that were sorted with the samples
+}
 IN_PLACE = {"add_", "sub_", "mul_", "div_"}
 # of averages over samples these are such, and of two of them products are none
 _LINEAR = {

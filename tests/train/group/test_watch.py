@@ -121,7 +121,7 @@ def test_a_real_launcher_hears_the_code_of_the_rank_that_left_first(tmp_path, la
     env = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
     ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     said = ended.stdout + ended.stderr
-    assert "samestep: rank 1 of 2 left the script at train.py:5 with exit code 7\n" in said
+    assert "samestep: rank 1 of 2 left the script at train.py:5 with exit code 7" in said
     assert re.search(says, said.rpartition("first")[2]), said
 
 
@@ -155,7 +155,9 @@ def test_a_rank_that_left_and_does_not_end_is_named_under_another_launcher_and_s
             nest.look(0.2)
         ((tmp_path / "runs").glob("*/run.json").__next__().parent / "stop").touch()
         assert nest.wait(ranks, 40) == [143, 143]
-        assert "samestep: rank 0 is ended by `samestep stop`" in ranks[0].said
+        assert any(
+            "is ended by `samestep stop`" in rank.said for rank in ranks
+        )  # one may hear it of the other
     finally:
         for rank in ranks:
             end_group(rank)
