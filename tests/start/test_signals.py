@@ -69,7 +69,8 @@ def test_signals_reach_the_workers_whose_exit_code_counts(launcher, number):
         f"""
         import signal, sys, time
         signal.signal({int(number)}, lambda *_: sys.exit(75))
-        print("ready", file=open("ready", "a"), flush=True)
+        ready = open("ready", "a")  # Python would drop what a handler raises while it closes a file without a name
+        print("ready", file=ready, flush=True)
         time.sleep(100)
         """
     )
