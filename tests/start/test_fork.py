@@ -303,3 +303,19 @@ def test_a_run_that_cannot_have_a_warm_process_is_started_by_python(launcher):
     assert said.read_text().count("ImportError: no torch here") == 1  # it is not tried again
     code, out, _ = launcher.run("-n", "1", "--fork", "--no-python", "echo", "a program")
     assert (code, out) == (0, "a program\n")
+
+
+def test_a_child_that_ends_leaves_what_is_known_of_its_rank(launcher):
+    launcher.write(
+        """
+        import multiprocessing, os, samestep
+        from samestep.rundir import pulse_of, read_pulse
+        world = samestep.init()
+        child = multiprocessing.get_context("fork").Process(target=os.getpid)
+        child.start()
+        child.join()
+        print(read_pulse(pulse_of(os.environ, world.rank)).phase)
+        """
+    )
+    code, out, err = launcher.run("-n", "2", "--fork", "train.py")
+    assert (code, out) == (0, "user\n"), err

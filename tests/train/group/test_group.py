@@ -5,7 +5,7 @@ from textwrap import dedent
 import pytest
 
 LEAKS = """
-    import os, sys, time
+    import gc, os, sys, time, weakref
     from pathlib import Path
     import psutil, torch, samestep
     from samestep.rendezvous.listen import hold_port
@@ -41,7 +41,7 @@ LEAKS = """
         assert samestep.sum(1) == size
         return model.weight.sum().item()
 
-    seen, results = [], set()
+    seen, results, groups = [], set(), []
     for number in range(20):
         size = (2, 3, 1)[number % 3]
         if rank >= size:
@@ -52,12 +52,16 @@ LEAKS = """
         assert samestep.init().size == size
         torch.set_num_threads(2)
         results.add(train(size))
+        groups.append(weakref.ref(group.joined()))
         group.close()
         held and held.close()
         assert dict(os.environ) == joined, "variables of a closed group were left"
         assert torch.get_num_threads() == 2
         seen.append((me.num_threads(), me.num_fds(), len(me.net_connections()), me.memory_info().rss))
     settled = seen[len(seen) // 2 - 1]
+    gc.unfreeze()
+    gc.collect()
+    assert not any(one() for one in groups), "a closed group is kept"
     print(*settled, *seen[-1], sep=",")
     assert max(results) - min(results) <= (0 if exact else 1e-6 * abs(max(results))), results
 """

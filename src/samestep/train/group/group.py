@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -85,8 +84,6 @@ class Group:
         self._exits = [(home, name, getattr(home, name)) for home, name in _EXITS if hasattr(home, name)]
         for home, name, _ in self._exits:
             setattr(home, name, self._note_exit)
-        # before Python waits for threads and calls what the script has registered, which may take long
-        threading._register_atexit(self._note_end_of_script)  # type: ignore[attr-defined]
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
@@ -311,8 +308,9 @@ class Group:
         self._left, self._exit_code = f"{LEFT} {users_line()}", status[0] if status else None
         raise SystemExit(*status)
 
-    def _note_end_of_script(self) -> None:
-        if self._tree is not None and self.failed is None:
+    def note_end_of_script(self) -> None:
+        """Local. Its last line was run; what it has forked may go on as it likes."""
+        if self._tree is not None and self.failed is None and os.getpid() == self._pid:
             left = self._left or left_at(self._script)
             self.enter("end", left)
             self._left = left

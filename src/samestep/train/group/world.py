@@ -5,6 +5,7 @@ import gc
 import os
 import platform
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -187,7 +188,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     _group = Group(world, store, changed, timeout, output, pulse)
     if tree is not None:
         _draw_alike(_group)
-        gc.freeze()  # what was imported is no garbage, and at the end Python would search it for half a second
+        _make_end_short()
 
 
 def _open_process_group(
@@ -222,13 +223,27 @@ def _open_process_group(
     return places
 
 
-@cache
 def _draw_alike(group: Group) -> None:
     """Collective. Where the script has given torch no seed, all ranks go on in rank 0's stream, as if seeded alike."""
     own = torch.get_rng_state().numpy().tobytes() if torch.initial_seed() >= _DRAWN_SEED else b""
     first = group.broadcast("samestep.init", own)
     if own and first:
         torch.set_rng_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
+
+
+@cache
+def _make_end_short() -> None:
+    """Once in a process: what was imported is no garbage, and at the end Python would search it for half a second.
+
+    The script's end is noted before Python waits for threads and calls what the script has registered.
+    """
+    gc.freeze()
+    threading._register_atexit(_note_end_of_script)  # type: ignore[attr-defined]
+
+
+def _note_end_of_script() -> None:
+    if _group is not None:
+        _group.note_end_of_script()
 
 
 def _leave(pid: int) -> None:
