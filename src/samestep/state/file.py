@@ -180,11 +180,27 @@ def read(
     with _opened(file, dir_fd) as fd:
         outline = _outline(fd)
         _believe(fd, outline)
-        room = room or room_of_bytes
-        rooms = [(room_of_bytes if blob.dtype == "bytes" else room)(blob) for blob in outline.blobs]
+        rooms = _rooms(outline.blobs, room)
         _pull(fd, outline, [memory for memory, _ in rooms])
         values = [value() for _, value in rooms]
         return Unpacker(outline.blobs, values).unpack(outline.tree), outline.meta
+
+
+def message_of(packed: Packed) -> bytes:
+    """A small state as a message, the same bytes where it has the same values."""
+    return b"".join([len(packed.header).to_bytes(8), packed.header, *packed.buffers])
+
+
+def of_message(message: bytes, room: Room | None = None) -> Any:
+    """The state of a message; `room` as in `read`."""
+    at = 8 + int.from_bytes(message[:8])
+    _, table, tree = _described(message[8:at])
+    blobs, values = _blobs(table, len(table)), []
+    for blob, (memory, value) in zip(blobs, _rooms(blobs, room), strict=True):
+        memory[:] = message[at : at + blob.nbytes]
+        values.append(value())
+        at += blob.nbytes
+    return Unpacker(blobs, values).unpack(tree)
 
 
 def listing(directory: str | os.PathLike[str] | int) -> list[Entry]:
@@ -332,7 +348,11 @@ def _check_kind(found: os.stat_result, directory: os.stat_result | None) -> None
         raise Bad(f"belongs to user {found.st_uid}, and its directory to user {directory.st_uid}")
 
 
-def room_of_bytes(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
+def _rooms(blobs: Iterable[Blob], room: Room | None) -> list[tuple[memoryview, Callable[[], object]]]:
+    return [(_room_of_bytes if blob.dtype == "bytes" or room is None else room)(blob) for blob in blobs]
+
+
+def _room_of_bytes(blob: Blob) -> tuple[memoryview, Callable[[], object]]:
     memory = bytearray(blob.nbytes)
     return memoryview(memory), lambda: bytes(memory)
 

@@ -4,7 +4,6 @@ Covered: all dtypes models are made of, any strides, tied tensors (written once,
 Not covered: sparse, quantised and meta tensors and tensor subclasses; they are refused by their place.
 """
 
-import json
 import os
 import shutil
 import tempfile
@@ -17,7 +16,7 @@ from torch.nn import Parameter
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.state import file as state_file
-from samestep.state.tree import ITEMSIZE, Blob, Packer, Unpacker
+from samestep.state.tree import ITEMSIZE, Blob, Packer
 from samestep.train.group.group import Group
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE if name != "bytes"}
@@ -87,21 +86,12 @@ def received(size: int, root: str, group: Group) -> Any:
 
 def message_of(state: object) -> bytes:
     """Local. A small state as a message, the same bytes where it has the same values."""
-    packed = pack(state)
-    return b"".join([len(packed.header).to_bytes(8), packed.header, *packed.buffers])
+    return state_file.message_of(pack(state))
 
 
 def of_message(message: bytes) -> Any:
     """Local. The state of a message, its tensors on the CPU."""
-    at = 8 + int.from_bytes(message[:8])
-    outline = json.loads(message[8:at])
-    blobs, values = [Blob(dtype, tuple(shape)) for dtype, shape in outline["blobs"]], []
-    for blob in blobs:
-        memory, value = state_file.room_of_bytes(blob) if blob.dtype == "bytes" else _room(blob)
-        memory[:] = message[at : at + blob.nbytes]
-        values.append(value())
-        at += blob.nbytes
-    return Unpacker(blobs, values).unpack(outline["tree"])
+    return state_file.of_message(message, _room)
 
 
 def _key(tensor: Tensor, where: str) -> tuple[Hashable, Blob]:

@@ -180,7 +180,7 @@ class Checkpoint:
         self._hold()
         self._asked_at = self.steps
         self._group.the(Replicas).settle()
-        kept = self._gathered_streams()
+        kept = self._gather()
         if self._world.rank == 0 and self._writer.is_free(is_patient):
             self._writer.start(*self._state(kept), self._place())
 
@@ -189,7 +189,7 @@ class Checkpoint:
         again_at = self._writer.remembers_next(self.steps)
         self._remember_at = self._group.broadcast("samestep.Checkpoint.step", again_at)
         self._group.the(Replicas).settle()
-        kept = self._gathered_streams()
+        kept = self._gather()
         if self._world.rank == 0 and not self._writer.is_writing:
             self._writer.remember(*self._state(kept), self.steps, began)
 
@@ -207,8 +207,8 @@ class Checkpoint:
             raise CheckpointError(failure, path=self._directory.directory)
         self._is_held = True
 
-    def _gathered_streams(self) -> list[bytes]:
-        """Collective. Every rank's random streams; an error where the ranks consumed other samples."""
+    def _gather(self) -> list[bytes]:
+        """Collective. Take every rank's values, and its random streams; an error where ranks consumed other samples."""
         for part in self._parts.values():
             if isinstance(part, Values):
                 part.gather()

@@ -44,18 +44,17 @@ class Values:
     """A dict of the script's own as a part: every rank's values, once where they are alike."""
 
     def __init__(self, name: str, values: dict[str, Any], group: Group) -> None:
-        capture.bulk({name: values})
         self._name, self._values, self._group = name, values, group
-        self._of_ranks = [{name: values}]
+        self._messages = [capture.message_of({name: values})]
 
     def gather(self) -> None:
         """Collective. Take every rank's values of now."""
         mine = capture.message_of({self._name: self._values})
         sent = self._group.all_gather("samestep.Checkpoint.commit", mine)
-        self._of_ranks = [capture.of_message(one) for one in (sent if len(set(sent)) > 1 else sent[:1])]
+        self._messages = sent if len(set(sent)) > 1 else sent[:1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of_ranks": [one[self._name] for one in self._of_ranks]}
+        return {"of_ranks": [capture.of_message(one)[self._name] for one in self._messages]}
 
     def load_state_dict(self, state: Any) -> None:
         world, of_ranks = self._group.world, state["of_ranks"]
