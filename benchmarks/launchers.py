@@ -70,7 +70,7 @@ def table(rows: Rows) -> list[str]:
     return [
         *lines,
         "",
-        f"Medians of {max(row['runs'] for row in rows)} round(s) on cores that other programs used too.",
+        f"Medians of {max(row['runs'] for row in rows)} round(s).",
     ]
 
 

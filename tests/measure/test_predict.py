@@ -69,6 +69,11 @@ def test_a_link_is_found_again_in_the_times_of_its_all_reduces():
     )
 
 
+def test_what_a_burst_carries_does_not_make_a_link_faster():
+    sweep = [(4096, 1e-4), *((size, 1e-4 + (size - 65536) / 25e6) for size in (1 << 19, 1 << 21, 1 << 23))]
+    assert link_from_sweep(sweep, 2).bandwidth == pytest.approx(25e6, rel=1e-3)
+
+
 def test_a_link_that_was_measured_beside_other_programs_is_refused():
     disturbed = (
         (0.005, 0.002, 0.004, 0.0055),

@@ -199,11 +199,13 @@ def measure_link() -> Link:
 
 
 def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo: bool = True) -> Link:
-    """Latency from the smallest all-reduce, bandwidth from the largest three: what lies between, a burst may carry."""
-    latency_s = sweep[0][1]
-    above = [((seconds - latency_s) / seconds, num_bytes / seconds) for num_bytes, seconds in sweep[-3:]]
-    slope = sum(y * x for y, x in above) / sum(x * x for _, x in above)  # least squares on the relative error
-    if slope <= 0 or sweep[-1][1] < 1.2 * latency_s:
+    """Latency from the smallest all-reduce, bandwidth from how much longer larger ones take than each other.
+
+    The first bytes of each may be carried by a burst, and would make the link look faster than it is.
+    """
+    took, latency_s = [seconds for _, seconds in sweep], sweep[0][1]
+    slope = linear_regression([num_bytes for num_bytes, _ in sweep[-3:]], took[-3:]).slope
+    if slope <= 0 or min(took) < 0.8 * latency_s or took[-1] < 1.2 * latency_s:
         raise WorkerFailed("the link cannot be measured while the machine is so busy; give it with --link")
     steps = 4 * (size - 1) if is_gloo else 2 * (size - 1)
     return Link(2 * (size - 1) / size / slope, latency_s / steps, is_gloo)

@@ -15,7 +15,7 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from errno import EINVAL, ELOOP, ENOSYS, EOPNOTSUPP
 from typing import Any, NamedTuple, NoReturn
@@ -147,7 +147,8 @@ def write(fd: int, packed: Packed, seal: Seal = Seal()) -> bytes:  # noqa: B008
                 raise
     in_pieces = [piece for buffer in packed.buffers for piece in pieces(buffer)]
     # two threads hash while this one writes and waits for the disk; more would take cores from the training
-    with in_threads(2, piece_digest, in_pieces) as hashed:
+    hashing = in_threads(2, piece_digest, in_pieces)
+    with hashing if packed.bulk > PIECE else nullcontext(map(piece_digest, in_pieces)) as hashed:
         write_all(fd, packed.start, _padded(packed.buffers))
         digests = b"".join(blob_digest(hashed, len(buffer)) for buffer in packed.buffers)
     body = packed.header + digests

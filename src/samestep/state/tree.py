@@ -42,7 +42,7 @@ class Blob(NamedTuple):
 
 
 Path = tuple[str | int, ...]
-Leaf = Callable[[object, str], tuple[Hashable, Blob, Callable[[], memoryview]] | None]
+Leaf = Callable[[object, Path], tuple[Hashable, Blob, Callable[[], memoryview]] | None]
 
 
 class Bad(Exception):
@@ -84,15 +84,14 @@ class Packer:
         return [key, self.node(value, (*where, key))]
 
     def foreign(self, value: object, where: Path) -> Any:
+        if found := self.leaf(value, where):
+            return {"tensor": self.blob(*found)}
         if type(plain := _number(value)) in _PLAIN:
             return self.node(plain, where)
-        found = self.leaf(value, place(where))
-        if found is None:
-            raise UsageError(
-                f"{place(where)} is a {type(value).__name__}, which a checkpoint cannot carry; "
-                "give tensors, numbers, str, bytes, bool, None, or dicts, lists and tuples of them"
-            )
-        return {"tensor": self.blob(*found)}
+        raise UsageError(
+            f"{place(where)} is a {type(value).__name__}, which a checkpoint cannot carry; "
+            "give tensors, numbers, str, bytes, bool, None, or dicts, lists and tuples of them"
+        )
 
     def blob(self, key: Hashable, blob: Blob, memory: Callable[[], memoryview]) -> int:
         """The blob's place in the table; what has the same key is the same memory and is written once."""

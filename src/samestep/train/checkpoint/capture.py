@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.state import file as state_file
-from samestep.state.tree import ITEMSIZE, Blob, Packer
+from samestep.state.tree import ITEMSIZE, Blob, Packer, Path, place
 from samestep.train.group.group import Group
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE if name != "bytes"}
@@ -33,7 +33,7 @@ def pack(
     """
     used = 0
 
-    def leaf(value: object, where: str) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:
+    def leaf(value: object, where: Path) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:
         if not isinstance(value, Tensor):
             return None
         tensor = value.detach()
@@ -45,9 +45,13 @@ def pack(
         if used + nbytes > len(into):
             raise UsageError(f"the state does not fit into {len(into)} bytes; give it `Packed.bulk` of them")
         target = into[used : used + nbytes]
-        target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
         used += -(-nbytes // state_file.ALIGN) * state_file.ALIGN
-        return target.numpy().data
+        memory = target.numpy().data
+        if tensor.is_cpu:
+            memory[:] = _bytes(tensor)
+        else:
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        return memory
 
     return state_file.pack(state, meta, leaf)
 
@@ -55,7 +59,7 @@ def pack(
 def bulk(state: object) -> int:
     """Local. The bytes that `pack` takes of `into`, found without a copy of anything, from a device say."""
 
-    def leaf(value: object, where: str) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:
+    def leaf(value: object, where: Path) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:
         return (*_key(value, where), lambda: memoryview(b"")) if isinstance(value, Tensor) else None
 
     packer = Packer(leaf)
@@ -94,7 +98,7 @@ def of_message(message: bytes) -> Any:
     return state_file.of_message(message, _room)
 
 
-def _key(tensor: Tensor, where: str) -> tuple[Hashable, Blob]:
+def _key(tensor: Tensor, where: Path) -> tuple[Hashable, Blob]:
     _refuse_foreign(tensor, where)
     # the very same memory seen the same way is one tensor, as with tied weights
     look = (tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -102,12 +106,14 @@ def _key(tensor: Tensor, where: str) -> tuple[Hashable, Blob]:
     return (look, blob) if tensor.numel() else None, blob
 
 
-def _refuse_foreign(value: Tensor, where: str) -> None:
+def _refuse_foreign(value: Tensor, where: Path) -> None:
     if type(value) not in (Tensor, Parameter):
-        raise UsageError(f"{where} is a {type(value).__name__}; give the plain tensor it stands for")
+        raise UsageError(f"{place(where)} is a {type(value).__name__}; give the plain tensor it stands for")
     if value.layout is not torch.strided or value.dtype not in _NAMES or value.device.type == "meta":
         kind = f"{str(value.layout).removeprefix('torch.')} {str(value.dtype).removeprefix('torch.')}"
-        raise UsageError(f"{where} is a {kind} tensor on {value.device}; give a dense one that holds values")
+        raise UsageError(
+            f"{place(where)} is a {kind} tensor on {value.device}; give a dense one that holds values"
+        )
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -7,7 +7,6 @@ and what produced it all. Not covered: variables of the script that are in no pa
 import hashlib
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -16,9 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import samestep
 from samestep.errors import CheckpointError, RanksDiffer, SamestepError, UsageError
 from samestep.rendezvous.member import say
 from samestep.rundir import CHECKPOINTED
@@ -40,7 +36,7 @@ from samestep.train.checkpoint.parts import (
     place_of,
 )
 from samestep.train.checkpoint.stopping import CommonStep, StopRequests
-from samestep.train.checkpoint.writer import Writer, holder, of_element
+from samestep.train.checkpoint.writer import Writer, holder, of_element, origin
 from samestep.train.data.loader import Loader
 from samestep.train.draws import Draws
 from samestep.train.group.control import users_line
@@ -108,6 +104,8 @@ class Checkpoint:
         slots = None if others else slots_of(os.environ)  # they hold the state of one
         self._writer = Writer(self._directory, self._world.device, self._note_commit, slots)
         self._commit_seconds, self._told_of_limit, self._is_held = 1.0, False, False
+        # random streams at the last commit: this rank's digest, and all that is known of each rank's
+        self._drawn, self._streams = b"", [b""] * self._world.size
         self._common = CommonStep(self._group, len(others), lambda pace: any(self._reasons(pace)))
         others.append(self)
 
@@ -180,18 +178,16 @@ class Checkpoint:
         self._hold()
         self._asked_at = self.steps
         self._group.the(Replicas).settle()
-        kept = self._gather()
+        self._gather()
         if self._world.rank == 0 and self._writer.is_free(is_patient):
-            self._writer.start(*self._state(kept), self._place())
+            self._writer.start(*self._state(), self._place())
 
     def _remember(self, began: float) -> None:
         """Collective. Keep the state in the launcher's memory, from where a restart takes it."""
-        again_at = self._writer.remembers_next(self.steps)
-        self._remember_at = self._group.broadcast("samestep.Checkpoint.step", again_at)
         self._group.the(Replicas).settle()
-        kept = self._gather()
+        self._remember_at = self._gather(self._writer.remembers_next(self.steps))
         if self._world.rank == 0 and not self._writer.is_writing:
-            self._writer.remember(*self._state(kept), self.steps, began)
+            self._writer.remember(*self._state(), self.steps, began)
 
     def _hold(self) -> None:
         """Collective the first time. Be the only run that writes in the directory, or raise on every rank."""
@@ -207,13 +203,19 @@ class Checkpoint:
             raise CheckpointError(failure, path=self._directory.directory)
         self._is_held = True
 
-    def _gather(self) -> list[bytes]:
-        """Collective. Take every rank's values, and its random streams; an error where ranks consumed other samples."""
+    def _gather(self, number: int = 0) -> int:
+        """Collective. Take every rank's values and random streams; an error where ranks consumed other samples.
+
+        Returns rank 0's number.
+        """
         for part in self._parts.values():
             if isinstance(part, Values):
                 part.gather()
         ledgers = hashlib.sha256(b"".join(loader.ledger for loader in self._loaders.values())).digest()
-        ranks = self._group.all_gather("samestep.Checkpoint.commit", ledgers + streams.capture())
+        # many scripts draw nothing between two commits
+        drawn, self._drawn = self._drawn, streams.digest()
+        news = b"" if self._drawn == drawn else streams.capture()
+        ranks = self._group.all_gather("samestep.Checkpoint.commit", ledgers + number.to_bytes(8) + news)
         others = [rank for rank, sent in enumerate(ranks) if sent[:32] != ledgers]
         if others:
             raise RanksDiffer(
@@ -221,7 +223,8 @@ class Checkpoint:
                 "committed; give every rank the same data set, order and loop",
                 ranks=others,
             )
-        return [sent[32:] for sent in ranks]
+        self._streams = [sent[40:] or before for sent, before in zip(ranks, self._streams, strict=True)]
+        return int.from_bytes(ranks[0][32:40])
 
     def finish(self) -> None:
         """Collective. Commit what was done since the last commit; `epochs(n)` calls it after the last epoch."""
@@ -274,19 +277,19 @@ class Checkpoint:
             )
         sys.exit(CHECKPOINTED)  # not SystemExit: what samestep puts in place of sys.exit notes the code
 
-    def _state(self, streams_of_ranks: list[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is committed, and what is said of it."""
         exact = self._group.the(Replicas).exact
         own = {
             "step": self.steps,
             # ranks of an exact run draw alike, and what they commit does not tell how many they were
-            "streams": streams_of_ranks[:1] if exact else streams_of_ranks,
+            "streams": self._streams[:1] if exact else self._streams,
             "facts": self._facts,
             "arithmetic": arithmetic() if exact else None,
         }
         state = {name: part.state_dict() for name, part in self._parts.items()} | {OWN: own}
         meta = {
-            **_origin(),
+            **origin(),
             "step": self.steps,
             "time": time.time(),
             "size": self._world.size,
@@ -380,16 +383,3 @@ class _Checkpoints(Member):
             checkpoint._directory.release()
         if failures:
             raise CheckpointError("; ".join(failures))
-
-
-def _origin() -> dict[str, Any]:
-    script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("-")
-    digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12] if script.is_file() else ""
-    return {
-        "script": script.name,
-        "digest": digest,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "samestep": samestep.__version__,
-        "element": os.environ.get("SLURM_ARRAY_TASK_ID", ""),
-    }

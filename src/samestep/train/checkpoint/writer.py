@@ -1,7 +1,10 @@
 """Writes commits in the background: a copy of the state is taken at once, the training goes on. Says who writes."""
 
+import hashlib
 import math
 import os
+import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 
+import samestep
 from samestep.placement.launchers import count
 from samestep.rendezvous.member import say
 from samestep.state.directory import CheckpointDirectory
@@ -73,17 +77,18 @@ class Writer:
 
     def start(self, state: object, meta: Mapping[str, Any], place: list[Any]) -> None:
         """Copy the state and write it; `place` is `committed` once that was done, and begins with the step."""
-        packed = self._packed(state, meta)
+        packed = self._packed(state, meta, capture.bulk(state))
         self.begun_at, self._is_remembering = time.monotonic(), False
         self._in_background(self._write, packed, place)
 
     def remember(self, state: object, meta: Mapping[str, Any], step: int, began: float) -> None:
         """The same into memory, which has cost time since `began`; `wait` and `committed` are of the disk alone."""
-        if not self.slots or not self.slots.fit(capture.bulk(state)):
+        size = capture.bulk(state)
+        if not self.slots or not self.slots.fit(size):
             self.slots = None
             return
-        packed, self._is_remembering = self._packed(state, meta), True
-        self._in_background(self._remember, packed, step, self.slots, began)
+        packed, self._is_remembering = self._packed(state, meta, size), True
+        self._in_background(self._remember, packed, step, self.slots, time.monotonic() - began)
 
     def _in_background(self, write: Callable[..., None], *args: Any) -> None:
         self._thread = threading.Thread(target=write, args=args, name="samestep-commit")
@@ -93,21 +98,23 @@ class Writer:
             self._thread = None
             write(*args)
 
-    def _packed(self, state: object, meta: Mapping[str, Any]) -> Any:
-        size, self._is_awaited = capture.bulk(state), False
+    def _packed(self, state: object, meta: Mapping[str, Any], size: int) -> Any:
+        self._is_awaited = False
         if len(self._copy.bytes) < size:
             self._copy = HostMemory(size, self._device)
         packed = capture.pack(state, meta, into=self._copy.bytes)
         synchronize(self._device)
         return packed
 
-    def _remember(self, packed: Any, step: int, slots: Slots, began: float) -> None:
+    def _remember(self, packed: Any, step: int, slots: Slots, cost_s: float) -> None:
+        began = time.thread_time()
         try:
             self._directory.remember(packed, step, slots)
         except Exception as error:
             self.slots = None
             say(f"the state is not kept in memory ({error}); commits go on")
-        self._cost_s = time.monotonic() - began
+        # while this thread waits, the training goes on
+        self._cost_s = cost_s + time.thread_time() - began
 
     def _write(self, packed: Any, place: list[Any]) -> None:
         begun = time.monotonic()
@@ -146,3 +153,17 @@ def of_element(meta: Mapping[str, Any]) -> str:
         return ""
     what = f"element {printable(element)} of a job array committed"
     return f", which {what}; if the elements train different things, give each a directory of its own"
+
+
+def origin() -> dict[str, Any]:
+    """What a commit says of the script and the versions that made it."""
+    script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("-")
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12] if script.is_file() else ""
+    return {
+        "script": script.name,
+        "digest": digest,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "samestep": samestep.__version__,
+        "element": os.environ.get("SLURM_ARRAY_TASK_ID", ""),
+    }
