@@ -1,7 +1,7 @@
 """Which part of a whole batch's random draw is this rank's."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,10 @@ from samestep.train.views import layout_of
 # what is drawn, its dimensions, and the calls from the script's line down to it
 Line = tuple[str, int, tuple[Any, ...]]
 Memory = dict[tuple[torch.dtype, torch.device], torch.Tensor]
+_Draw = Callable[[torch.Tensor, torch.Generator | None], object]
+# those that take as many of the generator's numbers for each of theirs, whatever they are given
+_STEADY = ("bernoulli_.float", "uniform_", "exponential_")
+_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,15 @@ class Part:
             return whole.index_copy_(self.dim, self.chosen.to(tensor.device), tensor)
         self._mine_in(whole).copy_(self._split(tensor, self.rows.mine))
         return whole
+
+    def beside(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """How many numbers of the whole draw are ahead of this rank's and behind them; None if among them too."""
+        is_one_piece = self.dim == 0 and tensor.shape[0] == self.rows.mine * self.after
+        is_plain = tensor.is_contiguous() and list(self.layout) == sorted(self.layout)
+        if self.chosen is not None or not (is_one_piece and is_plain):
+            return None
+        row = tensor.numel() // self.rows.mine
+        return self.rows.start * row, (self.rows.all - self.rows.start - self.rows.mine) * row
 
 
 # one draw for all ranks, of which each has all
@@ -134,3 +147,52 @@ class Places:
 def _beside(place: Place, shape: torch.Size) -> list[int]:
     """The sizes beside the batch."""
     return [size for dim, size in enumerate(shape) if dim != place.dim]
+
+
+class Skipping:
+    """Draws this rank's numbers alone where they are in one piece; the generator goes on by those of the others.
+
+    That is cheaper than to draw them. It is done where it was tried that the numbers are those of the whole draw,
+    since this is another with each build of torch and with each processor.
+    """
+
+    def __init__(self) -> None:
+        self._each: dict[tuple[str, torch.dtype], int] = {}
+
+    def drew(self, name: str, tensor: torch.Tensor, part: Part, draw: _Draw) -> bool:
+        """Whether the tensor holds this rank's part of the draw now; if not, nothing was drawn."""
+        beside = part.beside(tensor) if name in _STEADY and tensor.is_cpu else None
+        if beside is None:
+            return False
+        key = name, tensor.dtype
+        if key not in self._each:
+            self._each[key] = _own_numbers(draw, tensor.dtype)
+        if each := self._each[key]:
+            _skip(each * beside[0])
+            draw(tensor, None)
+            _skip(each * beside[1])
+        return bool(each)
+
+
+def _skip(count: int, generator: torch.Generator | None = None) -> None:
+    """Let the CPU's generator go on by so many of its own numbers."""
+    numbers = torch.empty(min(count, _AT_ONCE), dtype=torch.uint8, device="cpu")
+    for at in range(0, count, _AT_ONCE):
+        numbers[: count - at].random_(generator=generator)
+
+
+def _own_numbers(draw: _Draw, dtype: torch.dtype) -> int:
+    """How many of the CPU's generator's own numbers each number of this draw takes; 0 where that differs."""
+    ahead, mine, behind = 37, 50, 41
+    for each in (1, 2):
+        one, other = (torch.Generator("cpu").manual_seed(0) for _ in range(2))
+        whole, part = (
+            torch.empty(count, dtype=dtype, device="cpu") for count in (ahead + mine + behind, mine)
+        )
+        draw(whole, one)
+        _skip(each * ahead, other)
+        draw(part, other)
+        _skip(each * behind, other)
+        if torch.equal(whole[ahead : ahead + mine], part) and torch.equal(one.get_state(), other.get_state()):
+            return each
+    return 0

@@ -19,7 +19,7 @@ from samestep.text import name_ranks
 from samestep.train import streams
 from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw, named_in_call
-from samestep.train.draw_parts import FOR_ALL, Line, Memory, Part, Places, of_permutation
+from samestep.train.draw_parts import FOR_ALL, Line, Memory, Part, Places, Skipping, of_permutation
 from samestep.train.draw_sizes import fixed_sizes, is_written_out, measured
 from samestep.train.draws_of_host import DrawsOfHost
 from samestep.train.group.control import users_line
@@ -62,6 +62,7 @@ class Draws(Member):
         self._one_by_one = OneByOne(self._share_drawn, self.say_other)
         self._of_host = DrawsOfHost(self._share_drawn, self._part_by_shape, self._one_by_one, self.say_other)
         self._memory: Memory = {}
+        self._skipping = Skipping()
 
     def begin(self) -> None:
         """Collective. From here on all ranks draw the numbers of the serial script."""
@@ -154,6 +155,13 @@ class Draws(Member):
             part = self._part(name, tensor) if generator is None else None
             if part is None:
                 return original(tensor, *args, generator=generator, **kwargs)
+
+            def draw(into: torch.Tensor, own: torch.Generator | None) -> object:
+                return original(into, *args, generator=own, **kwargs)
+
+            with self._quiet():
+                if self._skipping.drew(name, tensor, part, draw):
+                    return tensor
             whole = part.enlarged(tensor, memory=self._memory)
             return tensor.copy_(part.of(original(whole, *args, **kwargs)))
 

@@ -1,0 +1,37 @@
+import pytest
+import torch
+
+from samestep.train.draw_parts import Part, Skipping
+from samestep.train.step import Rows
+
+FILLS = {"bernoulli_.float": (0.3,), "uniform_": (-1.0, 1.0), "exponential_": (), "normal_": ()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FILLS)
+@pytest.mark.parametrize("rows", [(0, 2), (3, 1), (5, 2)], ids=str)
+def test_skipping_draws_the_rows_of_the_whole_draw_or_nothing(name, dtype, rows):
+    def draw(into, generator):
+        return getattr(into, name.split(".")[0])(*FILLS[name], generator=generator)
+
+    (start, mine), skipping = rows, Skipping()
+    torch.manual_seed(1)
+    whole, after = draw(torch.empty(7 * 3, 5, dtype=dtype), None), torch.rand(1)
+    torch.manual_seed(1)
+    before, part = torch.get_rng_state(), torch.empty(mine * 3, 5, dtype=dtype)
+    if skipping.drew(name, part, Part(0, Rows(mine, start, 7), after=3), draw):
+        assert torch.equal(part, whole[start * 3 : (start + mine) * 3])
+        assert torch.equal(torch.rand(1), after)
+    else:
+        assert torch.equal(torch.get_rng_state(), before)
+    # its numbers are made in pairs, and others where there are fewer than 16
+    assert name != "normal_" or torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_rows_in_one_piece_are_drawn_alone():
+    rows = Rows(2, 1, 7)
+    assert Part(0, rows).beside(torch.empty(2, 5)) == (5, 20)
+    assert Part(1, rows).beside(torch.empty(5, 2)) is None
+    assert Part(0, rows).beside(torch.empty(5, 2).t()) is None
+    assert Part(0, rows).beside(torch.empty(4, 5)) is None  # two batches after each other
+    assert Part(0, rows, chosen=torch.tensor([1, 3])).beside(torch.empty(2, 5)) is None
