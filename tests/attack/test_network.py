@@ -278,7 +278,7 @@ tried("memory", lambda: open(f"/proc/{pid}/mem", "rb").read(1))
 tried("signal", lambda: os.kill(int(pid), 0) or True)
 tried("key file", lambda: open(os.path.expanduser("~root/.local/state/samestep/key"), "rb").read())
 for name in os.listdir("/tmp"):
-    if name.startswith("samestep-0-"):
+    if name.startswith("samestep-0-") and os.stat("/tmp/" + name).st_uid == 0:
         tried(f"directory {name}", lambda: os.listdir("/tmp/" + name))
         tried(f"a socket in {name}", lambda: open(f"/tmp/{name}/0-0", "w"))
 """

@@ -166,9 +166,8 @@ def committed(directory):
     """What a checkpoint writes of a state that the next step changes at once."""
     weights = torch.arange(6.0).to(DEVICE)
     weights += 1
-    packed = Writer(CheckpointDirectory(directory, 2), DEVICE, print)._packed(
-        {"model": {"weights": weights}}, {}
-    )
+    state = {"model": {"weights": weights}}
+    packed = Writer(CheckpointDirectory(directory, 2), DEVICE, print)._packed(state, {}, capture.bulk(state))
     found = torch.frombuffer(bytearray(packed.buffers[0]), dtype=torch.float32)
     weights.zero_()
     return torch.equal(found, torch.arange(6.0) + 1)
