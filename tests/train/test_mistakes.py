@@ -141,6 +141,21 @@ def test_a_loss_divided_by_the_shares_count_or_a_mean_where_gradients_are_added_
     assert found.getvalue().count(said or "samestep:") == bool(said and world.rank == 0), found.getvalue()
 
 
+@pytest.mark.sizes(2)
+def test_a_mean_is_said_of_the_model_whose_ranks_are_added_only(world):
+    look_again()
+    added, averaged = samestep.replicate(network(), loss="sum"), samestep.replicate(network())
+    with redirect_stderr(StringIO()) as found:
+        for x, y in samestep.loader(DATA, 12):
+            F.mse_loss(averaged(x), y).backward()
+            F.mse_loss(added(x), y, reduction="sum").backward()
+    assert found.getvalue() == ""
+    with redirect_stderr(StringIO()) as found:
+        for x, y in samestep.loader(DATA, 12):
+            F.mse_loss(added(x), y).backward()
+    assert found.getvalue().count("has a mean over this rank's samples") == (world.rank == 0)
+
+
 def test_a_penalty_that_stands_first_is_no_sum_after_a_restart(run):
     source = """
         for (x,) in train:

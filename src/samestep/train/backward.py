@@ -171,7 +171,7 @@ class Backward(Member):
         """The same where gradients of weights are asked for; those that are derived again are added over ranks."""
         if create_graph:
             return self._spine.root
-        return 1 / self.group.world.size if self._spine.models.adds_losses else 1.0
+        return 1 / self.group.world.size if self._spine.models.adds() else 1.0
 
     def _reduction_of(self, loss: torch.Tensor) -> tuple[str | None, float | None]:
         """Whether it is a mean or a sum, and over how many terms; a sum divided by the whole batch's size is a sum.
@@ -192,14 +192,15 @@ class Backward(Member):
         """What a loss counts for where gradients of its samples are asked for: they divide by the whole batch."""
         spine = self._spine
         is_mean = outputs[0].numel() == 1 and self._reduction_of(outputs[0])[0] == "mean"
-        if is_mean and not spine.models.adds_losses and (share := spine.trained) and share.microbatch is None:
+        if is_mean and not spine.models.adds() and (share := spine.trained) and share.microbatch is None:
             return spine.root / float(self.group.world.size)
         return 1.0 if spine.root else 0.0
 
     def _look_at(self, loss: torch.Tensor) -> None:
         """Say once that a loss is a sum, which averaging makes smaller; note a mean's terms, and what weighs it."""
         at, (reduction, count) = self._spine, self._reduction_of(loss)
-        share, adds, made = at.trained, at.models.adds_losses, at.loss or Averaged()
+        share, made = at.trained, at.loss or Averaged()
+        adds = at.models.adds(leaves_before(loss))
         if reduction == "mean" and share is not None and not (share.lent or adds or made.does):
             self._terms, self._rows = count or 0.0, {one.all for one in at.open_shares}
         weights = weights_in(loss, _NEAR_NODES)

@@ -34,7 +34,7 @@ class Hooks(Member):
                 return register_hook(tensor, hook)
             spine.asks_for_leaves = True
             # the losses of a model with loss="sum" count within its call
-            is_counted_here = spine.inside_model > 0 and spine.models.adds_losses
+            is_counted_here = spine.inside_model > 0 and spine.models.adds()
 
             def counted(gradient: torch.Tensor) -> torch.Tensor | None:
                 factor = spine.leaves / spine.root if spine.root else 1.0

@@ -69,7 +69,7 @@ class Optimizers(Member):
 
     def _everyones(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """LBFGS decides by the loss, so it has to be that of the whole batch on every rank."""
-        sums = self._spine.models.adds_losses
+        sums = self._spine.models.adds()
 
         def of_all() -> Any:
             loss = closure()

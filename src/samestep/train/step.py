@@ -380,7 +380,7 @@ class Spine(Member):
 
     def weight_here(self) -> float:
         """What this rank's mean over the batch at hand counts for in a plain average over ranks."""
-        if (share := self.trained) is None or self.models.adds_losses:
+        if (share := self.trained) is None or self.models.adds():
             return float(share is None or not share.lent)
         return share.weight(self.group.world.size)
 

@@ -46,9 +46,8 @@ class Models(Subscriber):
         """Collective. Around a backward: at its end all gradients are there."""
         return nullcontext()
 
-    @property
-    def adds_losses(self) -> bool:
-        """Whether the gradients of ranks are added."""
+    def adds(self, leaves: Iterable[torch.Tensor] = ()) -> bool:
+        """Whether the gradients of ranks are added in a model that has one of these leaves; in any, where none has."""
         return False
 
     @property

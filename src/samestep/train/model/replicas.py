@@ -77,9 +77,10 @@ class Replicas(Member, Models):
             elif replica.tree is not None:
                 yield replica.tree.exchange_s, 0.0
 
-    @property
-    def adds_losses(self) -> bool:
-        return any(replica.sums for replica in self)
+    def adds(self, leaves: Iterable[torch.Tensor] = ()) -> bool:
+        found = {id(leaf) for leaf in leaves}
+        of = [replica for replica in self if any(id(one) in found for one in replica.model.parameters())]
+        return any(replica.sums for replica in of or self)
 
     @property
     def weigh_losses(self) -> bool:

@@ -49,7 +49,7 @@ def current_share() -> dict[str, Any]:
         "mine": current.mine,
         "all": current.all,
         "samples": current.samples.tolist(),
-        "adds": spine.models.adds_losses and not current.lent,
+        "adds": spine.models.adds() and not current.lent,
     }
 
 
