@@ -36,6 +36,20 @@ def test_a_function_is_taken_as_the_method_is(lines, becomes):
     assert not _of(f"{BEGIN}{lines}\n").gaps
 
 
+@pytest.mark.parametrize(
+    ("turned", "is_gap"),
+    [
+        *(("x.flip(0)", True), ("x.flip((1, 0))", True), ("x.flip(1, 0)", True), ("torch.flip(x, [0])", True)),
+        *(("x.roll(1)", True), ("x.roll(1, 0)", True), ("torch.roll(x, 1, dims=0)", True)),
+        *(("x.flip(1)", False), ("x.flip(-1)", False), ("torch.flip(x, dims=[2, 3])", False)),
+        *(("x.roll(1, 1)", False), ("x.roll(1, dims=1)", False), ("torch.roll(x, (1, 2), (2, 3))", False)),
+    ],
+)
+def test_samples_that_are_turned_are_listed_where_others_come_in_their_places(turned, is_gap):
+    lines = f"for x, y in train:\n    x = {turned}\n{STEP}"
+    assert bool(_of(f"{BEGIN}{lines}").gaps) == is_gap
+
+
 def test_gradients_of_parameters_that_stay_on_their_rank_are_listed():
     (gap,) = _of(f"{BEGIN}{TRAIN}{STEP}{SLOPES})\n    print(slopes[0].norm())\n").gaps
     assert "is a gradient of this rank's share; average it" in gap

@@ -11,6 +11,7 @@ from samestep.convert.signatures import (
     NAMED,
     NUMBERED,
     counted,
+    dims_of,
     given_to_loss,
     is_loss,
     of_loss,
@@ -69,7 +70,7 @@ class Library(Rewrites, Expressions):
             self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
         if name in NAMED["count"] and values[0].kind in ROWS:
             return counted(values[0], self.batches)
-        is_over_rows = over_rows(node, dims[-1:] if name in NAMED["piece"] else dims, self.in_forward)
+        is_over_rows = over_rows(node, dims_of(name, dims), self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
     def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:

@@ -27,7 +27,8 @@ along       softmax log_softmax normalize cumsum cumprod cummax cummin logcumsum
 pair        max min topk sort median kthvalue mode std_mean
 number      item detach cpu cuda float double long int half to type numpy tolist clone data squeeze unsqueeze view
 number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack
-between     cdist pdist cov corrcoef unique randperm flip roll
+between     cdist pdist cov corrcoef unique randperm
+moved       flip roll
 numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
@@ -83,9 +84,16 @@ def of_loss(given: dict[str, Any], values: Values, batch: Loop | None) -> Value:
     return Value(Kind.OTHER, _CHOSEN) if Kind.SOME in kinds else Value(Kind.MEAN, batch)
 
 
+def dims_of(name: str, args: list[ast.expr]) -> list[ast.expr]:
+    """Where these arguments, which come after the tensor, say along which dimensions it goes."""
+    if name == "flip" and len(args) > 1:
+        return [ast.Tuple(args)]
+    return args[-1:] if name in NAMED["piece"] else args[1:] if name == "roll" else args
+
+
 def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:
     """Whether a reduction goes along the samples: it names no dimension, or the first one."""
-    named = [one.value for one in node.keywords if one.arg in ("dim", "axis")]
+    named = [one.value for one in node.keywords if one.arg in ("dim", "dims", "axis")]
     if not (given := [*named, *dims][:1]):
         return True
     parts = given[0].elts if isinstance(given[0], ast.Tuple | ast.List) else given
@@ -127,7 +135,8 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
         return Value(Kind.OTHER, "is a part of a share") if is_part else Value(Kind.BATCH)
     if is_over_rows and name in NAMED["joined"] | {"stack"}:
         return _joined(name, base, in_forward)
-    if name in NAMED["between"] and not in_forward:
+    is_between = name in NAMED["between"] or (name in NAMED["moved"] and is_over_rows)
+    if is_between and not in_forward:
         return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
     if name.rstrip("_") in _OPERATORS and base.kind in NUMBERS and len(values) == 2:
         return combined(_OPERATORS[name.rstrip("_")], *values)

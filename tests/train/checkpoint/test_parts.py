@@ -52,7 +52,7 @@ def test_a_whole_file_that_is_no_state_of_a_run_is_passed_over(run, tmp_path):
     codes, said = run(source, 2, directory)
     assert codes == [0, 0], said
     assert "is not damaged, but it holds no state of a run; an older checkpoint is used" in said[0]
-    assert re.search("going on after step 4 .*; train is in epoch 1, after 0 of its 4 batches\n", said[0])
+    assert re.search("going on after step 4 .*; train has done 1 epoch\n", said[0])
 
 
 def test_a_dataset_that_draws_with_a_generator_of_its_own_is_the_same_after_a_resume(run, tmp_path):
@@ -73,9 +73,9 @@ def test_a_dataset_that_draws_with_a_generator_of_its_own_is_the_same_after_a_re
     assert run(source, 1, tmp_path / "commits")[0] == [0]
     codes, (said,) = run(source, 1, tmp_path / "commits")
     assert codes == [0], said
-    assert re.search("going on after step 1 .*; train is in epoch 0, after 1 of its 4 batches\n", said)
+    assert re.search("going on after step 1 .*; train has done 0 epochs and 1 of 4 batches of the next\n", said)
     codes, (said,) = run(source, 1, tmp_path / "commits")
-    assert re.search("step 4 .* epoch 0, after 4 of its 4 batches, so the loop over them is empty\n", said)
+    assert re.search("step 4 .* 0 epochs and 4 of 4 batches of the next, so the loop over them is empty\n", said)
 
 
 def test_a_stop_commits_every_checkpoint(run, tmp_path):
@@ -211,11 +211,11 @@ def test_a_dict_keeps_the_sums_of_every_rank_in_the_middle_of_an_epoch_and_at_it
         assert len(whole[0]) == 2
         assert printed(size, 3, "cut")[0] == [[]] * size
         first, said = printed(size, 4, "cut")
-        assert said.endswith("; train is in epoch 0, after 3 of its 4 batches\n")
+        assert said.endswith("; train has done 0 epochs and 3 of 4 batches of the next\n")
         assert first == [[]] * size
         second, said = printed(size, 6, "cut")
         assert said.splitlines()[0].endswith(
-            "; train is in epoch 0, after 4 of its 4 batches, so the loop over them is empty"
+            "; train has done 0 epochs and 4 of 4 batches of the next, so the loop over them is empty"
         )
         rest, _ = printed(size, -1, "cut")
         assert [a + b for a, b in zip(second, rest, strict=True)] == whole

@@ -78,15 +78,16 @@ def _update(now: dict[str, Any], saved: Mapping[str, Any], device: torch.device)
 
 
 def place_of(name: str, loader: Loader[Any]) -> str:
-    """Where a loader goes on, for the author of the loop over it."""
+    """How much of a loader's data is done, for the author of the loop over it."""
     state, size = loader.state_dict(), loader.batch_size
-    length, position = state.get("length"), state["position"]
-    done = f"{position} samples"
+    length, position, epochs = state.get("length"), state["position"], state["epoch"]
+    done, ends = f"{position} samples", ""
     if length and size:
         left = (length - position + (0 if loader.drop_last else size - 1)) // size
-        done = f"{len(loader) - left} of its {len(loader)} batches"
-        done += "" if left else ", so the loop over them is empty"
-    return f"; {name} is in epoch {state['epoch']}, after {done}"
+        done = f"{len(loader) - left} of {len(loader)} batches"
+        ends = "" if left else ", so the loop over them is empty"
+    done = f" and {done} of the next" if position else ""
+    return f"; {name} has done {epochs} epoch{'' if epochs == 1 else 's'}{done}{ends}"
 
 
 def checked_every(every: int | timedelta) -> int | timedelta:
