@@ -1,10 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs docs-test integrations bench same hang verify-corpus convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types long versions gpu gpus cluster clean
+.PHONY: help demo test slow check docs docs-test integrations bench same hang verify-corpus convert-corpus torch-suite kill-loop fuzz crash-points power-loss attack pairs ways requeue mistakes mutants types long versions gpu gpus cluster clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   train a small network at 1 and 2 processes and compare (no download, no GPU)"
 	@echo "make test   run the tests; as root on Debian it installs Slurm and MPI for them first"
+	@echo "make slow   run the tests that take more than three seconds each, as kills, hangs and whole jobs do"
 	@echo "make check  formatting, lint, types, and the plan of the house"
 	@echo "make docs   build the site in site/; make docs-test also opens every page in a browser"
 	@echo "make bench  measure steps, loading, equal bits and commits beside the peers; results in benchmarks/results"
@@ -26,7 +27,11 @@ demo: .venv/made
 
 test: .venv/made
 	.ci/setup system
-	.venv/bin/python -m pytest -n 3
+	.venv/bin/python -m pytest -n 3 -m "not slow"
+
+slow: .venv/made
+	.ci/setup system
+	.venv/bin/python -m pytest -n 3 -m slow
 
 check: .venv/made
 	.venv/bin/ruff format --check

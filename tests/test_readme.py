@@ -131,6 +131,7 @@ def test_the_readme_shows_the_real_difference_of_the_two_scripts() -> None:
     assert shown.splitlines() == [line for line in diff if not line.startswith("@@")]
 
 
+@pytest.mark.slow
 def test_the_readme_shows_how_a_run_really_fails(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = run(tmp_path, BIN / "samestep", "run", "-n", 3, "train.py")
@@ -190,6 +191,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_page_has_the_table_of_each_benchmark_that_was_measured() -> None:
     names = [name for name in ("peers", "launchers", "predict") if (RESULTS / f"{name}.json").exists()]
     done = run(ROOT / "benchmarks", sys.executable, "-c", TABLES, *names)

@@ -246,6 +246,7 @@ def test_a_record_of_another_process_or_a_torn_one_is_not_believed(tmp_path):
     assert read_failure(path, 7) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [traceback_of, record_of])
 def test_how_a_loader_worker_ended_is_told(tmp_path, read):
     found = read(

@@ -43,12 +43,14 @@ def launched(attempt, tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_a_script_that_changes_its_directory_commits_where_it_began(launched, tmp_path):
     done = launched("os.chdir('/')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended after step 6\n", "")
     assert len(list((tmp_path / "ck").glob("*.samestep"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "option"),
     [("sys.stderr = None", "--fork"), ("sys.stderr.close()", "--fork"), ("sys.stderr = None", "--no-fork")],
@@ -59,12 +61,14 @@ def test_a_failure_is_told_of_a_script_that_lost_its_stderr(launched, loss, opti
     assert "ValueError: invalid literal for int() with base 10: 'mine'\n\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_runs_whose_name_its_locale_cannot_write(launched):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = launched("pass", name="trüin.py", **ascii_only)
     assert (done.returncode, done.stdout) == (0, "ended after step 6\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_put_back_a_day_does_not_make_a_run_last_less_than_nothing(launched, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import time\n"

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 TERABYTE = 1 << 40
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_states_that_no_run_can_have_are_refused_and_the_commit_before_is_used(attempt, tmp_path):
     ran = subprocess.run([sys.executable, HERE / "forge.py", tmp_path], capture_output=True, text=True)

@@ -63,6 +63,7 @@ def undisturbed(tmp_path_factory):
 # Files that a run leaves
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_is_open_to_others_whatever_the_umask(attempt, tmp_path, undisturbed):
     done = run_in(tmp_path, "--fork -n 2 --max-restarts 1", before="umask 0;", DIES="3")
     assert bits(done) == undisturbed
@@ -73,6 +74,7 @@ def test_no_file_of_a_run_is_open_to_others_whatever_the_umask(attempt, tmp_path
         assert not stat.S_IMODE(path.lstat().st_mode) & 0o077, path
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_killed_run_leaves_nothing_in_the_memory_of_the_machine(attempt, tmp_path, undisturbed):
@@ -123,6 +125,7 @@ def test_a_limit_ends_in_a_sentence_or_in_the_right_bits(attempt, tmp_path, undi
     assert "samestep/" not in done.stderr.replace("samestep/bin", ""), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("up", [False, True])
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network")
@@ -142,6 +145,7 @@ def test_a_run_in_a_network_of_its_own_says_that_the_loop_is_down_or_goes_on(
         assert "bring the loopback interface up (`ip link set lo up`)" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["\x1b[31mevil %s%n $(touch canary)", "\udcff\udcfe"])
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can name a machine")

@@ -256,6 +256,7 @@ def test_a_stranger_gets_no_answer_and_the_run_ends_with_the_bits_of_the_undistu
         assert again.bits() == undisturbed
 
 
+@pytest.mark.slow
 def test_another_user_finds_no_key_socket_or_port_of_a_run_on_one_machine(run, attempt):
     attacked = run()
     attacked.start("-n", "2")

@@ -61,6 +61,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     return Shown(tmp_path_factory.mktemp("demo"))
 
 
+@pytest.mark.slow
 def test_the_demo_ends_same_to_the_bit(shown: Shown) -> None:
     assert shown.code == 0
     assert shown.lines[-1] == "same to the bit"
@@ -120,6 +121,7 @@ def test_a_signal_ends_the_demo_with_its_processes_and_files(tmp_path: Path, num
     assert not [one for one in run if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_fails_the_demo_with_its_own_words(tmp_path: Path) -> None:
     demo = start(tmp_path, "--epochs", "1", stderr=subprocess.PIPE, SAMESTEP_CHECK_EVERY="soon")
     _, err = demo.communicate()

@@ -155,6 +155,7 @@ def test_a_shell_between_mpirun_and_the_script_changes_nothing(tmp_path):
     assert len({p["master_port"] for p in placed}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_rank_0_prints_where_all_ranks_are(tmp_path):
     for option in ("--all", "--json"):

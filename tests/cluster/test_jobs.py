@@ -116,6 +116,7 @@ def test_every_process_gets_the_given_words_its_cores_and_its_devices(
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.slow
 def test_exit_code_75_requeues_the_job_which_goes_on_in_the_same_log(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def test_each_element_of_an_array_has_its_own_output(cluster: Cluster, tmp_path:
     assert list(_reports(tmp_path)) == ["train-1-0", "train-2-0", "train-3-0"]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_each_nodes_processes(cluster: Cluster, tmp_path: Path) -> None:
     # One write: torchrun's Pythons are unbuffered, and all write to one file.
     code = (
@@ -174,6 +176,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_launcher_of_ours_on_each_node_reports_a_failure_and_keeps_every_ranks_log(
     isolated: Cluster, tmp_path: Path
 ) -> None:
@@ -226,6 +229,7 @@ def _listed_after_scancel(
     return job, run
 
 
+@pytest.mark.slow
 def test_a_job_that_was_cancelled_after_a_commit_is_not_listed_as_done(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -274,6 +278,7 @@ def test_what_sbatch_refuses_is_told_in_its_own_words(cluster: Cluster, tmp_path
     assert "invalid partition specified: none" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_step_that_srun_starts_keeps_its_run_with_a_log_for_each_rank(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -302,6 +307,7 @@ def test_a_step_that_srun_starts_keeps_its_run_with_a_log_for_each_rank(
     assert "failed" in told["state"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", ["sys.exit(7)", "sys.exit(7) if rank == 1 else samestep.sum(1)"], ids=["all", "one"]
 )
@@ -315,6 +321,7 @@ def test_a_ranks_own_exit_code_is_the_steps_also_where_srun_kills_the_others(
     assert subprocess.run(command, capture_output=True).returncode == 7
 
 
+@pytest.mark.slow
 def test_one_element_of_an_array_has_the_directory_of_checkpoints_and_a_later_one_says_whose_it_is(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -337,6 +344,7 @@ def test_one_element_of_an_array_has_the_directory_of_checkpoints_and_a_later_on
     )
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_without_a_node_that_lost_its_power(isolated: Cluster, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, time\n"
@@ -362,6 +370,7 @@ def test_a_job_goes_on_without_a_node_that_lost_its_power(isolated: Cluster, tmp
     assert re.search(r"node 1 \(.*\) was lost: .*: restart 1 of 1\nsamestep: going on with 1 node", said)
 
 
+@pytest.mark.slow
 def test_a_job_measures_a_script_in_steps_of_its_allocation(cluster: Cluster, tmp_path: Path) -> None:
     job = _submit(
         cluster, tmp_path, _STEPS, "--profile=laptop", "--nodes=2", "--tasks-per-node=2",

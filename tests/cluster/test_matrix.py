@@ -45,6 +45,7 @@ def serial_bits(tmp_path_factory: pytest.TempPathFactory, _up: Cluster) -> str:
     return read_end(WAYS["python"].start(_up, folder)).bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in WAYS if os.environ.get("LONG") or way not in _ALSO])
 def test_every_way_in_ends_in_the_same_bits(
     way: str, isolated: Cluster, serial_bits: str, tmp_path: Path, table: list[str]

@@ -71,6 +71,7 @@ def test_two_steps_of_one_job_never_meet(isolated, tmp_path):
     assert sorted(met) == [(f"job {job}.{step}",) * 2 for step in (0, 0, 1, 1)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_with_its_host(srun):
     words = ("--nodes=2", "--ntasks=3", "--nodelist=ssnode[2-3]", sys.executable, "rank.py")
     said = srun(*words, LATE="2", LIMIT="7").communicate(timeout=50)[0]

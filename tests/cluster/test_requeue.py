@@ -112,6 +112,7 @@ def _seconds_lost(trail: Trail) -> float:
     return gaps[-1] + redone * gaps[len(gaps) // 2]
 
 
+@pytest.mark.slow
 def test_a_job_is_looked_at_and_stopped_from_outside(isolated: Cluster, tmp_path: Path) -> None:
     trail = Trail(tmp_path / "run")
     (tmp_path / "train.py").write_text(_TRAIN)
@@ -130,6 +131,7 @@ def test_a_job_is_looked_at_and_stopped_from_outside(isolated: Cluster, tmp_path
     assert "stopped by samestep stop after step" in isolated.run(_SAMESTEP, "logs", cwd=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", list(FAULTS)[: None if os.environ.get("LONG") else _SHORT])
 def test_a_job_that_is_stopped_ends_with_the_bits_of_the_undisturbed_run(
     fault: str, isolated: Cluster, undisturbed: Trail, tmp_path: Path, losses: list[str]

@@ -39,7 +39,12 @@ def test_a_function_is_taken_as_the_method_is(lines, becomes):
 @pytest.mark.parametrize(
     ("turned", "is_gap"),
     [
-        *(("x.flip(0)", True), ("x.flip((1, 0))", True), ("x.flip(1, 0)", True), ("torch.flip(x, [0])", True)),
+        *(
+            ("x.flip(0)", True),
+            ("x.flip((1, 0))", True),
+            ("x.flip(1, 0)", True),
+            ("torch.flip(x, [0])", True),
+        ),
         *(("x.roll(1)", True), ("x.roll(1, 0)", True), ("torch.roll(x, 1, dims=0)", True)),
         *(("x.flip(1)", False), ("x.flip(-1)", False), ("torch.flip(x, dims=[2, 3])", False)),
         *(("x.roll(1, 1)", False), ("x.roll(1, dims=1)", False), ("torch.roll(x, (1, 2), (2, 3))", False)),

@@ -88,6 +88,7 @@ def test_the_serial_digits_are_learnt_as_well_in_another_order(
     assert weights.keys() == alone[1].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_digits_are_learnt_alike_by_one_process_and_by_more(
     nest: Nest, tmp_path: Path, alone: tuple[list[float], dict[str, torch.Tensor]], size: int
@@ -124,6 +125,7 @@ def check_dry_run(printed: str, directory: Path) -> None:
     assert torch.load(written, weights_only=True)
 
 
+@pytest.mark.slow
 def test_a_dry_run_by_samestep_run_takes_one_step_and_stops(tmp_path: Path, data: Path) -> None:
     args = ("--data-dir", data, "--dry-run", "--model", "mlp", *DRY_RUNS["mnist.py"])
     check_dry_run(run(tmp_path, 2, "mnist.py", *args), tmp_path)

@@ -37,6 +37,7 @@ def rows(events):
     return {row: sorted(held, key=lambda event: (event["ts"], -event["dur"])) for row, held in found.items()}
 
 
+@pytest.mark.slow
 def test_a_trace_keeps_the_format_and_names_steps_phases_and_buckets_of_each_rank(tmp_path):
     done = profile(tmp_path, "-n", "2", "--steps", "5:8", "train.py")
     assert done.returncode == 0, done.stderr
@@ -78,6 +79,7 @@ def test_a_trace_keeps_the_format_and_names_steps_phases_and_buckets_of_each_ran
         assert max(one["ts"], other["ts"]) < min(one["ts"] + one["dur"], other["ts"] + other["dur"])
 
 
+@pytest.mark.slow
 def test_only_the_chosen_ranks_are_recorded(tmp_path):
     done = profile(tmp_path, "-n", "2", "--ranks", "1", "--steps", "3:4", "-o", "one.json", "train.py")
     assert done.returncode == 0, done.stderr

@@ -64,6 +64,7 @@ def test_a_planted_limit_is_named(tmp_path, slow):
         assert "its forward takes" in document["verdict"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_goes_on_to_a_report_of_60_columns_and_a_page_that_needs_nothing(tmp_path):
     words = ("-n", "1,2", "--repeat", "1", "--steps", "12", str(PLANTED), "nothing")
     first = scale(tmp_path, *words)
@@ -144,6 +145,7 @@ for _ in train.epochs(1):
 """
 
 
+@pytest.mark.slow
 def test_a_measured_run_leaves_the_scripts_commits_alone_and_what_had_no_devices_is_said(nest, tmp_path):
     (tmp_path / "commits.py").write_text(COMMITS)
     assert nest.wait(nest.start(tmp_path / "commits.py", 0, cwd=tmp_path)) == [0]

@@ -116,6 +116,7 @@ def test_signals_do_after_a_trial_what_they_did_before():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
+@pytest.mark.slow
 def test_another_launcher_starts_the_ranks_on_the_same_cores(tmp_path):
     source = """
 import os, sys, time

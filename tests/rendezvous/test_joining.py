@@ -65,6 +65,7 @@ def test_a_member_of_another_run_is_told_whom_it_found_and_keeps_nobody_from_com
     hosting.result(20).leave()
 
 
+@pytest.mark.slow
 def test_something_else_at_the_port_is_passed_over():
     opened, where = listening()
     with socket.create_server(("127.0.0.1", 0)) as other:

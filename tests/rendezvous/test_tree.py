@@ -223,6 +223,7 @@ def test_too_few_open_files_are_said_with_the_numbers_and_a_low_soft_limit_is_ra
     )
 
 
+@pytest.mark.slow
 def test_all_that_wait_name_the_same_ranks_and_so_does_one_that_comes_too_late(ranks):
     work = """
     tree.gather(None, 20)

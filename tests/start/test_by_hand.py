@@ -53,11 +53,13 @@ def lines(*processes: subprocess.Popen[str]) -> list[str]:
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_processes_that_a_script_spawns_are_given_rank_size_and_place_by_it(tmp_path):
     spawned = start(tmp_path, SPAWNED, f"tcp://127.0.0.1:{port()}")
     assert lines(spawned) == [f"{rank} 2 {rank} 2" for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_processes_that_are_started_by_hand_hand_their_flags_on(nest, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FLAGS)
@@ -68,6 +70,7 @@ def test_processes_that_are_started_by_hand_hand_their_flags_on(nest, tmp_path):
     assert [rank.said for rank in ranks] == ["1 2 1 2\n", "0 2 0 2\n"]
 
 
+@pytest.mark.slow
 def test_torchrun_is_adopted_also_by_its_older_name_which_gives_a_flag(tmp_path):
     before = ("-m", "torch.distributed.launch", "--nproc-per-node=2", f"--master-port={port()}")
     also = r"print(f'{w.rank} {w.launcher} {torch.get_num_threads()}\n', end='', flush=True)"

@@ -43,6 +43,7 @@ def facts(launcher, size, *words):
     return [json.loads((launcher.home / f"facts-{rank}").read_text()) for rank in range(size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "size"), [(False, 2), (True, 1)])
 def test_a_forked_rank_has_all_that_python_gives_a_script(launcher, module, size):
     launcher.write(FACTS)
@@ -56,6 +57,7 @@ def test_a_forked_rank_has_all_that_python_gives_a_script(launcher, module, size
     assert len(set(draws)) == len(draws)
 
 
+@pytest.mark.slow
 def test_what_ends_a_forked_script_ends_it_as_python_would(launcher):
     """One end for each start."""
     launcher.write(
@@ -89,6 +91,7 @@ def test_what_ends_a_forked_script_ends_it_as_python_would(launcher):
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 def test_a_forked_rank_ends_without_a_copy_of_what_it_was_forked_from(launcher):
     launcher.write("import torch")
     pages = []
@@ -124,6 +127,7 @@ LOADERS = """
 """
 
 
+@pytest.mark.slow
 def test_a_forked_rank_has_loader_workers_of_every_kind_and_children(launcher):
     launcher.write(LOADERS)
     code, out, err = launcher.run("-n", "1", "--fork", "train.py")
@@ -206,6 +210,7 @@ def test_killed_ranks_are_forked_anew_by_the_warm_process(launcher, gone, victim
     gone([*first, *again, warm], 2)
 
 
+@pytest.mark.slow
 def test_a_killed_warm_process_harms_no_rank_and_is_replaced(launcher, gone):
     launcher.write(WAITING)
     started = launcher.start("-n", "2", "--max-restarts", "2", "--fork", "train.py")
@@ -234,6 +239,7 @@ def test_kill_9_of_launcher_and_guardian_leaves_no_forked_rank_nor_warm_process(
     gone(pids, 2)
 
 
+@pytest.mark.slow
 def test_where_a_fork_is_not_safe_spare_processes_become_ranks_and_end_with_the_launcher(launcher, gone):
     launcher.write(WAITING)
     launcher.write(
@@ -263,6 +269,7 @@ def test_where_a_fork_is_not_safe_spare_processes_become_ranks_and_end_with_the_
     gone([*first, *spares], 2)
 
 
+@pytest.mark.slow
 def test_a_script_that_sets_threads_before_it_imports_torch_is_restarted_by_python(launcher):
     launcher.write("import os\nos.environ['OMP_NUM_THREADS'] = '1'\n" + dedent(WAITING))
     started = launcher.start("-n", "2", "--max-restarts", "1", "train.py")
@@ -286,6 +293,7 @@ def test_two_failures_within_a_second_are_two_restarts(launcher):
     assert started.finish()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_have_a_warm_process_is_started_by_python(launcher):
     launcher.write("raise ImportError('no torch here')", "torch.py")
     launcher.write(

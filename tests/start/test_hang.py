@@ -37,6 +37,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(case, tmp_path
     assert fault(case, *run(case, tmp_path), allowed_s=20) is None
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_said_to_be_waited_for_and_the_run_goes_on(tmp_path):
     case = Case("slow", "checkpoint", rank=0, size=2)
     code, lines, _ = run(case, tmp_path, "--slow", 6.5, limit_s=60)
@@ -46,6 +47,7 @@ def test_a_slow_rank_is_said_to_be_waited_for_and_the_run_goes_on(tmp_path):
     assert "samestep: rank 0 has gone on" in text
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_hung_run_within_the_shutdown_timeout_and_status_says_who_waits(tmp_path):
     options = ["-n", "2", "--fork", "--all-ranks", "--shutdown-timeout", "6"]
     started = subprocess.Popen(
@@ -75,6 +77,7 @@ def test_sigterm_ends_a_hung_run_within_the_shutdown_timeout_and_status_says_who
             started.communicate()
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_node_is_named_once_and_ends_the_run_of_all(launcher):
     with socket.create_server(("127.0.0.1", 0)) as free:
         at = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -153,6 +156,7 @@ def test_all_who_look_at_ranks_that_wait_for_each_other_blame_the_same_rank():
     assert find_hang(states, 2, 5.0) == find_hang(states[::-1], 2, 5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "made", "call"),
     [
@@ -189,6 +193,7 @@ def test_ranks_that_wait_for_each_other_in_calls_of_torch_are_told_that_none_can
         started.communicate()
 
 
+@pytest.mark.slow
 def test_the_line_of_a_sys_exit_in_a_hook_of_backward_is_told(launcher):
     launcher.write(
         """
@@ -248,6 +253,7 @@ UNFINISHED = {
 }
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_or_do_not_end_are_named_and_end_the_run(launcher, tmp_path):
     runs = {}
     for name, (lines, _) in UNFINISHED.items():
@@ -268,6 +274,7 @@ def test_ranks_that_do_not_come_or_do_not_end_are_named_and_end_the_run(launcher
         assert ("ValueError: why" in err) == (name == "failed")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_suspended_as_a_whole_is_no_hang(launcher):
     launcher.write(
         """

@@ -5,6 +5,8 @@ import pty
 import re
 import sys
 
+import pytest
+
 TRAIN = """
 import time, torch, samestep
 samestep.init()
@@ -38,6 +40,7 @@ def on_a_terminal(launcher, **env) -> bytes:
     return seen
 
 
+@pytest.mark.slow
 def test_a_live_line_is_drawn_and_taken_back(launcher):
     seen = on_a_terminal(launcher)
     drawn = re.findall(
@@ -48,11 +51,13 @@ def test_a_live_line_is_drawn_and_taken_back(launcher):
     assert left.split() == b"epoch 0 is over epoch 1 is over".split()
 
 
+@pytest.mark.slow
 def test_without_a_terminal_nothing_is_drawn(launcher):
     launcher.write(TRAIN)
     code, out, err = launcher.run("-n", "1", "train.py")
     assert (code, out, err) == (0, "epoch 0 is over\nepoch 1 is over\n", "")
 
 
+@pytest.mark.slow
 def test_a_terminal_that_cannot_take_back_gets_no_live_line(launcher):
     assert on_a_terminal(launcher, TERM="dumb").split() == b"epoch 0 is over epoch 1 is over".split()

@@ -107,6 +107,7 @@ def test_killed_ranks_go_on_from_memory_with_the_same_bits(launcher, undisturbed
     assert bool(found and int(found[1])) == ("damaged" not in case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later_s", [0.0, 0.2])
 def test_a_run_that_is_asked_to_end_while_it_recovers_commits_what_it_kept_in_memory(launcher, later_s):
     launcher.write(TRAIN)

@@ -91,6 +91,7 @@ def test_a_failure_stops_the_other_nodes_at_once_and_gives_its_code(launcher, go
     assert re.match(head, json.loads((run / "result.json").read_text())["failure"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_init_on_another_node_is_named_in_time(launcher):
     launcher.write("""
         import os, sys
@@ -217,6 +218,7 @@ def test_an_interrupt_of_one_node_ends_all(launcher, gone):
     gone(pids, 3)
 
 
+@pytest.mark.slow
 def test_a_run_that_stays_incomplete_names_who_is_missing(launcher):
     launcher.write(SHOW)
     where = ["--nodes", "3", "--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--wait", "6"]
@@ -316,6 +318,7 @@ def test_a_first_node_that_leaves_no_note_is_waited_for_as_long_as_was_said(laun
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [None, signal.SIGINT])
 def test_a_node_that_has_finished_waits_as_long_as_the_others_work_or_until_it_is_asked_to_end(
     launcher, asked

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 FLOOD = """
 import os, sys
 rank = os.environ["RANK"]
@@ -82,6 +84,7 @@ def test_binary_and_endless_lines_are_kept_byte_for_byte(launcher):
     subprocess.run([sys.executable, "-c", code], cwd=launcher.home, env=launcher.env, check=True)
 
 
+@pytest.mark.slow
 def test_a_console_nobody_reads_bounds_memory_and_loses_nothing(launcher):
     launcher.write(
         "for number in range(400_000):\n    print(number, 'x' * 20)\nopen('done', 'w').write('1\\n')"

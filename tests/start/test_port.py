@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from samestep.rendezvous.listen import hold_port
 
 STORES = """
@@ -21,6 +23,7 @@ for number, port in enumerate(map(int, sys.argv[1:])):
 """
 
 
+@pytest.mark.slow
 def test_torchs_store_listens_on_a_held_port_with_and_without_libuv():
     held = [hold_port() for _ in range(4)]
     try:

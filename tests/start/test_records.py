@@ -14,6 +14,7 @@ _SILENT = """
 """
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_by_the_workers_record_where_stderr_shows_none(launcher):
     launcher.write(_SILENT)
     code, _, err = launcher.run("-n", "2", "--fork", "train.py")

@@ -31,6 +31,7 @@ def test_values_come_back_in_the_order_of_ranks(size):
     assert launch(who, size, "hello", loud=True) == [("HELLO", number, size) for number in range(size)]
 
 
+@pytest.mark.slow
 def test_lambdas_and_closures_are_called():
     factor = 10
     assert launch(lambda x: factor * x + rank(), 2, 5) == [50, 51]
@@ -155,6 +156,7 @@ def test_no_process_is_no_size():
         launch(rank, 0)
 
 
+@pytest.mark.slow
 def test_nothing_is_written_to_the_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert launch(os.getcwd, 2) == [str(tmp_path)] * 2
@@ -200,6 +202,7 @@ def test_the_package_of_the_same_name_can_be_called_too():
     assert done.stdout == "[1, 1]\n"
 
 
+@pytest.mark.slow
 def test_workers_meet_in_a_group():
     def total() -> float:
         import torch
@@ -212,6 +215,7 @@ def test_workers_meet_in_a_group():
     assert launch(total, 2) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_in_a_group_does_not_wait_for_the_others():
     def fail() -> None:
         import samestep

@@ -134,6 +134,7 @@ _WORDS = st.lists(
 ).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(args=st.lists(_WORDS.filter(bool), max_size=5), value=_WORDS, image=_WORDS)
 def test_the_shell_sees_exactly_the_given_words(args: list[str], value: str, image: str) -> None:

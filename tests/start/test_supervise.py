@@ -167,6 +167,7 @@ def test_the_cause_is_not_a_rank_that_only_lost_its_peer(launcher):
     assert "ranks 0, 2 were stopped" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_prints_its_exception_and_exits_is_the_cause_and_not_who_missed_it(launcher):
     launcher.write(
         """
@@ -211,6 +212,7 @@ def test_what_a_finished_worker_left_running_ends_with_it(launcher, gone):
     gone([int(pid) for pid in started.wait_for_lines("pids", 2)], 1)
 
 
+@pytest.mark.slow
 def test_a_rank_blocked_in_a_collective_does_not_hide_its_peers_exception(launcher):
     launcher.write(
         """
@@ -229,6 +231,7 @@ def test_a_rank_blocked_in_a_collective_does_not_hide_its_peers_exception(launch
     assert "GLHF" not in err.rpartition("failed on rank")[2]
 
 
+@pytest.mark.slow
 def test_a_script_written_for_torchrun_runs_as_it_is(launcher):
     launcher.write(
         """

@@ -307,6 +307,7 @@ def test_names_that_cannot_be_synced_are_no_failure_and_those_that_were_lost_are
     assert (tmp_path / "log").read_text().count("INJECTED") == 2
 
 
+@pytest.mark.slow
 @needs_strace
 def test_power_that_fails_at_any_moment_leaves_the_old_or_the_new_state_and_no_sync_is_needless():
     words = [sys.executable, TESTS / "power_loss.py", "--states", "64"]
@@ -315,6 +316,7 @@ def test_power_that_fails_at_any_moment_leaves_the_old_or_the_new_state_and_no_s
     assert re.search(r"neither old nor new 0 \| syncs \d\d, needless 0$", ran.stdout.strip())
 
 
+@pytest.mark.slow
 @needs_strace
 @pytest.mark.timeout(150)
 def test_a_death_or_an_error_at_any_call_leaves_the_old_or_the_new_state():

@@ -385,6 +385,7 @@ def test_numbers_of_a_hostile_preamble_are_bounded(tmp_path):
     refused(tmp_path, seal(outline([{"tensor": 1}, {"tensor": 0}], [BLOB, BLOB]), [bytes(8)] * 2))
 
 
+@pytest.mark.slow
 def test_damaged_files_are_never_read(tmp_path):
     ran = subprocess.run(
         [sys.executable, TESTS / "fuzz_state.py", "--files", "300", "--directory", tmp_path],

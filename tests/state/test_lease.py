@@ -102,6 +102,7 @@ def test_a_writer_that_gave_the_directory_up_is_followed_while_it_lives(tmp_path
         step(tmp_path / "run", 2)
 
 
+@pytest.mark.slow
 @needs_strace
 def test_without_locks_a_living_process_keeps_and_a_killed_one_loses_the_directory(tmp_path):
     tracer = [
@@ -175,6 +176,7 @@ def test_a_writer_on_another_machine_is_gone_when_its_lease_was_not_renewed_for_
     assert time.monotonic() - began < 3
 
 
+@pytest.mark.slow
 def test_a_writer_on_another_machine_that_renews_its_lease_is_alive(tmp_path):
     step(tmp_path / "run", 1)
     foreign(tmp_path / "run")

@@ -40,8 +40,8 @@ def serve(line: Connection) -> None:
 
 
 if __name__ == "__main__":
-    # torch.compile looks a function's module up by its name.
-    sys.path.append(str(Path(__file__).parents[2]))
+    # torch.compile looks a function's module up by its name, and a test's file may import another one.
+    sys.path.extend(map(str, Path(__file__).parents[1:3]))
     with Client(sys.argv[1], family="AF_UNIX") as connection:
         connection.send(int(os.environ["RANK"]))
         serve(connection)

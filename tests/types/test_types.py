@@ -38,6 +38,7 @@ def said_by_pyright():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", *(["pyright"] if os.environ.get("LONG") else [])])
 def test_a_type_checker_infers_what_a_script_gets(checker):
     said = said_by_mypy() if checker == "mypy" else said_by_pyright()

@@ -23,6 +23,7 @@ SAMPLE = [
 NAMES = sorted(path.stem for path in corpus.HOME.glob("*.py")) if LONG else SAMPLE
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_gets_the_verdict_and_the_causes_that_it_declares(

@@ -96,6 +96,7 @@ for x in samestep.loader(torch.randn(20, 3), 4, shuffle=True):
 """
 
 
+@pytest.mark.slow
 def test_what_only_some_runs_have_is_not_explained_by_an_experiment(nest: Nest) -> None:
     script, trials, run = Path("races.py").absolute(), count(), Forked(nest)
     script.write_text(_BEGINS + _MODEL + _RACING)
@@ -123,6 +124,7 @@ for x in samestep.loader(torch.randn(20, 3), 4, shuffle=True):
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_stops_by_the_clock_has_one_cause_however_far_it_comes_twice(nest: Nest) -> None:
     script, run = Path("in_time.py").absolute(), Forked(nest)
     script.write_text(_BEGINS + _MODEL + _IN_TIME)

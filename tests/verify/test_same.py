@@ -159,6 +159,7 @@ _CONVERTED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "mistake", "code", "said"),
     [

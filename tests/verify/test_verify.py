@@ -66,6 +66,7 @@ def test_what_is_printed_of_one_rank_has_an_exit_code_and_a_line_of_its_own() ->
     assert report["printed"][0]["shown"].startswith("epoch 0: accuracy 0.")
 
 
+@pytest.mark.slow
 def test_a_mistake_that_ends_the_run_is_shown_in_the_words_of_the_run() -> None:
     result = _verify("-n", "1,2", str(SCRIPTS / "not_replicated.py"))
     assert result.exit_code == 1
@@ -73,6 +74,7 @@ def test_a_mistake_that_ends_the_run_is_shown_in_the_words_of_the_run() -> None:
     assert _last(result).startswith("the script failed at 2 processes; SGD steps weight of Linear")
 
 
+@pytest.mark.slow
 def test_a_sound_script_is_the_same_to_rounding_and_no_cause_is_named() -> None:
     script = str(SCRIPTS / "multi_task.py")
     result = _verify("-n", "1,3", "--json", "--steps", "4", script)
@@ -94,6 +96,7 @@ def test_exact_steps_with_batchnorm_and_dropout_are_the_same_to_the_bit_and_chec
     assert [*Path().iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_serial_script_is_shown_its_own_lines_to_change() -> None:
     script = EXAMPLES / "digits_serial.py"
     result = _verify("-n", "1,2", str(script))
@@ -105,6 +108,7 @@ def test_a_serial_script_is_shown_its_own_lines_to_change() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
     Path("none.py").write_text("print(1)")
     for arguments, sentence in (

@@ -68,6 +68,7 @@ def test_other_samples_of_the_same_number_are_refused(run, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_no_commit_is_left_out_because_another_is_being_written(run, tmp_path):
     source = """
         import time
@@ -271,6 +272,7 @@ def test_as_many_are_kept_as_asked_and_no_file_is_left_unfinished(nest, tmp_path
     assert all(name.endswith(".samestep") for name in names)
 
 
+@pytest.mark.slow
 def test_the_serial_world_lists_and_loads_what_was_committed(nest, tmp_path):
     trail = Trail(tmp_path)
     survive(nest, trail, 2)

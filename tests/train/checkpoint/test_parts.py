@@ -3,6 +3,8 @@
 import re
 import shutil
 
+import pytest
+
 from samestep.state import file
 
 
@@ -10,6 +12,7 @@ def steps(directory):
     return [entry.step for entry in file.listing(directory)]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):
     source = """
         from samestep.train.checkpoint import capture
@@ -73,9 +76,13 @@ def test_a_dataset_that_draws_with_a_generator_of_its_own_is_the_same_after_a_re
     assert run(source, 1, tmp_path / "commits")[0] == [0]
     codes, (said,) = run(source, 1, tmp_path / "commits")
     assert codes == [0], said
-    assert re.search("going on after step 1 .*; train has done 0 epochs and 1 of 4 batches of the next\n", said)
+    assert re.search(
+        "going on after step 1 .*; train has done 0 epochs and 1 of 4 batches of the next\n", said
+    )
     codes, (said,) = run(source, 1, tmp_path / "commits")
-    assert re.search("step 4 .* 0 epochs and 4 of 4 batches of the next, so the loop over them is empty\n", said)
+    assert re.search(
+        "step 4 .* 0 epochs and 4 of 4 batches of the next, so the loop over them is empty\n", said
+    )
 
 
 def test_a_stop_commits_every_checkpoint(run, tmp_path):
@@ -172,6 +179,7 @@ def test_a_commit_is_written_also_where_no_thread_can_be_started(run, tmp_path):
     assert steps(tmp_path / "commits") == [4, 3]
 
 
+@pytest.mark.slow
 def test_a_dict_keeps_the_sums_of_every_rank_in_the_middle_of_an_epoch_and_at_its_last_step(run, tmp_path):
     source = """
         seen = {"step": 0, "loss": 0.0, "best": {"loss": None, "epochs": []}, "hits": torch.zeros(2)}

@@ -38,6 +38,7 @@ def left_after_every_step(nest, trail, sizes, *options):
     go(nest, trail, sizes[0], *options, attempt=STEPS)
 
 
+@pytest.mark.slow
 def test_left_after_every_step_an_exact_run_ends_with_the_same_bits_at_changing_sizes(
     nest, undisturbed, tmp_path
 ):
@@ -48,6 +49,7 @@ def test_left_after_every_step_an_exact_run_ends_with_the_same_bits_at_changing_
     assert differing_bits(trail.state(), undisturbed.state()) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2, 1)], ids=str)
 def test_in_default_mode_changing_sizes_lose_no_sample_and_take_none_twice(
     nest, undisturbed, tmp_path, sizes
@@ -98,6 +100,7 @@ def test_a_finished_run_takes_no_further_step_and_further_epochs_go_on(nest, und
     assert differing_bits(trail.state(), undisturbed.state()) == 0
 
 
+@pytest.mark.slow
 def test_commits_are_made_by_time_too_and_make_no_difference(nest, undisturbed, tmp_path):
     trail = Trail(tmp_path)
     ranks = nest.start(SURVIVOR, 2, trail.directory, "--notes", trail.log, "--every", 0.3, "--pause", 0.1)
@@ -111,6 +114,7 @@ def test_commits_are_made_by_time_too_and_make_no_difference(nest, undisturbed, 
     assert differing_bits(trail.state(), undisturbed.state()) == 0
 
 
+@pytest.mark.slow
 def test_runs_survive_kills_at_any_time_and_end_with_the_bits_of_the_undisturbed_run():
     loop = [sys.executable, TESTS / "kill_loop.py", "--kills", "7"]  # each kind once
     done = subprocess.run(loop, capture_output=True, text=True, timeout=55)

@@ -147,6 +147,7 @@ def test_a_signal_in_evaluation_is_heard_in_the_steps_after_it(loop):
     assert 5 <= committed[0] < 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_signal_is_heard_within_a_step_when_the_pace_has_changed(loop, rank):
     codes, _, committed = loop(
@@ -275,6 +276,7 @@ def launched(*command, home):
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_a_stopped_run_again_until_it_is_done(undisturbed, tmp_path):
     trail = Trail(tmp_path)
     code, said = launched(

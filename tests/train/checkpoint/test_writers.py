@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 from trail import Trail, differing_bits
 
 from samestep.state import file
@@ -107,6 +108,7 @@ def in_memory(pid):
     return names
 
 
+@pytest.mark.slow
 def test_workers_whose_launcher_and_guardian_were_killed_commit_nothing_more(nest, tmp_path):
     trail, undisturbed = Trail(tmp_path / "run"), Trail(tmp_path / "undisturbed")
     nest.wait(nest.start(SURVIVOR, 1, undisturbed.directory, "--notes", undisturbed.log))

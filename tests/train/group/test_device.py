@@ -85,6 +85,7 @@ def test_devices_that_torch_cannot_use_are_said_and_the_run_goes_on(alone):
     ), done.complained
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use the devices of this machine")
 def test_a_process_that_was_started_for_a_device_does_not_train_on_the_cores_instead(tmp_path):
     script = tmp_path / "train.py"

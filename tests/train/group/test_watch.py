@@ -15,6 +15,7 @@ from hang import SCRIPT
 WAITED = "samestep: ranks 0, 2 have waited"  # for about as long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "says"), [("sleep", "is in sleep (stuck.py:"), ("stop", "gives no answer")])
 def test_under_another_launcher_the_first_rank_that_waits_names_the_missing_one(nest, tmp_path, kind, says):
     ranks = nest.start(SCRIPT, 3, "--kind", kind, cwd=tmp_path)
@@ -101,6 +102,7 @@ def test_under_another_launcher_a_rank_that_leaves_while_others_wait_is_named_an
             assert "Traceback" not in ranks[rank].said
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("launcher", "says"),
@@ -138,6 +140,7 @@ samestep.sum(1)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_and_does_not_end_is_named_under_another_launcher_and_stop_ends_the_run(
     nest, tmp_path
 ):
@@ -164,6 +167,7 @@ def test_a_rank_that_left_and_does_not_end_is_named_under_another_launcher_and_s
         nest.wait(ranks, 5)
 
 
+@pytest.mark.slow
 def test_a_rank_is_ended_that_waits_for_one_whose_connections_of_gloo_outlive_it(nest, tmp_path):
     """As where the rank goes on as another program, or a child of it keeps them; nothing would tell the others."""
     script = FAILS.replace("import sys\n", "import os\n")

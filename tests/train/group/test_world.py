@@ -134,6 +134,7 @@ def codes(ranks):
     return [code for code, _, _ in ranks]
 
 
+@pytest.mark.slow
 def test_a_sleeping_rank_is_named_after_the_timeout(script):
     ranks = run(
         script,
@@ -154,6 +155,7 @@ def test_a_sleeping_rank_is_named_after_the_timeout(script):
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_finish_the_script_are_named_by_the_one_that_still_calls(script):
     ranks = run(
         script,
@@ -221,6 +223,7 @@ def test_own_exit_codes_stay(script):
     assert codes(run(script, 3, "    sys.exit(3 if world.rank == 1 else 0)")) == [0, 3, 0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_longer_than_the_others_finishes_its_work(script):
     for slow in (0, 1):
         ranks = run(
@@ -237,6 +240,7 @@ def test_a_rank_that_works_longer_than_the_others_finishes_its_work(script):
         assert ranks[slow][1:] == ("done\n", "")
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_the_loop_early_ends_those_that_go_on_in_it(script):
     ranks = run(
         script,
@@ -271,6 +275,7 @@ FORGETFUL = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_forgets_everything_ends_well_and_leaves_no_process(script):
     ranks = script.run_interpreters(START + FORGETFUL, 2)
     assert codes(ranks) == [0, 0], ranks

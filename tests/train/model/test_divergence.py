@@ -136,6 +136,7 @@ print(joined().the(Divergence)._every)
 """
 
 
+@pytest.mark.slow
 def test_replicas_are_compared_as_often_as_it_costs_a_hundredth(nest, tmp_path):
     assert [pace(steps) for steps in (0.01, 0.1, 0.15, 0.9, 5.0)] == [10, 10, 20, 100, 200]
     (tmp_path / "train.py").write_text(PACED)

@@ -184,6 +184,7 @@ def test_a_forward_of_the_models_own_is_called_and_survives(world):
     assert torch.equal(copy.deepcopy(model)(inputs()).detach(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(2)
 def test_it_compiles_before_and_after_and_in_place(world):
     expected = serial_gradient()

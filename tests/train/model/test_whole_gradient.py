@@ -202,6 +202,7 @@ def test_what_is_derived_again_in_a_microbatch_is_that_microbatchs(world, exact)
         torch.testing.assert_close(mine.grad, wanted.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.sizes(2)
 def test_a_compiled_model_that_returns_its_loss_is_weighed_once(world):
     class WithLoss(Net):
