@@ -203,12 +203,14 @@ class Backward(Member):
         adds = at.models.adds(leaves_before(loss))
         if reduction == "mean" and share is not None and not (share.lent or adds or made.does):
             self._terms, self._rows = count or 0.0, {one.all for one in at.open_shares}
-        weights = weights_in(loss, _NEAR_NODES)
-        digest = crc32(repr(weights).encode()).to_bytes(4)
-        if self._count_of_weights < 0:
-            self._count_of_weights, self._weights = len(weights), digest * 2
-        if self._count_of_weights == len(weights):
-            self._weights = self._weights[:4] + digest
+        # where ranks are added, a mean is weighed by the number of this rank's terms
+        if not adds:
+            weights = weights_in(loss, _NEAR_NODES)
+            digest = crc32(repr(weights).encode()).to_bytes(4)
+            if self._count_of_weights < 0:
+                self._count_of_weights, self._weights = len(weights), digest * 2
+            if self._count_of_weights == len(weights):
+                self._weights = self._weights[:4] + digest
         self._is_followed |= at.loss is not None
         is_sum = made.sums and not made.does if self._is_followed else reduction == "sum"
         if is_sum and not adds and self._trains(loss):
