@@ -115,6 +115,7 @@ def test_every_python_block_runs(nest: Nest, tmp_path: Path, size: int) -> None:
     assert f"all of {len(found)}" in ranks[0].said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block[0])
 def test_every_shell_block_runs(tmp_path: Path, block: tuple[str, str]) -> None:
     (tmp_path / "train.py").write_text(WORKS)

@@ -99,6 +99,7 @@ def test_a_block_that_shows_a_file_or_a_difference_is_equal_to_it(page: Path) ->
         assert text == truth, name
 
 
+@pytest.mark.slow
 def test_every_message_of_samestep_on_the_page_of_troubles_is_in_its_source() -> None:
     package = ROOT / "src" / "samestep"
     constants = [

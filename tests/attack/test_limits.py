@@ -93,6 +93,7 @@ def test_a_killed_run_leaves_nothing_in_the_memory_of_the_machine(attempt, tmp_p
 # Limits of the process and the machine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "says"),
     [

@@ -57,6 +57,7 @@ def test_no_string_is_run_as_code(attempt, tmp_path, monkeypatch, name):
         assert not Path("canary").exists(), (name, payload)
 
 
+@pytest.mark.slow
 def test_thirty_submissions_at_once_have_scripts_of_their_own(attempt, tmp_path):
     attempt("thirty submissions at once")
     (tmp_path / "train.py").touch()

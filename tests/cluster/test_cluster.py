@@ -53,6 +53,7 @@ def test_tasks_see_the_devices_they_were_given(cluster: Cluster) -> None:
     assert cluster.run("srun", "--gres=gpu:4", "printenv", "CUDA_VISIBLE_DEVICES").split() == ["0,1,2,3"]
 
 
+@pytest.mark.slow
 def test_a_cut_link_lets_nothing_through_until_it_is_restored(isolated: Cluster) -> None:
     assert _ping(isolated, "ssnode1", "ssnode2")
     isolated.cut("ssnode2")
@@ -63,6 +64,7 @@ def test_a_cut_link_lets_nothing_through_until_it_is_restored(isolated: Cluster)
     assert _ping(isolated, "ssnode1", "ssnode2")
 
 
+@pytest.mark.slow
 def test_a_limited_link_is_as_slow_as_it_was_told(isolated: Cluster) -> None:
     receive = (
         "import socket; s = socket.create_server(('', 7000)); print(flush=True)\n"
@@ -98,6 +100,7 @@ def test_a_job_lives_through_a_restart_of_the_controller(cluster: Cluster, tmp_p
     assert (tmp_path / "out").read_text() == "done\n"
 
 
+@pytest.mark.slow
 def test_an_urgent_job_requeues_the_one_in_its_way(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.submit("--nodes=4", "--exclusive", "--wrap=sleep 100", "--output=/dev/null", cwd=tmp_path)
     cluster.wait_state(first, "RUNNING")

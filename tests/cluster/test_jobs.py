@@ -237,6 +237,7 @@ def test_a_job_that_was_cancelled_after_a_commit_is_not_listed_as_done(
     assert (run["state"], run["exit_code"]) == ("stopped at a checkpoint", 75)
 
 
+@pytest.mark.slow
 def test_a_job_that_was_cancelled_is_listed_as_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     job, run = _listed_after_scancel(cluster, tmp_path, _ENDS, "rank-0")
     assert (run["run"].rpartition("/")[2], run["state"]) == (f"train_{job}", "cancelled")

@@ -44,6 +44,7 @@ def srun(isolated: Cluster, tmp_path: Path) -> Callable[..., "subprocess.Popen[s
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 3 * _PAIRS)
 def test_jobs_that_start_at_once_at_one_port_of_one_node_never_meet(srun):
     """PAIRS=100 is the long form."""

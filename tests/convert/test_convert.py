@@ -73,6 +73,7 @@ def _run(*arguments: str) -> Result:
     return CliRunner().invoke(command, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_converted_script_runs_as_the_untouched_one_at_one_two_and_three_processes(name, nest, tmp_path):
     outcome = corpus.tried(nest, name, tmp_path / name)
@@ -271,15 +272,6 @@ def test_a_string_that_the_script_gives_decides_what_a_loss_is():
     assert "replicate(nn.Linear(4, 3))" in _after(text.replace("KIND", ""))
     assert 'replicate(nn.Linear(4, 3), loss="sum")' in _after(text.replace("KIND", "reduction='sum'"))
     assert _of(text.replace("KIND", "option")).gaps
-
-
-def test_each_model_of_a_list_is_replicated_in_the_loop_over_them():
-    text = (
-        f"{BEGIN}models = [nn.Linear(4, 3) for _ in range(2)]\nfor net in models:\n"
-        "    optimizer = torch.optim.SGD(net.parameters(), 0.1)\n    for x, y in train:\n"
-        "        F.cross_entropy(net(x), y).backward()\n"
-    )
-    assert "for net in models:\n    samestep.replicate(net)\n    optimizer = " in _after(text)
 
 
 def test_a_summed_loss_is_said_to_replicate():

@@ -97,3 +97,12 @@ def test_random_numbers_that_a_method_draws_for_a_sample_are_noted():
     views += "    def __getitem__(self, i):\n        return self.view(data[i])\n"
     (note,) = _of(f"{BEGIN}{views}for x, y in train:\n{STEP}").notes
     assert note.startswith("train.py:13: what a sample draws at random is seeded by sample")
+
+
+def test_each_model_of_a_list_is_replicated_in_the_loop_over_them():
+    text = (
+        f"{BEGIN}models = [nn.Linear(4, 3) for _ in range(2)]\nfor net in models:\n"
+        "    optimizer = torch.optim.SGD(net.parameters(), 0.1)\n    for x, y in train:\n"
+        "        F.cross_entropy(net(x), y).backward()\n"
+    )
+    assert "for net in models:\n    samestep.replicate(net)\n    optimizer = " in _after(text)

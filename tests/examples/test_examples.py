@@ -188,6 +188,7 @@ def test_a_number_that_cannot_be_is_one_sentence(
     assert capsys.readouterr().err.splitlines()[-1] == f"{script}: error: {says}"
 
 
+@pytest.mark.slow
 def test_the_networks_have_the_published_numbers_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import cifar10

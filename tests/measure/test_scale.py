@@ -282,6 +282,7 @@ def test_a_setting_is_faster_only_beyond_the_spread():
     assert "No setting is clearly faster" in verdict(of_sizes(*base, *runs(0.08, 0.12, 0.09, 0.11)))
 
 
+@pytest.mark.slow
 def test_plots_show_values_and_parts_and_escape_what_is_foreign(tmp_path):
     settings = (("OPTION", "a<b"),)
     throughput, speedup, step = plots_of(

@@ -33,6 +33,7 @@ def ended(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_trial_returns_exit_code_output_failure_and_run(tmp_path):
     source = """
 import os, sys, time

@@ -33,6 +33,11 @@ for epoch in range(2):
 PLAIN = {"seed": "0", "after": "", "inside": "pass", "square": "False", "same": "True"}
 FLIPPED = "x = 0.7 * x + 0.3 * x.flip(0)"
 TURNED = "rows = np.arange(len(x))[::-1].copy(); x = 0.7 * x + 0.3 * x[rows]"
+MIXED = "x = x.clone(); x[:, 2:] = x.flip({})[:, 2:]"
+LABELS = (
+    "y = (x[:, 0] > 0.5).long(){}; "
+    "F.binary_cross_entropy_with_logits(model(x{}, 0)[:, 0], y.double()).backward()"
+)
 SORTED = (
     "rows = np.argsort(x[:, 0].numpy()); z = model(x[rows], 0)[np.argsort(rows)]; (z * x).mean().backward()"
 )
@@ -164,13 +169,17 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (f"{LOSSES}; s = a.item(); (0.3 * a + 0.7 * b).backward()", ""),
         (f"{DRAWN}; s += model(x, 0).mean().item()", ""),
         (COUNTED, ""),
+        (MIXED.format(0), "moves samples within a batch (train.py:"),
+        (MIXED.format(1), ""),
+        (LABELS.format(".roll(1, 0)", ""), "moves samples within a batch (train.py:"),
+        (LABELS.format(".flip(0)", ".flip(0)"), ""),
     ],
     ids=[
         *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "late-pairs", "pairs-at-times", "detached"),
         *("read", "read-later", "adapted", "invariant", "invariant-number", "easy-samples", "one-with-all"),
         *("losses-one-by-one", "a-mean-of-a-mask", "features"),
         *("gathered-pairs", "normalized-by-all", "by-sample", "sorted-and-back", "read-of-all", "logged", "drawn"),
-        "counted",
+        *("counted", "mixed-in-place", "mirrored-in-place", "labels-of-others", "turned-with-its-labels"),
     ],
 )  # fmt: skip
 def test_a_loss_that_mixes_samples_is_said_by_default_too_and_no_other(inside, said, nest, tmp_path):

@@ -103,6 +103,7 @@ def test_numbers_that_cannot_be_are_refused(nest, tmp_path, given, said):
     assert said in process.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--fork",)])
 def test_a_rank_whose_script_removes_its_launchers_variables_says_that_it_trains_alone(options, launcher):
     launcher.write("import os, samestep\nos.environ.clear()\nprint(samestep.init().size)")
@@ -126,6 +127,7 @@ def test_a_rank_that_goes_on_by_execve_without_its_variables_is_known_to_be_one_
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_a_rank_starts_without_its_variables_says_that_it_trains_alone(launcher):
     launcher.write("import samestep\nprint(samestep.init().size)", "other.py")
     launcher.write("import os, subprocess, sys\nsubprocess.run([sys.executable, 'other.py'], env={})")

@@ -134,6 +134,7 @@ def test_a_forked_rank_has_loader_workers_of_every_kind_and_children(launcher):
     assert (code, out, err) == (0, "sum 1\n", "")
 
 
+@pytest.mark.slow
 def test_a_script_from_stdin_is_forked_too(launcher):
     started = launcher.start("-n", "1", "--fork", "-")
     assert started.process.stdin is None  # it reads ours, which is empty
@@ -313,6 +314,7 @@ def test_a_run_that_cannot_have_a_warm_process_is_started_by_python(launcher):
     assert (code, out) == (0, "a program\n")
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_leaves_what_is_known_of_its_rank(launcher):
     launcher.write(
         """

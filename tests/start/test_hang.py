@@ -136,6 +136,7 @@ def test_a_rank_of_another_node_is_not_guessed_at():
     assert find_hang([state(0, "exchange", 4)], 2, 5.0) is None
 
 
+@pytest.mark.slow
 def test_a_rank_at_another_call_than_the_others_is_the_cause_and_not_the_first_that_says_so(launcher):
     launcher.write(
         """
@@ -210,6 +211,7 @@ def test_the_line_of_a_sys_exit_in_a_hook_of_backward_is_told(launcher):
     assert (code, "rank 1 left the script at train.py:6" in err) == (9, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "code"), [("raise SystemExit(9)", 9), ("exit(9)", 9), ("leave()", 9), ("raise SystemExit", 1)]
 )

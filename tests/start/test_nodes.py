@@ -144,6 +144,7 @@ def test_the_nodes_that_are_left_go_on_without_a_lost_one(launcher, lost):
     assert sorted((launcher.home / "up1-2").read_text().split()) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_fewer_nodes_than_are_enough_do_not_go_on(launcher):
     launcher.write(LATER)
     launcher.way = ["-c", LIMITED.format("_AGAIN_S", 2)]  # instead of 20 s
@@ -207,6 +208,7 @@ def test_exit_code_75_of_all_is_the_exit_code_of_all(launcher):
     assert [one.finish()[0] for one in started(launcher, (1, 2), "train.py")] == [75, 75]
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_one_node_ends_all(launcher, gone):
     launcher.write(WAIT)
     nodes = started(launcher, (1, 1), "train.py")

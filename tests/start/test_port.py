@@ -48,6 +48,7 @@ def test_nobody_is_given_a_held_port_by_chance():
         one.close()
 
 
+@pytest.mark.slow
 def test_runs_that_start_together_never_share_a_port(launcher):
     launcher.write(
         """

@@ -28,6 +28,7 @@ def test_a_failure_is_told_by_the_workers_record_where_stderr_shows_none(launche
     assert "failed on rank 1 of 2" in err
 
 
+@pytest.mark.slow
 def test_the_record_of_an_earlier_attempt_is_not_believed(launcher):
     launcher.write(_SILENT)
     code, _, err = launcher.run("-n", "2", "--fork", "--max-restarts", "1", "train.py")
@@ -36,6 +37,7 @@ def test_the_record_of_an_earlier_attempt_is_not_believed(launcher):
     assert "no shard 7" not in err[err.index("failed on rank 1 of 2") :]
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_early_is_told_with_the_line_where_another_waited(launcher):
     launcher.write("""
         import samestep
@@ -54,6 +56,7 @@ def test_a_rank_that_ends_early_is_told_with_the_line_where_another_waited(launc
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_without_leaving_the_script_is_told_so(launcher):
     launcher.write("""
         import os, samestep
@@ -68,6 +71,7 @@ def test_a_rank_that_ends_without_leaving_the_script_is_told_so(launcher):
     assert err.splitlines()[-4:-2] == ["    samestep.sum(1)", said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "loader"),
     [
@@ -117,6 +121,7 @@ def test_a_failure_is_told_also_where_the_working_directory_was_removed(launcher
     assert (code, "\nValueError: no shard 7\n" in err) == (1, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--fork", "--no-fork"])
 def test_a_failure_is_told_where_the_script_prints_its_exceptions_itself(launcher, option):
     launcher.write("""

@@ -41,6 +41,7 @@ def test_every_call_is_in_a_process_of_its_own_even_for_one():
     assert os.getpid() not in launch(os.getpid, 1)
 
 
+@pytest.mark.slow
 def test_the_workers_own_exception_is_raised_with_its_traceback_and_the_others_are_stopped():
     def fail() -> None:
         if rank() == 1:
@@ -68,6 +69,7 @@ def test_pytest_shows_the_frames_of_the_worker_and_none_of_samestep(tmp_path):
     assert "spawn.py" not in said
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_with_its_signal():
     def die() -> None:
         if rank() == 1:
@@ -111,6 +113,7 @@ def test_what_cannot_be_launched_is_one_sentence(fn, size):
         launch(fn, size)
 
 
+@pytest.mark.slow
 def test_an_exception_outside_exception_is_the_workers_own_too():
     def fail() -> None:
         if rank() == 1:
@@ -139,11 +142,13 @@ def test_a_value_that_cannot_travel_is_said():
         launch(lambda: (number for number in range(3)), 1)
 
 
+@pytest.mark.slow
 def test_large_arguments_and_values_travel():
     data = os.urandom(20_000_000)
     assert launch(lambda x: x[::-1], 2, data) == [data[::-1]] * 2
 
 
+@pytest.mark.slow
 def test_only_rank_0_writes_to_the_callers_stdout(capsys):
     launch(lambda: print("rank", rank()), 3)
     assert capsys.readouterr().out == "rank 0\n"
@@ -253,6 +258,7 @@ def test_an_interrupted_caller_leaves_no_worker(tmp_path, gone):
     gone([int(pid) for pid in pids.read_text().split()], 2)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_caller_that_has_torch_are_forked_from_one_process_that_has_it_too():
     import torch  # noqa: F401
 

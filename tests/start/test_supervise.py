@@ -52,6 +52,7 @@ def test_a_failure_of_rank_0_is_shown_once(launcher):
     assert "Traceback" in launcher.log(0)
 
 
+@pytest.mark.slow
 def test_a_failure_is_shown_once_also_where_its_rank_takes_long_to_end(launcher):
     launcher.write("import atexit, time; atexit.register(time.sleep, 2); raise ValueError('no shard')")
     code, _, err = launcher.run("-n", "1", "train.py")
@@ -371,6 +372,7 @@ def test_closed_standard_descriptors_confuse_nothing(launcher):
     assert len(list((launcher.home / "runs").glob("*/result.json"))) == 1
 
 
+@pytest.mark.slow
 def test_workers_end_also_where_launcher_and_guardian_are_killed_at_once(launcher):
     launcher.write("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)")
     words = [sys.executable, "-m", "samestep", "run", "-n", "3", "--tee", "all", "train.py"]

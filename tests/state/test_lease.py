@@ -67,6 +67,7 @@ def age(directory, seconds):
     os.utime(directory / lease.NAME, (time.time() - seconds,) * 2)
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path):
     with holding(tmp_path / "run") as first:
         began = time.monotonic()
@@ -205,6 +206,7 @@ def test_a_requeued_job_takes_over_at_once_from_its_attempt_before(tmp_path):
     assert time.monotonic() - began < 3
 
 
+@pytest.mark.slow
 def test_an_element_of_a_job_array_is_told_to_take_a_directory_of_its_own(tmp_path):
     env = {"SLURM_JOB_ID": "78", "SLURM_ARRAY_TASK_ID": "1"}
     with holding(tmp_path / "run"), pytest.raises(CheckpointError) as raised:
@@ -261,6 +263,7 @@ def test_two_objects_of_a_process_follow_each_others_commits(tmp_path):
         assert [number for number, _ in lease.read(dir_fd).commits] == [6, 7]
 
 
+@pytest.mark.slow
 def test_of_processes_that_begin_at_once_one_holds_the_directory(tmp_path):
     words = [sys.executable, "-c", HOLD, tmp_path / "run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -129,6 +129,7 @@ def test_the_last_line_is_rank_zeros_and_only_where_it_was_asked_for_or_the_run_
     assert "samples/s" not in said[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="no core is left for a worker")
 def test_a_loop_that_waits_for_data_is_told_of_workers(metered):
     hint = 'loader(..., num_workers="auto") would have'

@@ -60,6 +60,7 @@ if (home / "last.pt").exists():
 _KEPT = 'samestep.save(home / "last.pt", model.state_dict())\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

@@ -123,6 +123,7 @@ def test_a_script_that_cannot_be_verified_gets_a_sentence() -> None:
         assert sentence in result.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_without_its_facts_is_named() -> None:
     Path("leaves.py").write_text("import os\nif os.environ['RANK'] == '1':\n    os._exit(0)\n")
     result = _verify("-n", "2,1", "leaves.py")

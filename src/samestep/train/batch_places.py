@@ -6,7 +6,6 @@ equal this rank's number of samples is not taken for the batch, and the memory l
 Not covered: tensors that an operation of another library makes; there the place is guessed from the shape.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,10 +18,10 @@ from samestep.train.batch_sizes import Kinds, Other, Place
 from samestep.train.draw_sizes import distribution_drawn, fixed_sizes, measured
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
-from samestep.train.mixing import IN_PLACE, averaged, order_kept
+from samestep.train.mixing import IN_PLACE, averaged, mixed_by_copy, order_kept
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Share
-from samestep.train.views import key_of, layout_of, meta_of, moved
+from samestep.train.views import dim_in_view, key_of, layout_of, meta_of, moved
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _GROWN = {"expand", "repeat"}
@@ -77,7 +76,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_second = tensor.dim() > 2 and tensor.shape[0] != share.mine == tensor.shape[1]
             laid, dim = of_batch.get(memory_of(tensor), (None, int(is_second or not in_front)))
             if place is None and laid is not None and key_of(laid) != key_of(tensor):
-                place = _place_in_view(tensor, laid, dim, share.mine)
+                place = Place(dim_in_view(tensor, laid, dim, share.mine))
             elif place is None and tensor.shape[dim : dim + 1] == (share.mine,):
                 place = Place(dim)
             if place is None and not is_plain and tensor.dim() and len(tensor) > 1:
@@ -128,6 +127,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, func: Any, args: Any, kwargs: Any, made: Any, other: Any, sure: bool) -> None:
         """Note the other of what an operation made."""
         if func._overloadname.endswith("out") or func._schema.is_mutable:
+            if func._opname == "copy_":
+                self._note_copied(*args[:2])
             self._note_changed(made, args, other if sure else None)
             if func._opname not in IN_PLACE:
                 return
@@ -142,7 +143,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         order = order_kept(func._opname, given, Other(made, other).has_batch)
         if (chosen := self._kinds.chosen(func._opname, args, made, self._found)) is not None:
             (other, order), sure = chosen, True
-        average = averaged((func, args, kwargs), given, made, other, self._rows)
+        average = averaged((func, args, kwargs), given, made, other, order, self._rows)
         if func._opname == "_local_scalar_dense" and given[0].averaged and given[0].averaged.of_model:
             self._read_at = users_line()
         elif average is not None and any(type(one) is float for one in args):
@@ -165,6 +166,17 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             other = other if self._makes_sense(made, other) else self._filled(made, args)
             if other is not None:
                 self._put(self._found(made)._replace(other=other, sure=True))
+
+    def _note_copied(self, into: torch.Tensor, of: torch.Tensor) -> None:
+        """Samples in another order, or what mixes them: in a part of a tensor they are in all that has its memory."""
+        there, here = self._found(into), self._found(of)
+        if into.untyped_storage().nbytes() == into.nbytes:
+            self._put(there._replace(order=here.order, averaged=here.averaged))
+        elif does := mixed_by_copy(there, here):
+            memory = into.untyped_storage().data_ptr()
+            for key, (held, *known) in self._others.items():
+                if (one := held()) is not None and one.data_ptr() == memory:
+                    self._others[key] = held, *known[:2], Averaged(does), *known[3:]
 
     def _filled(self, made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
         """The other of what is filled from a tensor of the batch, as one_hot fills what it made of sizes."""
@@ -192,14 +204,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if other is None and (name in _SIZED or not _has_tensor(args)):
             return self._sized(made, args)
-        if other is None and all(self._is_constant(tensor) for _, tensor in named_tensors(args)):
+        given = [self._found(tensor) for _, tensor in named_tensors(args)]
+        if other is None and all(one.sure and one.other is not None and not one.has_batch for one in given):
             return meta_of(made), True
         return other, sure
-
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether it surely has nothing of the batch."""
-        found = self._found(tensor)
-        return found.sure and found.other is not None and found.other.shape == tensor.shape
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Where the batch is in this tensor, None where it is not known."""
@@ -384,15 +392,6 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_new(tensor):
             return Other(tensor, *self._sized(tensor, ()))
         return Other(tensor, meta_of(tensor))
-
-
-def _place_in_view(tensor: torch.Tensor, laid: torch.Tensor, dim: int, mine: int) -> Place:
-    """In a view of a tensor of the batch the samples, or several rows of each, lie where their stride is."""
-    step = laid.stride(dim) if laid.dim() else 0
-    sizes = list(enumerate(zip(tensor.shape, tensor.stride(), strict=True)))
-    exact = (at for at, found in sizes if found == (mine, step))
-    merged = (at for at, (size, by) in sizes if by and step % by == 0 and size == step // by * mine)
-    return Place(next(itertools.chain(exact, merged), None))
 
 
 def _has_tensor(args: Sequence[Any]) -> bool:

@@ -111,6 +111,8 @@ class Kinds:
         self, name: str, args: Sequence[Any], made: Any, found: Callable[[torch.Tensor], Other]
     ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
         """The other of a batch's samples in another order, and that order; of a single sample, which one it is."""
+        if name in ("flip", "roll"):
+            return self._turned(name, found(args[0]), *args[1:])
         if name == "stack":
             return self._stacked(made, [found(one).order for one in args[0]], *args[1:])
         if name in ("select", "index_select"):
@@ -127,6 +129,21 @@ class Kinds:
                 return meta_of(made), ((of.order or range(count))[rows],)
             if rows.shape == (count,) and not rows.is_floating_point() and rows.dtype != torch.bool:
                 return of.other, _unless_in_order((of.order or range(count))[row] for row in rows.tolist())
+        return None
+
+    def _turned(
+        self, name: str, of: Other, by: Any, dims: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+        """What flip or roll makes of a batch's samples."""
+        with suppress(LookupError):
+            if of.other is None or (found := self.batch_in(of.tensor, of.other)) is None:
+                return None
+            along = [dim % of.tensor.dim() for dim in (by if name == "flip" else dims)]
+            if found[1] != self.samples or found[0] not in along:
+                return None
+            rows = list(of.order or range(self.samples.mine))
+            start = -by[along.index(found[0])] % len(rows) if name == "roll" else 0
+            return of.other, _unless_in_order(rows[::-1] if name == "flip" else rows[start:] + rows[:start])
         return None
 
     def _stacked(

@@ -36,7 +36,12 @@ _BOUNDS = {"clamp", "clamp_min", "maximum"}
 
 
 def averaged(
-    call: tuple[Any, Sequence[Any], dict[str, Any]], given: Sequence[Other], made: Any, other: Any, rows: Rows
+    call: tuple[Any, Sequence[Any], dict[str, Any]],
+    given: Sequence[Other],
+    made: Any,
+    other: Any,
+    order: tuple[int, ...],
+    rows: Rows,
 ) -> Averaged | None:
     """How what it made depends on averages over this rank's samples, None where not at all."""
     func, args, kwargs = call
@@ -52,7 +57,7 @@ def averaged(
     if mixed := next((one for one in known if one.does), None):
         return mixed
     arguments = arguments_of(func, args, kwargs)
-    if does := _mixes(name, arguments, given, other, rows.mine):
+    if does := _mixes(name, arguments, given, other, order, rows.mine):
         return Averaged(f"{does} ({users_line()})")
     is_sure = any(is_batch) and all(one.sure for one in given)
     is_reduced = is_sure and isinstance(other, torch.Tensor) and other.shape == made.shape
@@ -102,12 +107,22 @@ def _weighed(name: str, by: Any, sums: bool, means: bool, rows: Rows) -> tuple[s
     return "", sums and not is_counted, False
 
 
-def _mixes(name: str, arguments: Mapping[str, Any], given: Sequence[Other], other: Any, mine: int) -> str:
+def _mixes(
+    name: str,
+    arguments: Mapping[str, Any],
+    given: Sequence[Other],
+    other: Any,
+    order: tuple[int, ...],
+    mine: int,
+) -> str:
     """What it does to the samples along their dimension, which it may make twice."""
     is_along, of = name in _MOVING | _COMPARING, given[0].other if given else None
     dims = _dims(arguments, of.dim()) if is_along and of is not None else set()
     if of is not None and any(stands_for_samples(of.shape[dim]) for dim in dims):
-        return _MOVES if name in _MOVING else _COMPARES
+        if name in _COMPARING:
+            return _COMPARES
+        # as long as it is known in which order they are, it shows what comes of it
+        return "" if order else _MOVES
     batches = [one for one in given if one.sure and one.has_batch]
     if len({one.order for one in batches}) > 1 and name not in _PICKS:
         return _MOVES
@@ -115,6 +130,14 @@ def _mixes(name: str, arguments: Mapping[str, Any], given: Sequence[Other], othe
     are_twice = mine > 1 and bool(batches) and any(one.order and not one.has_batch for one in given)
     are_twice |= isinstance(other, torch.Tensor) and sum(map(stands_for_samples, other.shape)) > 1
     return "makes pairs of the samples of a batch" if are_twice else ""
+
+
+def mixed_by_copy(into: Other, of: Other) -> str:
+    """What it does to samples that a part of a tensor, `into`, gets those of another one."""
+    if of.averaged is not None and of.averaged.does:
+        return of.averaged.does
+    moves = of.sure and of.has_batch and into.has_batch and into.order != of.order
+    return f"{_MOVES} ({users_line()})" if moves else ""
 
 
 def order_kept(name: str, given: Sequence[Other], has_batch: bool) -> tuple[int, ...]:

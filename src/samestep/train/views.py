@@ -1,5 +1,6 @@
 """How a tensor lies in memory, and where its samples are after a view."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,3 +52,12 @@ def moved(given: Sequence[int], made: Sequence[int], dim: int, before: int, mine
     alone = next(((at, here) for at, here in found if here == 1 and made[at] == 1), None)
     split = made[: len(ahead)] == ahead and len(made) > len(ahead) + len(behind)
     return alone or (found[-1] if split else found[0])
+
+
+def dim_in_view(view: torch.Tensor, of: torch.Tensor, dim: int, mine: int) -> int | None:
+    """Where the samples that are in `dim` of a tensor are in a view of it, or several rows of each: by their stride."""
+    step = of.stride(dim) if of.dim() else 0
+    sizes = list(enumerate(zip(view.shape, view.stride(), strict=True)))
+    exact = (at for at, found in sizes if found == (mine, step))
+    merged = (at for at, (size, by) in sizes if by and step % by == 0 and size == step // by * mine)
+    return next(itertools.chain(exact, merged), None)

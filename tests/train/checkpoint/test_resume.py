@@ -61,6 +61,7 @@ def test_in_default_mode_changing_sizes_lose_no_sample_and_take_none_twice(
     assert trail.state()[ledger] == undisturbed.state()[ledger]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_in_default_mode_the_same_size_draws_the_same_and_up_to_two_ranks_end_with_the_same_bits(
     nest, tmp_path, size

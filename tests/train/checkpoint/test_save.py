@@ -88,6 +88,7 @@ def test_a_trouble_before_the_save_is_not_taken_for_its_own(tmp_path):
             samestep.save(tmp_path / "m.pt", {"step": Odd()})
 
 
+@pytest.mark.slow
 def test_what_ends_a_file_in_the_middle_is_said_in_the_systems_words(tmp_path):
     source = """
 import resource, samestep, sys, torch
@@ -158,6 +159,7 @@ def test_whatever_is_wrong_with_a_file_is_one_sentence_that_names_it(tmp_path):
     assert all("m.pt is not a file of plain weights (" in one and "\n" not in one for one in said)
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
     path = tmp_path / "m.pt"
     source = f"""

@@ -65,6 +65,7 @@ def steps(directory):
     return [entry.step for entry in file.listing(directory)] if directory.exists() else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "rank"),
     [
@@ -184,6 +185,7 @@ def test_a_signal_after_the_last_step_leaves_a_finished_run(loop):
     assert (codes, committed) == ([0, 0], [12])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_signal_during_a_commit_waits_for_it_and_commits_the_newer_step(loop, size):
     codes, _, committed = loop(

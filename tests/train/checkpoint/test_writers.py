@@ -22,6 +22,7 @@ def steps(directory):
     return [entry.step for entry in file.listing(directory)]
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused_on_every_rank_and_the_first_is_undisturbed(
     nest, tmp_path
 ):
@@ -40,6 +41,7 @@ def test_a_second_run_in_the_same_directory_is_refused_on_every_rank_and_the_fir
     assert differing_bits(trail.state(), undisturbed.state()) == 0
 
 
+@pytest.mark.slow
 def test_a_script_that_never_resumes_is_refused_at_its_first_commit(nest, run, tmp_path):
     source = f"""
         checkpoint = samestep.Checkpoint({str(tmp_path / "commits")!r}, model=model, train=train)
@@ -81,6 +83,7 @@ def test_a_run_that_is_restarted_while_its_ranks_are_still_dying_goes_on_at_once
     assert nest.wait(ranks) == [0, 0], ranks[0].said
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_resumes_leaves_no_memory_behind(nest, tmp_path):
     trail = Trail(tmp_path)
     asked = (trail.directory, "--notes", trail.log, "--bulk", 100_000_000)

@@ -42,6 +42,7 @@ def check(length, batch_size, size, *, drop_last, even, start):
     return [(piece.start, piece.stop) for piece in ranks[0]]
 
 
+@pytest.mark.slow
 def test_ranks_together_take_exactly_the_serial_batches():
     for length, batch_size, size, draw in cases(CASES, 0):
         drop_last = draw.random() < 0.3
@@ -53,6 +54,7 @@ def test_ranks_together_take_exactly_the_serial_batches():
         assert check(length, batch_size, size, drop_last=drop_last, even=False, start=0) == serial
 
 
+@pytest.mark.slow
 def test_evaluation_covers_every_sample_once_and_leaves_no_rank_without():
     for length, batch_size, size, _ in cases(CASES, 1):
         pieces = share.Pieces(length, batch_size, 1, 0, start=0, drop_last=False, even=True)

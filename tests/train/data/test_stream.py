@@ -244,6 +244,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_was_killed_goes_on_at_another_size_with_the_same_batches(run, tmp_path, workers):
     def lines(source, size, *argv):

@@ -103,6 +103,7 @@ def test_a_process_that_was_started_for_a_device_does_not_train_on_the_cores_ins
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launched", [True, False])
 def test_cublas_is_told_to_compute_the_same_bits_before_a_worker_starts_and_by_init(tmp_path, launched):
     script = tmp_path / "train.py"

@@ -67,6 +67,7 @@ LEAKS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "exact"])
 def test_a_group_is_opened_and_closed_20_times_at_changing_sizes_without_a_leak(nest, tmp_path, mode):
     script = tmp_path / "train.py"

@@ -88,6 +88,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 def test_under_another_launcher_a_rank_that_leaves_while_others_wait_is_named_and_tells_its_code(
     nest, tmp_path
 ):

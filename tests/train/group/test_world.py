@@ -288,6 +288,7 @@ def test_a_script_that_forgets_everything_ends_well_and_leaves_no_process(script
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_script_that_destroys_the_group_itself_ends_well(script):
     ranks = script.run_interpreters(
         START + "    samestep.sum(1)\n    torch.distributed.destroy_process_group()", 2

@@ -33,6 +33,7 @@ def alone(nest):
     return digests(nest, 1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_parameters_buffers_optimizer_and_metrics_have_the_bits_of_one_process(size, nest, alone):
     assert len(alone.split()) == 2
