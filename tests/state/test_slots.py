@@ -30,9 +30,9 @@ def memory():
 
 
 @contextmanager
-def held(path):
+def held(path, say=str):
     directory = CheckpointDirectory(path)
-    directory.hold(lease.this_process(), str, "end it")
+    directory.hold(lease.this_process(), say, "end it")
     yield directory
     directory.release()
 
@@ -65,6 +65,17 @@ def test_the_newest_state_in_memory_follows_the_newest_commit(tmp_path, memory, 
     for step in (3, 4, 5):
         remember(tmp_path, slots, step)
         assert newest(tmp_path, memory, order) == (step, True)
+
+
+def test_a_run_that_goes_on_from_memory_is_not_asked_to_resume(tmp_path, memory):
+    said = []
+    commit(tmp_path, 1)
+    remember(tmp_path, Slots(list(memory)), 2)
+    with held(tmp_path, said.append) as directory:
+        assert directory.newest(read, Slots(memory)).is_memory
+        directory.commit(packed(3), 3)
+    assert newest(tmp_path, memory) == (3, False)
+    assert not said
 
 
 def test_a_slot_that_was_not_written_to_its_end_leaves_the_other(tmp_path, memory):

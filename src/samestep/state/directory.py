@@ -141,6 +141,7 @@ class CheckpointDirectory:
                 record = self._lease.record if self._lease else lease.read(dir_fd)
                 found = examine(dir_fd, record)
                 if slots and self._lease and (kept := self._recalled(read, slots, self._lease.record)):
+                    self._named = ()  # what it follows is looked for before the next commit
                     return kept
                 # one that has only lost its name is better than none
                 for one in (*found, *(one for one in found if one.is_renamed)):
