@@ -141,6 +141,12 @@ class Tree:
             return [(number, self.understood(number, read, said)) for number, said in news]
         return []
 
+    def unheard(self, seconds: float) -> list[int]:
+        """Local. The neighbours that have said nothing for so long."""
+        before = time.monotonic() - seconds
+        channels = self._channels.items()
+        return [number for number, one in channels if one.heard_at < before and number not in self.left]
+
     def change(
         self, operation: str, key: str, value: bytes = b"", expected: bytes = b""
     ) -> tuple[bytes | None, bytes | None]:

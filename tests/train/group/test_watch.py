@@ -34,6 +34,23 @@ def test_under_another_launcher_the_first_rank_that_waits_names_the_missing_one(
         nest.wait(ranks, 5)
 
 
+@pytest.mark.slow
+def test_where_rank_0_is_silent_nothing_is_said_of_ranks_that_are_heard_through_it(nest, tmp_path):
+    ranks = nest.start(SCRIPT, 3, "--kind", "stop", "--rank", "0", cwd=tmp_path)
+    try:
+        until = time.monotonic() + 40
+        while not all("has waited" in rank.said for rank in ranks[1:]):
+            assert time.monotonic() < until, [rank.said for rank in ranks]
+            nest.look(0.2)
+        for number, rank in enumerate(ranks[1:], 1):
+            (said,) = re.findall(rf"rank {number} has waited .* for (.*), which gives no answer", rank.said)
+            assert said == "rank 0"
+    finally:
+        for rank in ranks:
+            end_group(rank)
+        nest.wait(ranks, 5)
+
+
 FAILS = """
 import sys
 import torch

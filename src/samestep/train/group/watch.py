@@ -74,8 +74,8 @@ class MutualWatch:
                     why = f"since rank {rank} has ended with exit code {told}"
                     say(f"rank {self._tree.number} is ended, {why}")
                 self._group.end(told)
-            else:
-                self._heard[rank] = time.monotonic(), told
+            elif 0 <= told.rank < self._tree.size:
+                self._heard[told.rank] = time.monotonic(), told
 
     def _look(self) -> None:
         now, mine = time.monotonic(), self._state()
@@ -83,7 +83,11 @@ class MutualWatch:
         known = [mine, *(state for at, state in self._heard.values() if now - at < fresh_s)]
         if any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in known):
             self._tree.tell(mine)
-        hang = find_hang([*known, *self._silent(known)], self._tree.size, LEAST_S)
+        silent = self._silent(known, fresh_s)
+        for state in silent:
+            self._tree.tell(state)
+        known = [state for state in known if state.rank not in {one.rank for one in silent}]
+        hang = find_hang([*known, *silent], self._tree.size, LEAST_S)
         if self._told and (hang is None or hang.key != self._told.key):
             say(self._told.end)
             self._told = None
@@ -111,12 +115,16 @@ class MutualWatch:
         state = RankState(self._tree.number, -1, phase, call, group.waits, seconds, line=line)
         return state._replace(does=frame.doing) if frame else state
 
-    def _silent(self, known: Sequence[RankState]) -> list[RankState]:
-        """Ranks that say nothing while all others have told that they wait in one and the same call."""
+    def _silent(self, known: Sequence[RankState], seconds: float) -> list[RankState]:
+        """Neighbours that say nothing while all who say something wait in one and the same call.
+
+        What lies behind such a neighbour is heard through it, so nothing is said of that.
+        """
+        known = [state for state in known if state.does != _SILENT]
         waits = {state.waits for state in known if state.waits_now and state.seconds >= LEAST_S}
-        silent = sorted(set(range(self._tree.size)) - {state.rank for state in known})
         if len(waits) != 1 or not all(state.waits_now and state.waits in waits for state in known):
             return []
+        silent = self._tree.unheard(seconds)
         return [RankState(rank, -1, "other", "", -1, 0.0, does=_SILENT) for rank in silent]
 
 
