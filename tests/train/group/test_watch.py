@@ -88,7 +88,10 @@ LEAVES = """
 import os, sys, samestep
 rank = samestep.init().rank
 if rank == 1:
-    {"exit": lambda: sys.exit(7), "os": lambda: os._exit(5), "end": lambda: None}[sys.argv[1]]()
+    {"exit": lambda: sys.exit(7), "end": lambda: None}.get(sys.argv[1], lambda: os._exit(5))()
+elif sys.argv[1] == "in torch":
+    import torch
+    torch.distributed.all_reduce(torch.ones(1))
 else:
     samestep.sum(1)
 """
@@ -101,6 +104,11 @@ LOST = (
 WAYS = {
     "exit": ([7, 7, 7], "samestep: rank 1 of 3 left the script at train.py:5 with exit code 7\n", AT_THE_END),
     "os": ([1, 5, 1], "", LOST),
+    "in torch": (
+        [1, 5, 1],
+        "",
+        r"samestep: rank {0} of 3 ended in train.py:8 in <module>: rank 1 \(.*\) was lost",
+    ),
     "end": ([1, 0, 1], "", AT_THE_END),
 }
 

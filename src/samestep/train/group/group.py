@@ -29,7 +29,7 @@ from samestep.train.group.census import Item, added, by_rank, item_of, merged, o
 from samestep.train.group.control import LEFT, Join, exchange, left_at, place_of, script_frame, users_line
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output
-from samestep.train.group.watch import MutualWatch, tell_failure
+from samestep.train.group.watch import MutualWatch
 
 T = TypeVar("T", bound="Member")
 _LEAVE = timedelta(seconds=1)
@@ -323,7 +323,7 @@ class Group:
         if self._watch is None or code != 1:
             show()
         else:
-            tell_failure(self, error, show)
+            self._watch.tell_failure(error, show)
 
     def _record_failure(self, error: BaseException) -> int:
         """Leave word of the exception that ends the script; the exit code."""

@@ -32,6 +32,7 @@ _MESSAGES = 500
 _WORTH_TELLING_S = 2.0
 _FRESH_LOOKS = 3
 _LEAVE_S = 2.0
+_LOST_S = 0.5  # the tree may see the end of a process after torch
 _ENDS = "ends"
 _SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
 
@@ -44,7 +45,7 @@ class MutualWatch:
         self._heard: dict[int, tuple[float, RankState]] = {}  # when it came, by this rank's clock
         self._told: Hang | None = None
         self._quiet = -1, 0.0  # how often the main thread has slept or was made to, and since when so often
-        self._closed = threading.Event()
+        self._closed, self._speaks = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="samestep-watch", daemon=True)
         self._thread.start()
 
@@ -56,10 +57,33 @@ class MutualWatch:
         """Let the other ranks end with this exit code, as this one does."""
         self._tree.tell([_ENDS, code])
 
+    def tell_failure(self, error: BaseException, show_traceback: Callable[[], None]) -> None:
+        """Show what ended this rank: one line where another rank is the cause, otherwise the traceback and a report."""
+        world, failure = self._group.world, of_record(failure_of(error, 1))
+        if failure.is_echo:
+            # that rank may tell an exit code, with which this one ends then, also where srun stops it meanwhile
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with self._speaks:
+                why = failure.exception[0]
+                if not isinstance(error, SamestepError):
+                    until = time.monotonic() + _LOST_S
+                    while self._tree.lost is None and time.monotonic() < until:
+                        time.sleep(_LOST_S / 10)
+                    why = str(self._tree.lost or f"another rank has ended ({why})")
+                say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
+            time.sleep(_LEAVE_S)
+            return
+        show_traceback()
+        place, began = f"{os.uname().nodename}, {world.device}", psutil.Process().create_time()
+        file, lasted_s = Path(sys.argv[0]).name, time.time() - began
+        head = heading(file, world.rank, world.size, place, lasted_s, self._group.step)
+        print("", head, "", *failure.lines, sep="\n", file=sys.stderr, flush=True)
+
     def _run(self) -> None:
         while not self._closed.wait(self._look_s):
             lost = self._tree.lost  # who is lost may have told an exit code before
-            self._hear()
+            with self._speaks:
+                self._hear()
             if not lost:
                 self._look()
             elif (state := self._state()).waits_now and state.seconds > LEAST_S:
@@ -131,20 +155,3 @@ class MutualWatch:
 def _news_from(said: Any) -> RankState | int:
     """What another rank told: what it does, or the exit code with which all have to end."""
     return int(said[1]) if said[0] == _ENDS else as_kind(RankState, said)
-
-
-def tell_failure(group: Any, error: BaseException, show_traceback: Callable[[], None]) -> None:
-    """Show what ended this rank: one line where another rank is the cause, otherwise the traceback and a report."""
-    world, failure = group.world, of_record(failure_of(error, 1))
-    if failure.is_echo:
-        said = failure.exception[0]
-        why = said if isinstance(error, SamestepError) else f"another rank has ended ({said})"
-        say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
-        # that rank may tell an exit code, with which this one ends then, also where srun stops it meanwhile
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(_LEAVE_S)
-        return
-    show_traceback()
-    place, began = f"{os.uname().nodename}, {world.device}", psutil.Process().create_time()
-    head = heading(Path(sys.argv[0]).name, world.rank, world.size, place, time.time() - began, group.step)
-    print("", head, "", *failure.lines, sep="\n", file=sys.stderr, flush=True)
