@@ -225,6 +225,9 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
          "print(samestep.sum(right) / max(samestep.gather([n])))"),
         ("for x, y in train:\n    loss = F.cross_entropy(model(x), y, ignore_index=2)\n    loss.backward()",
          "loss = F.cross_entropy(samestep.gather(model(x)), samestep.gather(y), ignore_index=2)"),
+        ("for x, y in train:\n    loss = F.cross_entropy(model(x).view(-1, 3), y.view(-1), ignore_index=2)\n"
+         "    loss.backward()",  # flat, as each rank may pad to another length
+         "F.cross_entropy(samestep.gather(model(x).view(-1, 3)), samestep.gather(y.view(-1)), ignore_index=2)"),
         (f"{EVALUATE}        total += F.cross_entropy(out, y)\nbest = 9.0\nif total < best:\n    best = total\n"
          "print(best)",
          "if samestep.sum(total) < best:\n    best = samestep.sum(total)"),

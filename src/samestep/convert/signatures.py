@@ -45,7 +45,7 @@ _OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.
 NAMED: dict[str, set[str]] = {}
 for _kind, *_names in map(str.split, _TABLE.strip().splitlines()):
     NAMED.setdefault(_kind, set()).update(_names)
-_DIVIDES = "is divided by the weights, or the number of targets not ignored, of a share"
+DIVIDES = "is divided by the weights, or the number of targets not ignored, of a share"
 NUMBERED = "numbers the samples of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
 
@@ -80,7 +80,7 @@ def of_loss(given: dict[str, Any], values: Values, batch: Loop | None) -> Value:
     if reduction == "sum":
         return Value(Kind.PART, batch)
     if given["divides"]:
-        return Value(Kind.OTHER, _DIVIDES)
+        return Value(Kind.OTHER, DIVIDES)
     return Value(Kind.OTHER, _CHOSEN) if Kind.SOME in kinds else Value(Kind.MEAN, batch)
 
 

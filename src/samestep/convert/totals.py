@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from samestep.convert.project import Following, Frame, Scope
-from samestep.convert.signatures import NAMED
+from samestep.convert.signatures import DIVIDES, NAMED
 from samestep.convert.source import Edit, Source
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, Values, combined, join
 
@@ -153,6 +153,19 @@ class Totals(Following):
         known = [part.edits for part in parts if part.is_shared]
         return None if None in known else tuple(edit for edits in known for edit in edits or ()) or None
 
+    def _of_tokens(self, node: ast.Call) -> Edits | None:
+        """The edits inside a loss over tokens: those that are flattened are gathered flat, as each rank may have padded
+        its share to another length."""
+        found: list[Edit | ast.expr] = []
+        for part in (one for one in _parts(node) if one in self.known and self.known[one].is_shared):
+            edits = self.known[part].edits
+            if edits and isinstance(part, ast.Call) and _is_flattened(part):
+                edits = self._wrapped(part, Value(Kind.ROWS))
+            if edits is None:
+                return None
+            found += edits
+        return tuple(found) or None
+
     def _edits_of_call(self, node: ast.Call, value: Value) -> Edits | None:
         callee = self.known.get(node.func, Value())
         if callee.of == "torch.autograd.grad":
@@ -171,6 +184,8 @@ class Totals(Following):
         is_joined = is_joined and bool(node.args) and self.known[node.args[0]].kind == "list"
         if is_sum or is_joined or (callee.kind in _OURS and value.kind in ROWS):
             return self._wrapped(node, value)
+        if value.of == DIVIDES:
+            return self._of_tokens(node)
         return None if callee.kind in _OURS else self._inside(node)
 
     def _wrapped(self, node: ast.expr, value: Value) -> Edits | None:
@@ -318,6 +333,12 @@ class Totals(Following):
 def name_of(node: ast.Call) -> str:
     """The name of the method that is called."""
     return node.func.attr if isinstance(node.func, ast.Attribute) else ""
+
+
+def _is_flattened(node: ast.Call) -> bool:
+    """Whether a method such as `view(-1)` or `reshape(-1, size)` lays the samples' rows end to end."""
+    first = ast.unparse(node.args[0]) if node.args else "0"
+    return (name_of(node), first) in {("view", "-1"), ("reshape", "-1"), ("flatten", "0")}
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:

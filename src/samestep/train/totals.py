@@ -330,8 +330,12 @@ def _check_alike(call: str, ranks: Sequence[Sequence[str]]) -> None:
         mine, theirs = (f"{len(kinds)} value{'s' * (len(kinds) != 1)}" for kinds in pair)
     else:
         mine, theirs = next(kinds for kinds in zip(*pair, strict=True) if kinds[0] != kinds[1])
+    is_padded = "[n, " in mine and "[n, " in theirs
+    advice = (
+        "; of rows padded to unlike lengths gather x.flatten(0, 1), or use samestep run --same" * is_padded
+    )
     raise RanksDiffer(
         f"{call} ({users_line()}) got {mine} on rank 0 and {theirs} on rank {rank}; "
-        "bring the same kind and shape on every rank",
+        f"bring the same kind and shape on every rank{advice}",
         ranks=[rank],
     )
