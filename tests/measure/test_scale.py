@@ -8,11 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from samestep.cli import scale as scale_command
+from samestep.errors import WorkerFailed
 from samestep.measure.report import Report, plots_of
 from samestep.measure.scale import Measured, Variant, variants
+from samestep.measure.trial import Result
 from samestep.measure.verdict import limit_of, rows_of, verdict
 from samestep.steptimes import PARTS, SHOWN, Breakdown
 
@@ -103,6 +107,18 @@ def test_a_failing_script_ends_it_with_the_runs_own_report(tmp_path):
     assert "ValueError: seven" in err
     assert code == 1
     assert "seven" in (tmp_path / re.search(r"^Logs: (\S+)$", err, re.MULTILINE)[1]).read_text()
+
+
+def test_what_the_script_printed_stands_before_a_report_without_an_exception():
+    report = (
+        "train.py failed on rank 0 of 1 (node01) after 1.4 s\n\nexit code 2\n\nLogs: runs/1/logs/rank-0.log"
+    )
+    run = SimpleNamespace(ended=SimpleNamespace(failure=report))
+    with pytest.raises(WorkerFailed, match="unrecognized arguments: --epohs") as caught:
+        Result(
+            2, 1.4, f"usage: train.py\ntrain.py: error: unrecognized arguments: --epohs\n{report}\n", run
+        ).checked()
+    assert str(caught.value).endswith(report)
 
 
 def test_a_script_that_is_not_there_is_said_before_anything_runs(tmp_path):
@@ -218,6 +234,14 @@ def test_options_that_do_not_go_together_are_refused_before_anything_runs(tmp_pa
     _, err, code = ended(scale(tmp_path, *words, "train.py"))
     assert said in err
     assert (code, [path.name for path in tmp_path.iterdir()]) == (2, ["train.py"])
+
+
+def test_processes_that_share_cores_are_said(monkeypatch):
+    monkeypatch.setattr(scale_command, "cores", lambda: [0, 1])
+    monkeypatch.setattr(scale_command, "visible_devices", lambda env: [])
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert scale_command._crowded(2) == []
+    assert scale_command._crowded(4) == ["4 processes shared 2 cores and slowed each other down"]
 
 
 def run_of(size, repeat=0, seconds=0.1, settings=(), **parts):

@@ -37,8 +37,11 @@ def command(script: str, args: tuple[str, ...], count: int, **options: Any) -> N
     if not steps or int(steps[1]) >= int(steps[2]):
         raise UsageError(f"--steps {options['steps']} is not a range; write for instance --steps 20:25")
     ranks = ranks_of("--ranks", options["ranks"], count) if options["ranks"] else []
+    out = Path(options["out"])
+    if not out.parent.is_dir():
+        raise UsageError(f"-o {out} is in no directory: {out.parent} does not exist")
     check_script(script, options["module"])
     words = [*(["-m"] * options["module"]), script, *args]
     with end_on_signals(), working(f"recording {script}"):
-        out = profile(words, count, int(steps[1]), int(steps[2]) - 1, ranks, Path(options["out"]))
+        profile(words, count, int(steps[1]), int(steps[2]) - 1, ranks, out)
     click.echo(f"{out} ({size(out.stat().st_size)}): open it in https://ui.perfetto.dev or chrome://tracing")

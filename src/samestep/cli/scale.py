@@ -12,6 +12,7 @@ from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.trial import end_on_signals
 from samestep.placement.devices import cores, visible_devices
 from samestep.placement.launchers import count
+from samestep.text import counted
 
 if TYPE_CHECKING:
     from samestep.measure.predict import Link
@@ -65,6 +66,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     chosen = [one for one in chosen if not one.lacks]
     if not chosen:
         raise UsageError(f"{lacking[0]}; leave it out")
+    lacking += _crowded(max(one.processes for one in chosen))
     plan = Plan(words, chosen, options["repeat"], options["steps"], options["weak"])
     with end_on_signals():
         with progress(len(chosen) * plan.repeat) as told:
@@ -112,6 +114,14 @@ def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | Non
     )
     link = link_of(options["link"], is_gloo=not visible_devices(os.environ)) if options["link"] else None
     return sorted(given), predicted, link
+
+
+def _crowded(processes: int) -> list[str]:
+    """What is said where processes shared cores."""
+    here = len(cores())
+    if processes <= here or visible_devices(os.environ) or "SLURM_JOB_ID" in os.environ:
+        return []
+    return [f"{processes} processes shared {counted(here, 'core')} and slowed each other down"]
 
 
 def _usual_sizes(varies: bool) -> list[int]:

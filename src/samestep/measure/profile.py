@@ -22,7 +22,7 @@ _STEPS, _PHASES, _BUCKETS = 1, 2, 3
 _BYTES = {"double": 8, "c10::Half": 2, "c10::BFloat16": 2}  # others have 4
 
 
-def profile(script: Sequence[str], size: int, first: int, last: int, ranks: Sequence[int], out: Path) -> Path:
+def profile(script: Sequence[str], size: int, first: int, last: int, ranks: Sequence[int], out: Path) -> None:
     """Run the script to the end of the last step, and write the trace of the chosen ranks (none: all of them)."""
     with TemporaryDirectory(prefix="samestep-") as folder:
         directory = Path(folder)
@@ -35,7 +35,8 @@ def profile(script: Sequence[str], size: int, first: int, last: int, ranks: Sequ
         events = [event for rank in ranks or range(size) for event in _events_of(directory, rank)]
     if not events:
         raise UsageError(
-            f"{script[0]} ended before step {last} of a samestep.loader or samestep.steps; write an earlier --steps"
+            f"{script[0]} ended before step {last} of a samestep.loader or samestep.steps; "
+            "write an earlier --steps, or convert it first"
         )
     begin = min(event["ts"] for event in events if "ts" in event)
     for event in events:
@@ -43,7 +44,6 @@ def profile(script: Sequence[str], size: int, first: int, last: int, ranks: Sequ
             event["ts"] = round(event["ts"] - begin, 3)
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
     write_atomically(out, json.dumps(document).encode(), 0o644)
-    return out
 
 
 def _events_of(directory: Path, rank: int) -> Iterator[Event]:

@@ -140,7 +140,7 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
         draw(axes, rows, at, are_sizes)
         axes.set_xticks(at, names, rotation=0 if are_sizes else 90)
         axes.margins(0.15)
-        axes.set_ylim(0)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for the highest number
         axes.set_xlabel("processes" if are_sizes else "")
         figure.savefig(directory / f"{name}.png", dpi=150)
         written = StringIO()

@@ -30,6 +30,8 @@ from samestep.start.worker import bound
 _STOP_S = 2.0  # what workers have to end in once they are told to
 _LAUNCHER_STOP_S = 10.0
 _MOST_LINES = 20
+_NO_EXCEPTION = re.compile(r"^exit code \d+$", re.MULTILINE)
+_LAST_LINES = 5
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,21 @@ class Result:
         """The launcher's report of the first failure."""
         return self.run.ended.failure if self.run.ended else None
 
+    @property
+    def report(self) -> str | None:
+        """That report; without an exception, as of argparse, with the last lines that were printed before it."""
+        failure = self.failure
+        if failure and _NO_EXCEPTION.search(failure):
+            last_words = self.text.partition(failure)[0].rstrip().splitlines()[-_LAST_LINES:]
+            failure = "\n".join([*last_words, "", failure])
+        return failure
+
     def checked(self) -> "Result":
         """The same; a WorkerFailed with the report where the script failed."""
         if self.code:
             # under another launcher a rank reports itself, and the launcher's own words are long
             own = re.search(rf"^.* failed on rank (.*\n){{1,{_MOST_LINES}}}", self.text, re.MULTILINE)
-            raise WorkerFailed(self.failure or (own[0] if own else self.text))
+            raise WorkerFailed(self.report or (own[0] if own else self.text))
         return self
 
     def printed(self, rank: int = 0) -> list[str]:

@@ -33,8 +33,6 @@ EPSILON = {
 }
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _SAME_ROW = 1e-4
-_NO_EXCEPTION = re.compile(r"^exit code \d+$", re.MULTILINE)
-_LAST_LINES = 5
 _OF_BATCH = ("turn", "samples", "given")
 
 
@@ -197,11 +195,8 @@ def record_path(directory: Path, rank: int) -> Path:
 def read_record(directory: Path, size: int, result: "Result") -> Run:
     """The run that was recorded in this directory, with what its trial returned."""
     ranks, facts, said = zip(*(_read_rank(record_path(directory, rank)) for rank in range(size)), strict=True)
-    failure = result.failure or result.text
-    if _NO_EXCEPTION.search(failure):
-        last_words = result.text.partition(failure)[0].rstrip().splitlines()[-_LAST_LINES:]
-        failure = "\n".join([*last_words, "", failure])
-    return Run(size, result.code, [*ranks], [*facts], directory, [*said], failure, result.seconds)
+    report = result.report or result.text
+    return Run(size, result.code, [*ranks], [*facts], directory, [*said], report, result.seconds)
 
 
 def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any], dict[str, list[Line]]]:
