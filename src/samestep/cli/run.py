@@ -200,7 +200,8 @@ def _remark(file: str, size: int, options: Mapping[str, Any], *, is_counted: boo
     """Say on stderr what a user may not expect of this start."""
     if options["count"] is None and not is_counted:
         click.echo(
-            "no device is visible, so this is 1 process; for two on this machine's cores: -n 2", err=True
+            "no device is visible, so this is 1 process; for two on this machine's cores: samestep run -n 2 ...",
+            err=True,
         )
     python = None if options["no_python"] else remark_on_python()
     for remark in (python, remark_on(Path(file), size) if size > 1 else None):
@@ -253,7 +254,7 @@ def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
         if step:
             job, nodes = (printable(os.environ.get(f"SLURM_JOB_{name}", "")) for name in ("ID", "NODELIST"))
             click.echo(
-                f"samestep: this shell is in no step of Slurm job {job}; srun starts a step on {nodes}",
+                f"samestep: this shell is in no job step of Slurm job {job}; srun starts one on {nodes}",
                 err=True,
             )
             os.execv(step[0], step)

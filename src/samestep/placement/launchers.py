@@ -235,7 +235,7 @@ def _torchrun(env: Env, torch: Facts, write: str) -> LauncherFacts:
     if not in_step(env) or task == 0 or torch["rank"].number != 0 or nodes.number != 1:
         return LauncherFacts("torchrun", torch)
     tasks = count(env, "SLURM_STEP_NUM_TASKS")
-    note = f"task {task} of {tasks} in this Slurm step runs by itself, for {nodes}; {write} for one run"
+    note = f"task {task} of {tasks} in this job step runs by itself, for {nodes}; {write} for one run"
     return LauncherFacts("torchrun", torch, (note,))
 
 

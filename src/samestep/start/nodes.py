@@ -163,9 +163,7 @@ def by_step(here: Placement, limit_s: float, nodes: str | None = None) -> NodeMe
         )
     least, count = numbers_of_nodes(nodes or str(here.nodes))
     if count != here.nodes:
-        raise UsageError(
-            f"--nodes {nodes} does not fit the {here.nodes} nodes of the Slurm step; leave it out"
-        )
+        raise UsageError(f"--nodes {nodes} does not fit the {here.nodes} nodes of the job step; leave it out")
     me = _member(here.node, here.nodes, here.run or "", limit_s)
     return NodeMeeting(me, here.master_addr, port_choices(here.master_port), least=least)
 
