@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import samestep
-from datasets import CropAndFlip, cifar10, default_dir, head
+from datasets import CropAndFlip, cifar10, default_dir, head, workers
 
 
 def centred(x):
@@ -133,7 +133,7 @@ def main():
     parser.add_argument("--lr", type=float, default=0.1, help="first learning rate of SGD (default: 0.1)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and crops (default: 0)")
     parser.add_argument(
-        "--workers", type=int, default="auto", help="loading processes (default: by the cores at hand)"
+        "--workers", type=workers, default="auto", help="loading processes (default: by the cores at hand)"
     )
     parser.add_argument("--sync-batchnorm", action="store_true", help="BatchNorm over the whole batch (CUDA)")
     parser.add_argument("--dry-run", action="store_true", help="one step and one test batch, then stop")

@@ -51,6 +51,11 @@ def positive(text):
     return int(text)
 
 
+def workers(text):
+    """An option's number of loading processes, or "auto"."""
+    return text if text == "auto" else int(text)
+
+
 def head(dataset, count):
     """The first samples of a data set, for a dry run."""
     return Subset(dataset, range(min(count, len(dataset))))

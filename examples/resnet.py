@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import samestep
-from datasets import ImageFolder, head, positive, synthetic_images
+from datasets import ImageFolder, head, positive, synthetic_images, workers
 
 
 class Bottleneck(nn.Module):
@@ -124,7 +124,7 @@ def main():
     parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate of SGD (default: 0.1)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and crops (default: 0)")
     parser.add_argument(
-        "--workers", type=int, default="auto", help="loading processes (default: by the cores at hand)"
+        "--workers", type=workers, default="auto", help="loading processes (default: by the cores at hand)"
     )
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where that is safe")
     parser.add_argument("--sync-batchnorm", action="store_true", help="BatchNorm over the whole batch (CUDA)")

@@ -113,7 +113,7 @@ def data(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 DRY_RUNS = {
     "mnist.py": ["--batch-size", 8, "--save-model"],
-    "cifar10.py": ["--batch-size", 6, "--workers", 0],
+    "cifar10.py": ["--batch-size", 6],
     "resnet.py": ["--batch-size", 4, "--image-size", 32, "--workers", 0],
     "gpt.py": ["--batch-size", 4, "--length", 16, "--width", 32, "--layers", 1],
 }
