@@ -24,6 +24,7 @@ from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import STOP, WAITS, own_run
+from samestep.text import name_ranks
 from samestep.tracebacks import of_record
 
 _LOOK_S = 1.0
@@ -67,9 +68,10 @@ class MutualWatch:
                 why = failure.exception[0]
                 if not isinstance(error, SamestepError):
                     until = time.monotonic() + _LOST_S
-                    while self._tree.lost is None and time.monotonic() < until:
+                    while not (self._tree.lost or self._tree.left) and time.monotonic() < until:
                         time.sleep(_LOST_S / 10)
-                    why = str(self._tree.lost or f"another rank has ended ({why})")
+                    left = f"{name_ranks(self._tree.left)} left before" if self._tree.left else ""
+                    why = str(self._tree.lost or left or f"another rank has ended ({why})")
                 say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
             time.sleep(_LEAVE_S)
             return
