@@ -60,6 +60,23 @@ INVARIANT = (
 REFERRED = "o = model(x, 0); sum((o[i] - o).square().mean() for i in range(len(o))).backward()"
 EASY = "l = model(x, 0).square()[:, 0]; (l * (l < l.mean())).mean().backward()"
 COUNTED = "l = model(x, 0).square()[:, 0]; m = torch.ones(len(x)); ((l * m).sum() / m.sum().clamp(min=1)).backward()"
+FREQUENT = (
+    "y = (x[:, 0] > 0.5).long(); w = len(y) / torch.bincount(y, minlength=2).clamp(min=1); "
+    "(model(x, 0).square()[:, 0] * w[y]).mean().backward()"
+)
+POSITIVE = (
+    "t = x[:, :1] > 0.5; n = t.sum(); w = (len(t) - n) / n.clamp(min=1); "
+    "F.binary_cross_entropy_with_logits(model(x, 0), t.float(), pos_weight=w).backward()"
+)
+PICKED = (
+    "l = model(x, 0).square()[:, 0]; m = x[:, 0] >= 0; "
+    "(l[m].sum() / m.sum() + (l * m).sum() / (m.sum() + 1e-8)).backward()"
+)
+PADDED = (
+    "n = torch.arange(3, 3 + len(x)); rnn = nn.utils.rnn; "
+    "z = (x * model(x, 0))[..., None]; p = rnn.pack_padded_sequence(z, n, batch_first=True, enforce_sorted=False); "
+    "(rnn.pad_packed_sequence(p, batch_first=True)[0].mean(1) * x[:, :1]).mean().backward()"
+)
 DRAWN = (
     "import random; lam = random.Random(world.rank).random(); (lam * model(x, 0).square().mean()).backward()"
 )
@@ -173,6 +190,10 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (MIXED.format(1), ""),
         (LABELS.format(".roll(1, 0)", ""), "moves samples within a batch (train.py:"),
         (LABELS.format(".flip(0)", ".flip(0)"), ""),
+        (FREQUENT, AVERAGES),
+        (POSITIVE, AVERAGES),
+        (PICKED, ""),
+        (PADDED, ""),
     ],
     ids=[
         *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "late-pairs", "pairs-at-times", "detached"),
@@ -180,6 +201,7 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         *("losses-one-by-one", "a-mean-of-a-mask", "features"),
         *("gathered-pairs", "normalized-by-all", "by-sample", "sorted-and-back", "read-of-all", "logged", "drawn"),
         *("counted", "mixed-in-place", "mirrored-in-place", "labels-of-others", "turned-with-its-labels"),
+        *("weights-by-frequency", "weight-of-positives", "picked-and-counted", "padded-again"),
     ],
 )  # fmt: skip
 def test_a_loss_that_mixes_samples_is_said_by_default_too_and_no_other(inside, said, nest, tmp_path):

@@ -127,7 +127,13 @@ class Kinds:
                 return None
             if name == "select":
                 return meta_of(made), ((of.order or range(count))[rows],)
-            if rows.shape == (count,) and not rows.is_floating_point() and rows.dtype != torch.bool:
+            # in what was filled piece by piece, as pad_packed_sequence does, their order is not known
+            if (
+                of.sure
+                and rows.shape == (count,)
+                and not rows.is_floating_point()
+                and rows.dtype != torch.bool
+            ):
                 return of.other, _unless_in_order((of.order or range(count))[row] for row in rows.tolist())
         return None
 

@@ -32,6 +32,7 @@ _LINEAR = {
 }
 _PRODUCTS = {"mul", "mm", "bmm", "dot", "mv", "addmm"}
 # as of a count that may be 0
+_COUNTS = {"sum", "bincount"}
 _BOUNDS = {"clamp", "clamp_min", "maximum"}
 
 
@@ -52,7 +53,10 @@ def averaged(
     known = [one.averaged for one in given if one.averaged is not None]
     is_batch = [one.has_batch for one in given]
     # of what is no number of the loss, only a choice among samples goes into it
-    if not isinstance(made, torch.Tensor) or not (made.is_floating_point() or (known and any(is_batch))):
+    if not isinstance(made, torch.Tensor):
+        return None
+    is_count = name in _COUNTS or (known and (any(is_batch) or name in {"mul", *_LINEAR, *_BOUNDS}))
+    if not (made.is_floating_point() or is_count):
         return None
     if mixed := next((one for one in known if one.does), None):
         return mixed
@@ -66,7 +70,7 @@ def averaged(
     of_model = any(one.of_model for one in known) or any(one.tensor.requires_grad for one in given)
     sums, means = any(one.sums for one in known), any(one.means for one in known)
     if not known:
-        sums = arguments.get("reduction", 1 + (name in {"sum", *_PRODUCTS})) == 2
+        sums = arguments.get("reduction", 1 + (name in {*_COUNTS, *_PRODUCTS})) == 2
         means = not sums
     if not _is_average(name, given, is_batch, of_model=of_model):
         # what is no output, as a mask, is divided by the share's own number perhaps
@@ -81,12 +85,14 @@ def _is_average(name: str, given: Sequence[Other], is_batch: Sequence[bool], *, 
     """Whether it adds and weighs averages and sums, and does nothing else with them."""
     known = [one.averaged for one in given if one.averaged is not None]
     if not known:
-        return "_loss" in name or "cross_entropy" in name or name in _LINEAR | _PRODUCTS
+        return "_loss" in name or "cross_entropy" in name or name in _LINEAR | _PRODUCTS | _COUNTS
     if name in _PRODUCTS:
         others = [has_it for one, has_it in zip(given, is_batch, strict=True) if one.averaged is None]
         return len(known) == 1 and not any(others)
     if name == "div":
         above, *below = known
+        if given[0].other is None:  # of terms that were picked, by their count
+            return not above.of_model
         # of sums by sums that are none of outputs it is compared in backward whether such fit
         are_counts = all(above.sums and one.sums and not one.of_model for one in below)
         return given[0].averaged is above and not any(is_batch[1:]) and are_counts
