@@ -378,7 +378,9 @@ def test_a_complete_patch_exits_with_0_and_an_incomplete_one_with_1():
 def test_write_keeps_a_copy_and_never_replaces_another():
     before = f"{BEGIN}for x, y in train:\n{STEP}"
     Path("train.py").write_text(before)
-    assert _run("--write", "train.py").exit_code == 0
+    done = _run("--write", "train.py")
+    assert done.exit_code == 0
+    assert done.stdout.endswith("\ntest it: samestep verify --against train_serial.py train.py\n")
     assert Path("train_serial.py").read_text() == before
     assert "samestep.loader" in Path("train.py").read_text()
     Path("train.py").write_text(before + "print(1)\n")

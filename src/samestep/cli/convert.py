@@ -42,11 +42,18 @@ def command(script: Path, write: bool) -> None:
         click.echo(f"\nnot complete, {counted(len(found.gaps), 'place')} left to change by hand:", err=True)
         for gap in found.gaps:
             click.echo(f"  {gap}", err=True)
+    elif write and script in found.files:
+        click.echo(f"test it: samestep verify --against {_copy_of(script)} {script}")
     raise SystemExit(1 if found.gaps else 0)
 
 
+def _copy_of(path: Path) -> Path:
+    """Where a file is kept as it was."""
+    return path.with_name(f"{path.stem}_serial{path.suffix}")
+
+
 def _write(found: Conversion) -> None:
-    copies = {path: path.with_name(f"{path.stem}_serial{path.suffix}") for path in found.files}
+    copies = {path: _copy_of(path) for path in found.files}
     for path, copy in copies.items():
         if copy.exists() and copy.read_bytes() != found.files[path][0]:
             raise UsageError(
