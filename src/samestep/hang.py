@@ -125,6 +125,8 @@ class Hang(NamedTuple):
             ranks = name_ranks(state.rank for state in alike)
             parts.append(f"{ranks} {have} waited {seconds} in {wait}")
         at_odds = "; these are different calls, so no rank can go on" if self.is_deadlock else ""
+        if at_odds and any(state.phase == "exchange" for state in (*self.waiting, *self.missing)):
+            at_odds += " (does each rank call backward() as often?)"
         return f"{' and '.join(parts)} for {self._for_whom()}{at_odds}"
 
     def _for_whom(self) -> str:
