@@ -171,8 +171,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Samples in another order, or what mixes them: in a part of a tensor they are in all that has its memory."""
         there, here = self._found(into), self._found(of)
         if into.untyped_storage().nbytes() == into.nbytes:
-            self._put(there._replace(order=here.order, averaged=here.averaged))
-        elif does := mixed_by_copy(there, here):
+            self._put(there := there._replace(order=here.order))
+        if does := mixed_by_copy(there, here):
             memory = into.untyped_storage().data_ptr()
             for key, (held, *known) in self._others.items():
                 if (one := held()) is not None and one.data_ptr() == memory:
