@@ -91,9 +91,10 @@ def test_the_output_of_chosen_ranks_is_shown(home):
 def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_more(home):
     code, out, err = run(home, "show.py", CUDA_VISIBLE_DEVICES="")
     assert (code, out) == (0, "0 1\n")
-    assert err.startswith(
-        "no device is visible, so this is 1 process; for two on this machine's cores: samestep run"
+    said = (
+        "no device is visible, so this is 1 process; for two on this machine's cores: samestep run -n 2 ..."
     )
+    assert err == f"{said}\n"
 
 
 @pytest.mark.parametrize(

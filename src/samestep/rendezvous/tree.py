@@ -141,6 +141,10 @@ class Tree:
             return [(number, self.understood(number, read, said)) for number, said in news]
         return []
 
+    def gone(self) -> RankMissing | None:
+        """Local. Why a round that began now could not be completed, as far as that is known."""
+        return self._gone(self.rounds + 1)
+
     def unheard(self, seconds: float) -> list[int]:
         """Local. The neighbours that have said nothing for so long."""
         before = time.monotonic() - seconds

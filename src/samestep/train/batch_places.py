@@ -206,8 +206,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._sized(made, args)
         if name == "bincount" and (len(args[0]) == self._rows.mine or len(made) not in self._kinds.sizes()):
             return meta_of(made), True  # of labels; else perhaps a number for each graph
-        given = [self._found(tensor) for _, tensor in named_tensors(args)]
-        if other is None and all(one.sure and one.other is not None and not one.has_batch for one in given):
+        if other is None and all(self._found(tensor).is_constant for _, tensor in named_tensors(args)):
             return meta_of(made), True
         return other, sure
 

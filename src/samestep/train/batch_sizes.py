@@ -59,6 +59,11 @@ class Other(NamedTuple):
     def has_batch(self) -> bool:
         return isinstance(self.other, torch.Tensor) and self.other.shape != self.tensor.shape
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether it surely has nothing of the batch."""
+        return self.sure and self.other is not None and not self.has_batch
+
 
 def _unless_in_order(rows: Iterable[int]) -> tuple[int, ...]:
     order = tuple(rows)
@@ -123,17 +128,13 @@ class Kinds:
             return None
         of, count = found(args[0]), self.samples.mine
         with suppress(LookupError):
-            if of.other is None or self.batch_in(of.tensor, of.other) != (at, self.samples):
+            if of.other is None or self._dim_of_samples(of) != at:
                 return None
             if name == "select":
                 return meta_of(made), ((of.order or range(count))[rows],)
             # in what was filled piece by piece, as pad_packed_sequence does, their order is not known
-            if (
-                of.sure
-                and rows.shape == (count,)
-                and not rows.is_floating_point()
-                and rows.dtype != torch.bool
-            ):
+            are_numbers = not rows.is_floating_point() and rows.dtype != torch.bool
+            if of.sure and are_numbers and rows.shape == (count,):
                 return of.other, _unless_in_order((of.order or range(count))[row] for row in rows.tolist())
         return None
 
@@ -141,15 +142,19 @@ class Kinds:
         self, name: str, of: Other, by: Any, dims: Sequence[int] = ()
     ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
         """What flip or roll makes of a batch's samples."""
+        at = self._dim_of_samples(of)
+        along = [dim % of.tensor.dim() for dim in (by if name == "flip" else dims)]
+        if of.other is None or at is None or at not in along:
+            return None
+        rows = list(of.order or range(self.samples.mine))
+        start = -by[along.index(at)] % len(rows) if name == "roll" else 0
+        return of.other, _unless_in_order(rows[::-1] if name == "flip" else rows[start:] + rows[:start])
+
+    def _dim_of_samples(self, of: Other) -> int | None:
+        """The dimension that has each sample once; None where there is none."""
         with suppress(LookupError):
-            if of.other is None or (found := self.batch_in(of.tensor, of.other)) is None:
-                return None
-            along = [dim % of.tensor.dim() for dim in (by if name == "flip" else dims)]
-            if found[1] != self.samples or found[0] not in along:
-                return None
-            rows = list(of.order or range(self.samples.mine))
-            start = -by[along.index(found[0])] % len(rows) if name == "roll" else 0
-            return of.other, _unless_in_order(rows[::-1] if name == "flip" else rows[start:] + rows[:start])
+            if of.other is not None and (found := self.batch_in(of.tensor, of.other)):
+                return found[0] if found[1] == self.samples else None
         return None
 
     def _stacked(

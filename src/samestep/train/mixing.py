@@ -31,8 +31,8 @@ _LINEAR = {
     *("t", "permute", "transpose", "diagonal", *_PICKS),
 }
 _PRODUCTS = {"mul", "mm", "bmm", "dot", "mv", "addmm"}
-# as of a count that may be 0
 _COUNTS = {"sum", "bincount"}
+# as of a count that may be 0
 _BOUNDS = {"clamp", "clamp_min", "maximum"}
 
 

@@ -24,7 +24,6 @@ from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import STOP, WAITS, own_run
-from samestep.text import name_ranks
 from samestep.tracebacks import of_record
 
 _LOOK_S = 1.0
@@ -68,10 +67,9 @@ class MutualWatch:
                 why = failure.exception[0]
                 if not isinstance(error, SamestepError):
                     until = time.monotonic() + _LOST_S
-                    while not (self._tree.lost or self._tree.left) and time.monotonic() < until:
+                    while (gone := self._tree.gone()) is None and time.monotonic() < until:
                         time.sleep(_LOST_S / 10)
-                    left = f"{name_ranks(self._tree.left)} left before" if self._tree.left else ""
-                    why = str(self._tree.lost or left or f"another rank has ended ({why})")
+                    why = str(gone or f"another rank has ended ({why})")
                 say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
             time.sleep(_LEAVE_S)
             return
@@ -112,8 +110,8 @@ class MutualWatch:
         silent = self._silent(known, fresh_s)
         for state in silent:
             self._tree.tell(state)
-        known = [state for state in known if state.rank not in {one.rank for one in silent}]
-        hang = find_hang([*known, *silent], self._tree.size, LEAST_S)
+        states = {state.rank: state for state in (*known, *silent)}
+        hang = find_hang([*states.values()], self._tree.size, LEAST_S)
         if self._told and (hang is None or hang.key != self._told.key):
             say(self._told.end)
             self._told = None

@@ -78,8 +78,10 @@ class Replicas(Member, Models):
                 yield replica.tree.exchange_s, 0.0
 
     def adds(self, leaves: Iterable[torch.Tensor] = ()) -> bool:
+        if not any(replica.sums for replica in self):
+            return False
         found = {id(leaf) for leaf in leaves}
-        of = [replica for replica in self if any(id(one) in found for one in replica.model.parameters())]
+        of = [one for one in self if found and not found.isdisjoint(map(id, one.model.parameters()))]
         return any(replica.sums for replica in of or self)
 
     @property
