@@ -1,7 +1,7 @@
-"""Who waits for whom: told from what the ranks themselves say, by counting their waits; no torch.
+"""Finds hangs: which ranks wait for which, from the number of waits that each rank has begun; no torch.
 
-A rank that is in its wait number 7 leaves it only when every other rank has come to its own wait number 7. So a rank
-that has counted fewer waits is being waited for, whatever it does, and no clocks are compared.
+A rank leaves its wait number 7 only when every other rank has reached its own wait number 7. So the other ranks wait
+for the ranks with the lowest count, whatever those do. No clocks are compared.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from samestep.rundir import WAITS, PulseReading
 from samestep.text import duration, name_ranks
 
 LEAST_S = 5.0
-STUCK_S = 25.0  # what a run that hangs has to end in when it is asked; Slurm kills it after 30 s
+STUCK_S = 25.0  # a hung run must end within this time after a request; Slurm kills it after 30 s
 _DOES = {
     "start": "is starting",
     "data": "is reading data",
@@ -24,7 +24,7 @@ _DOES = {
 
 
 class RankState(NamedTuple):
-    """What a rank does, for how long, and how many waits it has begun."""
+    """What a rank does, since how many seconds, and how many waits it has begun."""
 
     rank: int
     step: int
@@ -34,8 +34,8 @@ class RankState(NamedTuple):
     seconds: float
     host: str = ""
     line: str = ""  # where in the script, as "train.py:28"
-    does: str = ""  # what its process was found to do, as "is stopped (SIGSTOP)"
-    is_gone: bool = False  # whether it has ended or failed, and comes to no wait any more
+    does: str = ""  # what was observed from outside, as "is stopped (SIGSTOP)"
+    is_gone: bool = False  # whether it has ended or failed, and so cannot reach another wait
 
     @property
     def waits_now(self) -> bool:
@@ -43,7 +43,7 @@ class RankState(NamedTuple):
 
     @property
     def wait(self) -> str:
-        """What it waits in, in words."""
+        """Where it waits, in words."""
         if self.phase == "call":
             return self.call
         at = f" ({self.line})" if self.line else ""
@@ -66,7 +66,7 @@ class RankState(NamedTuple):
 
 
 class Hang(NamedTuple):
-    """Some ranks wait, and others do not come."""
+    """Some ranks wait, and other ranks do not come."""
 
     waiting: tuple[RankState, ...]
     missing: tuple[RankState, ...]
@@ -74,12 +74,12 @@ class Hang(NamedTuple):
 
     @property
     def is_together(self) -> bool:
-        """Whether all are in the same wait, and it does not end."""
+        """Whether all ranks are in the same wait, and it does not end."""
         return not self.missing
 
     @property
     def is_deadlock(self) -> bool:
-        """Whether all are in their wait of the same number, and some in another call than the others."""
+        """Whether all ranks are in the wait of the same number, but in different calls."""
         waits = {(state.waits_now, state.waits) for state in (*self.waiting, *self.missing)}
         return bool(self.waiting and self.missing) and len(waits) == 1
 
@@ -95,16 +95,16 @@ class Hang(NamedTuple):
 
     @property
     def end(self) -> str:
-        """What to say when it is over."""
+        """The message when the hang is over."""
         if self.is_together:
             return "all ranks have gone on"
         ranks = [state.rank for state in self.missing]
         return f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} gone on"
 
     def sentence(self, least_s: float = 0.0) -> str:
-        """Who has waited where, for how long and for whom, and what that rank does; of those that waited about so long.
+        """Which ranks wait where, for how long and for whom, and what the missing ranks do.
 
-        A pulse is a moment old: ranks that came together do not seem to have waited equally long.
+        Only ranks that have waited for about `least_s` are named: pulses differ in age, so times are not exact.
         """
         if not self.waiting:
             return f"the run has waited {duration(self.seconds)} for the end of {self._for_whom()}"
@@ -119,15 +119,15 @@ class Hang(NamedTuple):
         for state in listed:
             where.setdefault((state.waits, state.call), []).append(state)
         parts = []
-        for alike in where.values():
-            wait = next((state.wait for state in alike if state.line), alike[0].wait)
-            have = "has" if len(alike) == 1 else "have"
-            ranks = name_ranks(state.rank for state in alike)
+        for group in where.values():
+            wait = next((state.wait for state in group if state.line), group[0].wait)
+            have = "has" if len(group) == 1 else "have"
+            ranks = name_ranks(state.rank for state in group)
             parts.append(f"{ranks} {have} waited {seconds} in {wait}")
-        at_odds = "; these are different calls, so no rank can go on" if self.is_deadlock else ""
-        if at_odds and any(state.phase == "exchange" for state in (*self.waiting, *self.missing)):
-            at_odds += " (does each rank call backward() as often?)"
-        return f"{' and '.join(parts)} for {self._for_whom()}{at_odds}"
+        conflict = "; these are different calls, so no rank can go on" if self.is_deadlock else ""
+        if conflict and any(state.phase == "exchange" for state in (*self.waiting, *self.missing)):
+            conflict += " (does each rank call backward() as often?)"
+        return f"{' and '.join(parts)} for {self._for_whom()}{conflict}"
 
     def _for_whom(self) -> str:
         host_of = {state.rank: state.host for state in (*self.waiting, *self.missing)}
@@ -143,8 +143,8 @@ class Hang(NamedTuple):
 
 
 def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | None:
-    """Who has waited for whom for so long; None where that cannot be said of these ranks for sure."""
-    states = sorted(states)  # all who look come to the same answer
+    """The hang of these ranks, if it has lasted this long; None if none is certain."""
+    states = sorted(states)  # all launchers must come to the same answer
     lowest = min((state.waits for state in states), default=0)
     last = [state for state in states if state.waits == lowest]
     inside = [state for state in states if state.waits_now]
@@ -157,14 +157,14 @@ def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | 
         waiting = [state for state in inside if state not in missing]
     else:
         return None
-    # those who have all come wait only since the last of them came
+    # if all have come, the wait began when the last of them came
     times = [state.seconds for state in waiting]
     seconds = max(times, default=0.0) if late or ahead else min(times)
     return Hang(tuple(waiting), tuple(missing), seconds) if seconds >= least_s else None
 
 
 def _at_another_call(states: Sequence[RankState]) -> list[RankState]:
-    """Those who wait elsewhere than most; between two halves, those in a call that the others do not make."""
+    """The smallest group of ranks in the same call; of equal groups, the group in a counted call."""
     where: dict[str, list[RankState]] = {}
     for state in states:
         where.setdefault(state.call if state.phase == "call" else "", []).append(state)
@@ -173,7 +173,7 @@ def _at_another_call(states: Sequence[RankState]) -> list[RankState]:
 
 
 def state_of(rank: int, pulse: PulseReading, seconds: float, host: str = "") -> RankState:
-    """What a rank's pulse says, where its phase began so many seconds ago."""
+    """The state that a rank's pulse describes; its phase began this many seconds ago."""
     return RankState(rank, pulse.step, pulse.phase, pulse.call, pulse.waits, seconds, host)
 
 

@@ -1,4 +1,4 @@
-"""A run inside a Slurm allocation but in no step of it: the step that covers the whole allocation."""
+"""For `samestep run` inside a Slurm allocation but outside a job step: the srun command for the whole allocation."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from samestep.placement.launchers import count, in_step
 from samestep.placement.nodelist import device_count, expand_nodes, tasks_per_node
 
-# From these srun would take fewer cores or devices than each node has, more tasks than nodes, or another order.
+# With these set, srun would take fewer cores or devices per node, more tasks than nodes, or another order.
 _UNSET = (
     *("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_EXACT", "SLURM_EXCLUSIVE"),
     *("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND"),
@@ -17,9 +17,9 @@ _UNSET = (
 
 
 def allocation_command(env: Mapping[str, str], args: Sequence[str], is_counted: bool) -> list[str] | None:
-    """The command that has `samestep run args` on each node; None where this process is where it should be.
+    """The command that starts `samestep run args` on each node; None if no job step is needed.
 
-    Where the arguments do not say how many processes a node has, the allocation's tasks do, or its devices.
+    Unless the arguments fix the number of processes per node (`is_counted`), the allocation's tasks or devices do.
     """
     srun, clean = shutil.which("srun"), shutil.which("env")
     if not env.get("SLURM_JOB_NODELIST") or not srun or not clean:
@@ -28,26 +28,26 @@ def allocation_command(env: Mapping[str, str], args: Sequence[str], is_counted: 
     here = os.uname().nodename.partition(".")[0]
     if len(names) == 1 and (here == names[0].partition(".")[0] or "SLURM_NODEID" in env):
         return None
-    # Slurm also fills whole nodes with tasks that nobody asked for
-    is_asked = count(env, "SLURM_NTASKS") or count(env, "SLURM_NTASKS_PER_NODE")
-    tasks = tasks_per_node(each_has) if is_asked and (each_has := env.get("SLURM_TASKS_PER_NODE")) else []
+    # Slurm also counts tasks for whole nodes when the user asked for none
+    tasks_requested = count(env, "SLURM_NTASKS") or count(env, "SLURM_NTASKS_PER_NODE")
+    tasks = tasks_per_node(counts) if tasks_requested and (counts := env.get("SLURM_TASKS_PER_NODE")) else []
     step = [clean, *(f"-u{name}" for name in _UNSET if name in env)]
     step += [srun, *_devices(env, tasks, len(names)), "--disable-status", "--cpu-bind=none"]
     step += ["--kill-on-bad-exit=0", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1"]
-    # Scripts read how many cores each of their processes was allocated; only srun must not.
+    # Scripts read this number of cores per process, so set it again after srun, which must not see it.
     cores = count(env, "SLURM_CPUS_PER_TASK")
     step += [clean, f"SLURM_CPUS_PER_TASK={cores}"] if cores else []
-    each = ["-n", ",".join(map(str, tasks))] if sum(tasks) > len(names) and not is_counted else []
-    return [*step, sys.executable, "-m", "samestep", "run", *each, *args]
+    numbers = ["-n", ",".join(map(str, tasks))] if sum(tasks) > len(names) and not is_counted else []
+    return [*step, sys.executable, "-m", "samestep", "run", *numbers, *args]
 
 
 def _devices(env: Mapping[str, str], tasks: Sequence[int], nodes: int) -> list[str]:
-    """What gives the step every device of each node; of those counted by task it would have one task's."""
+    """Options that give the step every device of each node; devices counted per task would be those of one task."""
     per_task = device_count(env.get("SLURM_GPUS_PER_TASK", ""))
     if per_task and len(set(tasks)) == 1:
         return ["--overlap", f"--gpus-per-node={per_task * tasks[0]}"]
     is_total = bool(env.get("SLURM_GPUS")) and not env.get("SLURM_GPUS_PER_NODE")
-    # A number for all nodes is refused to a step that may overlap (Slurm 22.05); inside a step it must.
+    # Slurm 22.05 refuses a number for all nodes with --overlap, and inside a step --overlap is needed.
     if nodes == 1 or in_step(env) or not (per_task or is_total):
         return ["--overlap"]
     return [f"--gpus={per_task * sum(tasks)}"] if per_task else []

@@ -1,4 +1,4 @@
-"""Inside a worker of `launch`: reads the call from its standard input, makes it, leaves the answer there."""
+"""Runs in a worker of `launch`: reads the call from standard input, makes it, and writes the answer into that file."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import cloudpickle
 
 from samestep.start.worker import end_with
 
-# The parent's sys.path comes first, for samestep itself may be found there only.
+# The parent's sys.path comes first: samestep itself may only be found through it.
 BOOT = (
     "import os, pickle, sys; call = os.fdopen(os.dup(0), 'r+b'); sys.path[:] = pickle.load(call);"
     "from samestep.start.call import main; main(call)"
@@ -18,23 +18,23 @@ BOOT = (
 
 
 def main(call: Any) -> None:
-    """Make the call that waits in this file, and replace it by its answer: with exit code 1 an exception."""
-    # here, for a notebook has threads, and so has no safe moment between fork and exec
+    """Make the call that is stored in this file, and replace it by the answer; after an exception exit with code 1."""
+    # not between fork and exec: the launching notebook may have threads, so no code is safe there
     end_with(os.getppid())
     text = call.read()
     call.seek(0)
     call.truncate()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
     try:
         answer, code = _call(text), 0
     except (SystemExit, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a cancelled task's is no Exception
+    except BaseException as error:  # asyncio.CancelledError is no Exception
         while (trace := error.__traceback__) is not None and trace.tb_frame.f_code.co_filename == __file__:
             error.__traceback__ = trace.tb_next
-        # the hook prints it, and a rank whose failure it saw leaves without waiting for the others
+        # the hook prints it and notes the failure, so this rank exits without waiting for the others
         sys.excepthook(type(error), error, error.__traceback__)
         answer, code = _dumped(error), 1
     call.write(answer)
@@ -53,7 +53,7 @@ def _call(text: bytes) -> bytes:
 
 
 def _dumped(error: BaseException) -> bytes:
-    """The exception and its text; only the text where the exception does not survive the way."""
+    """The pickled exception and its text; only the text if the exception cannot be pickled and unpickled."""
     text = "".join(traceback.format_exception(error)).rstrip()
     for sent in (error, _Parts(error), None):
         try:
@@ -62,11 +62,11 @@ def _dumped(error: BaseException) -> bytes:
         except Exception:
             continue
         return data
-    raise AssertionError("a text can be sent")
+    raise AssertionError("a text can always be pickled")
 
 
 class _Parts:
-    """An exception whose class takes other arguments than it keeps is sent by what it holds."""
+    """Pickles an exception by its attributes: its class may take other arguments than it stores."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -75,8 +75,8 @@ class _Parts:
         return _rebuilt, (type(self._error), self._error.args, vars(self._error))
 
 
-def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], held: dict[str, Any]) -> BaseException:
+def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
     error = kind.__new__(kind)
     error.args = args
-    vars(error).update(held)
+    vars(error).update(attributes)
     return error

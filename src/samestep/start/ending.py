@@ -1,4 +1,4 @@
-"""What a run's last lines say: who failed, where, after how long, and what became of the others."""
+"""Writes a run's last lines: which rank failed, where, after how long, and how the other ranks ended."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def ending(
     kills: int | None,
     size: int,
 ) -> str | None:
-    """The lines a run ends with, or None where it simply finished."""
+    """The last lines of a run; None if it succeeded."""
     logs = f"Logs: {typed(run)}/logs/rank-{_numbers(workers)}.log"
     if outcome.cause is None:
         after = f"after {duration(seconds)}"
@@ -45,13 +45,13 @@ def ending(
     cause = outcome.cause
     pulse, step = read_pulse(pulse_path(run, cause.rank)), step_of(run, cause.rank)
     where = os.uname().nodename + (f", {pulse.device}" if pulse else "")
-    what = "\n".join(_what(outcome, cause, cause.rank in shown, kills, pulse))
+    what = "\n".join(_failure_lines(outcome, cause, cause.rank in shown, kills, pulse))
     head = heading(name, cause.rank, size, where, seconds, step)
     return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
 
 
 def summarised(outcome: Outcome, run: Path) -> str:
-    """How an attempt ended, as the line between it and the next one says it."""
+    """How an attempt ended, for the line between this attempt and the next."""
     if (cause := outcome.cause) is None:
         return f"exit code {outcome.status}"
     what = outcome.traceback.exception[0] if outcome.traceback else describe_end(outcome.status)
@@ -60,12 +60,12 @@ def summarised(outcome: Outcome, run: Path) -> str:
 
 
 def step_of(run: Path, rank: int) -> int | None:
-    """The step a worker was in, where it has said so."""
+    """The step that a worker last reported; None if it reported none."""
     pulse = read_pulse(pulse_path(run, rank))
     return pulse.step if pulse and pulse.step >= 0 else None
 
 
-def _what(
+def _failure_lines(
     outcome: Outcome, cause: Worker, shown: bool, kills: int | None, pulse: PulseReading | None
 ) -> list[str]:
     lines = outcome.traceback.lines if outcome.traceback else []
@@ -85,7 +85,7 @@ def _what(
 
 def _others(cause: Worker, workers: Sequence[Worker]) -> str:
     others = [worker for worker in workers if worker is not cause]
-    # who lost its partner just before it was stopped has no failure of its own
+    # a rank that lost its partner just before it was stopped has not failed by itself
     unfinished = [worker for worker in others if worker.status != 0]
     stopped = [worker.rank for worker in unfinished if worker.was_stopped or worker.is_echo]
     failed = [worker.rank for worker in others if worker.status and worker.rank not in stopped]

@@ -1,6 +1,6 @@
-"""Starts ranks from a process that has torch already: in a fork of it, or where that is not safe as spare processes.
+"""Starts ranks quickly from warm processes, which have imported torch: forked, or as spares if forking is not safe.
 
-Covered: warm processes that are not ready, have ended or were killed; then ranks are started by Python as ever.
+Covered: warm processes that are not ready, have ended or were killed; then Python starts the ranks as usual.
 """
 
 import ctypes
@@ -24,24 +24,24 @@ from samestep.start.worker import Guardian, Started, WorkerSpec, started
 
 _FILE = Path(__file__).with_name("warm.py")
 _CHILD_SUBREAPER = 36
-_FORKS = b"forks"  # what a warm process says once it is ready, where it may be forked
+_FORKS = b"forks"  # the message of a ready process that may be forked
 _READY_S = 120.0
 _TEND_S = 0.5
 _ANSWER_S = 5.0
 
 
 class Warm:
-    """The warm processes of a launcher: one that forks, or spare ones, each of which becomes a rank."""
+    """The warm processes of a launcher: a single process to fork, or spare processes that become ranks."""
 
     def __init__(
         self, path: Sequence[str], env: Mapping[str, str], size: int, errors: Path, guardian: Guardian
     ) -> None:
-        """For scripts that search modules in `path` first; what they write goes to the file `errors`."""
+        """`path` is where the scripts search modules first; stderr of the warm processes goes to the file `errors`."""
         self._new = partial(_Warm, path, env, errors, guardian)
         self._size, self._all, self._tend_at = size, list[_Warm](), 0.0
 
     def tend(self, now: float) -> None:
-        """Have a warm process, or as many as there are ranks where they cannot be forked."""
+        """Keep a warm process running, or one per rank if they cannot be forked."""
         if now < self._tend_at:
             return
         self._tend_at = now + _TEND_S
@@ -55,12 +55,12 @@ class Warm:
         self._all += [self._new() for _ in range(spares - len(self._all))]
 
     def wait(self, *signals: int) -> None:
-        """Until there is one to fork ranks from, for some time, or until a signal has come."""
+        """Wait until a warm process is ready, a signal has arrived, or the time is over."""
         self.tend(time.monotonic())
         select.select([self._all[0].orders.fileno(), *signals], [], [], _READY_S)
 
     def start(self, spec: WorkerSpec) -> Started:
-        """A rank from a warm process, or where none answers from Python."""
+        """Start a rank from a warm process; if none answers, as a new Python process."""
         for warm in [warm for warm in self._all if warm.is_ready()]:
             rank = warm.start(spec)
             if rank is None or not warm.forks:
@@ -71,7 +71,7 @@ class Warm:
         return started(spec)
 
     def close(self) -> None:
-        """End them."""
+        """End all warm processes."""
         while self._all:
             self._remove(self._all[0])
 
@@ -81,18 +81,18 @@ class Warm:
 
 
 class _Warm:
-    """One such process."""
+    """A single warm process."""
 
     def __init__(self, path: Sequence[str], env: Mapping[str, str], errors: Path, guardian: Guardian) -> None:
-        self.orders, theirs = socket.socketpair()
+        self.orders, their_end = socket.socketpair()
         self._guardian = guardian
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        with theirs, open(os.open(errors, flags, 0o600), "ab") as file:
+        with their_end, open(os.open(errors, flags, 0o600), "ab") as file:
             self.process = Popen(
                 [scripts_python(), str(_FILE), *path],
                 bufsize=0,
                 env=env,
-                stdin=theirs.fileno(),
+                stdin=their_end.fileno(),
                 stdout=DEVNULL,
                 stderr=file,
                 start_new_session=True,
@@ -101,20 +101,20 @@ class _Warm:
         self.forks: bool | None = None  # not known before it is ready
 
     def is_ready(self) -> bool:
-        if self.forks is None and (said := self._answer(0.0)):
-            self.forks = said == _FORKS
+        if self.forks is None and (answer := self._answer(0.0)):
+            self.forks = answer == _FORKS
         return self.forks is not None
 
     def start(self, spec: WorkerSpec) -> Started | None:
-        """A rank; None where this process does not answer."""
-        kept = spec.descriptors
+        """Start a rank; None if the warm process does not answer."""
+        descriptors = spec.descriptors
         order: dict[str, object] = {"command": spec.command, "env": spec.env, "cores": spec.cores}
-        order |= {"named": list(kept), "launcher": os.getpid(), "fork": self.forks}
+        order |= {"named": list(descriptors), "launcher": os.getpid(), "fork": self.forks}
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        with open(os.devnull, "rb") as nothing, unnamed_file(json.dumps(order).encode()) as file:
-            stdin = nothing.fileno() if spec.stdin is None else spec.stdin
+        with open(os.devnull, "rb") as devnull, unnamed_file(json.dumps(order).encode()) as file:
+            stdin = devnull.fileno() if spec.stdin is None else spec.stdin
             try:
-                pid = self._ask([file.fileno(), stdin, out_end, err_end, *kept.values()])
+                pid = self._ask([file.fileno(), stdin, out_end, err_end, *descriptors.values()])
             except (OSError, ValueError):
                 os.close(out)
                 os.close(err)
@@ -127,7 +127,7 @@ class _Warm:
         )
 
     def _ask(self, descriptors: Sequence[int]) -> int:
-        """The number of the process that this order has made: this process's child, by the kernel's adoption."""
+        """Send an order; returns the pid of the new rank, which the kernel makes a child of this process."""
         _adopt(True)
         try:
             socket.send_fds(self.orders, [b"!"], descriptors)
@@ -136,7 +136,7 @@ class _Warm:
             _adopt(False)
 
     def _answer(self, wait_s: float) -> bytes:
-        """What it says next, which it says at once; nothing where it has ended."""
+        """The next message, which it sends at once; b"" if it has ended."""
         with suppress(OSError):
             if select.select([self.orders], [], [], wait_s)[0]:
                 return self.orders.recv(64)
@@ -151,12 +151,12 @@ class _Warm:
 
 
 def _reap(pid: int) -> int | None:
-    """The status of a forked rank that has ended."""
+    """The status of a forked rank; None if it still runs."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _adopt(is_on: bool) -> None:
-    """Whether this process becomes the parent of what its children leave behind."""
+    """Set whether orphaned descendants become children of this process."""
     if sys.platform == "linux" and ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, int(is_on), 0, 0, 0):
         raise OSError("the kernel refuses to give this process the children of another")

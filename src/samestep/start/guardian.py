@@ -1,6 +1,6 @@
-"""Ends the workers of a launcher that has ended, even by SIGKILL: a process of its own, run as a file.
+"""A separate process that kills a launcher's workers when the launcher has ended, even by SIGKILL; run as a file.
 
-It reads `+PID` and `-PID` lines from its standard input. Where that ends, the groups still named are killed.
+It reads `+PID` and `-PID` lines from standard input. At the end of input it kills the process groups still listed.
 """
 
 import os
@@ -9,14 +9,14 @@ import signal
 
 
 def main() -> None:
-    """Wait for the launcher's end, then end what it left."""
+    """Wait for the launcher's end, then kill the workers that it left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     launcher = os.getppid()
     groups: set[int] = set()
     rest = b""
     while True:
-        # A process forked beside the launch may hold the pipe open too, so the parent is looked at as well.
+        # Another child of the launcher may keep the pipe open, so the parent is checked too.
         ready, _, _ = select.select([0], [], [], 0.5)
         if ready:
             data = os.read(0, 65536)

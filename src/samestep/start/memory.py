@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process for its memory, from what it counts; what is not readable is said."""
+"""Refuses runs that cannot fit into memory, and tells from the kernel's counters whether it killed a process."""
 
 import os
 import re
@@ -13,26 +13,26 @@ from samestep.start.scan import imports_torch
 from samestep.text import size
 
 _GIB = 1 << 30
-# What a process that has imported torch holds for itself, at least.
+# The least memory of a process that has imported torch.
 _OF_A_RANK = 128 << 20
 
 
 def check_room(count: int, script: Path | None = None) -> None:
-    """Refuse more processes with torch than fit into memory: they would stop the machine, and not the run alone.
+    """Refuse more processes with torch than fit into memory: they would stop the whole machine, not only the run.
 
-    Without a script they have torch.
+    Without a script, the processes are assumed to import torch.
     """
-    have = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _limit() or sys.maxsize)
-    most = max(1, have // _OF_A_RANK)
+    memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _limit() or sys.maxsize)
+    most = max(1, memory // _OF_A_RANK)
     if count > most and (script is None or imports_torch(script)):
         raise UsageError(
             f"{count} processes that import torch need more than {size(count * _OF_A_RANK)} of memory, and this "
-            f"machine has {size(have)}; use at most {most}"
+            f"machine has {size(memory)}; use at most {most}"
         )
 
 
 def kills_for_memory() -> int | None:
-    """How many processes of this control group the kernel has killed; None where it is not readable."""
+    """How many processes of this control group the kernel has killed for memory; None if that is not readable."""
     return _first_number(("memory.events", "memory.oom_control"), r"^oom_kill (\d+)$")
 
 
@@ -47,12 +47,12 @@ def explain_kill(kills_before: int | None) -> str:
 
 
 def _limit() -> int | None:
-    # Version 1 writes a longer number for no limit.
+    # For "no limit", version 1 of control groups writes a longer number.
     return _first_number(("memory.max", "memory.limit_in_bytes"), r"^(\d{1,18})$")
 
 
 def _first_number(names: Sequence[str], pattern: str) -> int | None:
-    """The first number that our innermost control groups tell in a file of version 2 or 1."""
+    """The first number that the innermost control groups have in a file of version 2 or 1."""
     for group in control_groups("memory"):
         for name in names:
             if found := re.search(pattern, read_text(group / name), re.MULTILINE):

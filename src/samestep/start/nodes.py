@@ -1,7 +1,7 @@
-"""Several machines' launchers as one: who brings how many processes, where their ranks meet, and who failed.
+"""Connects the launchers of several nodes: they agree on ranks, on rank 0's address, and on which failure came first.
 
-Covered: another number of processes on each node, restarts of all together, a node that fails, ends or falls
-silent, and going on without a lost node or with another in its place. Not covered: more nodes than at the start.
+Covered: different numbers of processes on the nodes, common restarts, a node that fails, ends or falls silent, and
+continuing without a lost node or with a replacement. Not covered: more nodes than at the start.
 """
 
 import os
@@ -35,27 +35,27 @@ from samestep.start.signals import Asked, ending_signals
 _SILENCE_S = 10.0
 _TORCHRUN_PORT = 29_400
 _END_S = 60.0
-_AGAIN_S = 20.0  # what the nodes that are left have to find each other in
+_AGAIN_S = 20.0  # for the remaining nodes to find each other
 _ECHO_S = 2.0
 _LONE_S = 30.0
-# Of the ranks of other nodes that wait, or are waited for.
+# The first word of a message about a node's ranks, how long such states count, and from which wait on they are sent.
 _RANKS = "ranks"
 _FRESH_S = 3.0
 _WORTH_TELLING_S = 2.0
 
 
 class NodeMeeting(NamedTuple):
-    """Which of how many nodes this is, and where their launchers meet: at a port of node 0, or by a file."""
+    """This node's number, and where the launchers meet: at a port of node 0, or through a file."""
 
     me: Member
     name: str = ""
     ports: Sequence[int] = ()
     file: Path | None = None
-    least: int = 0  # nodes that go on where others are lost; 0: all of them
+    least: int = 0  # how many nodes are enough to continue after others are lost; 0: all
 
 
 class NodeRanks(NamedTuple):
-    """Which ranks of an attempt this node runs, and where they meet."""
+    """The ranks of this node in an attempt, and the address of rank 0."""
 
     first: int
     total: int
@@ -66,8 +66,8 @@ class NodeRanks(NamedTuple):
 
     def place(self, local_rank: int, local_size: int) -> Placement:
         """The placement of a rank of this node."""
-        at = (self.node, self.nodes, "samestep", self.address, self.port)
-        return Placement(self.first + local_rank, self.total, local_rank, local_size, *at)
+        shared = (self.node, self.nodes, "samestep", self.address, self.port)
+        return Placement(self.first + local_rank, self.total, local_rank, local_size, *shared)
 
 
 class End(NamedTuple):
@@ -79,12 +79,12 @@ class End(NamedTuple):
     asked: int | None
     is_echo: bool
     at: float  # on node 0's clock and this one's: seconds after the attempt began
-    step: int = -1  # the furthest that a rank of the node came to
-    summary: str = ""  # for the line before the next attempt
+    step: int = -1  # the furthest step of the node's ranks
+    summary: str = ""  # printed before the next attempt
 
 
 class Past(NamedTuple):
-    """What a run has been through: its starts after the first, those since it got further, and its furthest step."""
+    """A run's history: all restarts, the restarts since it last made progress, and its furthest step."""
 
     generation: int = 0
     used: int = 0
@@ -92,7 +92,7 @@ class Past(NamedTuple):
 
 
 def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
-    """What the command line says of several nodes; None where it is about one."""
+    """The meeting that the options describe; None if they name one node only."""
     least, count = numbers_of_nodes(str(options["nodes"] or "1"))
     number = options["node_rank"]
     if number is not None and not number < count:
@@ -112,7 +112,7 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
             f"--nodes {options['nodes']} does not say where the nodes meet; add --rendezvous tcp://HOST:PORT of node "
             "0, or file:///PATH in a directory that all share"
         )
-    me = _member(-1 if number is None else number, count, options["rdzv_id"] or "", options["wait"])
+    me = _this_node(-1 if number is None else number, count, options["rdzv_id"] or "", options["wait"])
     me = replace(me, script=script)
     kind, _, rest = at.rpartition("://")
     if kind == "file":
@@ -130,9 +130,9 @@ def by_hand(options: Mapping[str, Any], script: str = "") -> NodeMeeting | None:
 
 
 def numbers_of_nodes(text: str) -> tuple[int, int]:
-    """With how many nodes a run may go on, and how many it begins with: of `2`, or of `1:2`."""
-    found = re.fullmatch("([1-9][0-9]{0,4})(?::([0-9]{1,5}))?", text)
-    least, count = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    """How many nodes are enough to continue, and how many the run begins with, from `2` or `1:2`."""
+    match = re.fullmatch("([1-9][0-9]{0,4})(?::([0-9]{1,5}))?", text)
+    least, count = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if least > count:
         raise UsageError(
             f"--nodes {text} is not a number of nodes; write for instance --nodes 2, or --nodes 1:2 for 2 of which "
@@ -142,18 +142,18 @@ def numbers_of_nodes(text: str) -> tuple[int, int]:
 
 
 def check_alone(options: Mapping[str, Any]) -> None:
-    """Refuses what tells this node from others where it would train by itself, as each of them would."""
-    number, at = options["node_rank"], options["rendezvous"]
-    said = f"--node-rank {number}" if number else f"--rendezvous {at}"
-    # torchrun's localhost:0 is any free port, where no other node could find this one.
-    if number or (at is not None and not at.endswith(":0")):
+    """Refuse options that tell nodes apart when --nodes is missing: every node would train a model of its own."""
+    number, rendezvous = options["node_rank"], options["rendezvous"]
+    option = f"--node-rank {number}" if number else f"--rendezvous {rendezvous}"
+    # torchrun's localhost:0 means any free port, so it names no meeting of several nodes.
+    if number or (rendezvous is not None and not rendezvous.endswith(":0")):
         raise UsageError(
-            f"{said} needs --nodes; add --nodes and the number of nodes, or leave {said.partition(' ')[0]} out"
+            f"{option} needs --nodes; add --nodes and the number of nodes, or leave {option.partition(' ')[0]} out"
         )
 
 
 def by_step(here: Placement, limit_s: float, nodes: str | None = None) -> NodeMeeting | None:
-    """One launcher on each node of a Slurm step; None where this is not one of several."""
+    """The meeting of the launchers of a Slurm step, one on each node; None if there is only one launcher."""
     if here.size == 1 or here.launcher == "alone":
         return None
     if here.launcher != "slurm" or here.size != here.nodes or not here.master_addr or not here.master_port:
@@ -164,15 +164,15 @@ def by_step(here: Placement, limit_s: float, nodes: str | None = None) -> NodeMe
     least, count = numbers_of_nodes(nodes or str(here.nodes))
     if count != here.nodes:
         raise UsageError(f"--nodes {nodes} does not fit the {here.nodes} nodes of the job step; leave it out")
-    me = _member(here.node, here.nodes, here.run or "", limit_s)
+    me = _this_node(here.node, here.nodes, here.run or "", limit_s)
     return NodeMeeting(me, here.master_addr, port_choices(here.master_port), least=least)
 
 
 class Launchers:
-    """The launchers of all nodes, of which this is one; None where there is no other."""
+    """This launcher's connection to the launchers of all nodes; without a meeting it is the only one."""
 
     def __init__(self, where: NodeMeeting | None) -> None:
-        """Waits until all have come; RankMissing says who has not."""
+        """Wait until all launchers have connected; RankMissing names those that have not."""
         self._where, self._hosts = where, [""]
         self._began = 0.0
         self._meet(_peers(where) if where else None)
@@ -182,10 +182,10 @@ class Launchers:
         self.node, self.nodes = (peers.number, peers.size) if peers else (0, 1)
         self.lost: RankMissing | None = None
         self._stop_at = inf
-        self._elsewhere: dict[int, tuple[float, list[RankState]]] = {}
+        self._states_elsewhere: dict[int, tuple[float, list[RankState]]] = {}
 
     def agree_on_run(self, run: Path | None) -> Path | None:
-        """The directory node 0 has made, where this node sees it too."""
+        """The directory that node 0 has made; None if this node does not see it."""
         mine = [str(run), read_record(run / STARTED) if run else None]
         name, record = self._gather(mine, partial(checked, kinds=(str, dict | None)))[0]
         path = Path(name)
@@ -197,7 +197,7 @@ class Launchers:
         return None
 
     def meet_again(self) -> None:
-        """After a node was lost: without it where fewer may go on, otherwise with one in its place; or RankMissing."""
+        """After a node was lost, connect the remaining launchers, or all with a replacement; RankMissing if too few."""
         assert self._where is not None
         assert self._peers is not None
         assert self.lost is not None
@@ -211,43 +211,43 @@ class Launchers:
             left = [node for place, node in enumerate(left) if place not in lost.ranks]
             if len(left) < least or self.node not in left:
                 raise RankMissing(f"{self.lost}, and {len(left)} of at least {least} nodes are left")
-            # those who have lost the same nodes are a run of their own
+            # only launchers that lost the same nodes can connect: the name of their run says which are left
             run = f"{me.run}, {left} of {self._hosts}"
-            who = replace(me, run=run, number=left.index(self.node), size=len(left), limit_s=_AGAIN_S)
+            member = replace(me, run=run, number=left.index(self.node), size=len(left), limit_s=_AGAIN_S)
             try:
-                at = NodeMeeting(who, self._hosts[left[0]], ports, file, least)
-                self._meet(_peers(at) if len(left) > 1 else None)
+                meeting = NodeMeeting(member, self._hosts[left[0]], ports, file, least)
+                self._meet(_peers(meeting) if len(left) > 1 else None)
                 return
             except RankMissing as error:
                 lost = error
 
     def begin(self, size: int, address: str, port: int, past: Past) -> tuple[NodeRanks, list[Past]]:
-        """What is this node's in the next attempt, which has a new key, and what the nodes have been through.
+        """This node's ranks in the next attempt, which has a new key, and the histories of all nodes.
 
-        The address is for a run of this node alone.
+        `address` is used only if this is the only node.
         """
         if self._peers:
             self._peers.take_news(_news_from)
             address = self._peers.position.address or address
         self._stop_at = inf
-        self._elsewhere.clear()
+        self._states_elsewhere.clear()
         mine = [size, address, port, secrets.token_hex(32), *past]
         try:
-            told = self._gather(mine, partial(checked, kinds=(int, str, int, str, int, int, int)))
+            parts = self._gather(mine, partial(checked, kinds=(int, str, int, str, int, int, int)))
         except RankMissing as error:
             self.lost = error
             raise
-        sizes, hosts, ports, words, *_ = zip(*told, strict=True)
+        sizes, hosts, ports, words, *_ = zip(*parts, strict=True)
         self._hosts = list(hosts)
-        # The word of node 0 is no secret: it was sent over the network.
-        is_shared = self._peers is not None
-        self.key = derive(key_of_user(os.environ), "run", words[0]) if is_shared else secrets.token_bytes(32)
+        # Node 0's random word went over the network unencrypted, so the key also needs the user's key.
+        user_key = key_of_user(os.environ) if self._peers else b""
+        self.key = derive(user_key, "run", words[0]) if self._peers else secrets.token_bytes(32)
         self._began = time.monotonic()
         ranks = NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, hosts[0], ports[0])
-        return ranks, [Past(*each[4:]) for each in told]
+        return ranks, [Past(*each[4:]) for each in parts]
 
     def should_stop(self) -> bool:
-        """Whether another node's end is a reason to stop this one's workers; to be asked often."""
+        """Whether the end of another node is a reason to stop the workers here; poll it."""
         if self.lost is not None or self._peers is None:
             return self.lost is not None
         if self._peers.lost:
@@ -256,31 +256,31 @@ class Launchers:
         now = time.monotonic()
         for node, news in self._peers.take_news(_news_from):
             if isinstance(news, list):
-                self._elsewhere[node] = now, news
+                self._states_elsewhere[node] = now, news
                 continue
-            is_known = news.is_echo or news.asked
-            wait = _LONE_S if news.code == CHECKPOINTED else _ECHO_S if is_known else 0.0
-            self._stop_at = min(self._stop_at, now + wait)
+            is_follow_up = news.is_echo or news.asked
+            wait_s = _LONE_S if news.code == CHECKPOINTED else _ECHO_S if is_follow_up else 0.0
+            self._stop_at = min(self._stop_at, now + wait_s)
         return now >= self._stop_at
 
     def share(self, states: Sequence[RankState]) -> list[RankState]:
-        """What the ranks of other nodes do; while ranks wait, all launchers tell each other of theirs."""
+        """The states of other nodes' ranks; while any rank waits, the launchers send each other these states."""
         now = time.monotonic()
-        heard = self._elsewhere.values()
-        told = [state for at, told in heard for state in told if state.is_gone or now - at < _FRESH_S]
-        waits = any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in [*states, *told])
+        received = self._states_elsewhere.values()
+        others = [state for at, sent in received for state in sent if state.is_gone or now - at < _FRESH_S]
+        waits = any(state.waits_now and state.seconds > _WORTH_TELLING_S for state in [*states, *others])
         if self._peers and self.lost is None and (waits or any(state.is_gone for state in states)):
             self._peers.tell([_RANKS, states])
-        return told
+        return others
 
     def end(self, mine: End) -> tuple[int, End]:
-        """Tell the others how it ended here, and hear on which node (-1: a lost one) the cause was, and its end."""
+        """Exchange how the attempt ended; returns the node of the cause (-1: a lost node) and how it ended there."""
         mine = mine._replace(at=max(0.0, mine.at - self._began))
         try:
             if self.lost is None:
                 if mine.code and self._peers:
                     self._peers.tell(mine)
-                # what another node still does, such as a last save, may take hours
+                # another node may still be busy for hours, for example with a last save
                 with ending_signals():
                     ends = self._gather(mine, partial(as_kind, End), _END_S if mine.code else inf)
                 node = min(range(self.nodes), key=lambda node: _blame(ends[node]))
@@ -302,18 +302,19 @@ class Launchers:
         return self._peers.gather(mine, limit_s, read) if self._peers else [mine]
 
 
-def _news_from(said: Any) -> End | list[RankState]:
-    """What another launcher told: how an attempt ended there, or what its ranks do."""
-    return [as_kind(RankState, state) for state in said[1]] if said[0] == _RANKS else as_kind(End, said)
+def _news_from(message: Any) -> End | list[RankState]:
+    """A message of another launcher: how an attempt ended there, or the states of its ranks."""
+    is_states = message[0] == _RANKS
+    return [as_kind(RankState, state) for state in message[1]] if is_states else as_kind(End, message)
 
 
 def _blame(end: End) -> tuple[bool, bool, bool, bool, float]:
-    """The smallest is the cause: a failure that was asked for, or does not only tell of another, or was first."""
+    """Sort key; the smallest is the cause: prefer failures, then requested ends, own errors, no commits, early ends."""
     return not end.code, not end.asked, end.is_echo, end.code == CHECKPOINTED, end.at
 
 
-def _member(number: int, count: int, run: str, limit_s: float) -> Member:
-    """This node among others; -1 takes any number that is free."""
+def _this_node(number: int, count: int, run: str, limit_s: float) -> Member:
+    """This node as a member of the meeting; number -1 takes any number that is free."""
     facts = {"samestep": samestep.__version__}
     return Member(run, number, count, key_of_user(os.environ), "node", limit_s, _SILENCE_S, facts=facts)
 
@@ -327,16 +328,16 @@ def _peers(where: NodeMeeting) -> Tree:
         return host(listen(ports, addresses_for(name + suffix), "--rendezvous"), me)
     if me.number < 0 and _is_here(name) and (own := listen_at(ports[0], addresses_for(name))):
         return host(own, replace(me, number=0))
-    # MASTER_ADDR, which a rank would be told, is not looked at here: it may be left from the launcher around.
+    # MASTER_ADDR is ignored here: an outer launcher may have set it.
     instead = f"write --nodes {me.size} --rendezvous tcp://HOST:{ports[0]} with"
-    found = addresses.resolve(name, suffix, instead)
-    return join(lambda: [(address, port) for port in ports for address in found], me)
+    resolved = addresses.resolve(name, suffix, instead)
+    return join(lambda: [(address, port) for port in ports for address in resolved], me)
 
 
 def _is_here(name: str) -> bool:
-    """Whether this is the machine of that name."""
+    """Whether this machine has that name."""
     try:
-        found = {str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        named = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:
         return False
-    return bool(found & {"127.0.0.1", "127.0.1.1", "::1", *addresses.own_addresses()})
+    return bool(named & {"127.0.0.1", "127.0.1.1", "::1", *addresses.own_addresses()})

@@ -1,8 +1,8 @@
-"""What workers write: all of it into a file for each rank, and the shown ranks' to the console too.
+"""Passes on what workers write: each rank's output to a file, and the shown ranks' output to the console too.
 
-Covered: partial lines, progress bars, binary, lines without end, and a console slower than the workers: what
-waits for it is bounded, and then the workers wait. A traceback on a shown rank's stderr is held back until the rank
-ends or goes on, because the run may be about to end with it.
+Covered: partial lines, progress bars, binary output, endless lines, and a slow console: the buffer for it is bounded,
+and when it is full the workers wait. A traceback on a shown rank's stderr is held back until the rank ends or
+continues, because the run's last lines may contain it.
 """
 
 import os
@@ -20,9 +20,9 @@ from samestep.text import reason_of
 OUT, ERR = 1, 2
 _CHUNK = 1 << 16
 _PATIENCE_S = 0.1
-# A rank that writes this long after its traceback goes on; one that writes nothing may take long to end.
+# After a traceback: a rank that still writes after this time goes on; a silent rank may take this long to end.
 _GOES_ON_S, _HELD_S = 0.75, 10.0
-# A pipe that poll calls writable takes this much without blocking.
+# A pipe that is ready for writing takes this many bytes without blocking.
 _PIPE_BUF = 4096
 _MOST_WAITING = 1 << 20
 _DRAWN_S = 0.5
@@ -36,7 +36,7 @@ _TRACEBACK = re.compile(
 
 
 class Console(Protocol):
-    """Where shown ranks' output goes."""
+    """Where the output of shown ranks goes."""
 
     def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
         """Show bytes on stdout (OUT) or stderr (ERR), with a prefix before every line."""
@@ -47,7 +47,7 @@ class Console(Protocol):
 
 
 class Terminal:
-    """This process's own stdout and stderr, written without ever blocking the supervisor."""
+    """This process's stdout and stderr, written without blocking the loop that watches the workers."""
 
     def __init__(self) -> None:
         self._waiting = {OUT: bytearray(), ERR: bytearray()}
@@ -58,14 +58,14 @@ class Terminal:
         self._line, self._drawn_at = b"", 0.0
 
     def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
-        """Show bytes; a line another owner left unfinished is ended first, one's own goes on."""
+        """Show bytes; first end a line that another owner left unfinished, but continue a line of the same owner."""
         if not data or kind in self._gone:
             return
         line = OUT if self._is_one_file else kind
-        self._take_back(kind)
+        self._erase_progress(kind)
         if self._unfinished.get(line, owner) is not owner:
             self._waiting[kind] += b"\n"
-        marked = b"".join(prefix + each for each in data.splitlines(keepends=True)) if prefix else data
+        marked = b"".join(prefix + text for text in data.splitlines(keepends=True)) if prefix else data
         self._waiting[kind] += marked[len(prefix) if self._unfinished.get(line) is owner else 0 :]
         if data.endswith((b"\n", b"\r")):
             self._unfinished.pop(line, None)
@@ -73,31 +73,31 @@ class Terminal:
             self._unfinished[line] = owner
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Show a line of the launcher itself."""
         self.show(ERR, text.encode(errors="backslashreplace") + b"\n", "the launcher")
 
     @property
     def is_live(self) -> bool:
-        """Whether a line can be drawn and taken back."""
+        """Whether a progress line can be drawn and erased."""
         return self._is_one_file and os.isatty(ERR) and os.environ.get("TERM", "dumb") != "dumb"
 
     def tick(self, now: float) -> None:
-        """Draw how far the run is, below all lines; what is shown next takes its place."""
+        """Draw the progress line below all output; the next output replaces it."""
         if now - self._drawn_at < _DRAWN_S or self._unfinished or not (text := self.progress()):
             return
-        self._take_back(ERR)
+        self._erase_progress(ERR)
         self._drawn_at = now
         self._line = text[: os.get_terminal_size(ERR).columns - 1].encode(errors="backslashreplace")
         self._waiting[ERR] += self._line
 
-    def _take_back(self, kind: int) -> None:
+    def _erase_progress(self, kind: int) -> None:
         if self._line:
             self._line = b""
             self._waiting[kind] += b"\r\x1b[K"
 
     @property
     def crowded(self) -> bool:
-        """Whether more waits to be written than ought to."""
+        """Whether too much output waits to be written."""
         return any(len(waiting) > _MOST_WAITING for waiting in self._waiting.values())
 
     def waiting(self) -> list[int]:
@@ -112,13 +112,13 @@ class Terminal:
         except BlockingIOError:
             return
         except OSError:
-            # Nobody reads any more: the run goes on, its logs are complete.
+            # The reader has gone: the run goes on, and its logs are complete.
             self._gone.add(kind)
             waiting.clear()
 
     def flush(self, seconds: float = 1.0) -> None:
-        """Write what waits, for as long as somebody takes it."""
-        self._take_back(ERR)
+        """Write what waits, at most for this time."""
+        self._erase_progress(ERR)
         until = time.monotonic() + seconds
         while self.waiting() and time.monotonic() < until:
             poll = select.poll()
@@ -129,7 +129,7 @@ class Terminal:
 
 
 class Log:
-    """One rank's file."""
+    """The log file of one rank."""
 
     def __init__(self, path: Path, lost: Callable[[str], None]) -> None:
         self._lost = lost
@@ -178,7 +178,7 @@ class Stream:
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
-        """Pass on what is there; False where there was nothing or the other end is closed."""
+        """Pass on what has arrived; False if nothing had, or if the other end is closed."""
         if self.pipe.closed:
             return False
         data: bytes | None = self.pipe.read(_CHUNK)
@@ -189,7 +189,7 @@ class Stream:
         return bool(data)
 
     def drain(self) -> None:
-        """Pass on what a worker that has ended left in the pipe."""
+        """Pass on what an ended worker left in the pipe."""
         for _ in range(64):
             if not self.read():
                 break
@@ -202,7 +202,7 @@ class Stream:
             self._pass_on(self._partial)
 
     def tick(self, now: float) -> None:
-        """Pass on what has waited long enough for its line's end, or for its process's."""
+        """Pass on a partial line or a held traceback that has waited long enough."""
         if self._partial and now - self._partial_since > _PATIENCE_S:
             self._pass_on(self._partial)
         goes_on = self._beside and self._beside.written_at - self._held_since > _GOES_ON_S
@@ -215,7 +215,7 @@ class Stream:
         self._show(held)
 
     def forget(self) -> None:
-        """Never show what was held back, nor what comes."""
+        """Never show what is held back, nor later output."""
         self.hides = bool(self._held)
         self._held, self.console = b"", None
 

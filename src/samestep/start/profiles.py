@@ -1,4 +1,4 @@
-"""What a job asks of a cluster, kept under a name in a TOML file; a site adds its own."""
+"""Profiles: named TOML files that say what a job requests from a cluster; a site adds its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _key(means: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a node has, and what a job asks for where its user says nothing else."""
+    """What a node has, and what a job requests by default."""
 
     about: str = _key("What it is for.", "")
     source: str = _key("Where its site says so.", "")
@@ -60,8 +60,8 @@ class Profile:
     address_suffix: str | None = _key("What a node's name needs to be reached on the fast network.")
 
 
-MEANS: Mapping[str, str] = {one.name: one.metadata["means"] for one in fields(Profile)}
-_TYPES = {one.name: str(one.type) for one in fields(Profile)}
+MEANS: Mapping[str, str] = {key.name: key.metadata["means"] for key in fields(Profile)}
+_TYPES = {key.name: str(key.type) for key in fields(Profile)}
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a text", lambda value: isinstance(value, str)),
     "int": ("a whole number from 0", lambda value: type(value) is int and value >= 0),
@@ -72,25 +72,25 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def profile_paths(env: Mapping[str, str]) -> dict[str, Path]:
-    """Every profile's file by its name: a site's or user's own hides a shipped one of the same name."""
+    """The file of every profile by name; a site's or user's file hides a shipped file of the same name."""
     return {name: paths[0] for name, paths in _layers(env).items()}
 
 
 def load_profile(name: str, env: Mapping[str, str]) -> Profile:
-    """The profile of that name, over the one it names as its `base`: with its own name, the one it hides."""
+    """The profile of that name, merged over its `base`; a base of the same name is the file that it hides."""
     return Profile(**_merged(name, _layers(env), ()))
 
 
 def _layers(env: Mapping[str, str]) -> dict[str, list[Path]]:
-    """All files of each name, from the one that is taken to the shipped one."""
+    """All files of each name, in order of priority; the shipped file is last."""
     configuration = env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or os.path.expanduser("~"), ".config")
     folders = [Path(configuration, "samestep", "profiles"), _SHIPPED]
     if own := env.get("SAMESTEP_PROFILES"):
         folders.insert(0, Path(own))
-    found: dict[str, list[Path]] = {}
+    layers: dict[str, list[Path]] = {}
     for path in (path for folder in folders for path in folder.glob("*.toml")):
-        found.setdefault(path.stem, []).append(path)
-    return dict(sorted(found.items()))
+        layers.setdefault(path.stem, []).append(path)
+    return dict(sorted(layers.items()))
 
 
 def _merged(name: str, layers: Mapping[str, list[Path]], above: tuple[str, ...]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _read(path: Path) -> dict[str, Any]:
     for key, value in written.items():
         name = key.replace("-", "_")
         if name not in (*_TYPES, "base"):
-            known = [one.replace("_", "-") for one in (*_TYPES, "base")]
+            known = [field_name.replace("_", "-") for field_name in (*_TYPES, "base")]
             raise UsageError(f"{path} has the key {key!r}, which no profile has; write {_one_of(key, known)}")
         kind, fits = _KINDS[_TYPES.get(name, "str").partition(" ")[0].partition("[")[0]]
         if not fits(value):

@@ -1,22 +1,22 @@
-"""Which Python runs a script: this one, or that of the active environment where samestep is installed as a tool."""
+"""Chooses the Python that runs a script: this one, or the active environment's if samestep is installed as a tool."""
 
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-# Where `uv tool install` and `pipx` keep an environment for each tool, which lacks what the user's scripts import.
+# `uv tool install` and `pipx` keep an environment per tool here; it lacks the packages that the user's scripts import.
 _TOOLS = ("uv/tools", "pipx/venvs", "pipx/shared")
 
 
 def scripts_python(env: Mapping[str, str] = os.environ) -> str:
-    """The Python that scripts run with."""
+    """The path of the Python that runs scripts."""
     active = _active(env)
     return str(active) if active and _is_tool(sys.prefix) else sys.executable
 
 
 def remark_on_python(env: Mapping[str, str] = os.environ) -> str | None:
-    """What to say of the choice, where a user may expect another Python."""
+    """A remark on the choice; None if the user cannot expect another Python."""
     active = _active(env)
     if active and _is_tool(sys.prefix):
         return f"samestep is installed as a tool, so the script runs with {active} of the active environment"
@@ -29,7 +29,7 @@ def remark_on_python(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _active(env: Mapping[str, str]) -> Path | None:
-    """The Python of the active environment, where that is another than this one's."""
+    """The Python of the active environment, if it is not the environment of this process."""
     places = [env[name] for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if env.get(name)]
     if not places or any(Path(place).resolve() == Path(sys.prefix).resolve() for place in places):
         return None

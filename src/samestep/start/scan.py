@@ -1,4 +1,4 @@
-"""What a script's source says of how it runs on several processes: whether it joins a run, or starts ranks itself."""
+"""Reads from a script's source whether its processes join a run, or whether it starts ranks itself."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ _MOST_FILES = 50
 
 
 def remark_on(script: Path, size: int) -> str | None:
-    """What to say before `size` copies of this script are started, if anything."""
+    """A warning to print before `size` copies of this script are started; None if there is none."""
     files = list(_files(script))
     names = {name for _, tree in files for name in imported(tree)}
     tops = {name.partition(".")[0] for name in names}
@@ -38,13 +38,13 @@ def remark_on(script: Path, size: int) -> str | None:
 
 
 def imports_torch(script: Path) -> bool:
-    """Whether it, or what it imports from beside it, imports torch or samestep."""
+    """Whether the script, or a file beside it that it imports, imports torch or samestep."""
     names = {name.partition(".")[0] for _, tree in _files(script) for name in imported(tree)}
     return bool(names & {"torch", "samestep"})
 
 
 def names_early_variable(script: Path) -> bool:
-    """Whether a text in it names a variable that is read when torch is imported; the script may be about to set it."""
+    """Whether a string names a variable that torch reads at import: the script may set it before its import."""
     constants = (
         node.value for _, tree in _files(script) for node in ast.walk(tree) if isinstance(node, ast.Constant)
     )
@@ -70,7 +70,7 @@ def _files(script: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Every module that is imported, and every name out of torch."""
+    """Every imported module, every name imported from a module, and `torch.distributed` as an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -82,16 +82,16 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _spawn(tree: ast.Module) -> int | None:
-    """The line that starts processes by torch.multiprocessing.spawn."""
-    full: dict[str, str] = {}
+    """The line that calls torch.multiprocessing.spawn."""
+    names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             within = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            full |= {alias.asname: within + alias.name for alias in node.names if alias.asname}
-            full |= {alias.name: within + alias.name for alias in node.names if within and not alias.asname}
+            names |= {alias.asname: within + alias.name for alias in node.names if alias.asname}
+            names |= {alias.name: within + alias.name for alias in node.names if within and not alias.asname}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             first, dot, rest = ast.unparse(node.func).partition(".")
-            if full.get(first, first) + dot + rest == "torch.multiprocessing.spawn":
+            if names.get(first, first) + dot + rest == "torch.multiprocessing.spawn":
                 return node.lineno
     return None

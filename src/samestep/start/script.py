@@ -1,4 +1,4 @@
-"""Runs a script on N processes of this machine: from the command line's options to the run's exit code."""
+"""Runs a script on N processes of this machine, with restarts, from the options to the run's exit code."""
 
 import os
 import re
@@ -38,7 +38,7 @@ _SAME_PLACE_S = 10
 
 @dataclass(frozen=True)
 class Script:
-    """What is to be run, and how."""
+    """The command to run, and how to run it."""
 
     name: str
     command: Sequence[str]
@@ -58,15 +58,15 @@ class Script:
 
     @property
     def is_warmable(self) -> bool:
-        """Whether a warm process can be what its command starts, and is wanted."""
-        what = self.command[1] if self.command[0] == scripts_python() else ""
-        if self.fork is None and (not self.max_restarts or names_early_variable(Path(what))):
+        """Whether its ranks can and should be forked from a process that has already imported torch."""
+        target = self.command[1] if self.command[0] == scripts_python() else ""
+        if self.fork is None and (not self.max_restarts or names_early_variable(Path(target))):
             return False
-        return self.fork is not False and (what == "-m" or what.endswith(".py"))
+        return self.fork is not False and (target == "-m" or target.endswith(".py"))
 
 
 def run_script(script: Script) -> int:
-    """Run it, say how it ended, and give the exit code; OSError where it cannot be executed."""
+    """Run the script, print how it ended, and return the exit code; OSError if it cannot be executed."""
     if path := next((word for word in script.command if word.endswith(".py")), None):
         check_room(script.size, Path(path))
     fill_standard_descriptors()
@@ -75,7 +75,7 @@ def run_script(script: Script) -> int:
 
 
 class _Run:
-    """A script that is run, with all its starts."""
+    """One run of a script, including its restarts."""
 
     def __init__(self, script: Script, stack: ExitStack) -> None:
         self._script, self._began, self._began_at = script, time.time(), time.monotonic()
@@ -90,14 +90,14 @@ class _Run:
         self._guardian = stack.enter_context(Guardian())
         self._shares, self._threads = share_cores(script.size, {**os.environ, **script.env})
         self._restarts = Restarts(script.max_restarts, script.restart_on)
-        # memory for the state of rank 0, which is there as long as this process is
+        # memory for rank 0's state; it lives as long as this process, so it survives restarts
         slots = rundir.SLOTS if script.max_restarts else ()
         self._slots = {
             name: stack.enter_context(unnamed_file(name=rundir.SLOTS[0])).fileno() for name in slots
         }
         self._warm: Warm | None = None
         if script.is_warmable:
-            # its forks tell by these that they are ranks, also where the script removes their own
+            # forked processes recognise themselves as ranks by these, even if the script removes its own variables
             of_ranks = {"RANK": "0", "WORLD_SIZE": str(script.size)}
             env = {**defaults(self._threads), **os.environ, **script.env, **of_ranks}
             errors, what = self._directory / "logs" / "warm.log", script.command[1]
@@ -109,11 +109,11 @@ class _Run:
                 self._warm.wait(self._signals)
 
     def code(self) -> int:
-        """Start it as often as it takes; the exit code."""
+        """Start the script, restart it while that is allowed, and return the exit code."""
         node, end, group = self._attempt()
         while (text := self._restarts.are_over(end)) is None:
-            used, most = self._restarts.past.used, self._script.max_restarts
-            self._terminal.say(f"{end.summary}: restart {used} of {most}")
+            used, limit = self._restarts.past.used, self._script.max_restarts
+            self._terminal.say(f"{end.summary}: restart {used} of {limit}")
             try:
                 if self._launchers.lost:
                     self._go_on_without()
@@ -133,19 +133,19 @@ class _Run:
         self._terminal.say(f"samestep: going on with {counted(self._launchers.nodes, 'node')}")
 
     def _attempt(self, asked: int | None = None) -> tuple[int, End, WorkerGroup]:
-        """Start all ranks and wait for their end; on which node the cause was, and how that ended."""
+        """Start all ranks and wait for their end; returns the node of the cause, that node's End, and the workers."""
         script, run, launchers, kills = self._script, self._directory, self._launchers, kills_for_memory()
         with ExitStack() as stack:
             specs, total = self._specs(stack)
             elsewhere = launchers.should_stop if launchers.nodes > 1 else None
-            # in a Slurm step all launchers write to one place
+            # in a Slurm step all launchers share one terminal, so only node 0 reports
             say = self._terminal.say if launchers.node == 0 else str
             is_again = self._restarts.past.generation > 0
             about_hangs = (script.hang_timeout_s, launchers.share, is_again)
             watch = stack.enter_context(closing(Watch(run, total, say, *about_hangs)))
             if asked is not None:
-                watch.ask_to_stop(asked)  # this start commits what was kept in memory, and ends
-            # a run that is restarted goes on from a commit: what its ranks still do is lost
+                watch.ask_to_stop(asked)  # this start commits the state that was kept in memory, and ends
+            # a restart continues from a commit, so work that the ranks still do is lost anyway
             grace_s = 0.0 if script.max_restarts else GRACE_S
             about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s, asked)
             group = WorkerGroup(specs, self._guardian, self._terminal, *about)
@@ -156,7 +156,7 @@ class _Run:
         return node, end, group
 
     def _finish(self, node: int, end: End, text: str, group: WorkerGroup) -> int:
-        """Record how it ended, and say so."""
+        """Write the result to the run's directory and print it."""
         code = 128 + signal.SIGINT if end.asked == signal.SIGINT else end.code
         record = {
             "exit_code": code,
@@ -180,7 +180,7 @@ class _Run:
         return code
 
     def _specs(self, stack: ExitStack) -> tuple[list[WorkerSpec], int]:
-        """The workers of this node in an attempt, and the number of ranks on all nodes."""
+        """What to start on this node in an attempt, and the number of ranks on all nodes."""
         script, run, port = self._script, self._directory, self._script.port
         if port is None:
             held, port = hold_port()
@@ -190,11 +190,11 @@ class _Run:
         except RankMissing:
             if not script.max_restarts:
                 raise
-            self._go_on_without()  # a node was lost before its ranks were there
+            self._go_on_without()  # a node was lost before its ranks had started
             return self._specs(stack)
         self._restarts.agree(pasts)
         key = {DESCRIPTOR: stack.enter_context(handed_on(self._launchers.key, ranks.total))}
-        told = {
+        variables = {
             "TORCHELASTIC_RUN_ID": self._launchers.run_name,
             **script.env,
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts.past.generation),
@@ -202,12 +202,12 @@ class _Run:
             "SAMESTEP_RUN": str(run),
         }
 
-        def lost(reason: str) -> None:
+        def warn_log_lost(reason: str) -> None:
             self._terminal.say(f"logs in {run} cannot be written any more ({reason}); the run goes on")
 
         for local_rank in range(script.size):
             _forget(run, ranks.first + local_rank)
-        # of a start with more ranks, on a node that was lost since
+        # also files of an earlier start with more ranks, on a node that has been lost since
         for rank in count(ranks.total) if ranks.node == 0 else ():
             if not _forget(run, rank):
                 break
@@ -219,10 +219,10 @@ class _Run:
                 WorkerSpec(
                     rank,
                     script.command,
-                    worker_env(place, self._threads, told),
+                    worker_env(place, self._threads, variables),
                     cores,
                     0 if rank == 0 else None,
-                    stack.enter_context(closing(Log(rundir.log_path(run, rank), lost))),
+                    stack.enter_context(closing(Log(rundir.log_path(run, rank), warn_log_lost))),
                     self._terminal if rank in script.shown else None,
                     None if script.shown == {0} else f"[rank {rank}] ".encode() if rank else b"",
                     rundir.failure_path(run, rank),
@@ -233,21 +233,21 @@ class _Run:
 
 
 class Restarts:
-    """Whether a run is started again after a failure: not for the same one twice, and as often as it gets further."""
+    """Decides about restarts: not after the same failure twice; progress beyond the furthest step resets the count."""
 
     def __init__(self, most: int, codes: Container[int]) -> None:
-        """`codes` are the exit codes after which to start again; none means any."""
+        """At most `most` restarts without progress; `codes` are the exit codes to restart after, empty for any."""
         self._most, self._codes = most, codes
         self._failures: dict[str, str] = {}
         self.past = Past()
 
     def agree(self, pasts: Sequence[Past]) -> None:
-        """Take over what the launchers of all nodes know, as one that has come in a lost node's place has to."""
+        """Take over the counts of all nodes' launchers; a launcher that replaces a lost node starts without them."""
         furthest, used = max((past.furthest, past.used) for past in pasts)
         self.past = Past(max(past.generation for past in pasts), used, furthest)
 
     def are_over(self, end: End) -> str | None:
-        """What the run ends with, after this end of an attempt; None to start again."""
+        """The report with which the run ends after this attempt; None to restart."""
         report = end.text or ""
         if end.asked is not None or end.code == 0:
             return report
@@ -268,25 +268,25 @@ class Restarts:
 
 
 def _forget(run: Path, rank: int) -> bool:
-    """Remove what a rank of an older start told; whether there was any of it."""
+    """Remove the files of a rank of an earlier start; returns whether there were any."""
     kinds = (rundir.pulse_path, rundir.failure_path, rundir.stack_path)
-    told = [path for path_of in kinds if (path := path_of(run, rank)).exists()]
-    for path in told:
+    files = [path for path_of in kinds if (path := path_of(run, rank)).exists()]
+    for path in files:
         path.unlink(missing_ok=True)
-    return bool(told)
+    return bool(files)
 
 
-def worker_env(place: Placement, threads: int, told: Mapping[str, str]) -> dict[str, str]:
-    """A worker's environment: the placement, what it is told, the user's variables, and defaults, in this order."""
-    env = {**defaults(threads), **os.environ, **told, **exports(place, told)}
-    # Set by a torchrun around this; it would have rank 0 dial a store instead of opening one.
+def worker_env(place: Placement, threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    """A worker's environment. The placement comes first, then `given`, the user's variables, and the defaults."""
+    env = {**defaults(threads), **os.environ, **given, **exports(place, given)}
+    # An outer torchrun sets it; with it rank 0 would connect to a store instead of opening its own.
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return env
 
 
 def defaults(threads: int) -> dict[str, str]:
-    """Variables that a worker has where the user has set none."""
-    # Hashes of strings decide the order of a set, such as of a script's labels: it is the same on all ranks.
+    """Variables of a worker that the user can override."""
+    # The hash seed decides the order of a set of strings, such as labels; it must be the same on all ranks.
     python = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONHASHSEED": "0"}
     return {**python, "OMP_NUM_THREADS": str(threads), CUBLAS: FIXED_CUBLAS[0]}
 
@@ -306,15 +306,15 @@ def _directory(script: Script, launchers: Launchers, began: float, known: Path |
 
 
 def _progress(run: Path) -> str:
-    found = read_step_times(rundir.step_times_path(run, 0))
-    return str(found.progress) if found and found.progress.rows else ""
+    times = read_step_times(rundir.step_times_path(run, 0))
+    return str(times.progress) if times and times.progress.rows else ""
 
 
 def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:
-    """How an attempt ended on this node; code 0 where its workers were stopped because another node failed."""
+    """How an attempt ended on this node; code 0 if its workers were only stopped because another node failed."""
     code, asked = exit_code(outcome.status), outcome.asked
-    was_told = any((run / name).exists() for name in (rundir.STOP, rundir.TIME_UP))
-    if asked is None and code == rundir.CHECKPOINTED and was_told:
+    stop_requested = any((run / name).exists() for name in (rundir.STOP, rundir.TIME_UP))
+    if asked is None and code == rundir.CHECKPOINTED and stop_requested:
         asked = signal.SIGTERM
     ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]
     is_own = outcome.cause is not None or outcome.asked is not None or bool(ends)
@@ -326,13 +326,13 @@ def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> E
 
 
 def _place(run: Path, outcome: Outcome, text: str | None, group: WorkerGroup) -> str | None:
-    """Equal for two failures that are the same: what failed and the step, or without steps about when."""
+    """Equal for two failures that are the same: the failure and its step, or without steps the rough time."""
     if outcome.cause is None:
         return None
-    step, what = step_of(run, outcome.cause.rank), repr(outcome.traceback or outcome.status)
+    step, failure = step_of(run, outcome.cause.rank), repr(outcome.traceback or outcome.status)
     is_from_outside = outcome.status == -signal.SIGKILL and "out of memory" not in (text or "")
     if is_from_outside or (outcome.traceback is None and step is None):
         return None
     seconds = time.monotonic() - group.began
-    found = re.sub(r"waited [\d.]+ (s|min \d+ s|h \d+ min)", "waited", what)
-    return repr((found, step, None if step is not None else int(seconds) // _SAME_PLACE_S))
+    failure_without_times = re.sub(r"waited [\d.]+ (s|min \d+ s|h \d+ min)", "waited", failure)
+    return repr((failure_without_times, step, None if step is not None else int(seconds) // _SAME_PLACE_S))

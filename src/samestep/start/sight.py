@@ -1,4 +1,4 @@
-"""What a process does, seen from outside: its state in /proc, and its Python stack, also while it holds the GIL."""
+"""Finds out from outside what a process does: its state in /proc, and its Python stack even while it holds the GIL."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _POLL_S = 0.01
 _LOADING = "/torch/utils/data/dataloader.py"
 _WORKS, _FETCHES = "/torch/utils/data/_utils/worker.py", "/torch/utils/data/_utils/fetch.py"
 _MOST_BYTES = 1 << 20
-_MOST_FRAMES = 100  # of a thread, that faulthandler writes
+_MOST_FRAMES = 100  # faulthandler writes at most so many frames of a thread
 _STATES = {
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
@@ -30,28 +30,28 @@ _STATES = {
 
 
 class Sight(NamedTuple):
-    """What a process was found to do, and the line of the user's code where it is."""
+    """What a process does, and the line of the user's code where it is."""
 
     does: str = ""
     frame: Frame | None = None
-    wait: str = ""  # the call of torch.distributed that it is in, with its line
+    wait: str = ""  # the call of torch.distributed in which it waits, with its line
     has_left: bool = False  # whether its main thread is past the end of the script
 
 
 def look_at(pid: int, stacks: int | None) -> Sight:
-    """What this process does, by its own stack or by that of the loader worker that it waits for.
+    """What this process does, from its own stack or from the stack of the loader worker that it waits for.
 
     Both write their stacks to the open file `stacks`.
     """
     if does := _state(pid):
         return Sight(does)
-    said = _dumped(pid, stacks)
-    stack = main_stack(said)
+    dump = _dumped(pid, stacks)
+    stack = main_stack(dump)
     frame = users_frame(stack)
-    if said and len(stack) < _MOST_FRAMES and all(each.name != "<module>" for each in stack):
+    if dump and len(stack) < _MOST_FRAMES and all(outer.name != "<module>" for outer in stack):
         at = "" if not stack else f", and {(frame or stack[0]).doing}"
         return Sight(f"has come to the end of the script{at}", frame, has_left=True)
-    for worker in _children(pid) if any(_LOADING in each.file for each in stack) else ():
+    for worker in _children(pid) if any(_LOADING in outer.file for outer in stack) else ():
         waits = f"waits for its loader worker (pid {worker}), which"
         if does := _state(worker):
             return Sight(f"{waits} {does}", frame)
@@ -61,27 +61,27 @@ def look_at(pid: int, stacks: int | None) -> Sight:
 
 
 def _working_at(stack: Sequence[Frame]) -> Frame | None:
-    """Where a loader worker is; None where it has nothing to do. What its rank did when it was forked lies below."""
-    own = list(takewhile(lambda each: _WORKS not in each.file, stack))
-    return users_frame(own) or (own[0] if any(_FETCHES in each.file for each in own) else None)
+    """Where a loader worker is; None if it is idle. The frames below are its rank's, from before the fork."""
+    own = list(takewhile(lambda frame: _WORKS not in frame.file, stack))
+    return users_frame(own) or (own[0] if any(_FETCHES in frame.file for frame in own) else None)
 
 
 def switches(pid: int) -> int:
-    """How often the main thread has gone to sleep or was made to; unchanged, it was in one system call throughout."""
+    """The main thread's context switches; while the count is unchanged, the thread stays in one system call."""
     with suppress(psutil.Error):
         return sum(psutil.Process(pid).num_ctx_switches())
     return -1
 
 
 def _state(pid: int) -> str:
-    """In words, where a process cannot run at all."""
-    if status_of(pid) == psutil.STATUS_DISK_SLEEP:  # any read of a file is that for a moment
+    """In words, why a process cannot run; "" if it can."""
+    if status_of(pid) == psutil.STATUS_DISK_SLEEP:  # every read of a file is in this state for a moment
         time.sleep(5 * _POLL_S)
     return _STATES.get(status_of(pid), "")
 
 
 def status_of(pid: int) -> str:
-    """As psutil names it."""
+    """The state of a process as psutil names it; a process that is gone counts as a zombie."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:
@@ -89,7 +89,7 @@ def status_of(pid: int) -> str:
 
 
 def _dumped(pid: int, stacks: int | None) -> str:
-    """What the process writes about its threads when it is asked to; nothing where it does not listen."""
+    """The stacks that the process writes when it gets the signal; "" if it does not handle the signal."""
     if STACK_SIGNAL is None or stacks is None or not _listens(pid):
         return ""
     before = os.fstat(stacks).st_size
@@ -106,7 +106,7 @@ def _dumped(pid: int, stacks: int | None) -> str:
 
 
 def _listens(pid: int) -> bool:
-    """Whether it catches the signal, which would end another process."""
+    """Whether the process handles the signal; it would end a process that does not."""
     with suppress(OSError):
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return caught is not None and bool(int(caught[1], 16) >> (int(STACK_SIGNAL or 1) - 1) & 1)

@@ -1,4 +1,4 @@
-"""Signals to the launcher as numbers in a pipe, so that they arrive in its loop, not in the middle of it."""
+"""Turns signals to the launcher into bytes in a pipe, so that its loop reads them at a safe point."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 class Asked(Exception):
-    """A signal that asks this process to end, where it waits for something else."""
+    """A signal asked this process to end while it waited for something else."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -18,7 +18,7 @@ class Asked(Exception):
 
 @contextmanager
 def ending_signals() -> Iterator[None]:
-    """While entered, what asks this process to end raises Asked."""
+    """While entered, SIGINT, SIGTERM and SIGHUP raise Asked."""
 
     def end(number: int, _: object) -> None:
         raise Asked(number)
@@ -28,15 +28,15 @@ def ending_signals() -> Iterator[None]:
 
 
 def hear_of_children() -> None:
-    """Where SIGCHLD is ignored, as a parent may have left it, nobody learns how a child ended."""
-    with suppress(ValueError):  # in a thread that is not the first
+    """Restore SIGCHLD's default: a parent may have left it ignored, and then no exit status of a child is kept."""
+    with suppress(ValueError):  # signals can only be set in the main thread
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager
 def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
-    """While entered, these signals end nothing: their numbers can be read from this descriptor."""
+    """While entered, these signals have no effect but their numbers, which can be read from this descriptor."""
     pipe, end = os.pipe()
     for descriptor in (pipe, end):
         os.set_blocking(descriptor, False)
@@ -52,9 +52,9 @@ def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
-    """While entered, these are handled so; what is ignored from the start (nohup, a background job) stays so."""
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
+    """While entered, `handler` handles these signals; a signal that was ignored (nohup, a background job) stays so."""
+    not_ignored = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in not_ignored}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A function on N processes, from a notebook or a test: its values by rank, or the worker's own exception."""
+"""Calls a function on N processes, from a notebook or a test: returns its values by rank, or raises its exception."""
 
 import codecs
 import os
@@ -65,9 +65,9 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         stack.enter_context(held)
         calls = [stack.enter_context(unnamed_file(text)) for _ in range(size)]
         shares, threads = share_cores(size)
-        # No directory: nothing is kept, but the variable tells a worker that samestep started it.
+        # No run directory: nothing is kept, but the variable must be set so that workers know samestep started them.
         key = stack.enter_context(handed_on(secrets.token_bytes(32), size))
-        told = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
+        variables = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
         ranks = NodeRanks(0, size, 0, 1, "127.0.0.1", port)
         guardian = stack.enter_context(Guardian())
         warm = _warm(size, threads, guardian, stack)
@@ -75,7 +75,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
             WorkerSpec(
                 rank,
                 [sys.executable, "-c", BOOT],
-                worker_env(ranks.place(rank, size), threads, told),
+                worker_env(ranks.place(rank, size), threads, variables),
                 shares[rank],
                 call.fileno(),
                 console=_Caller() if rank == 0 else None,
@@ -98,7 +98,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
 
 
 def _warm(size: int, threads: int, guardian: Guardian, stack: ExitStack) -> Warm | None:
-    """A process to fork the ranks from, where the function may need torch: then it is imported once for all of them."""
+    """A warm process to fork the ranks from, if the function may need torch: torch is then imported only once."""
     if size == 1 or "torch" not in sys.modules:
         return None
     path = [os.path.abspath(place) for place in sys.path]
@@ -109,7 +109,7 @@ def _warm(size: int, threads: int, guardian: Guardian, stack: ExitStack) -> Warm
 
 
 class _Caller:
-    """The caller's own sys.stdout and sys.stderr, which in a notebook are no descriptors."""
+    """The caller's sys.stdout and sys.stderr, which have no descriptors in a notebook."""
 
     crowded = False
 
@@ -128,9 +128,9 @@ def _raise(cause: Worker, answer: bytes, size: int, killed: str) -> NoReturn:
     status, facts = cause.status or 0, {"rank": cause.rank, "code": cause.status or 0}
     who = f"rank {cause.rank} of {size}"
     if status != 1 or not answer:
-        how = killed if status == -9 else describe_end(status)
-        said = "".join(f"\n{line}" for line in last_words(cause.err.tail.decode(errors="replace")))
-        raise WorkerFailed(f"{who} ended without an answer: {how}{said}", **facts)
+        end = killed if status == -9 else describe_end(status)
+        output = "".join(f"\n{line}" for line in last_words(cause.err.tail.decode(errors="replace")))
+        raise WorkerFailed(f"{who} ended without an answer: {end}{output}", **facts)
     try:
         error, text = cloudpickle.loads(answer)
     except Exception as unreadable:
@@ -143,7 +143,7 @@ def _raise(cause: Worker, answer: bytes, size: int, killed: str) -> NoReturn:
 
 @contextmanager
 def _by_value_where_unimportable(module: ModuleType | None) -> Iterator[None]:
-    """A module that a worker could not import (pytest's, a cell's) travels with the function."""
+    """While entered, a module that a worker cannot import (a test's, a notebook cell's) is pickled by value."""
     if module is None or module.__name__ == "__main__" or _is_importable(module):
         yield
         return

@@ -18,17 +18,17 @@ from samestep.start.worker import Guardian, Worker, WorkerSpec, started
 from samestep.text import name_ranks
 from samestep.tracebacks import Traceback
 
-# How long a rank that only tells of another's end waits for that other to be seen.
+# After an error that only reports another rank's end: how long to wait for that other end.
 _ECHO_S = 0.7
-_HANG_S = 5.0
-# What a rank that left the script takes to end, where the others did not come to the end with it.
+_HANG_S = 5.0  # how far before such an error a rank may have printed its traceback and hung
+# How long a rank that has left the script may take to exit while others still wait for it.
 _LEAVE_S = 8.0
-GRACE_S = 1.0  # what the others have to end in after a failure
+GRACE_S = 1.0  # between SIGTERM and SIGKILL for the other workers after a failure
 _PATIENCE_S = 30.0
 _TICK_MS, _SOON_MS = 100, 10
 _SETTLED_S = 20.0
-# The interpreter says where it was when one of these ends it.
-_TOLD = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}
+# Python prints a traceback before one of these signals ends it.
+_WITH_TRACEBACK = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}
 
 
 class Outcome(NamedTuple):
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 class WorkerGroup:
-    """The workers of one run, as one."""
+    """The workers of this node in one start of a run."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class WorkerGroup:
         grace_s: float = GRACE_S,
         asked: int | None = None,
     ) -> None:
-        """Raises OSError where a worker cannot be started; `signals` is where arriving ones are read as bytes.
+        """Raises OSError if a worker cannot be started.
 
-        `asked` is the signal that asked the run to end before these workers were started.
+        Signals arrive as bytes from the descriptor `signals`; `asked` is a signal that arrived before this start.
         """
         self.began = time.monotonic()
         self.workers: list[Worker] = []
         self._terminal, self._signals, self._is_over_elsewhere = terminal, signals, is_over_elsewhere
         self._watch, self._warm = watch, warm
         self._hang: Hang | None = None
-        given = (grace_s, _PATIENCE_S, STUCK_S) if patience_s is None else [patience_s] * 3
-        self._grace_s, self._patience_s, self._stuck_s = given
+        limits = (grace_s, _PATIENCE_S, STUCK_S) if patience_s is None else [patience_s] * 3
+        self._grace_s, self._patience_s, self._stuck_s = limits
         self._asked = asked
         self.asked_late: int | None = None  # after a worker had failed
         self._asked_at = inf if asked is None else self.began
@@ -80,10 +80,10 @@ class WorkerGroup:
             raise
 
     def watch(self) -> Outcome:
-        """Wait for the last worker."""
+        """Wait until the last worker has ended."""
         try:
             while self._alive() and not self._was_killed:
-                self._turn()
+                self._poll_once()
             if self._watch:
                 self._watch.tell_others(self.workers, time.monotonic())
         finally:
@@ -91,14 +91,14 @@ class WorkerGroup:
         return self._outcome()
 
     def kill(self) -> None:
-        """End every worker now."""
+        """Send SIGKILL to every worker and wait until all have ended."""
         if self._was_killed:
             return
         self._was_killed = True
         for worker in self._alive():
             worker.was_stopped = True
             worker.send_group(signal.SIGKILL)
-        # A process in an uninterruptible read of a dead file system does not end; nobody can wait for that.
+        # SIGKILL does not end a process in an uninterruptible read of a dead file system, so this wait has a limit.
         until = time.monotonic() + _PATIENCE_S
         while self._alive() and time.monotonic() < until:
             for worker in self._alive():
@@ -112,10 +112,11 @@ class WorkerGroup:
     def _alive(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.is_alive]
 
-    def _turn(self) -> None:
+    def _poll_once(self) -> None:
+        """Wait shortly for output, signals and ends; then check for failures, hangs and deadlines."""
         alive = self._alive()
-        both = (stream for worker in alive for stream in (worker.out, worker.err))
-        streams = [stream for stream in both if not stream.pipe.closed]
+        all_streams = (stream for worker in alive for stream in (worker.out, worker.err))
+        streams = [stream for stream in all_streams if not stream.pipe.closed]
         actions = self._actions(alive, streams)
         poll = select.poll()
         for fd, (event, _) in actions.items():
@@ -133,11 +134,11 @@ class WorkerGroup:
         if self._is_over_elsewhere and self._is_over_elsewhere():
             self._stop(now)
         elif self._watch:
-            self._look(self._watch, now)
+            self._check_for_hang(self._watch, now)
 
-    def _look(self, watch: Watch, now: float) -> None:
-        """Stop the workers where some wait in vain for too long, or after a request that none of them heeds."""
-        # before the first step a warm process would take cores from the start of the ranks
+    def _check_for_hang(self, watch: Watch, now: float) -> None:
+        """Kill the workers if a hang has lasted too long, or if no worker reacts to a request to stop."""
+        # before the first step, starting a warm process would take cores from the ranks
         if self._warm and (watch.has_stepped or now - self.began > _SETTLED_S):
             self._warm.tend(now)
         is_over = watch.look(self.workers, now)
@@ -154,7 +155,7 @@ class WorkerGroup:
     def _actions(
         self, alive: Sequence[Worker], streams: Sequence[Stream]
     ) -> dict[int, tuple[int, Callable[[], object]]]:
-        """What to do when one of these descriptors can be read or written."""
+        """For each descriptor, the event to poll for and the function to call then."""
         readers: dict[int, Callable[[], object]] = {
             stream.pipe.fileno(): stream.read
             for stream in streams
@@ -162,22 +163,22 @@ class WorkerGroup:
         }
         readers |= {worker.pidfd: worker.look for worker in alive if worker.pidfd is not None}
         if (signals := self._signals) is not None:
-            readers[signals] = lambda: self._hear(os.read(signals, 64))
+            readers[signals] = lambda: self._read_signals(os.read(signals, 64))
         terminal = self._terminal
         writers = {kind: partial(terminal.write, kind) for kind in terminal.waiting()} if terminal else {}
         at_read = {fd: (select.POLLIN, read) for fd, read in readers.items()}
         return at_read | {fd: (select.POLLOUT, write) for fd, write in writers.items()}
 
     def _settle(self, watched: Sequence[Worker], now: float) -> None:
-        """Stop the workers when one has failed, and kill them when their time to end is over."""
+        """Set a time to stop all workers when a worker has failed; stop and kill them when that time has come."""
         failed = [worker for worker in watched if worker.look() and worker.status]
         for worker in () if self._stopping else failed:
             wait_s = 0.0
             if worker.status == -signal.SIGKILL and self._asked in (signal.SIGTERM, signal.SIGHUP):
-                self._asked, self.asked_late = None, self._asked  # no script ends so because it was asked to
+                self._asked, self.asked_late = None, self._asked  # no request to end leads to SIGKILL
             if self._asked is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
-            # its exception may name a rank that is about to raise the same
+            # its exception may name a rank that is about to raise the same exception
             elif worker.is_echo or any(other.rank in worker.blamed for other in self._alive()):
                 wait_s = _LEAVE_S if any(map(self._way_out, self._alive())) else _ECHO_S
             self._stop_at = min(self._stop_at, now + wait_s)
@@ -188,7 +189,7 @@ class WorkerGroup:
             self.kill()
 
     def _stop(self, now: float) -> None:
-        """Ask the workers that are left to end."""
+        """Send SIGTERM to the remaining workers, and show no output that was held back."""
         self._stopping = True
         self._kill_at = now + self._grace_s
         for worker in self.workers:
@@ -199,17 +200,17 @@ class WorkerGroup:
             for stream in (worker.out, worker.err):
                 stream.forget()
 
-    def _hear(self, numbers: bytes) -> None:
+    def _read_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
                 self._asked_at = min(self._asked_at, time.monotonic())
             if number == signal.SIGINT:
                 self._interrupt()
             else:
-                self._pass_on(number)
+                self._forward(number)
 
-    def _pass_on(self, number: int) -> None:
-        """To the workers; in a recovery, where it would end them before they commit, as a request to stop."""
+    def _forward(self, number: int) -> None:
+        """Forward a signal to the workers; in a recovery they could not commit, so they get a request to stop."""
         if number in (signal.SIGTERM, signal.SIGHUP):
             ended = [worker.status for worker in self.workers if worker.look() and not worker.was_stopped]
             if set(ended) - {0, CHECKPOINTED}:
@@ -237,56 +238,57 @@ class WorkerGroup:
     def _way_out(self, worker: Worker) -> str:
         return self._watch.way_out(worker) if self._watch else ""
 
-    def _given_up(self, failed: Sequence[Worker]) -> Hang | None:
-        """A hang by a rank of this node, where the ranks that waited gave up before this process did."""
+    def _hang_that_ranks_reported(self, failed: Sequence[Worker]) -> Hang | None:
+        """The hang caused by a rank of this node, if the waiting ranks gave up before this process did."""
         have_given_up = bool(failed) and all(worker.is_echo for worker in failed)
         hang = self._watch.hang if self._watch and have_given_up else None
         return hang if hang and hang.cause.rank in {worker.rank for worker in self.workers} else None
 
     def _outcome(self) -> Outcome:
-        own = [worker for worker in self.workers if worker.status and not worker.was_stopped]
-        self._hang = self._hang or self._given_up(own)
+        failed = [worker for worker in self.workers if worker.status and not worker.was_stopped]
+        self._hang = self._hang or self._hang_that_ranks_reported(failed)
         if self._watch and self._hang:
-            at = self._hang.cause.rank
-            cause = next((worker for worker in self.workers if worker.rank == at), self.workers[0])
+            rank = self._hang.cause.rank
+            cause = next((worker for worker in self.workers if worker.rank == rank), self.workers[0])
             status = 1 if self._asked is None else -self._asked
             hang = self._watch.failure(self._hang)
-            told = cause.traceback() if cause.failure and not cause.is_echo else hang
-            return Outcome(status, cause, told, self._asked)
-        if not own:
+            traceback = cause.traceback() if cause.failure and not cause.is_echo else hang
+            return Outcome(status, cause, traceback, self._asked)
+        if not failed:
             killed = any(worker.was_stopped for worker in self.workers)
             return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)
-        cause = min(own, key=_blame)
+        cause = min(failed, key=_blame)
         left = next((worker for worker in self.workers if not worker.status and self._way_out(worker)), None)
         if left and cause.is_echo:
             code = " with exit code 0" if left.status == 0 else ""
-            told = cause.traceback() or Traceback(None, ())  # where another waited, and for what
-            code += f" while others waited for it{' in this line' if told.frame else ''}"
+            traceback = cause.traceback() or Traceback(None, ())  # where another rank waited, and for what
+            code += f" while others waited for it{' in this line' if traceback.frame else ''}"
             why = f"rank {left.rank} {self._way_out(left)}{code}"
-            said = [line for line in told.exception if "different calls" in line]
-            return Outcome(1, left, Traceback(told.frame, (why, *said)), self._asked)
+            calls = [line for line in traceback.exception if "different calls" in line]
+            return Outcome(1, left, Traceback(traceback.frame, (why, *calls)), self._asked)
         if cause.is_echo:
-            # A rank may print its traceback and then hang while it leaves: it is the cause all the same.
+            # A rank may print its traceback and then hang while it exits: it is still the cause.
             since = cause.failed_at - _HANG_S
             hung = [worker for worker in self.workers if since < worker.err.traceback_at < cause.ended_at]
             cause = min([cause, *(worker for worker in hung if worker.was_stopped)], key=_blame)
-        # all ranks raise that they differ, and the first of them may be one of the many that are alike
-        cause = next((worker for worker in own if worker.rank in cause.blamed), cause)
+        # all ranks raise that they differ; prefer a rank that the exception names over the first that raised
+        cause = next((worker for worker in failed if worker.rank in cause.blamed), cause)
         status = 1 if cause.was_stopped else cause.status or 0
-        traceback = cause.traceback() if status > 0 or status in _TOLD else None
+        traceback = cause.traceback() if status > 0 or status in _WITH_TRACEBACK else None
         was_asked = self._asked is not None and not _is_own_fault(status, traceback)
         if was_asked or status == CHECKPOINTED or self._asked == signal.SIGINT:
-            return Outcome(min(own, key=lambda worker: worker.ended_at).status or 0, None, None, self._asked)
+            first = min(failed, key=lambda worker: worker.ended_at)
+            return Outcome(first.status or 0, None, None, self._asked)
         return Outcome(status, cause, traceback, self._asked)
 
 
 def _blame(worker: Worker) -> tuple[bool, float]:
-    """The smallest is the cause: first of all who does not only tell of another, then who was first."""
+    """Sort key; the smallest is the cause: an own failure comes before a report of another's, then the earliest."""
     return worker.is_echo, worker.failed_at
 
 
 def _is_own_fault(status: int, traceback: Traceback | None) -> bool:
-    """Whether a worker that was asked to end failed on the way."""
+    """Whether a worker that was asked to end failed by itself."""
     if status <= 0 or traceback is None or traceback.is_echo:
         return False
     return not traceback.exception[0].startswith("KeyboardInterrupt")

@@ -1,12 +1,12 @@
-"""A process that has imported torch and waits: ranks are forked from it, or it becomes a rank itself. Run as a file.
+"""A process that imports torch and waits for orders: it forks ranks, or becomes a rank itself; run as a file.
 
-It gets orders on the socket that its standard input is. A rank then is what `python script.py` or `python -m module`
-would be, with torch imported before its first line.
+Orders arrive on a socket, its standard input. A rank behaves as `python script.py` or `python -m module` would, except
+that torch is imported before the script's first line.
 """
 
 import sys
 
-# What the script's own Python would search comes first, as it does when the script itself imports torch.
+# The script's folder comes first in the search path, as it does when the script itself imports torch.
 if not sys.flags.safe_path:
     sys.path[:1] = sys.argv[1:]
 
@@ -29,7 +29,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-# What scripts import, and what torch itself imports late: optimizers and DDP would be the first to.
+# Modules that scripts import, and modules that torch would only import with the first optimizer or DDP.
 _LOADED = (
     "torch",
     "torch.optim",
@@ -50,7 +50,7 @@ def main() -> None:
     if sys.platform == "linux":
         libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     kept: dict[str, ModuleType] = {}
-    atexit.register(_leave_whole, kept)  # before torch's own functions, and so called after them
+    atexit.register(_leave_whole, kept)  # registered before torch's own functions, and so called after them
     _load()
     kept |= {name: sys.modules[name] for name in sys.modules.keys() - sys.stdlib_module_names - {"__main__"}}
     orders.sendall(b"forks" if _is_forkable() else b"spare")
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _load() -> None:
-    gc.disable()  # it looks for garbage a third of the time, in what has none
+    gc.disable()  # imports create no garbage, and collecting would take a third of the time
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in _LOADED:
@@ -76,20 +76,20 @@ def _load() -> None:
             samestep = importlib.import_module("samestep")
             for name in samestep.__all__:
                 getattr(samestep, name)
-    # nor must a rank look there, which would copy every page of it
+    # a rank's collector must not visit these objects either: it would copy every page of them
     gc.freeze()
     gc.enable()
 
 
 def _leave_whole(modules: dict[str, ModuleType]) -> None:
-    """Python takes apart what it has loaded when it ends, which would copy every page of it in every rank."""
+    """Keep modules alive at exit: Python would destroy them, which copies every page of them in every rank."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
     for name in modules:
         sys.modules.pop(name, None)
 
 
 def _is_forkable() -> bool:
-    """Whether this process has no threads left after a fork, before which a BLAS library ends its own."""
+    """Whether this process has a single thread after a fork; a BLAS library ends its threads before a fork."""
     if sys.platform != "linux":
         return False
     pid = os.fork()
@@ -101,7 +101,7 @@ def _is_forkable() -> bool:
 
 
 def _received(orders: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next order and its descriptors; None where the launcher has gone."""
+    """The next order and its descriptors; None if the launcher has ended."""
     sent, descriptors, *_ = socket.recv_fds(orders, 1, _MOST_DESCRIPTORS)
     if not sent:
         return None
@@ -110,7 +110,7 @@ def _received(orders: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _has_forked() -> bool:
-    """Fork a process that becomes the launcher's child; false in that one."""
+    """Fork twice, so that the new process becomes the launcher's child; False in that process."""
     if between := os.fork():
         os.waitpid(between, 0)
         return True
@@ -120,7 +120,7 @@ def _has_forked() -> bool:
 
 
 def _become(order: dict[str, Any], descriptors: list[int], orders: socket.socket, libc: ctypes.CDLL) -> None:
-    """Take on what a new process gets from its launcher."""
+    """Take over session, parent, descriptors, cores and environment, as a new process of the launcher has them."""
     if os.getsid(0) != os.getpid():
         os.setsid()
     until = time.monotonic() + _ADOPTED_S
@@ -129,7 +129,7 @@ def _become(order: dict[str, Any], descriptors: list[int], orders: socket.socket
     if sys.platform == "linux":
         libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     reader = select.poll()
-    reader.register(descriptors[1], 0)  # hung up where the launcher has given this rank up
+    reader.register(descriptors[1], 0)  # the launcher closes this pipe if it gave this rank up
     if os.getppid() != order["launcher"] or reader.poll(0):
         os._exit(1)
     orders.sendall(b"%d" % os.getpid())
@@ -140,10 +140,10 @@ def _become(order: dict[str, Any], descriptors: list[int], orders: socket.socket
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
     if hasattr(libc, "on_exit"):
-        # the last is called first: what C++ has loaded before the fork stays whole too
+        # called in reverse order: flush, then exit at once, without C++ destructors of what the fork shares
         libc.on_exit(libc._exit, None)
         libc.on_exit(libc.fcloseall, None)
-    named = {name: str(kept) for name, kept in zip(order["named"], descriptors[3:], strict=True)}
+    named = {name: str(number) for name, number in zip(order["named"], descriptors[3:], strict=True)}
     os.environ.clear()
     os.environ.update(order["env"] | named)
     random.seed()
@@ -155,7 +155,7 @@ def _become(order: dict[str, Any], descriptors: list[int], orders: socket.socket
 
 
 def _run(command: list[str]) -> None:
-    """Do what Python does with these words; what ends the script leaves it as it would leave Python."""
+    """Run the script of this command line, and end as Python would end."""
     sys.orig_argv, sys.argv = command, command[1:]
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(__builtins__=builtins, __annotations__={})
@@ -176,10 +176,10 @@ def _run(command: list[str]) -> None:
         ended = error
     else:
         return
-    trace, sys.last_value = _without_ours(ended), ended  # as Python does
+    trace, sys.last_value = _without_own_frames(ended), ended  # as Python does
     try:
         sys.excepthook(type(ended), ended, trace)
-    except Exception:  # as where the script closed stderr
+    except Exception:  # for example after the script closed stderr
         sys.__excepthook__(type(ended), ended, trace)
     if isinstance(ended, KeyboardInterrupt):
         sys.excepthook = lambda *_: None
@@ -187,7 +187,7 @@ def _run(command: list[str]) -> None:
     sys.exit(1)
 
 
-def _without_ours(error: BaseException) -> TracebackType | None:
+def _without_own_frames(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""Watches the ranks of a run for one that the others wait for in vain, and says what that rank does.
+"""Detects hangs: finds ranks that others wait for in vain, and reports what those ranks do.
 
 Covered: ranks that are stopped, loop, hold the GIL, sleep, read without end, skip a call or make one that the others
 do not make, have not joined, have left, do not end, or wait for a worker of their loader; on all nodes; also where the
@@ -27,14 +27,14 @@ _LOOK_S = 0.5
 _ASLEEP_S = 3.0
 _LATER_S = 5.0
 _STILL_S = 20.0
-_GONE_S = 8.0  # what a rank that cannot come any more is waited for
+_GONE_S = 8.0  # how long ranks may wait for a rank that has ended
 _PATIENCE_S = 600.0
 _MOST_PACES = 500
 _MOST_LOOKED_AT = 8
 
 
 class Watch:
-    """What the launcher of a node sees of its own ranks, and hears of those of other nodes."""
+    """Observes the ranks of this node, and exchanges what they do with the launchers of other nodes."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Watch:
         share: Callable[[Sequence[RankState]], list[RankState]] = lambda _: [],
         is_again: bool = False,
     ) -> None:
-        """`limit_s` ends a hung run, by default init's timeout; `share` tells other nodes and hears them."""
+        """`limit_s` ends a hung run, by default init's timeout; `share` exchanges states with other nodes."""
         self._run, self._size, self._say = run, size, say
         self._limit_s, self._share, self._is_again = limit_s, share, is_again
         self._look_at = self._awake_at = 0.0
@@ -53,13 +53,13 @@ class Watch:
         self._step, self._step_at = -1, time.monotonic()
         self._phases: list[tuple[str, int, int]] = []
         self._changed_at = time.monotonic()
-        self._seen: dict[int, tuple[float, Sight]] = {}  # with the begin of the phase it was seen in
-        self._quiet: dict[int, tuple[int, float]] = {}  # switches of the main thread, and since when so many
-        self._known: dict[int, PulseReading] = {}
+        self._seen: dict[int, tuple[float, Sight]] = {}  # by rank: when its phase began, and what was seen
+        self._idle: dict[int, tuple[int, float]] = {}  # context switches, and since when they are so many
+        self._pulses: dict[int, PulseReading] = {}
         self._gone: dict[int, bool] = {}  # whether a rank of this node has ended or failed
-        self._told: Hang | None = None
+        self._reported: Hang | None = None
         self.hang: Hang | None = None
-        self._files: dict[Path, int] = {}  # kept open: somebody may remove the directory
+        self._files: dict[Path, int] = {}  # open descriptors: the run's directory may be removed
 
     def close(self) -> None:
         for file in self._files.values():
@@ -67,7 +67,7 @@ class Watch:
 
     @property
     def least_s(self) -> float:
-        """How long ranks wait before it is said: 5 s, or three times the 99th percentile of a step."""
+        """How long ranks wait before a hang is reported: 5 s, or three times the 99th percentile of a step."""
         paces = sorted(self._paces)
         return max(LEAST_S, 3 * paces[int(0.99 * (len(paces) - 1))]) if paces else LEAST_S
 
@@ -78,7 +78,7 @@ class Watch:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether ranks wait in vain, or none has done anything new for long; what saves may take its time."""
+        """Whether ranks wait in vain, or no rank has made progress for long; a rank that saves may take longer."""
         hang, still_s = self.hang, time.monotonic() - self._changed_at
         if any(phase == "checkpoint" for phase, *_ in self._phases):
             return hang is not None and not any(state.phase == "checkpoint" for state in hang.missing)
@@ -86,76 +86,76 @@ class Watch:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the ranks were started again, perhaps from a state in memory alone, and have taken no step."""
+        """Whether the ranks were restarted, perhaps from a state that is only in memory, and have taken no step yet."""
         return self._is_again and not self.has_stepped
 
     def ask_to_stop(self, number: int) -> None:
-        """Have the ranks commit and end because of this signal, as `samestep stop` does."""
+        """Make the ranks commit and end because of this signal, as `samestep stop` does."""
         (self._run / STOP).write_text(signal.Signals(number).name)
 
     @property
     def is_asked_to_stop(self) -> bool:
-        """Whether `samestep stop` has asked for it."""
+        """Whether `samestep stop` has asked the run to stop."""
         return (self._run / STOP).exists()
 
     def look(self, workers: Sequence[Worker], now: float) -> bool:
-        """Say who waits for whom, once for each hang; true where it has lasted so long that the run is to end."""
+        """Report each hang once; returns whether a hang has lasted so long that the run must end."""
         if now < self._look_at:
             return False
         if now - self._look_at > _ASLEEP_S:
-            # this process was stopped, and all of the run perhaps, as Slurm does where jobs take turns
+            # this process was suspended, perhaps with the whole run: Slurm does so when jobs take turns
             self._awake_at = self._changed_at = now
-            self._quiet.clear()
+            self._idle.clear()
         self._look_at = now + _LOOK_S
         others = self.tell_others(workers, now)
         states = self._states(now)
         hang = find_hang([*states, *others], self._size, self.least_s) or self._find_leaving(workers, states)
-        if self._told and (hang is None or hang.key != self._told.key):
-            self._say(f"samestep: {self._told.end}")
-            self._told = None
+        if self._reported and (hang is None or hang.key != self._reported.key):
+            self._say(f"samestep: {self._reported.end}")
+            self._reported = None
         is_over = hang is not None and hang.seconds >= self._limit_of(hang)
-        if hang is not None and (self._told is None or is_over):
-            # at the missing ranks, and at one that waits, whose stack tells the line
+        if hang is not None and (self._reported is None or is_over):
+            # read the stacks of the missing ranks, and of a waiting rank for its line
             for state in [*hang.missing[:_MOST_LOOKED_AT], *hang.waiting[:1]]:
-                if state.rank in self._known:
-                    self._look_at_rank(state.rank, self._known[state.rank])
-            # a rank that loops is not seen so any more at the next look, and its node may not be the one that says it
+                if state.rank in self._pulses:
+                    self._look_at_rank(state.rank, self._pulses[state.rank])
+            # share it now: at the next look the rank may be elsewhere, and another node may print the report
             others = self._tell(workers, now)
             hang = find_hang([*self._states(now), *others], self._size, self.least_s) or hang
         self.hang = hang
         if hang is None:
             return False
         is_known = all(state.does or state.waits_now or state.phase == "end" for state in hang.missing)
-        if self._told is None and (is_known or hang.seconds > 2 * self.least_s):
-            self._told = hang
+        if self._reported is None and (is_known or hang.seconds > 2 * self.least_s):
+            self._reported = hang
             self._say(f"samestep: {hang.sentence(self.least_s)}")
         return is_over
 
     def _limit_of(self, hang: Hang) -> float:
-        """After how many seconds such a hang ends the run."""
+        """After how many seconds this hang ends the run."""
         if not hang.waiting:
-            return self._limit_s or inf  # what a rank does after its script may be wanted
+            return self._limit_s or inf  # work that a rank does after its script may be intended
         if hang.missing and all(state.is_gone for state in hang.missing):
             return _GONE_S
-        patience_s = min((pulse.patience_s for pulse in self._known.values()), default=_PATIENCE_S)
-        # the launcher of the missing rank ends the run; where it cannot, another does
+        patience_s = min((pulse.patience_s for pulse in self._pulses.values()), default=_PATIENCE_S)
+        # the missing rank's launcher ends the run first, because it knows most; the others wait a little longer
         return (self._limit_s or patience_s) + _LATER_S * (hang.cause.rank not in self._gone)
 
     def tell_others(self, workers: Sequence[Worker], now: float) -> list[RankState]:
-        """Tell the other nodes what the ranks here do; what theirs do, and those here that have not joined."""
-        self._known = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
-        if self._known:
+        """Send this node's states to the other nodes; returns theirs, and those of ranks here that have not joined."""
+        self._pulses = {worker.rank: pulse for worker in workers if (pulse := self._pulse(worker.rank))}
+        if self._pulses:
             self._note_progress(now)
-        self._note_quiet(now)
+        self._note_idle(now)
         self._gone = {worker.rank: not worker.is_alive or bool(worker.failure) for worker in workers}
         return self._tell(workers, now)
 
     def _tell(self, workers: Sequence[Worker], now: float) -> list[RankState]:
-        absent = [_not_there(worker) for worker in workers if worker.rank not in self._known]
+        absent = [_absent_state(worker) for worker in workers if worker.rank not in self._pulses]
         return [*absent, *self._share([*self._states(now), *absent])]
 
     def way_out(self, worker: Worker) -> str:
-        """How this rank left the script or is leaving it; "" where it has not."""
+        """How this rank left the script or is leaving it; "" if it is still inside."""
         if (pulse := self._pulse(worker.rank)) is None:
             return ""
         if pulse.phase == "end":
@@ -163,67 +163,67 @@ class Watch:
         return "ended in the middle of the script" if worker.status == 0 else ""
 
     def failure(self, hang: Hang) -> Traceback:
-        """The hang as what ended the run."""
+        """The hang in the form of an exception that ended the run."""
         _, sight = self._seen.get(hang.cause.rank, (0.0, Sight()))
         return Traceback(sight.frame, (hang.sentence(self.least_s),))
 
     def _pulse(self, rank: int) -> PulseReading | None:
-        """What this rank last wrote; its files are opened as soon as they are there."""
-        for path in (stack_path(self._run, rank), at := pulse_path(self._run, rank)):
+        """The pulse of this rank; opens its files as soon as they exist."""
+        for path in (stack_path(self._run, rank), pulse_file := pulse_path(self._run, rank)):
             if path not in self._files:
                 with suppress(OSError):
                     self._files[path] = open_regular(path, 2)
-        return pulse_in(self._files[at]) if at in self._files else None
+        return pulse_in(self._files[pulse_file]) if pulse_file in self._files else None
 
     def _find_leaving(self, workers: Sequence[Worker], states: Sequence[RankState]) -> Hang | None:
-        """The ranks that are left, where each of them has left its script for long and does not end."""
+        """A hang at exit: every rank that is still alive left its script long ago and does not end."""
         alive = [worker.rank for worker in workers if worker.is_alive]
-        left = [state for state in states if state.rank in alive and state.phase == "end"]
-        seconds = min((state.seconds for state in left), default=0.0)
-        is_long = len(left) == len(alive) and seconds >= 2 * self.least_s
-        return Hang((), tuple(left), seconds) if is_long else None
+        leaving = [state for state in states if state.rank in alive and state.phase == "end"]
+        seconds = min((state.seconds for state in leaving), default=0.0)
+        is_long = len(leaving) == len(alive) and seconds >= 2 * self.least_s
+        return Hang((), tuple(leaving), seconds) if is_long else None
 
     def _states(self, now: float) -> list[RankState]:
-        found = []
-        for rank, pulse in self._known.items():
+        states = []
+        for rank, pulse in self._pulses.items():
             seconds = now - max(pulse.phase_began, self._awake_at)
             state = state_of(rank, pulse, seconds, os.uname().nodename)._replace(is_gone=self._gone[rank])
             seen_in, sight = self._seen.get(rank, (0.0, Sight()))
             if seen_in == pulse.phase_began:
                 line = sight.frame.place if sight.frame else ""
                 state = state._replace(line=line, does=sight.does)
-                quiet_s = now - self._quiet[rank][1]
+                idle_s = now - self._idle[rank][1]
                 if sight.has_left:
-                    state = state._replace(phase="end", seconds=min(quiet_s, state.seconds))
+                    state = state._replace(phase="end", seconds=min(idle_s, state.seconds))
                 if sight.wait and not state.waits_now:
-                    # of the script itself or of DDP: nobody counted it
+                    # a wait in a call of the script itself or of DDP, which the pulse does not count
                     waits = state.waits + 1
                     state = state._replace(
-                        phase="call", call=sight.wait, waits=waits, seconds=quiet_s, does=""
+                        phase="call", call=sight.wait, waits=waits, seconds=idle_s, does=""
                     )
-            found.append(state)
-        return found
+            states.append(state)
+        return states
 
     def _look_at_rank(self, rank: int, pulse: PulseReading) -> None:
         stacks = self._files.get(stack_path(self._run, rank))
         self._seen[rank] = pulse.phase_began, look_at(pulse.pid, stacks)
-        self._quiet[rank] = switches(pulse.pid), self._quiet[rank][1]  # writing the stack is not going on
+        self._idle[rank] = switches(pulse.pid), self._idle[rank][1]  # writing a stack is no progress
 
-    def _note_quiet(self, now: float) -> None:
-        """A rank whose main thread sleeps for long in a call of torch.distributed waits there."""
-        for rank, pulse in self._known.items():
-            count, since = switches(pulse.pid), self._quiet.get(rank, (-1, now))
+    def _note_idle(self, now: float) -> None:
+        """Look at each rank whose main thread has slept for long: it may wait in a call of torch.distributed."""
+        for rank, pulse in self._pulses.items():
+            count, since = switches(pulse.pid), self._idle.get(rank, (-1, now))
             if count != since[0]:
-                self._quiet[rank] = count, now
+                self._idle[rank] = count, now
                 self._seen.pop(rank, None)
             elif now - since[1] >= self.least_s and self._seen.get(rank, (0.0,))[0] != pulse.phase_began:
                 self._look_at_rank(rank, pulse)
 
     def _note_progress(self, now: float) -> None:
-        phases = [(pulse.phase, pulse.step, pulse.waits) for pulse in self._known.values()]
+        phases = [(pulse.phase, pulse.step, pulse.waits) for pulse in self._pulses.values()]
         if phases != self._phases:
             self._phases, self._changed_at = phases, now
-        step = min(pulse.step for pulse in self._known.values())
+        step = min(pulse.step for pulse in self._pulses.values())
         if step > self._step:
             if self._step >= 0:
                 taken = step - self._step
@@ -231,8 +231,8 @@ class Watch:
             self._step, self._step_at = step, now
 
 
-def _not_there(worker: Worker) -> RankState:
-    """A rank that has not come to init."""
+def _absent_state(worker: Worker) -> RankState:
+    """The state of a rank that has not reached samestep.init."""
     does = "has not come to samestep.init"
     if not worker.is_alive:
         does = f"ended before it came to samestep.init ({describe_end(worker.status or 0)})"

@@ -1,4 +1,4 @@
-"""One worker process: started with its own cores and pipes, and ended with everything it started."""
+"""One worker process: started with its own cores and pipes, and ended together with its child processes."""
 
 import ctypes
 import os
@@ -35,8 +35,8 @@ class WorkerSpec(NamedTuple):
     console: Console | None = None
     prefix: bytes | None = None
     record: Path | None = None
-    descriptors: Mapping[str, int] = {}  # what it inherits, by the variable that tells it the number
-    is_alone: bool = True  # whether this process has no other threads; what runs before exec needs that
+    descriptors: Mapping[str, int] = {}  # inherited descriptors, by the variable that holds the number
+    is_alone: bool = True  # no other threads in this process: required for code between fork and exec
 
 
 class Started(NamedTuple):
@@ -49,25 +49,25 @@ class Started(NamedTuple):
 
 
 def started(spec: WorkerSpec) -> Started:
-    """The command of a rank in a new process; raises OSError where it cannot be executed."""
-    kept = spec.descriptors
+    """Start the command of a rank in a new process; raises OSError if it cannot be executed."""
+    descriptors = spec.descriptors
     with bound(spec.cores):
         process = Popen(
             spec.command,
             bufsize=0,
-            env={**spec.env, **{name: str(descriptor) for name, descriptor in kept.items()}},
+            env={**spec.env, **{name: str(descriptor) for name, descriptor in descriptors.items()}},
             stdin=DEVNULL if spec.stdin is None else spec.stdin,
             stdout=PIPE,
             stderr=PIPE,
             start_new_session=True,
-            pass_fds=tuple(kept.values()),
+            pass_fds=tuple(descriptors.values()),
             preexec_fn=partial(end_with, os.getpid()) if spec.is_alone else None,
         )
     return Started(process.pid, process.stdout, process.stderr, process.poll)
 
 
 class Guardian(Popen[bytes]):
-    """The process that ends the workers should this one be killed."""
+    """The process that kills the workers if this one is killed."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-I", "-S", str(_GUARDIAN)]
@@ -76,7 +76,7 @@ class Guardian(Popen[bytes]):
         )
 
     def watch(self, group: int, sign: str = "+") -> None:
-        """End this process group with this process; the sign `-` says that the group has ended."""
+        """Kill this process group when this process ends; sign `-`: the group has already ended."""
         with suppress(BrokenPipeError):
             cast(FileIO, self.stdin).write(f"{sign}{group}\n".encode())
 
@@ -87,7 +87,7 @@ class Worker:
     def __init__(
         self, spec: WorkerSpec, guardian: Guardian, start: Callable[[WorkerSpec], Started] = started
     ) -> None:
-        """Raises OSError where the command cannot be executed."""
+        """Raises OSError if the command cannot be executed."""
         self.rank, self._record, self._guardian = spec.rank, spec.record, guardian
         self.status: int | None = None
         self.ended_at, self.was_stopped = inf, False
@@ -105,24 +105,24 @@ class Worker:
 
     @property
     def failed_at(self) -> float:
-        """When its traceback began, or it ended without one."""
+        """When its traceback began; without a traceback, when it ended."""
         return min(self.ended_at, self.err.traceback_at)
 
     @property
     def failure(self) -> Failure | None:
-        """Its own record of why it failed."""
+        """The record in which the worker wrote why it failed."""
         return read_failure(self._record, self.pid) if self._record else None
 
     def traceback(self) -> Traceback | None:
         """The exception that ended it, by its own record or else by what it printed."""
-        # After its record it may have gone on, or crashed: then what it printed last tells more.
+        # After writing its record it may have continued or crashed: then its last output tells more.
         if (failure := self.failure) and (self.was_stopped or self.status == failure.code):
             return of_record(failure)
         return read_traceback(self.err.tail.decode(errors="replace"))
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The ranks that its exception names as those that differ from the others."""
+        """The ranks that differ from the others, according to its exception."""
         return failure.ranks if (failure := self.failure) else ()
 
     @property
@@ -132,12 +132,12 @@ class Worker:
         return traceback is not None and traceback.is_echo
 
     def send(self, number: int) -> None:
-        """A signal for the worker alone, not for the processes it started."""
+        """Send a signal to the worker alone, not to its child processes."""
         if self.is_alive:
             os.kill(self.pid, number)
 
     def send_group(self, number: int) -> None:
-        """A signal for the worker and everything it started."""
+        """Send a signal to the worker and its child processes."""
         try:
             if self.is_alive:
                 os.killpg(self.pid, number)
@@ -145,7 +145,7 @@ class Worker:
             os.kill(self.pid, number)
 
     def look(self) -> bool:
-        """Whether it has ended; then what it started is ended too, and its last output read."""
+        """Whether it has ended; if so, kill its child processes and read its last output."""
         if self.status is not None:
             return True
         self.status = self._process.poll()
@@ -165,7 +165,7 @@ class Worker:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends: the guardian may have been killed too."""
+    """Let the kernel kill this process when its parent ends: the guardian may have been killed too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:
@@ -173,7 +173,7 @@ def end_with(parent: int) -> None:
 
 
 def fill_standard_descriptors() -> None:
-    """Open /dev/null where a standard descriptor is closed: the next pipe would take its number."""
+    """Open /dev/null for each standard descriptor that is closed: the next pipe would take its number."""
     for number in (0, OUT, ERR):
         try:
             os.fstat(number)
@@ -183,7 +183,7 @@ def fill_standard_descriptors() -> None:
 
 @contextmanager
 def bound(cores: Collection[int] | None) -> Iterator[None]:
-    """While entered, this process has these cores, which a process that it starts inherits."""
+    """While entered, this process is bound to these cores; a process started now inherits them."""
     before = os.sched_getaffinity(0) if cores else None
     if cores:
         os.sched_setaffinity(0, cores)
