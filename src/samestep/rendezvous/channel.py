@@ -1,10 +1,10 @@
-"""A connection whose two ends have proved to each other that they have the key, and whose messages nobody changes.
+"""An authenticated connection: both ends have proved that they have the key, and no message can be changed.
 
-Three messages come before anything is said: the client's nonce with a proof made with the key, the server's nonce with
-a proof over both nonces, and the client's claim (its run, its number, the run's size) with a proof over both nonces and
-the claim. After that every message carries its number and a digest made with a key of this connection and claim alone.
-Covered: strangers, replays, reflections, changed or inserted messages, a proof for another claim. Not covered: reading
-along, for nothing is encrypted.
+It begins with three messages: the client's nonce with a proof made with the key, the server's nonce with a proof over
+both nonces, and the client's claim (its run, its number, the run's size) with a proof over both nonces and the claim.
+After that every message has a number and a digest, made with a key that belongs to this connection and claim alone.
+Covered: strangers, replays, reflections, changed or inserted messages, a proof for another claim. Not covered:
+eavesdropping, for nothing is encrypted.
 """
 
 import hmac
@@ -22,9 +22,9 @@ from typing import Any
 from samestep.rendezvous.key import derive
 
 MOST_BYTES = 1 << 27
-# As which member a client comes: a digest of the run's name, the number of the member, the size of the run.
+# What a client claims to be: a digest of the run's name, the member's number, the size of the run.
 CLAIM = struct.Struct(">32sqq")
-# What may come of reading a message that was made with the key, and is none of ours.
+# What reading a message may raise that has a right digest but not our format.
 NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _MAGIC = b"samestep-1\n"
 _NONCE = _PROOF = 32
@@ -34,14 +34,14 @@ _SEND_S = 10.0
 
 
 class Channel:
-    """One end of such a connection: the client's, which has a claim, or that of the server, which hears it."""
+    """One end of the connection: the client's end, which has a claim, or the server's end, which receives it."""
 
     def __init__(self, connection: socket.socket, key: bytes, claim: bytes = b"") -> None:
         self.connection = connection
         self.claim = claim
         self.opened_at = self.heard_at = time.monotonic()
         self.is_proven = False
-        self.client_nonce = b""  # known to the server once the proof that came with it was right
+        self.client_nonce = b""  # the server sets it once its proof was right
         self._key = key
         self._out_key = self._in_key = b""
         self._sent = 0
@@ -55,19 +55,19 @@ class Channel:
         self._wanted = next(self._parser)
 
     def send(self, body: bytes) -> None:
-        """Raises OSError where the other end is gone; may be called from several threads."""
+        """Send a message; raises OSError if the other end is gone. Several threads may call it."""
         with self._sending:
             self.connection.sendall(self._framed(body))
 
     def keep(self, body: bytes) -> None:
-        """For `flush`, which sends what is kept without waiting for the other end to read it."""
+        """Keep a message for `flush`, which sends without waiting for the other end to read."""
         with self._sending:
             if not self._unsent:
                 self.sent_at = time.monotonic()
             self._unsent += self._framed(body)
 
     def flush(self) -> bool:
-        """Whether all that was kept is sent; raises OSError where the other end is gone. It must not block."""
+        """Send kept messages on a non-blocking connection; whether all are sent. OSError if the other end is gone."""
         with self._sending, suppress(BlockingIOError):
             while self._unsent:
                 del self._unsent[: self.connection.send(self._unsent[:_CHUNK])]
@@ -80,11 +80,11 @@ class Channel:
         return b"".join((len(body).to_bytes(4, "big"), digest, body))
 
     def send_json(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError where the other end is gone."""
+        """Send an object as JSON; raises OSError if the other end is gone."""
         self.send(json.dumps(message).encode())
 
     def fill(self) -> None:
-        """Take in what has arrived; EOFError at the end, ValueError where a stranger speaks."""
+        """Receive what has arrived; EOFError at the end, ValueError if the other end is a stranger."""
         try:
             data = self.connection.recv(_CHUNK)
         except BlockingIOError:
@@ -101,28 +101,28 @@ class Channel:
             self._wanted = self._parser.send(part)
 
     def taken(self) -> list[bytes]:
-        """All messages that have been taken in."""
+        """Remove and return all received messages."""
         messages = list(self._messages)
         self._messages.clear()
         return messages
 
     def take_json(self) -> dict[str, Any] | None:
-        """The first message that has been taken in, an object; those behind it stay."""
+        """Remove and return the first received message, a JSON object; None if there is none."""
         if not self._messages:
             return None
-        found = json.loads(self._messages.popleft())
-        if not isinstance(found, dict):
+        message = json.loads(self._messages.popleft())
+        if not isinstance(message, dict):
             raise ValueError("no object")
-        return found
+        return message
 
     def wait_json(self) -> dict[str, Any]:
-        """Wait for one message, an object, and leave those behind it."""
-        while (found := self.take_json()) is None:
+        """Wait for a message and return it, a JSON object."""
+        while (message := self.take_json()) is None:
             self.fill()
-        return found
+        return message
 
     def shut(self) -> None:
-        """End the connection for both ends, whichever thread reads it."""
+        """End the connection for both ends, from any thread."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -130,7 +130,7 @@ class Channel:
         self.connection.close()
 
     def _parse(self, *, is_server: bool) -> Generator[int, bytes, None]:
-        """Asks for so many bytes at a time; what is no answer to them is a ValueError."""
+        """Parse the protocol: yields how many bytes it needs next; raises ValueError if they are wrong."""
         mine = secrets.token_bytes(_NONCE)
         if is_server:
             if (yield len(_MAGIC)) != _MAGIC:
@@ -169,16 +169,16 @@ class Channel:
             raise ValueError("another key")
 
 
-def checked(said: Any, kinds: Iterable[Any]) -> list[Any]:
-    """What was said, where it is one value of each of these types; otherwise one of NONSENSE."""
-    if not all(isinstance(value, kind) for value, kind in zip(said, kinds, strict=True)):
+def checked(values: Any, kinds: Iterable[Any]) -> list[Any]:
+    """The values as a list, if they have these types in this order; otherwise raises one of NONSENSE."""
+    if not all(isinstance(value, kind) for value, kind in zip(values, kinds, strict=True)):
         raise TypeError("other types")
-    return list(said)
+    return list(values)
 
 
-def as_kind(kind: Any, said: Any) -> Any:
-    """What was said as this named tuple, field by field of its type; otherwise one of NONSENSE."""
-    return kind(*checked(said, kind.__annotations__.values()))
+def as_kind(kind: Any, values: Any) -> Any:
+    """The values as this named tuple, if its fields have these types; otherwise raises one of NONSENSE."""
+    return kind(*checked(values, kind.__annotations__.values()))
 
 
 def _digest(key: bytes, number: int, body: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""Accepts those who join: proves them, says who is missing, and lets no flood of strangers keep them out.
+"""Accepts the members of a run: checks their proofs, names missing members, and limits strangers' connections.
 
-Every process accepts those that come to it, and tells the process above it which numbers have come. So number 0 hears
-of all from a few. Once all are there its answer goes down the same connections.
+Every process accepts the members that connect to it, and reports their numbers to the process above it. So number 0
+learns of all members from a few. When all have come, its answer goes down the same connections.
 """
 
 import selectors
@@ -22,7 +22,7 @@ from samestep.rendezvous.tree import Tree
 from samestep.text import counted, name_ranks, printable
 
 _STEP_S = 0.25
-# Of those who have not proved that they have the key: how long, how many of one address, how many in all.
+# Limits for connections without a proof of the key: their time, their number from one address, and in total.
 _GREETING_S = 5.0
 _MOST_STRANGERS_EACH, _MOST_STRANGERS = 32, 128
 _ACCEPTED_AT_ONCE = 16
@@ -33,7 +33,7 @@ _WITHOUT_RANKS = {kind.__name__: kind for kind in (UsageError, PlacementError)}
 
 
 def host(listeners: Sequence[socket.socket], me: Member) -> Tree:
-    """Number 0: accept all members of this run, and tell each its position; closes the listeners."""
+    """Number 0: accept all members of this run, and send each its position; closes the listeners."""
     allow_descriptors(me.heads, f"{counted(me.heads, me.noun)} connect to {me.noun} 0")
     with ExitStack() as stack:
         for listener in listeners:
@@ -44,31 +44,31 @@ def host(listeners: Sequence[socket.socket], me: Member) -> Tree:
 
 
 class Meeting:
-    """Those that have come to this process, and the one above that it came to; entered while others may come."""
+    """The members that have connected to this process, and the process above; entered while members may come."""
 
     def __init__(self, me: Member, listeners: Sequence[socket.socket], above: Channel | None = None) -> None:
         self._me, self._above = me, above
         self.hellos: dict[int, dict[str, Any]] = {me.number: me.hello()}
         self.members: dict[int, Channel] = {}
-        # Who has come through each member, by host, and how many of them share which cores, by machine.
-        self._told: dict[int, dict[str, Any]] = {}
+        # By member: which numbers have come through it, by host, and how many of them share which cores, by machine.
+        self._reports: dict[int, dict[str, Any]] = {}
         self._count = 0
-        self._note(me.number, _told_by(me.number, self.hellos[me.number]))
-        self._is_news = False  # that this one is here, its hello has said
+        self._note(me.number, _single_report(me.number, self.hellos[me.number]))
+        self._has_news = False  # its own hello has told the process above of this process
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
             listener.settimeout(0)
             self._selector.register(listener, selectors.EVENT_READ)
         if above is not None:
             self._selector.register(above.connection, selectors.EVENT_READ, above)
-        self._strangers: dict[Channel, str] = {}  # and from which address, the oldest first
+        self._strangers: dict[Channel, str] = {}  # with their addresses, the oldest first
         self._greetings: set[bytes] = set()
 
     def __enter__(self) -> "Meeting":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """All who have come are told of an error; without one their connections stay."""
+        """After an error, tell all members and close their connections; otherwise keep the connections."""
         if isinstance(error, SamestepError):
             refuse([*self.members.values(), *([self._above] if self._above else [])], error)
         for channel in [*self._strangers, *(self.members.values() if error else ())]:
@@ -77,11 +77,11 @@ class Meeting:
 
     @property
     def is_complete(self) -> bool:
-        """Whether as many have come as are counted."""
+        """Whether all members have come."""
         return self._count >= self._me.size
 
     def answer(self) -> dict[str, Any] | None:
-        """What the process above has said: this one's position, once all have come."""
+        """This process's position, which the process above sends once all have come; None before."""
         assert self._above is not None
         if (message := self._above.take_json()) is None:
             return None
@@ -91,18 +91,18 @@ class Meeting:
     def run(
         self, is_done: Callable[[], Any], limit_s: float, awaited: Callable[[], list[int]] | None = None
     ) -> Any:
-        """Accept members until this is true; what it was. Says who is awaited, or raises EOFError at the limit."""
+        """Accept members until `is_done` is true, and return its value; at the limit raises RankMissing or EOFError."""
         patience = Patience(limit_s)
         while not (done := is_done()):
             ready = [key for key, _ in self._selector.select(_STEP_S)]
-            # Whoever has the key says so at once, and is heard before a flood of others is let in.
+            # Read known connections before accepting new ones: a flood of strangers must not delay a member's proof.
             for key in sorted(ready, key=lambda key: key.data is None):
                 self._hear(key.data) if key.data else self._open(key.fileobj)
             self._drop_strangers()
-            if self._above is not None and self._is_news and (not ready or self._count >= self._me.below):
-                with suppress(OSError):  # what it said before it went is still to be heard
-                    self._above.send_json({"told": self._all_told()})
-                self._is_news = False
+            if self._above is not None and self._has_news and (not ready or self._count >= self._me.below):
+                with suppress(OSError):  # it has gone; its last message may still arrive
+                    self._above.send_json({"told": self._merged_reports()})
+                self._has_news = False
             if patience.left_s < 0:
                 self._give_up(awaited, limit_s)
             if awaited and patience.is_worth_a_line:
@@ -110,22 +110,22 @@ class Meeting:
         return done
 
     def tell_positions(self) -> Position:
-        """Number 0: tell all members theirs, and give its own."""
+        """Number 0: send all members their positions; returns its own."""
         self._check_twice()
         hellos = {number: hello for number, hello in self.hellos.items() if not hello["is_near"]}
-        outside = (channel.connection for channel in self.members.values())
-        peers = [connection.getpeername()[0] for connection in outside if connection.family != socket.AF_UNIX]
+        connections = (channel.connection for channel in self.members.values())
+        peers = [end.getpeername()[0] for end in connections if end.family != socket.AF_UNIX]
         source = addresses.source_for(peers[0]) if peers else ""
-        found = positions(hellos, self._all_told()["sharing"], source)
+        all_positions = positions(hellos, self._merged_reports()["sharing"], source)
         for number in hellos.keys() - {0}:
-            self._tell(number, found[number])
-            if number not in found[0].children:
+            self._tell(number, all_positions[number])
+            if number not in all_positions[0].children:
                 self.members.pop(number).close()
-        self.hand_on(found[0])
-        return found[0]
+        self.hand_on(all_positions[0])
+        return all_positions[0]
 
     def hand_on(self, position: Position) -> None:
-        """Tell the members that stay below this process theirs; what anyone says from now on is for the tree."""
+        """Send positions to the members that stay below this process; from now on only the tree reads the channels."""
         for channel in [*self.members.values(), *([self._above] if self._above else [])]:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(channel.connection)
@@ -136,33 +136,33 @@ class Meeting:
             self._tell(number, position._replace(path=path, parent_places=(), children=()))
 
     def tree(self, position: Position, above: Mapping[int, Channel] | None = None, host: str = "") -> Tree:
-        """This process among all, once all of its neighbours are connected."""
-        me, names = self._me, dict(self._there()) | dict.fromkeys(above or (), host)
+        """The tree, once all neighbours of this process are connected."""
+        me, names = self._me, dict(self._arrived()) | dict.fromkeys(above or (), host)
         names |= {number: self.hellos[number]["host"] for number in self.members}
         channels = self.members | dict(above or {})
         return Tree(me.number, me.size, channels, position, names, silence_s=me.silence_s, noun=me.noun)
 
-    def _note(self, number: int, told: dict[str, Any] | None) -> None:
-        """Keep who has come through a member, or that it is gone."""
-        before = self._told.pop(number, None)
-        self._count += (told["count"] if told else 0) - (before["count"] if before else 0)
-        if told:
-            self._told[number] = told
-        self._is_news = True
+    def _note(self, number: int, report: dict[str, Any] | None) -> None:
+        """Store the report of a member, or None if the member is gone."""
+        before = self._reports.pop(number, None)
+        self._count += (report["count"] if report else 0) - (before["count"] if before else 0)
+        if report:
+            self._reports[number] = report
+        self._has_news = True
 
-    def _all_told(self) -> dict[str, Any]:
+    def _merged_reports(self) -> dict[str, Any]:
         hosts: dict[str, list[list[int]]] = {}
         sharing: dict[str, Counter[str]] = {}
-        for told in self._told.values():
-            for name, spans in told["hosts"].items():
+        for report in self._reports.values():
+            for name, spans in report["hosts"].items():
                 hosts.setdefault(name, []).extend(spans)
-            for machine, cores in told["sharing"].items():
+            for machine, cores in report["sharing"].items():
                 sharing.setdefault(machine, Counter()).update(cores)
         spans_of = {name: merged(spans) for name, spans in hosts.items()}
         return {"hosts": spans_of, "sharing": sharing}
 
     def _tell(self, number: int, position: Position) -> None:
-        with suppress(OSError):  # the tree finds out
+        with suppress(OSError):  # the tree will notice
             self.members[number].send_json({"complete": position._asdict()})
 
     def _give_up(self, awaited: Callable[[], list[int]] | None, limit_s: float) -> NoReturn:
@@ -186,7 +186,7 @@ class Meeting:
         if channel is self._above:
             channel.fill()
             return
-        if channel.connection.fileno() < 0:  # closed within this turn
+        if channel.connection.fileno() < 0:  # closed earlier in this turn
             return
         try:
             had_greeted = bool(channel.client_nonce)
@@ -199,7 +199,7 @@ class Meeting:
                 number = next((at for at, member in self.members.items() if member is channel), None)
                 if number is not None:
                     raise_refusal(message)
-                    self._note(number, _told_from(message["told"], self._me.size))
+                    self._note(number, _checked_report(message["told"], self._me.size))
                 elif not self._admit(channel, message):
                     break
         except SamestepError as error:
@@ -210,26 +210,26 @@ class Meeting:
             self._forget(channel)
 
     def _note_greeting(self, nonce: bytes) -> None:
-        """A greeting that was made with the key is no part of a flood, unless it is the copy of another."""
+        """Accept each greeting once: one that was made with the key is genuine, unless it is a replay."""
         if nonce in self._greetings or len(self._greetings) > _MOST_GREETINGS:
             raise ValueError("a repeated greeting")
         self._greetings.add(nonce)
 
     def _drop_strangers(self) -> None:
-        """The slow, and of too many the oldest of the address that has most."""
-        late = time.monotonic() - _GREETING_S
-        for channel in [channel for channel in self._strangers if channel.opened_at < late]:
+        """Drop slow strangers; if there are too many, drop the oldest of the address that has most."""
+        oldest = time.monotonic() - _GREETING_S
+        for channel in [channel for channel in self._strangers if channel.opened_at < oldest]:
             self._forget(channel)
-        silent = {channel: at for channel, at in self._strangers.items() if not channel.client_nonce}
+        silent = {end: address for end, address in self._strangers.items() if not end.client_nonce}
         counts = Counter(silent.values())
-        for channel, at in silent.items():
-            is_crowd = counts.total() > _MOST_STRANGERS and counts[at] == max(counts.values())
-            if counts[at] > _MOST_STRANGERS_EACH or is_crowd:
-                counts[at] -= 1
+        for channel, address in silent.items():
+            is_crowd = counts.total() > _MOST_STRANGERS and counts[address] == max(counts.values())
+            if counts[address] > _MOST_STRANGERS_EACH or is_crowd:
+                counts[address] -= 1
                 self._forget(channel)
 
     def _admit(self, channel: Channel, hello: dict[str, Any]) -> bool:
-        """Whether this member may say more now: one that connects as the tree has it goes on with the tree at once."""
+        """Admit a member; whether to read on: after the hello of a child in the tree, only the tree reads."""
         me = self._me
         run, number, size = CLAIM.unpack(channel.claim)
         if run != me.digest:
@@ -249,11 +249,11 @@ class Meeting:
         if me.number and not hello["is_near"]:
             self._selector.unregister(channel.connection)
             return False
-        self._note(number, _told_by(number, hello))
+        self._note(number, _single_report(number, hello))
         return True
 
     def _check(self, number: int, size: int, hello: dict[str, Any]) -> None:
-        """Raises RanksDiffer where this member cannot be of this run."""
+        """Raise RanksDiffer if this member cannot belong to this run."""
         me, script = self._me, str(hello["script"])
         here = f"{me.noun} {me.number} ({self.hellos[me.number]['host']})"
         member = f"{me.noun} {number}" if number >= 0 else f"another {me.noun}"
@@ -288,16 +288,16 @@ class Meeting:
                     f"start every {me.noun} from the same environment"
                 )
 
-    def _there(self) -> Iterator[tuple[int, str]]:
-        """The numbers that have come, and from which host."""
-        for told in self._told.values():
+    def _arrived(self) -> Iterator[tuple[int, str]]:
+        """The numbers that have come, with their hosts."""
+        for told in self._reports.values():
             for name, spans in told["hosts"].items():
                 yield from ((number, name) for first, last in spans for number in range(first, last + 1))
 
     def _check_twice(self) -> None:
-        """Raises RanksDiffer where a number came through two members."""
+        """Raise RanksDiffer if a number has come through two members."""
         seen: dict[int, str] = {}
-        for number, name in self._there():
+        for number, name in self._arrived():
             if number in seen:
                 raise RanksDiffer(
                     f"{self._me.noun} {number} came twice, on {seen[number]} and on {name}; "
@@ -311,14 +311,14 @@ class Meeting:
         for number in [number for number, member in members.items() if member is channel]:
             del self.members[number], self.hellos[number]
             self._note(number, None)
-        # ValueError: it was closed within this turn, when the same member came again.
+        # ValueError: it was closed in this turn, because the same member connected again.
         with suppress(KeyError, ValueError):
             self._selector.unregister(channel.connection)
         channel.close()
 
     def absent(self) -> list[int]:
-        """Who of the run has not come."""
-        there = {number for number, _ in self._there()}
+        """The numbers that have not come."""
+        there = {number for number, _ in self._arrived()}
         return [number for number in range(self._me.size) if number not in there]
 
     def _named(self, numbers: Sequence[int]) -> str:
@@ -326,15 +326,15 @@ class Meeting:
 
 
 def refuse(channels: Iterable[Channel], error: SamestepError) -> None:
-    """Tell these why there is no run."""
-    said = {"error": str(error), "kind": type(error).__name__, "ranks": getattr(error, "ranks", ())}
+    """Send an error to these members: the run cannot begin."""
+    message = {"error": str(error), "kind": type(error).__name__, "ranks": getattr(error, "ranks", ())}
     for channel in channels:
         with suppress(OSError):
-            channel.send_json(said)
+            channel.send_json(message)
 
 
 def raise_refusal(message: Mapping[str, Any]) -> None:
-    """Raise what another process has said of why there is no run, if so."""
+    """Raise the error that another process sent in this message, if there is one."""
     if "error" in message:
         text, ranks = printable(message["error"], _LONGEST_ERROR), message.get("ranks", ())
         if kind := _WITHOUT_RANKS.get(str(message.get("kind"))):
@@ -342,22 +342,22 @@ def raise_refusal(message: Mapping[str, Any]) -> None:
         raise (RanksDiffer if message.get("kind") == "RanksDiffer" else RankMissing)(text, ranks=ranks)
 
 
-def _told_by(number: int, hello: Mapping[str, Any]) -> dict[str, Any]:
+def _single_report(number: int, hello: Mapping[str, Any]) -> dict[str, Any]:
     cores = str(hello["facts"].get("cores"))
     hosts, sharing = {hello["host"]: [[number, number]]}, {hello["machine"]: {cores: 1}}
     return {"count": 1, "hosts": hosts, "sharing": sharing}
 
 
-def _told_from(said: Any, size: int) -> dict[str, Any]:
-    """What a member says of those that came through it; where it cannot be so, one of NONSENSE."""
+def _checked_report(report: Any, size: int) -> dict[str, Any]:
+    """A member's report of those that came through it; raises one of NONSENSE if it cannot be true."""
     hosts = {
         printable(name, 64): [checked(span, (int, int)) for span in spans]
-        for name, spans in said["hosts"].items()
+        for name, spans in report["hosts"].items()
     }
-    spans = [span for each in hosts.values() for span in each]
+    spans = [span for machine_spans in hosts.values() for span in machine_spans]
     count = sum(last - first + 1 for first, last in spans)
     if count > size or not all(0 <= first <= last < size for first, last in spans):
         raise ValueError("more than there are")
-    for each in said["sharing"].values():
-        checked(each.values(), [int] * len(each))
-    return {"count": count, "hosts": hosts, "sharing": said["sharing"]}
+    for machine_spans in report["sharing"].values():
+        checked(machine_spans.values(), [int] * len(machine_spans))
+    return {"count": count, "hosts": hosts, "sharing": report["sharing"]}

@@ -1,7 +1,7 @@
-"""How processes started apart find each other: number 0 listens, the others go to it or to one on the way to it.
+"""How separately started processes find each other: number 0 listens, and the others connect to it or to a parent.
 
-Where many are on one machine, each goes to the one above it there. The first ones of the machines go to number 0,
-which tells each its parent in a tree; it connects to that, and its connection to number 0 ends.
+On a machine with many processes, each connects to its parent on that machine. The first process of each machine
+connects to number 0, gets the place of its parent in the tree, connects to the parent, and leaves number 0.
 """
 
 import os
@@ -26,23 +26,23 @@ from samestep.text import printable, reason_of
 _CONNECT_S = 2.0
 _REPLY_S, _SHORT_S = 3.0, 0.05
 _TREE_S = 30.0
-# How long a process waits before it goes past one of its machine that is not there.
+# How long a process waits for an absent parent on its machine before it tries the parent's parent.
 _ABOVE_S = 1.0
 _STRANGER = "found nothing with this run's key there; machines without a common home need SAMESTEP_KEY"
 
 
 class _NotHere(Exception):
-    """Why a place does not lead to this run."""
+    """A place does not lead to this run; the message says why."""
 
 
 class _Silent(_NotHere):
-    """Somebody is there and says nothing yet."""
+    """A process listens at the place but does not answer yet."""
 
 
 def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
-    """Try each place in turn, again and again, until number 0 of the same run answers and all members have come."""
+    """Try all places repeatedly until number 0 of the same run answers; return when all members have come."""
     patience = Patience(me.limit_s)
-    pause, was_told = 0.05, False
+    pause, has_place = 0.05, False
     is_first = me.number <= 1 or me.noun != "rank"
     with private_socket(me.path or private_folder(os.urandom(32)) / "rank") as listener:
         while True:
@@ -50,30 +50,30 @@ def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
             levels = 1 + int(patience.waited_s / _ABOVE_S)
             near = [str(path) for paths in me.above[:levels] for path in paths]
             for place in chain(near, where() if levels > len(me.above) else ()):
-                was_told = True
+                has_place = True
                 try:
                     return _join_at(place, me, patience, listener, is_near=place in near)
                 except _NotHere as reason:
                     tried[place] = str(reason)
                     if place in near and isinstance(reason, _Silent):
-                        break  # it is on its way itself
-            found = _summary(tried) or me.advice
-            if not was_told and patience.waited_s > me.no_place_s:
+                        break  # that process is still connecting itself
+            summary = _summary(tried) or me.advice
+            if not has_place and patience.waited_s > me.no_place_s:
                 raise PlacementError(me.advice)
             if patience.left_s < 0:
                 raise RankMissing(
-                    f"{me.title} found no {me.noun} 0 within {me.limit_s:g} s ({found}); "
+                    f"{me.title} found no {me.noun} 0 within {me.limit_s:g} s ({summary}); "
                     f"is {me.noun} 0 started, and can {socket.gethostname()} reach it?",
                     ranks=[0],
                 )
             if is_first and patience.is_worth_a_line:
-                patience.say(f"{me.title} looks for {me.noun} 0 ({found})")
+                patience.say(f"{me.title} looks for {me.noun} 0 ({summary})")
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
 
 
 def _join_at(place: Place, me: Member, patience: Patience, listener: socket.socket, *, is_near: bool) -> Tree:
-    """This member among all, if this place leads to them."""
+    """Join the run through this place; _NotHere if it does not lead to the run."""
     with ExitStack() as stack, ExitStack() as unless_joined:
         channel = _connect(place, me)
         unless_joined.callback(channel.close)
@@ -106,7 +106,7 @@ def _join_at(place: Place, me: Member, patience: Patience, listener: socket.sock
 
 
 def _connect_to_parent(position: Position, me: Member) -> tuple[Channel, str]:
-    """The channel to the parent in the tree, which may itself be on its way, and its host."""
+    """The channel to the parent in the tree and the parent's host; the parent may still be connecting itself."""
     patience = Patience(_TREE_S)
     tried: dict[Place, str] = {}
     while patience.left_s > 0:
@@ -129,7 +129,7 @@ def _connect_to_parent(position: Position, me: Member) -> tuple[Channel, str]:
 
 
 def _connect(place: Place, me: Member) -> Channel:
-    """A channel to whoever has this run's key at this place."""
+    """A channel to the process at this place, if it has the run's key."""
     with ExitStack() as unless_proven:
         try:
             if isinstance(place, str):
@@ -148,7 +148,7 @@ def _connect(place: Place, me: Member) -> Channel:
         try:
             channel = Channel(connection, me.key, me.claim)
             while not channel.is_proven:
-                # A stranger at this place may send a byte now and then.
+                # A stranger may send single bytes, so the whole exchange has a limit too.
                 connection.settimeout(max(_SHORT_S, patience.left_s))
                 channel.fill()
                 if patience.left_s < 0:
@@ -162,7 +162,7 @@ def _connect(place: Place, me: Member) -> Channel:
 def _introduce(
     channel: Channel, me: Member, listeners: Iterable[socket.socket], *, is_near: bool
 ) -> tuple[int, str]:
-    """Say who this is, and where its children find it; the number that it is given, and the other's host."""
+    """Send this member's hello with the places where it listens; returns its number, and the other's host."""
     channel.connection.settimeout(_REPLY_S)
     try:
         channel.send_json(me.hello([place_of(listener) for listener in listeners], is_near=is_near))
@@ -181,7 +181,7 @@ def _introduce(
 
 
 def _summary(tried: Mapping[Place, str]) -> str:
-    """What was found at which places, those first where another run is."""
+    """Why each place was no success; places with another run come first."""
     places_of: dict[str, list[str]] = {}
     for place, reason in tried.items():
         places_of.setdefault(reason, []).append(

@@ -1,8 +1,7 @@
-"""The key of a run: 32 random bytes that only its processes get; nobody joins without a proof that he has them.
+"""The key of a run: 32 random bytes that only its processes have; a process must prove that it has them to join.
 
-`samestep run` hands its workers a key of their own through an inherited descriptor. Where nothing is inherited
-(srun, mpirun, torchrun, launchers of several nodes) the key is in a file that only its user can read, or in
-SAMESTEP_KEY.
+`samestep run` gives its workers a new key through an inherited descriptor. Without inheritance (srun, mpirun, torchrun,
+launchers of several nodes) the key is in a file that only its user can read, or in SAMESTEP_KEY.
 """
 
 import hmac
@@ -26,7 +25,7 @@ _WRITTEN_S = 5.0
 
 
 def derive(key: bytes, *words: str | bytes) -> bytes:
-    """A key or a proof that belongs to these words; nothing of the key can be learned from it."""
+    """A key or a proof for these words; it reveals nothing about `key`."""
     parts = [word.encode(errors="replace") if isinstance(word, str) else word for word in words]
     return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
 
@@ -39,20 +38,20 @@ def key_of_run(env: Mapping[str, str], launcher: str) -> bytes:
 
 
 def key_of_user(env: Mapping[str, str]) -> bytes:
-    """SAMESTEP_KEY, or what a file of mode 0600 in the user's state directory holds; the file is made once."""
-    if said := env.get("SAMESTEP_KEY"):
-        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * _BYTES}}}", said):
+    """SAMESTEP_KEY, or the key in a file of mode 0600 in the user's state directory; the file is made once."""
+    if text := env.get("SAMESTEP_KEY"):
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * _BYTES}}}", text):
             raise PlacementError(
-                f"SAMESTEP_KEY has {len(said)} characters, which is not a key; set it to {2 * _BYTES} random "
+                f"SAMESTEP_KEY has {len(text)} characters, which is not a key; set it to {2 * _BYTES} random "
                 "hexadecimal digits, such as those of `openssl rand -hex 32`",
                 variable="SAMESTEP_KEY",
             )
-        return bytes.fromhex(said)
+        return bytes.fromhex(text)
     state = env.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     path = Path(state, "samestep", "key")
     try:
         make_private_directory(path.parent)
-        return _made(path) or _read(path)
+        return _create(path) or _read(path)
     except OSError as error:
         raise PlacementError(
             f"the key at {path} cannot be read or made ({reason_of(error)}); correct that, or set SAMESTEP_KEY "
@@ -62,7 +61,7 @@ def key_of_user(env: Mapping[str, str]) -> bytes:
 
 @contextmanager
 def handed_on(key: bytes, size: int) -> Iterator[int]:
-    """A descriptor of a file without a name that holds the key: a worker inherits it, and nobody else opens it."""
+    """While entered, the descriptor of an unnamed file with the key: only a worker that inherits it can read it."""
     with unnamed_file(_MARK + key, f"{KEY_NAME}{size}") as file:
         yield file.fileno()
 
@@ -71,21 +70,21 @@ def _inherited(number: str) -> bytes:
     try:
         descriptor = int(number)
         os.set_inheritable(descriptor, False)
-        said = os.pread(descriptor, len(_MARK) + _BYTES + 1, 0)
+        data = os.pread(descriptor, len(_MARK) + _BYTES + 1, 0)
     except (ValueError, OverflowError, OSError):
-        said = b""
-    if len(said) != len(_MARK) + _BYTES or not said.startswith(_MARK):
+        data = b""
+    if len(data) != len(_MARK) + _BYTES or not data.startswith(_MARK):
         raise PlacementError(
             f"this process did not inherit the run's key that {DESCRIPTOR} names, as a worker of `samestep run` does; "
             "if a worker started it, write samestep.init() and what follows below `if __name__ == '__main__':`, or "
             "start the other script with `samestep run`",
             variable=DESCRIPTOR,
         )
-    return said.removeprefix(_MARK)
+    return data.removeprefix(_MARK)
 
 
-def _made(path: Path) -> bytes | None:
-    """A new key, or None where there is one."""
+def _create(path: Path) -> bytes | None:
+    """Write a new key; None if the file exists already."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -114,4 +113,4 @@ def _read(path: Path) -> bytes:
             raise PlacementError(
                 f"{path} holds {len(key)} bytes, which is not a key; delete it, and a new one is made"
             )
-        time.sleep(0.05)  # another process has just made it
+        time.sleep(0.05)  # another process has just created the file and has not written the key yet

@@ -1,6 +1,6 @@
-"""Where processes listen: at addresses of this machine, or at a Unix socket that only their user can reach.
+"""Opens listening sockets: at addresses of this machine, or a Unix socket that only its user can reach.
 
-A port can also be kept free for rank 0.
+It can also keep a port free for rank 0.
 """
 
 import os
@@ -23,12 +23,12 @@ _STEP_S = 0.25
 _OLD_S = 3600.0
 _TAKEN_S = 30.0
 _BACKLOG = 1024
-# What a rank has open besides, and what its script may open.
+# Other descriptors of a rank: what it needs at least, and with what its script may open.
 _LEAST_DESCRIPTORS, _OTHER_DESCRIPTORS = 32, 128
 
 
 def listen(ports: Sequence[int], addresses: Sequence[str], why: str = "") -> list[socket.socket]:
-    """Listen at these addresses, at the first of these ports that is free on this machine (0: any)."""
+    """Listen at these addresses, on the first of these ports that is free (0: any port)."""
     until = time.monotonic() + _TAKEN_S
     while True:
         for port in ports:
@@ -46,7 +46,7 @@ def listen(ports: Sequence[int], addresses: Sequence[str], why: str = "") -> lis
 
 
 def listen_at(port: int, addresses: Sequence[str]) -> list[socket.socket]:
-    """Sockets that listen at this port of these addresses, none where it is taken."""
+    """Sockets that listen on this port of these addresses; none if it is taken."""
     listeners: list[socket.socket] = []
     with ExitStack() as unless_all:
         try:
@@ -61,21 +61,21 @@ def listen_at(port: int, addresses: Sequence[str]) -> list[socket.socket]:
 
 
 def addresses_for(name: str) -> list[str]:
-    """Those of this machine at which others that know it by this name will look for it."""
+    """The addresses of this machine to which its name resolves on other machines."""
     try:
-        found = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        resolved = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        found = set()
+        resolved = set()
     outside = own_addresses()
-    if at := [address for address in outside if address in found]:
-        return at
-    # A machine may resolve its own name to the loop, where nobody else comes.
+    if matching := [address for address in outside if address in resolved]:
+        return matching
+    # A machine may resolve its own name to the loopback address, which other machines cannot reach.
     return [LOOP] if name in (LOOP, "localhost", "::1") else outside or [LOOP]
 
 
 @contextmanager
 def private_socket(path: Path) -> Iterator[socket.socket]:
-    """Listen at a Unix socket in a directory of mode 0700, which is removed at the end."""
+    """While entered, a listening Unix socket in a directory of mode 0700; both are removed at the end."""
     folder = path.parent
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
         while opened.getsockname() != str(path):
@@ -83,8 +83,8 @@ def private_socket(path: Path) -> Iterator[socket.socket]:
                 folder.mkdir(mode=0o700)
             if not is_own_directory(folder):
                 raise PlacementError(f"{folder} is not this user's own directory; remove it")
-            _remove_left(path)
-            with suppress(FileNotFoundError):  # the last of an earlier run has just removed the directory
+            _remove_stale(path)
+            with suppress(FileNotFoundError):  # a process of an earlier run has just removed the directory
                 opened.bind(str(path))
         opened.listen(_BACKLOG)
         try:
@@ -96,30 +96,30 @@ def private_socket(path: Path) -> Iterator[socket.socket]:
 
 
 def private_folder(key: bytes, *words: str) -> Path:
-    """Where the ranks of one machine meet; nobody without their key can make a directory of that name first."""
+    """The directory where a machine's ranks meet; without their key nobody can guess its name and take it first."""
     folder = f"samestep-{os.geteuid()}-{derive(key, 'directory', *words).hex()[:24]}"
     base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     return Path(base, folder)
 
 
 def sweep(base: Path) -> None:
-    """Remove the directories there in which starts met that were killed more than an hour ago."""
+    """Remove the meeting directories of runs that were killed more than an hour ago."""
     for folder in base.glob(f"samestep-{os.geteuid()}-*"):
         with suppress(OSError, PlacementError):
             if is_own_directory(folder) and time.time() - folder.stat().st_mtime > _OLD_S:
                 for path in folder.iterdir():
-                    _remove_left(path)
+                    _remove_stale(path)
                 folder.rmdir()
 
 
-def _remove_left(path: Path) -> None:
-    """Remove a socket that a crash left; PlacementError where a process listens at it."""
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that a crash left behind; PlacementError if a process listens at it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
         opened.settimeout(_STEP_S)
         try:
             opened.connect(str(path))
         except (BlockingIOError, TimeoutError):
-            pass  # so many wait there that one more cannot
+            pass  # its queue is full, so a process listens
         except OSError:
             path.unlink(missing_ok=True)
             return
@@ -127,7 +127,7 @@ def _remove_left(path: Path) -> None:
 
 
 def hold_port() -> tuple[socket.socket, int]:
-    """A socket bound to a free port that never listens: rank 0 sets SO_REUSEADDR too and may listen there."""
+    """A bound socket that keeps a port free and never listens; rank 0, also with SO_REUSEADDR, can listen there."""
     for address in ("::", "0.0.0.0"):
         with suppress(OSError):
             held = _bound(address, 0)
@@ -136,7 +136,7 @@ def hold_port() -> tuple[socket.socket, int]:
 
 
 def allow_descriptors(needed: int, why: str) -> None:
-    """Raise the soft limit of open files until there is room for so many, or say that the hard one is too low."""
+    """Raise the soft limit of open files for so many; UsageError if the hard limit is too low."""
     least, roomy = needed + _LEAST_DESCRIPTORS, needed + _OTHER_DESCRIPTORS
     soft, hard = (inf if limit == resource.RLIM_INFINITY else limit for limit in _limits())
     if hard < least:
@@ -158,7 +158,7 @@ def _bound(address: str, port: int) -> socket.socket:
     try:
         if family == socket.AF_INET6:
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
-        # A launcher may hold the port, bound and not listening; of two that listen one fails here.
+        # The launcher's socket may be bound to the port without listening; of two listeners the second fails here.
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((address, port))
     except OSError:

@@ -1,4 +1,4 @@
-"""Who joins which run, what it says of itself, and how long the others wait for it."""
+"""A process that joins a run: its identity, its hello message, and how long it waits."""
 
 import ipaddress
 import os
@@ -22,10 +22,10 @@ Place = tuple[str, int] | str  # an address and a port, or the path of a Unix so
 
 @dataclass(frozen=True)
 class Member:
-    """Who joins which run, and the key that shows it; number -1 takes any that is free.
+    """A process that joins a run, with its key; number -1 takes any number that is free.
 
-    A member that learns of no address within no_place_s gives up with the advice. Where script is given,
-    it has to be the same for all members, and so have the versions that the facts hold.
+    A member that finds no place to try within no_place_s gives up with the advice. The script, if given, must be the
+    same for all members, and so must the versions in the facts.
     """
 
     run: str
@@ -50,28 +50,28 @@ class Member:
 
     @property
     def heads(self) -> int:
-        """How many connect to number 0 where each machine has as many members as this one."""
+        """How many members connect to number 0, if each machine has as many members as this machine."""
         return -(-self.size // self.below) - 1 + (self.below - 1).bit_length()
 
     @property
     def digest(self) -> bytes:
-        """Of the run's name, for those who have the key."""
+        """A digest of the run's name, made with the key."""
         return derive(self.key, "run", self.run)
 
     @property
     def claim(self) -> bytes:
-        """As which member it proves itself."""
+        """What the member claims and proves: run, number, size."""
         return CLAIM.pack(self.digest, self.number, self.size)
 
     def hello(self, places: Sequence[Place] = (), *, is_near: bool = False) -> dict[str, Any]:
-        """What it says of itself; `places` are where its children find it, unless it stays where it comes."""
+        """The first message; `places` are where its children connect, `is_near`: it stays below the other process."""
         who = {"host": socket.gethostname(), "pid": os.getpid(), "machine": addresses.machine()}
-        told = {"script": self.script, "places": list(places), "facts": dict(self.facts)}
-        return who | told | {"is_near": is_near}
+        about = {"script": self.script, "places": list(places), "facts": dict(self.facts)}
+        return who | about | {"is_near": is_near}
 
 
 class Patience:
-    """How long something has been waited for; from time to time it is worth a line."""
+    """A wait with a limit; from time to time it is worth a line."""
 
     def __init__(self, limit_s: float) -> None:
         self._began, self._limit_s, self._next_s = time.monotonic(), limit_s, SAY_S
@@ -100,7 +100,7 @@ def say(text: str) -> None:
 
 
 def merged(spans: Iterable[list[int]]) -> list[list[int]]:
-    """Spans of numbers, first and last, as few as possible."""
+    """The same numbers as the fewest spans; a span is its first and last number."""
     joined: list[list[int]] = []
     for first, last in sorted(spans):
         if joined and first <= joined[-1][1] + 1:
@@ -111,12 +111,12 @@ def merged(spans: Iterable[list[int]]) -> list[list[int]]:
 
 
 def place_of(listener: socket.socket) -> Place:
-    """Where others connect to this socket, if it listens."""
+    """The place where others connect to this listening socket."""
     return place_from(listener.getsockname())
 
 
-def place_from(told: Any) -> Place:
-    """A place as a socket or JSON has it; one of NONSENSE where it is none."""
-    if isinstance(told, str):
-        return told
-    return str(ipaddress.ip_address(told[0])), int(told[1])
+def place_from(value: Any) -> Place:
+    """A place from a socket's name or from JSON; raises one of NONSENSE if it is no place."""
+    if isinstance(value, str):
+        return value
+    return str(ipaddress.ip_address(value[0])), int(value[1])

@@ -1,4 +1,4 @@
-"""A file in a directory that all nodes share: it says where number 0 listens, as long as it does."""
+"""Connects processes through a file in a shared directory, which says where number 0 listens."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _MOST_BYTES, _MOST_PLACES = 1 << 16, 64
 
 
 def meet(path: Path, me: Member) -> Tree:
-    """Connect the members of a run: number 0 leaves the note, the others read it."""
+    """Connect the members of a run: number 0 writes the note, the others read it."""
     if me.number:
         return join(lambda: read(path), me)
     listeners = listen([0], own_addresses() or [LOOP])
@@ -33,7 +33,7 @@ def meet(path: Path, me: Member) -> Tree:
 
 @contextmanager
 def posted(path: Path, listeners: Sequence[socket.socket]) -> Iterator[None]:
-    """While entered, the note is there; a note that a crash left is replaced."""
+    """While entered, the note exists; a note that a crash left behind is replaced."""
     note = {"places": [place_of(listener) for listener in listeners], "mark": secrets.token_hex(8)}
     text = json.dumps(note).encode()
     try:
@@ -54,9 +54,9 @@ def posted(path: Path, listeners: Sequence[socket.socket]) -> Iterator[None]:
 
 
 def read(path: Path) -> list[Place]:
-    """Where the note says that number 0 listens; nothing where there is none."""
+    """The places of number 0 in the note; none if there is no note."""
     try:
-        os.listdir(path.parent)  # a network file system may remember for a minute that the file was not there
+        os.listdir(path.parent)  # makes a network file system forget a cached "no such file"
         places = json.loads(read_regular(path, _MOST_BYTES))["places"]
         return [place_from(place) for place in places[:_MOST_PLACES]]
     except (OSError, *NONSENSE):

@@ -1,4 +1,4 @@
-"""Connects the ranks of a run: by a private socket on one machine, else at a port, or where a note says; no torch."""
+"""Connects the ranks of a run: by a private socket on one machine, by a port, or by a note; no torch."""
 
 import os
 import zlib
@@ -26,9 +26,9 @@ _FIRST = "0-0"
 
 
 def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False, **about: Any) -> Tree:
-    """Collective. Connect this process with all ranks of its run; `about` is more of what Member holds.
+    """Collective. Connect this process with all ranks of its run; `about` are further fields of Member.
 
-    Where torch already listens at MASTER_PORT, rank 0 takes another port that all derive from it.
+    If torch already listens at MASTER_PORT, rank 0 takes another port, which all ranks derive from it.
     """
     key, run = key_of_run(os.environ, here.launcher), here.run or ""
     folders = [private_folder(key, run, str(here.master_port), turn) for turn in _TURNS]
@@ -58,14 +58,14 @@ def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False
 
 def is_one_machine(here: Placement) -> bool:
     """Whether all ranks are known to run on one machine."""
-    is_told = here.nodes == 1 and here.origin.get("local_size") != ASSUMED
-    return is_told or here.master_addr in ("localhost", LOOP, "::1")
+    is_known = here.nodes == 1 and here.origin.get("local_size") != ASSUMED
+    return is_known or here.master_addr in ("localhost", LOOP, "::1")
 
 
 def _on_machine(here: Placement, folders: Sequence[Path]) -> dict[str, Any]:
-    """What Member holds of a place among the ranks of a machine, where that was told."""
-    told = [fact for fact in ("node", "local_rank", "local_size") if "=" in here.origin.get(fact, "")]
-    if "local_rank" not in told or not (len(told) == 3 or is_one_machine(here)):
+    """The fields of Member about the ranks of this machine, if the launcher says which rank here this is."""
+    given = [fact for fact in ("node", "local_rank", "local_size") if "=" in here.origin.get(fact, "")]
+    if "local_rank" not in given or not (len(given) == 3 or is_one_machine(here)):
         return {}
     place, above = here.local_rank, []
     while place:
@@ -76,13 +76,13 @@ def _on_machine(here: Placement, folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _free(folders: Sequence[Path]) -> Path:
-    """Another user may have seen a name in an earlier run, and taken it."""
+    """The first folder that no other user has taken: a name is visible in /tmp, and may be used again."""
     free = (folder for folder in folders if not os.path.lexists(folder) or is_own_directory(folder))
     return next(free, folders[0])
 
 
 def _by_note(here: Placement, me: Member) -> Tree:
-    """mpirun does not say where rank 0 runs, so rank 0 leaves a note where the run's files go."""
+    """mpirun does not say where rank 0 runs, so rank 0 writes a note into the directory of the run's files."""
     if here.run is None or here.master_addr is not None:
         names = ("MASTER_ADDR", "MASTER_PORT") if here.master_addr is None else ("MASTER_PORT",)
         raise PlacementError(
@@ -95,7 +95,7 @@ def _by_note(here: Placement, me: Member) -> Tree:
         f"{here.launcher} does not say where rank 0 listens, and there is no note of it at {path}; "
         "set MASTER_ADDR to rank 0's host, or SAMESTEP_RUN_DIR to a directory that all nodes share"
     )
-    # mpirun starts all ranks together: where no note comes soon, the directory is not shared.
+    # mpirun starts all ranks together: if no note appears soon, the directory is not shared.
     return note.meet(path, replace(me, advice=advice, no_place_s=min(me.limit_s, _NO_NOTE_S)))
 
 

@@ -1,8 +1,8 @@
-"""The processes of a run as a tree of channels: rounds in which all take part, a store that each has a copy of, news.
+"""Connects the processes of a run as a tree: collective rounds, a store with a copy in each process, and news.
 
-A thread of each process passes on what comes, whatever its script does, and never waits for a neighbour to read: two
-that wait for each other would wait for ever. A round costs each process one message to its parent and one to each
-child. Covered: a process that ends, leaves early, comes too late, or falls silent. Not covered: going on without it.
+A thread of each process forwards messages, whatever the script does. It never blocks in a send: two processes that send
+to each other could block for ever. A round costs each process one message to its parent and one to each child.
+Covered: a process that ends, leaves early, comes too late, or falls silent. Not covered: continuing without it.
 """
 
 import json
@@ -28,11 +28,11 @@ _SEND_S = 60.0
 _ANSWER_S = 0.5
 _LEAVE_S = 1.0
 _LONGEST_ERROR = 2000
-# A round's part goes up, and its answer down. A change goes up to number 0 and comes down to all in one order. News
-# go from any process to all others.
+# The parts of a round go up, and the answer goes down. A change of the store goes up to number 0 and comes down to all,
+# in the same order everywhere. News go from any process to all others.
 _ROUND, _CHANGE, _NEWS = b"rcn"
-_OF_CHANGE = (int, int, str, str, str, str)  # who asks, its number, and what is to be done
-_OF_NEWS = {"told": (object,), "left": (int, str), "late": (int,), "lost": (str,)}
+_CHANGE_KINDS = (int, int, str, str, str, str)  # origin, its number of this change, and what `change` takes
+_NEWS_KINDS = {"told": (object,), "left": (int, str), "late": (int,), "lost": (str,)}
 _NO_MESSAGE = "it sends what is no message"
 _OPERATIONS: Mapping[str, Callable[[bytes | None, bytes, bytes], bytes | None]] = {
     "set": lambda before, value, expected: value,
@@ -44,11 +44,11 @@ _open_trees: "weakref.WeakSet[Tree]" = weakref.WeakSet()
 
 
 class Late(RankMissing):
-    """The `ranks` did not come to a round in time."""
+    """The processes `ranks` did not come to a round in time."""
 
 
 class Tree:
-    """This process among all: a channel to its parent, none for number 0, and channels to its children."""
+    """This process in the tree: a channel to its parent (number 0 has none) and channels to its children."""
 
     def __init__(
         self,
@@ -64,20 +64,20 @@ class Tree:
         self.number, self.size, self.names, self.position = number, size, dict(names), position
         self.stored: dict[str, bytes] = {}
         self.rounds = 0
-        self.left: dict[int, tuple[int, str]] = {}  # after how many rounds, and where in the script
+        self.left: dict[int, tuple[int, str]] = {}  # after how many rounds, and at which line of the script
         self.lost: RankMissing | None = None
         self._channels, self._silence_s, self._noun = dict(channels), silence_s, noun
         self._parent = position.path[0] if number else None
         self._children = [other for other in self._channels if other != self._parent]
-        self._parts: dict[int, dict[int, bytes]] = {}  # of each round, from each neighbour
-        self._late: dict[int, set[int]] = {}  # who waited in a round until it was too late
+        self._parts: dict[int, dict[int, bytes]] = {}  # by round and neighbour
+        self._late: dict[int, set[int]] = {}  # by round, who waited in it until its time was over
         self._news: list[tuple[int, Any]] = []
         self._changes = 0
         self._results: dict[int, tuple[bytes | None, bytes | None]] = {}
         self._own_changes = deque[bytes]()
         self._condition = threading.Condition()
         self._is_open = True
-        self._unsent = set[int]()  # neighbours that have not read all that is for them
+        self._unsent = set[int]()  # neighbours with messages that are not sent yet
         for channel in self._channels.values():
             channel.connection.setblocking(False)
             channel.heard_at = time.monotonic()
@@ -88,99 +88,99 @@ class Tree:
         self._thread.start()
 
     def round(self, read: Callable[[bytes], Any], join: Callable[[Any], bytes], limit_s: float) -> Any:
-        """Collective. What number 0 makes of all parts; `join` makes one part of this process's and its children's.
+        """Collective. What number 0 joined from all parts; `join` joins this process's part with its children's.
 
-        Raises Late with the same ranks on all that have come, RankMissing where one is lost, has left, or sends what
-        `read` cannot take.
+        Raises Late with the same ranks on every process that has come; RankMissing if a process is lost, has left, or
+        sends what `read` refuses.
         """
         self.rounds += 1
         number = self.rounds
         if number in self._late:
-            raise self._gone(number) or self._missing(number, limit_s)
+            raise self._failure_of(number) or self._missing(number, limit_s)
         parts = self._await_parts(number, self._children, limit_s)
-        part = join([self.understood(child, read, said) for child, said in parts.items()])
-        body = bytes([_ROUND]) + number.to_bytes(4, "big") + part
+        part = join([self.understood(child, read, message) for child, message in parts.items()])
+        message = bytes([_ROUND]) + number.to_bytes(4, "big") + part
         if self._parent is None:
-            self._send(self._children, body)
+            self._send(self._children, message)
         else:
-            self._send([self._parent], body)
+            self._send([self._parent], message)
             part = self._await_parts(number, [self._parent], limit_s)[self._parent]
         with self._condition:
             self._parts.pop(number, None)
         return self.understood(self._parent or 0, read, part)
 
-    def gather(self, mine: Any, limit_s: float, read: Callable[[Any], Any] = lambda said: said) -> list[Any]:
-        """Collective. What every process brought, by number, as `read` has it; raises what `round` raises."""
+    def gather(self, mine: Any, limit_s: float, read: Callable[[Any], Any] = lambda part: part) -> list[Any]:
+        """Collective. Every process's value, by number, converted by `read`; raises what `round` raises."""
 
         def join(parts: Sequence[dict[str, Any]]) -> bytes:
-            here = {} if mine is None else {str(self.number): mine}
+            joined = {} if mine is None else {str(self.number): mine}
             for part in parts:
-                here |= part
-            return json.dumps(here).encode()
+                joined |= part
+            return json.dumps(joined).encode()
 
-        found = self.round(lambda part: dict(json.loads(part)), join, limit_s)
-        return [self.understood(number, read, found.get(str(number))) for number in range(self.size)]
+        values = self.round(lambda part: dict(json.loads(part)), join, limit_s)
+        return [self.understood(number, read, values.get(str(number))) for number in range(self.size)]
 
-    def understood(self, number: int, read: Callable[[Any], Any], said: Any) -> Any:
-        """Local. What a process has said, as `read` has it; where that is no message, it is lost for all."""
+    def understood(self, number: int, read: Callable[[Any], Any], value: Any) -> Any:
+        """Local. A value that a process sent, converted by `read`; if that fails, the process counts as lost."""
         try:
-            return read(said)
+            return read(value)
         except NONSENSE as error:
             self._lose(number, _NO_MESSAGE)
             raise RankMissing(str(self.lost), ranks=[number]) from error
 
     def tell(self, news: Any) -> None:
-        """Local. Everyone else can take it soon."""
+        """Local. Send news to all other processes."""
         self._say(_NEWS, "told", self.number, news)
 
-    def take_news(self, read: Callable[[Any], Any] = lambda said: said) -> list[tuple[int, Any]]:
-        """Local. What others have told since the last time, and who; one that is not understood is lost."""
+    def take_news(self, read: Callable[[Any], Any] = lambda value: value) -> list[tuple[int, Any]]:
+        """Local. The news since the last call, with who sent them; who sends what `read` refuses counts as lost."""
         with self._condition:
             news, self._news = self._news, []
         with suppress(RankMissing):
-            return [(number, self.understood(number, read, said)) for number, said in news]
+            return [(number, self.understood(number, read, value)) for number, value in news]
         return []
 
     def gone(self) -> RankMissing | None:
-        """Local. Why a round that began now could not be completed, as far as that is known."""
-        return self._gone(self.rounds + 1)
+        """Local. Why a round that begins now cannot be completed; None if no reason is known."""
+        return self._failure_of(self.rounds + 1)
 
     def unheard(self, seconds: float) -> list[int]:
-        """Local. The neighbours that have said nothing for so long."""
-        before = time.monotonic() - seconds
+        """Local. The neighbours that have sent nothing for this long."""
+        since = time.monotonic() - seconds
         channels = self._channels.items()
-        return [number for number, one in channels if one.heard_at < before and number not in self.left]
+        return [number for number, end in channels if end.heard_at < since and number not in self.left]
 
     def change(
         self, operation: str, key: str, value: bytes = b"", expected: bytes = b""
     ) -> tuple[bytes | None, bytes | None]:
-        """Local. Change the store of all processes, in one order for all; the value before and after, None for none."""
+        """Local. Change the store of all processes, in the same order everywhere; the value before and after."""
         with self._condition:
             self._changes += 1
             serial = self._changes
         self._say(_CHANGE, self.number, serial, operation, key, value.hex(), expected.hex())
         with self._condition:
-            self._condition.wait_for(lambda: serial in self._results or self._gone())
-            if serial not in self._results and (gone := self._gone()):
+            self._condition.wait_for(lambda: serial in self._results or self._failure_of())
+            if serial not in self._results and (gone := self._failure_of()):
                 raise gone
             return self._results.pop(serial)
 
     def await_keys(self, keys: Sequence[str], limit_s: float) -> bool:
-        """Local. Whether the store has all of these in time."""
+        """Local. Whether the store gets all of these keys in time."""
 
         def are_there() -> bool:
             return all(key in self.stored for key in keys)
 
         with self._condition:
             limit_s = min(limit_s, threading.TIMEOUT_MAX)
-            if not self._condition.wait_for(lambda: are_there() or self._gone(), limit_s):
+            if not self._condition.wait_for(lambda: are_there() or self._failure_of(), limit_s):
                 return False
-            if not are_there() and (gone := self._gone()):
+            if not are_there() and (gone := self._failure_of()):
                 raise gone
             return True
 
     def leave(self, place: str = "") -> None:
-        """Local. Say where this process was last, and go; what others still send to it is lost."""
+        """Local. Tell all that this process leaves, and where; messages that are sent to it later are lost."""
         self._say(_NEWS, "left", self.number, self.rounds, place)
         self._is_open = False
         self._wake_thread()
@@ -192,7 +192,7 @@ class Tree:
         self.drop()
 
     def drop(self) -> None:
-        """Local. Close the connections, as a forked child does with its copies."""
+        """Local. Close the connections without a message; a forked child does so with its copies."""
         for channel in self._channels.values():
             channel.close()
         self._wake.close()
@@ -200,21 +200,21 @@ class Tree:
         _open_trees.discard(self)
 
     def _await_parts(self, number: int, sources: Collection[int], limit_s: float) -> dict[int, bytes]:
-        """Those of a round that came from these neighbours."""
+        """The parts of a round from these neighbours."""
 
         def are_there() -> bool:
             return all(source in self._parts.get(number, ()) for source in sources)
 
         with self._condition:
             self._condition.wait_for(
-                lambda: are_there() or number in self._late or self._gone(number),
+                lambda: are_there() or number in self._late or self._failure_of(number),
                 min(limit_s, threading.TIMEOUT_MAX),
             )
             if are_there():
                 return {source: self._parts[number][source] for source in sources}
-            if gone := self._gone(number):
+            if gone := self._failure_of(number):
                 raise gone
-        # All who wait say so, so that all name the same ranks.
+        # Every process that waited tells the others, so that all name the same missing ranks.
         self._say(_NEWS, "late", self.number, number)
         time.sleep(_ANSWER_S)
         raise self._missing(number, limit_s)
@@ -223,8 +223,8 @@ class Tree:
         missing = sorted(set(range(self.size)) - self._late.get(number, set()))
         return Late(f"{self._named(missing)} did not come within {limit_s:g} s", ranks=missing)
 
-    def _gone(self, number: int = 0) -> RankMissing | None:
-        """Why a round cannot be completed any more; without a number, why no change comes back."""
+    def _failure_of(self, number: int = 0) -> RankMissing | None:
+        """Why a round cannot be completed any more; without a number, why a change cannot come back."""
         if self.lost is not None:
             return RankMissing(str(self.lost), ranks=self.lost.ranks)
         if number:
@@ -237,12 +237,12 @@ class Tree:
         return RankMissing(f"{self._named(gone)} left before", ranks=gone)
 
     def _named(self, numbers: Sequence[int]) -> str:
-        """In words, with the hosts that are known: number 0 knows all, others those of their neighbours."""
+        """In words, with known hosts: number 0 knows all hosts, other processes those of their neighbours."""
         hosts = [self.names.get(number, "") for number in range(max(numbers, default=0) + 1)]
         return name_ranks(numbers, hosts, self._noun)
 
     def _run(self) -> None:
-        """The thread: hear every channel, and act on what it says."""
+        """The thread's loop: read every channel, and act on its messages."""
         numbers = {channel.connection.fileno(): number for number, channel in self._channels.items()}
         poll = select.poll()
         for fd in (self._woken.fileno(), *numbers):
@@ -259,7 +259,7 @@ class Tree:
                 self._beat(now)
 
     def _serve(self, poll: select.poll, numbers: Mapping[int, int]) -> None:
-        """Wait for neighbours, by their descriptors: hear what they say, and send what they can take."""
+        """Wait until neighbours can be read from or written to, then do so; `numbers` has them by descriptor."""
         for number in tuple(self._unsent):
             poll.register(self._channels[number].connection.fileno(), select.POLLIN | select.POLLOUT)
         for fd, events in poll.poll(_BEAT_S * 1000 if self._unsent or self._silence_s < inf else None):
@@ -269,7 +269,7 @@ class Tree:
                 poll.register(fd, select.POLLIN)
                 self._unsent.discard(numbers[fd])
                 self._flush(numbers[fd])
-            elif not self._hear(numbers[fd]):
+            elif not self._read(numbers[fd]):
                 poll.unregister(fd)
                 self._unsent.discard(numbers[fd])
 
@@ -284,7 +284,7 @@ class Tree:
             if channel.heard_at < now - self._silence_s:
                 self._lose(number, f"nothing was heard of it for {self._silence_s:g} s")
 
-    def _hear(self, number: int) -> bool:
+    def _read(self, number: int) -> bool:
         try:
             self._channels[number].fill()
             self._act_on_all(number, self._channels[number].taken())
@@ -302,11 +302,11 @@ class Tree:
 
     def _act_on_all(self, source: int, bodies: Sequence[bytes]) -> None:
         for body in bodies:
-            if body:  # else it is a beat
+            if body:  # an empty body only says that the sender lives
                 self._act(source, body)
 
     def _act(self, source: int, body: bytes) -> None:
-        """Take in what a neighbour or this process has said, and pass on what is a message before anyone sees it."""
+        """Act on a message of a neighbour or of this process, and forward it before a waiting thread can see it."""
         kind, rest = body[0], body[1:]
         is_for_all = source == self._parent or (self._parent is None and kind == _CHANGE)
         with self._condition:
@@ -314,19 +314,19 @@ class Tree:
                 self._parts.setdefault(int.from_bytes(rest[:4], "big"), {})[source] = rest[4:]
             elif kind == _NEWS:
                 what, *words = json.loads(rest)
-                self._take(what, *checked(words, (int, *_OF_NEWS[what])))
+                self._note_news(what, *checked(words, (int, *_NEWS_KINDS[what])))
                 self._send([number for number in self._channels if number != source], body)
             elif kind != _CHANGE:
                 raise ValueError("another kind")
             elif is_for_all:
-                self._apply(*checked(json.loads(rest), _OF_CHANGE))
+                self._apply(*checked(json.loads(rest), _CHANGE_KINDS))
             elif self._parent is not None:
                 self._send([self._parent], body)
             if is_for_all and kind != _NEWS:
                 self._send(self._children, body)
             self._condition.notify_all()
 
-    def _take(self, what: str, origin: int, *rest: Any) -> None:
+    def _note_news(self, what: str, origin: int, *rest: Any) -> None:
         if what == "told" and origin != self.number:
             self._news.append((origin, rest[0]))
         elif what == "left":
