@@ -130,6 +130,11 @@ def test_export_replaces_nothing_unless_told_to(directory, tmp_path):
     assert run("export", directory, "-o", output, "--force").exit_code == 0
 
 
+def test_export_of_what_is_not_there_is_a_mistake_of_the_command_line(tmp_path):
+    result = run("export", tmp_path / "none", "-o", tmp_path / "w.pt")
+    assert (result.exit_code, "none' does not exist" in result.output) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

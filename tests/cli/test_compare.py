@@ -136,6 +136,15 @@ def test_the_twenty_largest_are_listed_and_all_on_request() -> None:
     assert "l4\n" in long
 
 
+def test_what_one_file_lacks_is_listed_after_what_both_have() -> None:
+    state = {"optimizer": {f"step{i}": torch.tensor(float(i)) for i in range(25)}, "w": torch.tensor(1.0)}
+    torch.save(state, "full.pt")
+    torch.save({"w": torch.tensor(2.0)}, "part.pt")
+    table = _compare("full.pt", "part.pt").stdout.split("\n\n")[1].splitlines()
+    assert table[1].split() == ["w", "1", "and", "2"]
+    assert table[2] == "optimizer"
+
+
 def test_json_is_one_object_with_every_difference() -> None:
     torch.save({"w": torch.tensor([float("nan"), 1.0])}, "nan.pt")
     torch.save({"w": torch.tensor([0.0, 1.0])}, "zero.pt")

@@ -134,10 +134,11 @@ def _print(comparisons: Sequence["Comparison"], limit: int | None, width: int) -
 
 
 def _table(comparison: "Comparison", limit: int | None, width: int) -> Iterator[str]:
-    """The largest differences in the order of the first file, under the name of their layer."""
-    largest = sorted(comparison.differences, key=lambda difference: -difference.relative)[:limit]
-    kept = set(map(id, largest))
-    shown = [difference for difference in comparison.differences if id(difference) in kept]
+    """The largest differences in the order of the first file, under their layer; last what one file lacks."""
+    found = sorted(comparison.differences, key=lambda difference: difference.kind == "missing")
+    largest = sorted(found, key=lambda difference: (difference.kind == "missing", -difference.relative))
+    kept = set(map(id, largest[:limit]))
+    shown = [difference for difference in found if id(difference) in kept]
     one, other = comparison.names
     heading = f"{f'{other} against {one}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
     yield heading if width >= _WIDE else f"{other} against {one}"

@@ -12,7 +12,7 @@ from samestep.text import printable
 
 
 @verb("samestep export")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--part", default="model", show_default=True, help="Part of the state; a dot separates levels.")
 @click.option("--force", is_flag=True, help="Replace the output file.")
