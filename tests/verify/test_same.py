@@ -83,7 +83,19 @@ def test_a_conversion_is_compared_with_the_untouched_script(script: str, sizes: 
     result = _verify("--against", str(serial), "-n", sizes, _edited(script, _EVALUATED_IN_A_STEP))
     assert result.exit_code == 0, result.output
     verdict = result.stdout.splitlines()[-1]
-    assert verdict.startswith("your conversion takes the serial script's step: same to rounding: ")
+    own = {"dropout": "dropout masks", "batchnorm": "BatchNorm statistics"}[script]
+    said = f"same to rounding with --same; without it, {own} are each rank's own"
+    assert verdict == f"your conversion takes the serial script's step: {said}"
+
+
+def test_a_conversion_without_draws_is_the_same_also_without_same(nest: Nest) -> None:
+    serial = (
+        Path(_edited("dropout", ("Dropout(0.3)", "Dropout(0.0)"), *_SERIAL)).rename("serial.py").resolve()
+    )
+    edited = Path(_edited("dropout", ("Dropout(0.3)", "Dropout(0.0)"))).resolve()
+    report = verify([str(edited)], [1, 2], steps=2, against=[str(serial)], run=Forked(nest))
+    assert (report.exit_code, report.verdict) == (0, "rounding"), report
+    assert str(report).endswith("; without --same too"), report
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def command(
     SCRIPT runs on this machine, once for each number in -n, and writes its usual files each time. Where the runs
     differ, it runs again without what may be the cause, until no difference is left: with --same, with seeds set,
     without its rank, and so on. With --against, SERIAL runs too, by itself and with the same arguments, and SCRIPT
-    with --same.
+    with --same, and once without it.
 
     Exit code: 0 each run takes the same step and prints the same; 1 a run takes another step, or fails; 2 SCRIPT does
     not use samestep, or cannot be verified; 3 each run takes the same step, but what it prints or saves comes from

@@ -32,6 +32,12 @@ class Search:
         names = (cause.removed for cause in causes if cause.removed)
         return self._experiments.compared(size, (*self.removed, *names))
 
+    def by_default(self, size: int) -> Compared:
+        """The run of this size in which ranks draw for themselves; rounding that the training amplifies is left out."""
+        without = tuple(name for name in self.removed if name != "draws")
+        found = self._experiments.compared(size, without)
+        return replace(found, difference=None) if self._is_amplified(found) else found
+
     def explain(self, size: int) -> Compared:
         """Find all causes of the difference of the run at this size; returns what is left of it without them."""
         found = self.without(size)

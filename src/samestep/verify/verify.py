@@ -58,7 +58,8 @@ class Report:
     wants_bits: bool
     causes: Sequence[Cause] = ()
     printed: Sequence[Printed] = ()
-    draws: str = ""  # what of the runs differs only because each rank draws its own
+    draws: str = ""  # what of the runs differs without --same, because each rank draws its own
+    is_augmented: bool = False  # whether the scripts agree where each sample draws alike
     of_first: Sequence[str] = ()  # remarks on the first run
 
     @property
@@ -69,9 +70,9 @@ class Report:
     @property
     def step(self) -> str:
         """The verdict on the training step."""
-        if not self.draws:
-            return self.worst.verdict
-        return "augmented" if None in self.outcomes else "with_same"
+        if self.is_augmented:
+            return "augmented"
+        return "with_same" if self.draws else self.worst.verdict
 
     @property
     def verdict(self) -> str:
@@ -114,6 +115,9 @@ class Report:
     def __str__(self) -> str:
         is_conversion = self.is_same_step and None in self.outcomes
         said = "your conversion takes the serial script's step: " * is_conversion + self._of_the_step()
+        if is_conversion and self.step != "with_same" and max(size or 1 for size in self.outcomes) > 1:
+            own = f", {self.draws} are each rank's own" if self.draws else " too"
+            said += f"; without --same{own}"
         return f"{said}; what it prints is not the same, see above" if self.verdict == "printed" else said
 
     def _of_the_step(self) -> str:
@@ -207,13 +211,12 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
     left = found | {size: search.explain(size) for size in sizes[1:] if size}
     differing = [size for size in sizes if size and found[size].difference]
     last = (differing or [size for size in sizes if size])[-1]
-    draws = ""
+    draws, is_augmented = "", False
     if any(not cause.is_harmless for cause in search.causes):
         search.causes += search.harmless(last)
-    elif not any(one.difference for one in left.values()) and (
-        search.causes or any(not left[size].note for size in differing)
-    ):
-        draws = draws_of(found[last].run)
+    elif not any(one.difference for one in left.values()):
+        is_augmented = None in found and bool(search.causes)
+        draws = _draws(search, found, last, [size for size in differing if not left[size].note])
     for size, one in found.items():
         # What differs by rounding alone, which the training amplifies, is no difference.
         is_noise = left[size].note and not search.causes
@@ -224,7 +227,18 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
         remarks.append(CARELESS.format(line))
     if first.size == 1:
         remarks += (first.fact("said") or {}).values()
-    return Report(found, exact, search.causes, printed, draws, remarks)
+    return Report(found, exact, search.causes, printed, draws, is_augmented, remarks)
+
+
+def _draws(search: Search, found: dict[int | None, Compared], last: int, differing: Sequence[int]) -> str:
+    """What is another without --same, in words; runs against the untouched script had it, so one more has not."""
+    if None not in found:
+        return draws_of(found[last].run) if search.causes or differing else ""
+    by_default = search.by_default(last)
+    if by_default.kind == "failed":
+        found[last] = by_default
+        return ""
+    return draws_of(by_default.run) if by_default.difference else ""
 
 
 def _of_earlier_runs(experiments: Experiments, found: Mapping[int | None, Compared]) -> list[str]:
