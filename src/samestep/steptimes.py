@@ -27,8 +27,8 @@ START_UP_STEPS = 3  # these are not in the sums: DDP builds its buckets in them,
 KEPT_STEPS = 1024
 _MOST_STEPS = 0.7
 
-_MAGIC = b"steps\0\0\1"
-_HEADER = struct.Struct("<QQQQiiidddddd")  # the fields of Progress
+_MAGIC = b"steps\0\0\2"
+_HEADER = struct.Struct("<QQQQqqiiidddddd")  # the fields of Progress
 _SUMS = struct.Struct(f"<{len(PARTS)}d")
 _ROW = struct.Struct(f"<qdII{len(PARTS)}f")  # step, when it began, samples of this rank and of all, parts
 _AT_SUMS = len(_MAGIC) + _HEADER.size
@@ -58,6 +58,8 @@ class Progress:
     steps: int = 0  # those in the sums
     mine: int = 0  # samples of this rank in them
     all: int = 0  # samples of all ranks in them
+    step: int = 0  # the number of the last one, as messages have it
+    end: int = 0  # of the rows, once the epochs that were asked for are done; 0 where that is unknown
     batches: int = 0  # of an epoch
     epochs: int = 0  # asked for
     epoch: int = 0
@@ -81,15 +83,14 @@ class Progress:
     @property
     def left_s(self) -> float | None:
         """Seconds to the end of the epochs that were asked for, evaluation and commits included."""
-        if not self.epochs or not self.steps:
+        if not self.end or not self.steps:
             return None
-        to_do = self.epochs * self.batches - self.rows
-        return max(0.0, to_do * (self.last - self.first) / self.steps)
+        return max(0.0, (self.end - self.rows) * (self.last - self.first) / self.steps)
 
     def __str__(self) -> str:
         """`epoch 3 of 10, step 417, 1,214 samples/s, 12 min 4 s left, loss 0.312`."""
         of = f" of {self.epochs}" if self.epochs else ""
-        said = [f"epoch {self.epoch + 1}{of}", f"step {self.rows}"]
+        said = [f"epoch {self.epoch + 1}{of}", f"step {self.step}"]
         if self.steps:
             said.append(f"{self.samples_per_second:,.0f} samples/s")
         if self.left_s is not None:

@@ -95,6 +95,15 @@ def test_no_runs_are_no_error(tmp_path):
     assert samestep(tmp_path, "runs").stdout == "no runs in runs\n"
 
 
+def test_runs_names_the_reports_of_scale_which_keeps_no_runs(tmp_path):
+    page = Path("runs", "scale-train-1a2b3c", "report.html")
+    (tmp_path / page).parent.mkdir(parents=True)
+    (tmp_path / page).touch()
+    said = f"no runs in runs\nmeasured by samestep scale: {page}\n"
+    assert samestep(tmp_path, "runs").stdout == said
+    assert json.loads(samestep(tmp_path, "runs", "--json").stdout)["reports"] == [str(page)]
+
+
 def test_logs_shows_one_rank_or_all(home):
     run = json.loads(samestep(home, "runs", "--json").stdout)["runs"][1]["run"]
     assert samestep(home, "logs", run).stdout == "step 0 on 0\nstep 1 on 0\nstep 2 on 0\n"

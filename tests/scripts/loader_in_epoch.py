@@ -1,7 +1,7 @@
 """A loader made again in each epoch: it has the order of epoch 0 each time, at any number of processes.
 
 verdict: same
-remark: begins at epoch 0 with seed=
+remark: begins at epoch 1 with seed=
 """
 
 import torch

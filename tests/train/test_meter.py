@@ -188,3 +188,48 @@ def test_steps_after_a_pass_that_was_left_are_counted(run, tmp_path):
     assert found.progress.between_s > 0.03
     assert found.progress.step_s < 0.01
     assert torch.isnan(torch.tensor(found.progress.loss)) or found.progress.loss != 0
+
+
+def test_a_step_is_what_checkpoint_counts_and_the_time_left_is_that_of_the_steps_still_to_do(run, tmp_path):
+    for folder in ("pulse", "logs"):
+        (tmp_path / "run" / folder).mkdir(parents=True)
+    source = """
+    checkpoint = samestep.Checkpoint(sys.argv[1], every=1, model=model, train=train)
+    checkpoint.resume()
+    for epoch in train.epochs(4):
+        for at, (x,) in enumerate(train):
+            model(x).sum().backward()
+            time.sleep(0.01)
+            if at % 2:
+                optimizer.step()
+                checkpoint.step()
+                if checkpoint.steps == int(sys.argv[2]):
+                    checkpoint.commit(wait=True)
+                    raise SystemExit
+    """
+    for stop in ("5", "7"):
+        env = {"SAMESTEP_RUN": str(tmp_path / "run")}
+        assert run(source, 1, str(tmp_path / "kept"), stop, env=env)[0] == [0]
+        found = read_step_times(Path(tmp_path, "run", "pulse", "steps-0")).progress
+        assert read_pulse(pulse_path(tmp_path / "run", 0)).step == int(stop)
+        assert f"epoch {found.epoch + 1} of 4, step {stop}, " in str(found)
+        # the batch that the script breaks off is among those that are still to do
+        assert found.end - found.rows == 16 - 2 * int(stop) + 1
+
+
+def test_a_stream_does_not_say_how_much_time_is_left(run, tmp_path):
+    for folder in ("pulse", "logs"):
+        (tmp_path / "run" / folder).mkdir(parents=True)
+    source = """
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(30, 4))
+    train = samestep.loader(Stream(), 3)
+    for epoch in train.epochs(2):
+        for x in train:
+            model(x).sum().backward()
+    """
+    assert run(source, 1, env={"SAMESTEP_RUN": str(tmp_path / "run")})[0] == [0]
+    found = read_step_times(Path(tmp_path, "run", "pulse", "steps-0")).progress
+    assert found.samples_per_second > 0
+    assert found.left_s is None

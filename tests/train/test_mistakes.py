@@ -58,8 +58,8 @@ def test_a_rank_that_left_an_epoch_early_is_found_at_the_next_message(world, mon
     # every rank took five steps, on other samples
     with pytest.raises(
         RanksDiffer,
-        match=r"rank 0 came to samestep.sum \(test_mistakes.py:\d+\) at epoch 1, sample 6 of its training and "
-        r"rank \d at epoch 1, sample 18; every rank has to take the same steps",
+        match=r"rank 0 came to samestep.sum \(test_mistakes.py:\d+\) at epoch 2, sample 6 of its training and "
+        r"rank \d at epoch 2, sample 18; every rank has to take the same steps",
     ):
         samestep.sum(1)
     joined().the(Spine)._position = (0, 0, 0)
@@ -181,7 +181,7 @@ def test_a_loader_made_anew_in_every_epoch_is_said_to_repeat_its_order(world):
             for seed in seeds:
                 for x, y in samestep.loader(data, 6, shuffle=True, seed=seed):
                     F.mse_loss(model(x), y).backward()
-        return said.getvalue().count("a second loader over the same data begins at epoch 0 with seed=3")
+        return said.getvalue().count("a second loader over the same data begins at epoch 1 with seed=3")
 
     assert repeated(1, 2, 3) == 0
     assert repeated(3, 3, 3) == (world.rank == 0)
@@ -192,7 +192,7 @@ def test_a_loader_made_anew_in_every_epoch_is_said_to_repeat_its_order(world):
         for _ in range(3):
             for x, y in once:
                 F.mse_loss(model(x), y).backward()
-    assert "begins at epoch 0" not in said.getvalue()
+    assert "begins at epoch 1" not in said.getvalue()
 
 
 @pytest.mark.sizes(2)

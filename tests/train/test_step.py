@@ -250,7 +250,7 @@ def test_ranks_at_different_samples_are_named_at_their_next_message(world, monke
     taken = iter(samestep.loader(TensorDataset(ROWS), 8))
     for _ in range(1 + (world.rank == world.size - 1)):
         next(taken)
-    odd = rf"at epoch 0, sample 8 of its training and rank {world.size - 1} at epoch 0, sample 16; every rank"
+    odd = rf"at epoch 1, sample 8 of its training and rank {world.size - 1} at epoch 1, sample 16; every rank"
     with pytest.raises(RanksDiffer, match=odd) as caught:
         samestep.sum(1)
     assert caught.value.ranks == (world.size - 1,)

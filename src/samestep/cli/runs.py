@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from samestep.cli.output import print_json, print_table, verb
+from samestep.cli.output import harmless, print_json, print_table, verb
 from samestep.measure.runs import list_runs, root_of
 from samestep.text import printable
 
@@ -25,13 +25,16 @@ def command(directory: str | None, as_json: bool) -> None:
     """
     root = root_of(directory)
     rows = [run.facts() for run in list_runs(root)]
+    reports = [str(page) for page in sorted(root.glob("scale-*/report.html"))]
     if as_json:
-        print_json({"runs": rows})
+        print_json({"runs": rows, "reports": reports})
         return
-    if not rows:
+    if rows:
+        print_table([_HEADING, *map(_cells, rows)])
+    else:
         click.echo(f"no runs in {root}")
-        return
-    print_table([_HEADING, *map(_cells, rows)])
+    for page in reports:
+        click.echo(f"measured by samestep scale: {harmless(page)}")
 
 
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:

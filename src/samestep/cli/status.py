@@ -31,9 +31,9 @@ def command(run: str | None, as_json: bool) -> None:
     ]
     hang = None if found.is_over else find_hang(states, found.size, LEAST_S)
     if as_json:
-        names = ("device", "step", "epoch")
         ranks = [
-            {"rank": rank, **{name: getattr(pulse, name) for name in names}, "age_s": now - pulse.unix}
+            {"rank": rank, "device": pulse.device, "step": pulse.step, "epoch": pulse.epoch + 1}
+            | {"age_s": now - pulse.unix}
             for rank, pulse in found.pulses.items()
         ]
         print_json({**facts, "by_rank": ranks, "hang": hang and hang.sentence()})
@@ -43,7 +43,8 @@ def command(run: str | None, as_json: bool) -> None:
         per_second += f", {facts['samples_per_second']:,.0f} samples/s"
     click.echo(f"{harmless(found.path)}: {found.state}, {found.command} on {found.size} ranks{per_second}")
     for rank, pulse in found.pulses.items():
-        step = "no step yet" if pulse.step < 0 else f"epoch {pulse.epoch + 1}, step {pulse.step}"
+        none = "no step" if found.is_over else "no step yet"
+        step = none if pulse.step < 0 else f"epoch {pulse.epoch + 1}, step {pulse.step}"
         age = "" if found.is_over else f", {now - pulse.unix:.0f} s ago"
         click.echo(f"  rank {rank:<4} {pulse.device:<8} {step}{age}")
     if hang:

@@ -45,7 +45,7 @@ class Meter(Member, Subscriber):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
-        self._resumed = 0
+        self.counted: int | None = None  # the steps that Checkpoint.step counts, where the script calls it
         self._evaluates = False
         self.times: StepTimes | None = None
         self._clock = (_DeviceClock if overlaps(group.world.device) else _Clock)(self._note)
@@ -55,10 +55,6 @@ class Meter(Member, Subscriber):
         self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
         if os.environ.get("SAMESTEP_PROFILE"):
             group.the(Profile)
-
-    def count_on_from(self, steps: int) -> None:
-        """Count the steps of a resumed run on from those it had done."""
-        self._resumed = steps - self._spine.steps
 
     def plan(self, epochs: int) -> None:
         """So many epochs are asked for, which tells how long the run will take."""
@@ -70,8 +66,10 @@ class Meter(Member, Subscriber):
             return
         if self.times is None:
             self.times = StepTimes(step_times_of(os.environ, self.group.world.rank))
-        self.times.progress.epoch, self.times.progress.epochs = begun.epoch, self._planned
-        self.times.progress.batches = begun.batches
+        now = self.times.progress
+        now.epoch, now.epochs, now.batches, now.end = begun.epoch, self._planned, begun.batches, 0
+        if self._planned and begun.batches:
+            now.end = now.rows + begun.batches + (self._planned - begun.epoch - 1) * len(begun.of)
         self._spare_workers = begun.of.spare_workers
         self._clock.begin()
 
@@ -80,14 +78,14 @@ class Meter(Member, Subscriber):
 
     def step_begins(self, share: Share) -> None:
         if share.of.training:
-            self.group.beat(self._resumed + share.step + 1, share.of.epoch)
+            self.group.beat((share.step if self.counted is None else self.counted) + 1, share.of.epoch)
 
     def phase_begins(self, phase: str, call: str) -> None:
         self._clock.mark(_EVALUATION if self._evaluates else _AT.get(phase, _REST))
 
     def step_ends(self, share: Share) -> None:
         if share.of.training:
-            self._clock.end((self._resumed + share.step, share.mine, share.all))
+            self._clock.end((share.step, share.mine, share.all))
             if self._most and share.step + 1 >= self._most:
                 raise SystemExit(0)  # every rank has come to the end of this step
 
@@ -103,6 +101,7 @@ class Meter(Member, Subscriber):
         assert self.times is not None
         number, mine, batch = facts
         progress = self.times.progress
+        progress.step = self.group.step or 0
         if progress.rows % _EXCHANGE_EVERY == 0:
             for seen_s, hidden_s in self._spine.models.exchanges():
                 progress.exchanged_s += seen_s

@@ -391,7 +391,7 @@ class Spine(Member):
 
 def _in_words(mark: bytes) -> str:
     _, epoch, samples = _POSITION.unpack(mark)
-    return f"epoch {epoch}, sample {samples}"
+    return f"epoch {epoch + 1}, sample {samples}"
 
 
 def spine() -> Spine:

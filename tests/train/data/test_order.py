@@ -111,7 +111,7 @@ def test_a_sampler_that_gives_another_order_than_before_is_an_error(world):
             self.own = random.Random(seed)
 
     _, state = left(Fresh(1), 1)
-    with pytest.raises(UsageError, match="the sampler gives epoch 1 another order than before the run"):
+    with pytest.raises(UsageError, match="the sampler gives epoch 2 another order than before the run"):
         resumed(Fresh(2), state)
 
 

@@ -84,6 +84,7 @@ class Checkpoint:
         """Collective. Make it on every rank, with the same parts."""
         self.steps = self._asked_at = self._remember_at = 0
         self._group = joined()
+        self._meter = self._group.the(Meter)
         self._world = self._group.world
         self._every = checked_every(every)
         self._accept = {accept} if isinstance(accept, str) else set(accept)
@@ -152,6 +153,7 @@ class Checkpoint:
     def step(self) -> None:
         """Collective. Count a step: commit if it is time; if a stop was asked for, commit and exit with 75."""
         self.steps += 1
+        self._meter.counted = self.steps
         is_common = self._common.reached(self.steps, now=self._requests.heard is not None)
         due = isinstance(self._every, int) and self.steps % self._every == 0
         remembers = self.steps == self._remember_at
@@ -324,7 +326,7 @@ class Checkpoint:
         for name, part in self._parts.items():
             load_part(name, part, self._adjusted(name, state[name]))
         self.steps = self._asked_at = int(own["step"])
-        self._group.the(Meter).count_on_from(self.steps)
+        self._meter.counted = self.steps
         self._common.decided(is_first=True)
         # ranks that draw alike all go on in rank 0's streams
         alike = self._group.the(Replicas).exact or self._group.the(Draws).active

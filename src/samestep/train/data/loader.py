@@ -345,7 +345,7 @@ class Loader(Generic[Item]):
             begun.at[self.dataset] = weakref.ref(self), self._seed
             if of() is not self and seed == self._seed:
                 self._group.say(
-                    f"a second loader over the same data begins at epoch 0 with seed={seed}, in the order that the "
+                    f"a second loader over the same data begins at epoch 1 with seed={seed}, in the order that the "
                     "first one had; in a loop over epochs make the loader once, before the loop",
                     what="a second loader",
                 )
