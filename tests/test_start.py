@@ -84,6 +84,9 @@ def test_help_of_a_command_is_asked_for_in_both_ways():
     [
         ("rnu", "samestep has no command 'rnu'; did you mean `samestep run`?\n"),
         ("zip", "samestep has no command 'zip'; see `samestep --help`\n"),
+        ("launch", "samestep has no command 'launch'; it is `samestep run` here\n"),
+        ("ls", "samestep has no command 'ls'; it is `samestep runs` here\n"),
+        ("-n2", "samestep has no command '-n2'; `samestep run -n2` runs a script\n"),
         ("train.py", "samestep has no command 'train.py'; `samestep run train.py` runs a script\n"),
     ],
 )

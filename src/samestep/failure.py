@@ -82,6 +82,14 @@ _REMEDIES = {
     "load() got an unexpected keyword argument 'map_location'": "samestep.load gives tensors on the CPU; leave it out",
     "has no attribute 'is_main_process'": "write world.rank == 0",
     "'World' object has no attribute 'world_size'": "write world.size",
+    "'World' object has no attribute 'num_processes'": "write world.size",
+    "'World' object has no attribute 'process_index'": "write world.rank",
+    "'World' object has no attribute 'global_rank'": "write world.rank",
+    "'World' object has no attribute 'local_process_index'": "write world.local_rank",
+    "'World' object has no attribute 'node_rank'": "write world.node",
+    "steps() missing 1 required keyword-only argument: 'microbatch'": (
+        "write steps(dataset, batch_size=64, microbatch=8), or samestep.loader for batches that are not split"
+    ),
 }
 
 

@@ -152,6 +152,15 @@ def test_without_devices_one_process_is_started_and_a_line_says_how_to_ask_for_m
         (["-n2", "--numa-binding", "node", "show.py"], 2, "--numa-binding is not offered"),
         (["--num_processes", "2", "show.py"], 2, "--num-processes is -n here; write -n 2"),
         (["--gpus=4", "show.py"], 2, "--gpus is -n here; write -n 4"),
+        (["--ntasks", "4", "show.py"], 2, "--ntasks is -n here; write -n 4"),
+        (
+            ["--mixed-precision=fp16", "show.py"],
+            2,
+            "--mixed-precision is not offered: the script says it, as with",
+        ),
+        (["--cpu", "-n2", "show.py"], 2, "--cpu is not offered: the script's device decides"),
+        (["-n2", "."], 2, ". is a directory without a __main__.py; write the path of a script in it"),
+        (["-n2"], 2, "missing argument 'SCRIPT'; write for instance `samestep run -n 2 train.py --epochs 3`"),
         (["--num-machines=4", "show.py"], 2, "--num-machines is --nodes here; write --nodes 4"),
         (
             ["-n2", "--virtual-local-rank", "show.py"],

@@ -121,6 +121,12 @@ def test_logs_shows_one_rank_or_all(home):
             "there is no run in nowhere or runs/nowhere; see `samestep runs`",
         ),
         (["status", "nowhere"], "there is no run in nowhere"),
+        (["runs", "nowhere"], "nowhere is not a directory; write the one where runs are kept"),
+        (["export", "nowhere", "-o", "x.pt"], "path 'nowhere' does not exist"),
+        (
+            ["submit", "--gres", "gpu:1", "train.py"],
+            "no such option '--gres'; --option gives sbatch its own, as",
+        ),
         (["stop"], "is failed (7), so there is nothing to stop"),
     ],
 )

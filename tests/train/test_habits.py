@@ -88,6 +88,15 @@ def test_a_dataloader_is_taken_over_with_its_order(world, data, options):
         (lambda: samestep.replicate(nn.Linear(2, 2, device="meta")), "a Linear on the meta device, which has no"),
         (lambda: samestep.Checkpoint("ck", nn.Linear(2, 2)), "without a name; write Checkpoint(directory, model=model"),
         (lambda: samestep.save({"a": 1}, "model.pt"), "save got a dict as its path; the path comes first"),
+        (lambda: samestep.save("model.safetensors", {}), "in torch's format, which is not that of safetensors; write"),
+        (lambda: samestep.load({}), "load got a dict as its path; write samestep.load('model.pt')"),
+        (lambda: samestep.Checkpoint(nn.Linear(2, 2), "ck"), "got a Linear as its directory, which comes first"),
+        (lambda: samestep.Checkpoint(None, model=nn.Linear(2, 2)), "got a NoneType as its directory"),
+        (lambda: samestep.Checkpoint("ck", model=nn.Linear(2, 2), keep="all"), "keep='all' leaves nothing to go"),
+        (lambda: samestep.loader(6, DATA), "is not a number of samples; use an integer of at least 1"),
+        (lambda: samestep.loader(DATA, True), "batch_size True is not a number of samples"),
+        (lambda: samestep.loader("data/train", 6), "loader got str, which has no samples by index"),
+        (lambda: list(samestep.loader(DATA, 6).epochs("3")), "epochs('3') is not a number of epochs; write an integer"),
     ],
 )  # fmt: skip
 def test_a_line_of_another_library_is_a_sentence_with_the_line_to_write(world, make, said):
@@ -126,8 +135,10 @@ def test_errors_of_torch_and_python_get_the_line_to_write(world):
         (lambda: samestep.load("x.pt", map_location="cpu"), "leave it out"),
         (lambda: samestep.init().is_main_process, "world.rank == 0"),
         (lambda: samestep.init().world_size, "world.size"),
+        (lambda: samestep.init().local_process_index, "world.local_rank"),
+        (lambda: samestep.steps(DATA, 6), "microbatch=8"),
     ],
-    ids=["loader", "sampler", "save", "load", "map_location", "main process", "world_size"],
+    ids=["loader", "sampler", "save", "load", "map_location", "main process", "world_size", "index", "steps"],
 )
 def test_a_name_of_another_library_gets_the_line_to_write(world, tmp_path, monkeypatch, habit, remedy):
     monkeypatch.chdir(tmp_path)

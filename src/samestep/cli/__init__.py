@@ -37,6 +37,14 @@ _VERBS = {
         "completion": "Complete commands and options in bash, zsh or fish.",
     },
 }
+# what others call it
+_MEANT = {
+    **dict.fromkeys(("launch", "torchrun", "python", "start", "train", "exec", "mpirun", "srun"), "run"),
+    **dict.fromkeys(("kill", "cancel", "scancel"), "stop"),
+    **dict(
+        ls="runs", list="runs", ps="status", test="verify", sbatch="submit", bench="scale", diff="compare"
+    ),
+}
 COMMANDS = {verb: what for verbs in _VERBS.values() for verb, what in verbs.items()}
 
 
@@ -70,8 +78,10 @@ def _main(args: list[str] | None) -> None:
 
 
 def _meant(verb: str) -> str:
-    if verb.endswith(".py"):
+    if verb.endswith(".py") or verb.startswith("-"):
         return f"`samestep run {verb}` runs a script"
+    if verb in _MEANT:
+        return f"it is `samestep {_MEANT[verb]}` here"
     from difflib import get_close_matches  # only here: importing it takes as long as all of --help
 
     near = get_close_matches(verb, COMMANDS, 1)

@@ -48,7 +48,14 @@ class _Verb(click.Command):
         try:
             return super().main(args, prog_name, *more, **settings | {"standalone_mode": False})
         except click.ClickException as error:
-            said, code = f"{_sentence(error)}; see `{prog_name or self.name} --help`", 2
+            example = re.search("^ *(samestep .*)", self.help or "", re.MULTILINE)
+            hint = f"see `{prog_name or self.name} --help`"
+            if isinstance(error, click.MissingParameter) and example:
+                hint = f"write for instance `{example[1]}`"
+            elif isinstance(error, click.NoSuchOption) and "options" in {param.name for param in self.params}:
+                error = click.NoSuchOption(error.option_name)
+                hint = f"--option gives sbatch its own, as --option --gres=gpu:1; {hint}"
+            said, code = f"{_sentence(error)}; {hint}", 2
         except SamestepError as error:
             said, code = str(error), 2 if isinstance(error, UsageError) else 1
         except OSError as error:

@@ -39,16 +39,19 @@ _NOT_OFFERED = {
     # of torch 2.14
     "--log-line-prefix-template": "--tee begins every line with its rank",
     "--print-completion": "`samestep completion` prints it",
+    # of accelerate launch
+    "--mixed-precision": "the script says it, as with torch.autocast",
+    "--backend": "the script says it, as samestep.init(backend=...)",
+    "--cpu": "the script's device decides; CUDA_VISIBLE_DEVICES= hides all GPUs",
+    "--multi-gpu": "there is one process for each visible device",
 }
 # Accelerate's and others' names.
 _ELSEWHERE = {
-    "--num-processes": "-n",
-    "--gpus": "-n",
-    "--num-gpus": "-n",
+    **dict.fromkeys(("--num-processes", "--np", "--ntasks", "--gpus", "--num-gpus", "--ngpus"), "-n"),
     "--num-machines": "--nodes",
     "--machine-rank": "--node-rank",
 }
-_FLAGS = ("--standalone", "--run-path", "--virtual-local-rank")
+_FLAGS = ("--standalone", "--run-path", "--virtual-local-rank", "--cpu", "--multi-gpu")
 _HIDDEN = (
     *_ELSEWHERE,
     *("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--local-addr"),
@@ -232,6 +235,8 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
         raise UsageError(f"samestep run starts Python itself; leave the word {script} out")
     if not Path(script).exists():
         raise FileNotFoundError(2, f"there is no such file in {Path.cwd()}")
+    if Path(script).is_dir() and not Path(script, "__main__.py").exists():
+        raise UsageError(f"{script} is a directory without a __main__.py; write the path of a script in it")
     return [scripts_python(), script, *args]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from samestep.cli.output import harmless, print_json, print_table, verb
+from samestep.errors import UsageError
 from samestep.measure.runs import list_runs, root_of
 from samestep.text import printable
 
@@ -24,6 +25,8 @@ def command(directory: str | None, as_json: bool) -> None:
     samestep runs /scratch/runs --json
     """
     root = root_of(directory)
+    if directory and not root.is_dir():
+        raise UsageError(f"{directory} is not a directory; write the one where runs are kept")
     rows = [run.facts() for run in list_runs(root)]
     reports = [str(page) for page in sorted(root.glob("scale-*/report.html"))]
     if as_json:

@@ -74,8 +74,10 @@ class CheckpointDirectory:
     """The commits of one run; one process at a time writes here."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
-        if keep < 2:
-            raise UsageError(f"keep={keep} leaves nothing to go back to when one file is damaged; use keep=2")
+        if not isinstance(keep, int) or keep < 2:
+            raise UsageError(
+                f"keep={keep!r} leaves nothing to go back to when one file is damaged; use keep=2"
+            )
         self.directory = Path(directory)
         self._at = self.directory.absolute()  # the script may change its working directory
         self.keep = keep

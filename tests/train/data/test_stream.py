@@ -170,7 +170,7 @@ def test_a_stream_that_gives_other_samples_than_before_is_an_error(world):
     for left in (stream, Rows(3)):
         other = samestep.loader(left, 4)
         other.load_state_dict(state)
-        with pytest.raises(UsageError, match="epoch 0 other samples than before the run was resumed"):
+        with pytest.raises(UsageError, match="epoch 1 other samples than before the run was resumed"):
             list(other)
 
 

@@ -92,7 +92,7 @@ class Checkpoint:
             raise UsageError(
                 f"accept got {', '.join(sorted(unknown))}; use {', '.join(dict.fromkeys(ACCEPTED_AS.values()))}"
             )
-        self._parts = checked_parts(unnamed, parts, self._group)
+        self._parts = checked_parts(directory, unnamed, parts, self._group)
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
         for one in self._loaders.values():
             one.keep_ledger(self.finish)

@@ -1,6 +1,7 @@
 """What a Checkpoint consists of and how often it is committed, and what a commit holds: checked before it is used."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -99,7 +100,14 @@ def checked_every(every: int | timedelta) -> int | timedelta:
     return every
 
 
-def checked_parts(unnamed: Sequence[Any], parts: Mapping[str, Any], group: Group) -> dict[str, Part]:
+def checked_parts(
+    directory: Any, unnamed: Sequence[Any], parts: Mapping[str, Any], group: Group
+) -> dict[str, Part]:
+    if not isinstance(directory, str | os.PathLike):
+        raise UsageError(
+            f"Checkpoint got a {type(directory).__name__} as its directory, which comes first; write "
+            "Checkpoint('runs/commits', model=model, optimizer=optimizer, train=train)"
+        )
     if unnamed:
         raise UsageError(
             f"Checkpoint got a {type(unnamed[0]).__name__} without a name; write Checkpoint(directory, model=model, "

@@ -28,6 +28,11 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         raise UsageError(
             f"save got a {type(path).__name__} as its path; the path comes first: samestep.save('model.pt', state)"
         )
+    if Path(path).suffix == ".safetensors":
+        raise UsageError(
+            f"save writes {path} in torch's format, which is not that of safetensors; write "
+            "samestep.save('model.pt', state), and safetensors.torch.save_file on rank 0 for the other"
+        )
     failure = ""
     if joined().world.rank == 0:
         with joined().within("checkpoint", f"samestep.save ({users_line()})"):
@@ -62,6 +67,8 @@ def load(path: str | os.PathLike[str]) -> Any:
 
         model.load_state_dict(samestep.load("model.pt"))
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"load got a {type(path).__name__} as its path; write samestep.load('model.pt')")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except IsADirectoryError as error:
@@ -72,7 +79,9 @@ def load(path: str | os.PathLike[str]) -> Any:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there; save it first, or name another file") from error
     except Exception as error:  # a damaged pickle raises what its bytes happen to spell
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).partition("\n")[0]
+        if " " not in reason:  # a byte or a key
+            reason = "its bytes are none of torch.save"
         if other := re.search(r"GLOBAL ([\w.]+)", str(error)):
             reason = f"it holds a {other[1]}"
         raise CheckpointError(

@@ -133,8 +133,8 @@ class Loader(Generic[Item]):
     ) -> None:
         world = group.world
         if options.get("batch_sampler") is None:
-            batch_size = share.as_int(batch_size) * (world.size if os.environ.get("SAMESTEP_WEAK") else 1)
-            share.check_batch_size(batch_size, world.size)
+            share.check_batch_size(batch_size := share.as_int(batch_size), world.size)
+            batch_size *= world.size if os.environ.get("SAMESTEP_WEAK") else 1
         if seed is not None and type(seed := share.as_int(seed)) is not int:
             raise UsageError(f"seed {seed!r} is not an integer; write for instance seed=0")
         check_dataset(dataset)
@@ -179,6 +179,8 @@ class Loader(Generic[Item]):
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs still to do of count in all; the one this loader is in the middle of comes first."""
         first = self.epoch + self._begun
+        if type(count := share.as_int(count)) is not int:
+            raise UsageError(f"epochs({count!r}) is not a number of epochs; write an integer, as epochs(10)")
         self._group.the(Meter).plan(count)
         for epoch in range(first, count):
             if epoch > first or self._begun:

@@ -152,8 +152,8 @@ class Sampled(Order):
             taken = self._take(epoch, drawn_in, asked, goes_on=not lazily)
         if expected and _digest(taken[: expected["count"]]) != expected["digest"]:
             raise UsageError(
-                f"the {self.kind} gives epoch {epoch + 1} another order than before the run was resumed; make the order a "
-                "function of its seed and epoch, or give the sampler a state_dict"
+                f"the {self.kind} gives epoch {epoch + 1} another order than before the run was resumed; make the "
+                "order a function of its seed and epoch, or give the sampler a state_dict"
             )
         if alike and self._group.world.size > 1:
             taken.compare_first()

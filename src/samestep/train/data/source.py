@@ -103,7 +103,7 @@ def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str
 def check_dataset(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         return
-    if not hasattr(dataset, "__getitem__"):
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, str | torch.nn.Module):
         raise UsageError(
             f"loader got {type(dataset).__name__}, which has no samples by index; give it __len__ and __getitem__, or "
             "make it a torch.utils.data.IterableDataset, which every rank can read from its beginning"

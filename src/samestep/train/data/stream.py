@@ -127,8 +127,8 @@ class Reading:
             read = self._read()
         if position and (stop != position or digest != (self._expected or digest)):
             raise UsageError(
-                f"{self._name} gives epoch {self._epoch + 1} other samples than before the run was resumed; seed what it "
-                "draws, and let each pass begin at its first sample"
+                f"{self._name} gives epoch {self._epoch + 1} other samples than before the run was resumed; seed what "
+                "it draws, and let each pass begin at its first sample"
             )
         while read is not None:
             batch, stop, digest = self._counted(read, stop, digest)
