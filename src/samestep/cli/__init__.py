@@ -38,13 +38,10 @@ _VERBS = {
     },
 }
 # what others call it
-_MEANT = {
-    **dict.fromkeys(("launch", "torchrun", "python", "start", "train", "exec", "mpirun", "srun"), "run"),
-    **dict.fromkeys(("kill", "cancel", "scancel"), "stop"),
-    **dict(
-        ls="runs", list="runs", ps="status", test="verify", sbatch="submit", bench="scale", diff="compare"
-    ),
-}
+_MEANT = dict.fromkeys(("launch", "torchrun", "python", "start", "train", "mpirun", "srun"), "run") | {
+    "ls": "runs", "list": "runs", "ps": "status", "kill": "stop", "cancel": "stop", "scancel": "stop",
+    "test": "verify", "sbatch": "submit", "bench": "scale", "diff": "compare",
+}  # fmt: skip
 COMMANDS = {verb: what for verbs in _VERBS.values() for verb, what in verbs.items()}
 
 
