@@ -36,11 +36,17 @@ WEIGHTS = torch.ones(2, dtype=torch.float64, requires_grad=True)
         (lambda out, y: ((out - y) ** 2).sum() / 6, True),
         (lambda out, y: in_place(((out - y) ** 2).sum(), y), False),
         (lambda out, y: F.mse_loss(out, y, reduction="none"), True),
+        (lambda out, y: by_numel(out, y), False),
+        (lambda out, y: (out.expand(-1, 2) - y).square().sum() / (len(y) * 2), False),
+        (lambda out, y: F.mse_loss(out, y) + 6 * (1 / len(y)) * F.mse_loss(out, y, reduction="sum"), False),
+        (lambda out, y: F.mse_loss(out, y) * len(y), True),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") / samestep.sum(len(y)), True),
     ],
     ids=[
         *("reduction", "sum", "divided by the batch", "mean", "divided", "a mean and a sum", "sample by sample"),
         *("sample by sample, divided", "totalled", "a penalty", "features", "gathered", "weighted"),
-        *("written out", "in place", "a vector"),
+        *("written out", "in place", "a vector", "by numel", "two for each", "weighed and divided"),
+        *("times len", "divided by all samples"),
     ],
 )  # fmt: skip
 def test_a_sum_over_samples_is_said_once(world, loss, is_said):
@@ -52,6 +58,12 @@ def test_a_sum_over_samples_is_said_once(world, loss, is_said):
             made.backward(torch.ones_like(made))
     text = f"has a sum over samples, and the gradients of ranks are averaged: it trains with 1/{world.size}"
     assert said.getvalue().count(text) == (is_said and world.size > 1 and world.rank == 0)
+
+
+def by_numel(out, y):
+    """At 2 ranks a share has as many numbers as the batch has samples."""
+    two = y.expand(-1, 2)
+    return F.mse_loss(out.expand(-1, 2), two, reduction="sum") / two.numel()
 
 
 def in_place(loss, y):

@@ -10,6 +10,7 @@ import linecache
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -148,13 +149,49 @@ def measured() -> Any:
     return _measured(sizes[0], frame, 0) if sizes else None
 
 
-def number_in_line() -> tuple[bool, Any]:
-    """Of a product or quotient in the script: whether one side is written out, and of what the number is the length."""
+def number_in_line(mine: int) -> tuple[bool, int]:
+    """Of a product or quotient in the script: whether one side is written out, and how the number of this rank's
+    samples, `mine`, goes into its number: 1 as in len(x), -1 as in 1 / len(x), 0 where it does not or is not known."""
     frame = scripts_frame(sys._getframe(1))
     node = call_in(frame)
-    sides = [getattr(node, side, None) for side in ("right", "value", "left")]
-    of = [_measured(one, frame, 0) for one in sides[:2] if one is not None]
-    return any(isinstance(one, ast.Constant) for one in sides), next(iter(of), None)
+    found = (getattr(node, side, None) for side in ("right", "value", "left"))
+    sides = [one for one in found if one is not None]
+    return any(isinstance(one, ast.Constant) for one in sides), _first_power(sides, frame, mine, 0)
+
+
+def _first_power(nodes: Iterable[ast.AST], frame: FrameType | None, mine: int, depth: int) -> int:
+    """The first that is not 0."""
+    for one in nodes:
+        with suppress(LookupError):
+            if power := _power(one, frame, mine, depth + 1):
+                return power
+    return 0
+
+
+def _power(node: ast.AST, frame: FrameType | None, mine: int, depth: int) -> int:
+    """The same of an expression of numbers; LookupError of others, and of those with the number of ranks."""
+    if frame is None or depth == _DEEPEST:
+        return 0
+    match node:
+        case ast.BinOp(left=one, op=op, right=other):
+            before, behind = (_power(side, frame, mine, depth + 1) for side in (one, other))
+            sign = {ast.Mult: 1, ast.Div: -1}.get(type(op))
+            return before + sign * behind if sign else before or behind
+        case ast.Call(func=ast.Name(id="float" | "int" | "max" | "min"), args=parts):
+            return _first_power(parts, frame, mine, depth)
+        case (
+            ast.Call(func=ast.Name(id="len" | "sum") | ast.Attribute(attr="size" | "numel"))
+            | ast.Subscript(value=ast.Attribute(attr="shape"))
+        ):
+            return int(_rows(_measured(node, frame, depth)) == mine)
+        case ast.Name(id=name) if name != "world_size" and isinstance(value_of(node, frame), int | float):
+            found = _first_power(_set_to(frame.f_code.co_filename, name, ast.Name) or (), frame, mine, depth)
+            return found or _first_power(_given(frame, name) or (), scripts_frame(frame.f_back), mine, depth)
+        case ast.Attribute(attr=name) if name != "size" and isinstance(value_of(node, frame), int | float):
+            return 0
+        case ast.Constant():
+            return 0
+    raise LookupError
 
 
 def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
@@ -169,6 +206,8 @@ def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
     caller, value = scripts_frame(frame.f_back), value_of(node, frame)
     if value is None and caller is not None and frame.f_code.co_name.startswith("<"):
         value = value_of(node, caller)  # what a comprehension goes through is looked up around it
+    if _rows(value) >= 0:
+        return value
     match node:
         case ast.Call(
             func=ast.Name(id="range" | "zip" | "enumerate" | "reversed" | "list" | "len"), args=parts
@@ -176,9 +215,10 @@ def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
             return first(parts)
         case (
             ast.Subscript(value=ast.Attribute(value=part, attr="shape"), slice=ast.Constant(0))
-            | ast.Call(func=ast.Attribute(value=part, attr="size"), args=[] | [ast.Constant(0)])
+            | ast.Call(func=ast.Attribute(value=part, attr="size" | "numel"), args=[] | [ast.Constant(0)])
             | ast.Attribute(value=part, attr="shape")
             | ast.Call(args=[part], keywords=[])
+            | ast.GeneratorExp(generators=[ast.comprehension(iter=part), *_])
             | ast.Starred(value=part)
             | ast.Tuple(elts=[part, *_])
         ):
@@ -188,13 +228,15 @@ def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
         case ast.Name(id=name) if type(value) in (int, tuple, torch.Size):
             found = first(_set_to(frame.f_code.co_filename, name, ast.Name) or ())
             return first(_given(frame, name) or (), caller) if found is None else found
-    return value if _rows(value) >= 0 else None
+    return None
 
 
 def _rows(value: Any) -> int:
-    """The rows of a tensor, array or list of such; -1 of anything else."""
+    """The rows of a tensor, array or list of such or of dicts of them; -1 of anything else."""
     is_listed = type(value) in (list, tuple)
-    if not isinstance(next(iter(value), None) if is_listed else value, torch.Tensor | np.ndarray):
+    one = next(iter(value), None) if is_listed else value
+    one = next(iter(one.values()), None) if is_listed and type(one) is dict else one
+    if not isinstance(one, torch.Tensor | np.ndarray):
         return -1
     return len(value) if is_listed or value.ndim else -1
 

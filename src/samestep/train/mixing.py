@@ -101,14 +101,17 @@ def _is_average(name: str, given: Sequence[Other], is_batch: Sequence[bool], *, 
 
 def _weighed(name: str, by: Any, sums: bool, means: bool, rows: Rows) -> tuple[str, bool, bool]:
     """What a number does to sums and averages, whether there are sums, and averages of this rank's samples, then."""
-    is_written_out, of = number_in_line()
+    is_written_out, power = number_in_line(rows.mine)
     number = by if isinstance(by, int | float) else 0.0
-    count = number if name == "div" or not number else round(1 / number, 6)
     if is_written_out:
         return "", sums, means
-    is_of_share = count and not count % rows.mine and count != rows.all
-    if is_of_share and isinstance(of, torch.Tensor) and len(of) == rows.mine:
-        return "divides an average by the number of samples" if means else "", means, sums
+    if number and power:
+        is_divided = (power > 0) == (name == "div")
+        if is_divided and rows.mine == 1:
+            return "", False, sums or means  # samples that the script took one by one are averages too
+        is_twice = is_divided and means
+        return "divides an average by the number of samples" if is_twice else "", means, sums and is_divided
+    count = number if name == "div" or not number else round(1 / number, 6)
     is_counted = count == rows.mine if name != "div" else not number or rows.all != count >= rows.mine
     return "", sums and not is_counted, False
 

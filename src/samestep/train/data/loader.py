@@ -42,7 +42,7 @@ from samestep.train.step import Pass, Share, Spine
 from samestep.train.subscriber import Subscriber
 
 Kind = TypeVar("Kind", bound="Loader[Any]")
-_DRAWN_ALIKE = "seed what draws them (torch, NumPy, random) with the same number on every rank, and draw them"
+_DRAWN_ALIKE = "seed what draws them alike on every rank, and draw them before replicate, or with same=True"
 
 
 def loader(
@@ -105,12 +105,12 @@ def agree(call: str, made: Kind) -> Kind:
             if theirs[name] != value:
                 raise RanksDiffer(
                     f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
-                    f"or the labels differ; {_DRAWN_ALIKE} before replicate"
+                    f"or the labels differ; {_DRAWN_ALIKE}"
                 )
     if apart := [rank for rank, theirs in enumerate(said) if theirs["floats"] != floats]:
         group.say(
             f"the samples of {call} differ between rank 0 and rank {apart[0]}, so each rank trains on data of its own; "
-            f"{_DRAWN_ALIKE} before replicate"
+            f"{_DRAWN_ALIKE}"
         )
     return made
 
