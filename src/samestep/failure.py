@@ -1,4 +1,4 @@
-"""A failure as a record: a worker leaves it in the run's directory, and its launcher reads it; no torch."""
+"""Records of failures: a worker writes one into the run's directory, and its launcher reads it; no torch."""
 
 import json
 import linecache
@@ -42,14 +42,14 @@ class Frame(NamedTuple):
 
     @property
     def doing(self) -> str:
-        """What a process does that is there: `is in read_shard (data.py:17)`."""
+        """What a process in this frame does: `is in read_shard (data.py:17)`."""
         return f"is at {self.place}" if self.name == "<module>" else f"is in {self.name} ({self.place})"
 
 
 class Failure(NamedTuple):
-    """What a record says: the exception's last lines, its group's, its cause's, the user's frames, the exit code.
+    """A record: the last lines of the exception, of its group and of its cause, the user's frames, the exit code.
 
-    Also the ranks that differ from the others, where the exception says which.
+    `ranks` are those that differ from the others, if the exception names them.
     """
 
     exception: str
@@ -64,7 +64,7 @@ _TOO_MANY = (
     "this process may start no more threads or processes (`ulimit -u`, or pids.max of a container or job); raise that "
     "limit, or use fewer loader workers"
 )
-# What torch or Python says of a line that a serial or hand-written script may have, and what to write instead.
+# Words in errors that lines of a serial or hand-written script cause, and what to write instead.
 _REMEDIES = {
     "has no attribute 'module'": "replicate returns the model itself; write model where model.module stands",
     "Expected more than 1 value per channel when training": (
@@ -94,14 +94,14 @@ _REMEDIES = {
 
 
 def add_remedy(error: BaseException) -> None:
-    """Add what to write instead to the exception's message, where it is one of another library that is known."""
+    """Add to a known exception of another library what to write instead."""
     for words, remedy in _REMEDIES.items():
         if words in str(error) and not getattr(error, "__notes__", None):
             error.add_note(f"samestep: {remedy}")
 
 
 def is_users(file: str) -> bool:
-    """Whether a frame in this file is the user's own, not a library's."""
+    """Whether this file is the user's own, not a library's."""
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
         return False
     return not file.startswith((_STANDARD, _OURS))
@@ -115,20 +115,20 @@ def stack_of(frame: FrameType | None) -> Iterator[Frame]:
 
 
 def users_frame(stack: Iterable[Frame]) -> Frame | None:
-    """The innermost of the user's own; None where the script has ended."""
+    """The innermost frame in a file of the user; None if there is none, as after the script's end."""
     return next((frame for frame in stack if is_users(frame.file)), None)
 
 
 def torchs_wait(stack: Sequence[Frame]) -> str:
-    """The call of torch.distributed that this stack is in, with its line; "" where it is in none."""
+    """The call of torch.distributed in which this stack waits, with its line; "" if it is in none."""
     frame = users_frame(stack)
     if frame is None:
         return ""
-    at = stack[0]
-    if not _WAITING.search(at.file):
-        code = linecache.getline(at.file, at.line)
+    innermost = stack[0]
+    if not _WAITING.search(innermost.file):
+        code = linecache.getline(innermost.file, innermost.line)
         return f"Work.wait ({frame.place})" if _WORKS_WAIT.search(code) else ""
-    name = "DDP's forward" if "/nn/" in at.file else at.name
+    name = "DDP's forward" if "/nn/" in innermost.file else innermost.name
     return f"{name} ({frame.place})"
 
 
@@ -139,10 +139,10 @@ def heading(script: str, rank: int, size: int, place: str, seconds: float, step:
 
 
 def typed(path: Path) -> str:
-    """A path as one would type it here."""
+    """A path as a user would type it here."""
     try:
         return str(path.relative_to(Path.cwd()))
-    except (ValueError, FileNotFoundError):  # it is elsewhere, or the working directory was removed
+    except (ValueError, FileNotFoundError):  # outside the working directory, or that was removed
         return str(path)
 
 
@@ -165,7 +165,7 @@ def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> No
 
 
 def failure_of(error: BaseException, code: int) -> Failure:
-    """What a record says of this exception."""
+    """The record of this exception."""
     first = error
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
@@ -177,7 +177,7 @@ def failure_of(error: BaseException, code: int) -> Failure:
 
 
 def read_failure(path: Path, pid: int) -> Failure | None:
-    """The record that the process of this number left, or None where it left none."""
+    """The record that the process `pid` wrote; None if it wrote none."""
     record = read_record(path)
     if record is None or record.get("pid") != pid:
         return None
@@ -191,7 +191,7 @@ def read_failure(path: Path, pid: int) -> Failure | None:
 
 def _text(error: BaseException) -> str:
     """The exception's type and message as a traceback ends with them, shortened in the middle."""
-    # A SyntaxError's lines begin with where it is, which is a frame here.
+    # A SyntaxError begins with the lines of its place, which is a frame here.
     lines = dropwhile(lambda line: line.startswith("  "), traceback.format_exception_only(error))
     text = "".join(lines).rstrip()
     if len(text) <= _MOST_CHARACTERS:
@@ -201,7 +201,7 @@ def _text(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> list[Frame]:
-    """The user's own frames, the innermost last; of an exception that has none of them, the last one."""
+    """The frames in the user's files, the innermost last; if there are none, the last frame of all."""
     steps = traceback.walk_tb(error.__traceback__)
     frames = [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in steps]
     chosen = [frame for frame in frames if is_users(frame.file)][-_MOST_FRAMES:] or frames[-1:]

@@ -1,4 +1,4 @@
-"""A file is written atomically: the old content stays until the new content is on the disk."""
+"""Safe use of files: atomic replacement, private directories, and no links or devices in the place of files."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mode: int = 0o666) -> None:
-    """Replace a file by these bytes, or by what `write` writes; after any error the old one is as it was."""
+    """Replace a file by these bytes, or by what `write` writes; after an error the old file is unchanged."""
     handled = sys.exception()
     with suppress(FileNotFoundError):
         mode_there = path.lstat().st_mode
@@ -34,7 +34,7 @@ def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mo
         with suppress(OSError):
             new.unlink()
         cause = error.__context__
-        # torch turns a full disk into a RuntimeError about positions
+        # torch hides the OSError of a full disk behind a RuntimeError about positions
         if isinstance(error, RuntimeError) and isinstance(cause, OSError) and cause is not handled:
             raise cause from None
         raise
@@ -42,27 +42,27 @@ def write_atomically(path: Path, write: bytes | Callable[[BinaryIO], object], mo
 
 
 def make_private_directory(directory: Path) -> None:
-    """Make a directory and its missing parents, open to their owner alone, and wait until the disk has them."""
+    """Make a directory and its missing parents, for their owner alone, and wait until they are on the disk."""
     if not directory.is_dir():
         make_private_directory(directory.parent)
-        # another process may have made it by now; where it is a file, its next use says so
+        # another process may have made it by now; if it is a file, its next use fails
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700)
         sync_directory(directory.parent)
 
 
 def is_own_directory(directory: Path) -> bool:
-    """Whether this is a directory, not a link to one, that nobody has made who could not replace its parent too."""
+    """Whether this is a directory, not a link, of this user or of its parent's owner, who could replace it anyway."""
     try:
         facts, parent = directory.lstat(), directory.parent.stat()
     except OSError:
         return False
-    # Some network file systems show another owner than this user for all that is theirs.
+    # The parent's owner is accepted because some network file systems show another owner for all files of this user.
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid in (os.geteuid(), parent.st_uid)
 
 
 def unnamed_file(data: bytes = b"", name: str = "samestep") -> BinaryIO:
-    """A file in memory that only a process with its descriptor can open, and elsewhere than on Linux in /tmp."""
+    """A file without a name, only reachable by its descriptor: in memory on Linux, elsewhere in /tmp."""
     if hasattr(os, "memfd_create"):
         file: BinaryIO = os.fdopen(os.memfd_create(name), "r+b", buffering=0)
     else:
@@ -75,13 +75,13 @@ def unnamed_file(data: bytes = b"", name: str = "samestep") -> BinaryIO:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the disk has the names in a directory."""
+    """Wait until the names in a directory are on the disk."""
     with open_directory(directory) as fd:
         sync_names(fd)
 
 
 def sync_names(dir_fd: int) -> None:
-    """Wait until the disk has the names in an open directory, where its file system can be asked to."""
+    """Wait until the names in an open directory are on the disk, if its file system supports that."""
     try:
         os.fsync(dir_fd)
     except OSError as error:
@@ -91,7 +91,7 @@ def sync_names(dir_fd: int) -> None:
 
 @contextmanager
 def open_directory(directory: Path) -> Iterator[int]:
-    """A descriptor of a directory, in which names can be looked up whatever becomes of its path."""
+    """While entered, a descriptor of a directory: names are looked up in it even if its path changes."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield fd
@@ -100,7 +100,7 @@ def open_directory(directory: Path) -> Iterator[int]:
 
 
 def open_regular(path: Path, depth: int = 1) -> int:
-    """A descriptor of a file in a directory that others may have made: no pipe, no device, nothing through a link.
+    """A descriptor of a regular file in a directory that others may write: no pipe, no device, no link.
 
     The last `depth` parts of the path must not be links. Raises OSError.
     """
@@ -111,7 +111,7 @@ def open_regular(path: Path, depth: int = 1) -> int:
         for part in folders:
             outer, fd = fd, os.open(part, flags | os.O_DIRECTORY, dir_fd=fd)
             os.close(outer)
-        # to open a device may be to use it
+        # checked before the open: opening a device may have an effect
         if stat.S_ISREG(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
             opened = os.open(name, flags, dir_fd=fd)
             if stat.S_ISREG(os.fstat(opened).st_mode):
@@ -123,10 +123,10 @@ def open_regular(path: Path, depth: int = 1) -> int:
 
 
 def in_memory(path: Path, begin: bytes, size: int) -> mmap.mmap:
-    """A file of this size that begins so, as memory that other processes may read while it is written."""
+    """Map a new file of this size, which begins with `begin`, into memory: other processes may read it any time."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        # Written, not just sized: a hole in a full file system would be a SIGBUS at the first use.
+        # Write it instead of only setting its size: in a full file system a hole causes SIGBUS at the first use.
         os.pwrite(descriptor, begin.ljust(size, b"\0"), 0)
         os.ftruncate(descriptor, size)
         return mmap.mmap(descriptor, size)
@@ -135,7 +135,7 @@ def in_memory(path: Path, begin: bytes, size: int) -> mmap.mmap:
 
 
 def read_regular(path: Path, limit: int, depth: int = 1) -> bytes:
-    """All that such a file holds; OSError where that is more than `limit`."""
+    """The content of a file that `open_regular` accepts; OSError if it is longer than `limit`."""
     with open(open_regular(path, depth), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -144,7 +144,7 @@ def read_regular(path: Path, limit: int, depth: int = 1) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """What is written in a file of the system, or nothing where it cannot be read."""
+    """The text of a system file; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""What lies where in a run's directory: what was started, the logs, the pulses, the failures and the result."""
+"""The files of a run's directory: what was started, the logs, the pulses, the failures and the result."""
 
 import json
 import os
@@ -19,31 +19,31 @@ from samestep.text import reason_of
 
 _RECORD_BYTES = 4 << 20
 _FOLDERS = ("logs", "pulse", "failures")
-# At this signal a worker writes the Python stack of its threads. No library that torch users have takes it.
+# At this signal a worker writes the Python stack of its threads. No library that torch users know uses it.
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
-# The variables that tell rank 0 the descriptors of the memory that its launcher keeps for commits.
+# The variables that hold the descriptors of the memory in which the launcher keeps rank 0's state.
 SLOTS = ("SAMESTEP_SLOT_A", "SAMESTEP_SLOT_B")
-CHECKPOINTED = 75  # the exit code that asks to be started again
+CHECKPOINTED = 75  # the exit code that requests a restart
 STARTED, RESULT = "run.json", "result.json"
-STOP = "stop"  # a file that asks a run to commit its state and end, and not to be started again
-TIME_UP = "time-is-up"  # a file that says that a run ended because its job's time is up
-# "exchange" and "call" are waits: a rank leaves them only when the others have come to them too.
+STOP = "stop"  # a file that asks a run to commit, to end, and not to be restarted
+TIME_UP = "time-is-up"  # a file: the run ended because its job's time was up
+# The phases that are waits: a rank leaves them only when all other ranks have reached them too.
 WAITS = ("exchange", "call")
 COMPUTE = ("forward", "backward", "optimizer", "user", "evaluation")
 PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 
-# A pulse file holds _MAGIC, _OPENED, a checksum of _SAID, and _SAID: a write that is seen half has another checksum.
+# A pulse file holds _MAGIC, _OPENED, a checksum of _BEAT, and _BEAT; the checksum reveals a half-written beat.
 _MAGIC = b"pulse\0\0\5"
 _OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
-_SAID = struct.Struct("<qidd16sdQ160s")  # step, epoch, Unix and monotonic time, phase, its begin, waits, call
+_BEAT = struct.Struct("<qidd16sdQ160s")  # step, epoch, Unix and monotonic time, phase, its begin, waits, call
 _CHECKSUM = struct.Struct("<I")
 _AT_CHECKSUM = len(_MAGIC) + _OPENED.size
-_AT_SAID = _AT_CHECKSUM + _CHECKSUM.size
-_PULSE_BYTES = _AT_SAID + _SAID.size
+_AT_BEAT = _AT_CHECKSUM + _CHECKSUM.size
+_PULSE_BYTES = _AT_BEAT + _BEAT.size
 
 
 class PulseReading(NamedTuple):
-    """What a worker last wrote: its step (-1: none yet), epoch, device, when, and what it does since when."""
+    """A worker's last beat: its step (-1: none yet), epoch, device, the time, and its phase since when."""
 
     step: int
     epoch: int
@@ -53,13 +53,13 @@ class PulseReading(NamedTuple):
     phase: str = "start"
     call: str = ""
     phase_began: float = 0.0
-    waits: int = 0  # how often it has begun to wait for others, this time included
+    waits: int = 0  # how many waits for other ranks it has begun, with the present wait
     pid: int = 0
     patience_s: float = 0.0
 
 
 class Pulse:
-    """A worker's sign of life: a small file in memory that others may read at any moment."""
+    """A worker's pulse: a small file, mapped into memory, that other processes may read at any time."""
 
     def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
         self._step, self._epoch, self._waits, self._patience_s = -1, 0, 0, patience_s
@@ -67,17 +67,17 @@ class Pulse:
         self.take(device)
 
     def take(self, device: str) -> None:
-        """Say which device this process has, and that it starts."""
+        """Write the device and the pid of this process, and enter the phase "start"."""
         _OPENED.pack_into(self._memory, len(_MAGIC), device.encode(), os.getpid(), self._patience_s)
         self.enter("start")
 
     def beat(self, step: int, epoch: int = 0) -> None:
-        """Say that this step is being taken."""
+        """Write that this step has begun."""
         self._step, self._epoch = step, epoch
         self._write(time.monotonic())
 
     def enter(self, phase: str, call: str = "") -> None:
-        """Say what this process does from now on: one of PHASES, and the call with its file and line."""
+        """Write what this process does from now on: one of PHASES, and the call with its file and line."""
         now = time.monotonic()
         phase = phase if phase in PHASES else "other"
         self._waits += phase in WAITS
@@ -85,12 +85,12 @@ class Pulse:
         self._write(now)
 
     def _write(self, now: float) -> None:
-        said = _SAID.pack(self._step, self._epoch, time.time(), now, *self._phase)
-        self._memory[_AT_CHECKSUM:] = _CHECKSUM.pack(crc32(said)) + said
+        beat = _BEAT.pack(self._step, self._epoch, time.time(), now, *self._phase)
+        self._memory[_AT_CHECKSUM:] = _CHECKSUM.pack(crc32(beat)) + beat
 
 
 def read_pulse(path: Path) -> PulseReading | None:
-    """The last beat in a pulse file, or None where no worker of this version has opened it."""
+    """The last beat in a pulse file; None if no worker of this version has written it."""
     try:
         with open(files.open_regular(path, 2), "rb", buffering=0) as file:
             return pulse_in(file.fileno())
@@ -104,62 +104,62 @@ def pulse_in(file: int) -> PulseReading | None:
         data = os.pread(file, _PULSE_BYTES + 1, 0)
         if len(data) != _PULSE_BYTES or not data.startswith(_MAGIC):
             return None
-        if _CHECKSUM.unpack_from(data, _AT_CHECKSUM)[0] == crc32(data[_AT_SAID:]):
+        if _CHECKSUM.unpack_from(data, _AT_CHECKSUM)[0] == crc32(data[_AT_BEAT:]):
             break
     else:
         return None
     device, pid, patience_s = _OPENED.unpack_from(data, len(_MAGIC))
-    step, epoch, unix, monotonic, phase, phase_began, waits, call = _SAID.unpack_from(data, _AT_SAID)
+    step, epoch, unix, monotonic, phase, phase_began, waits, call = _BEAT.unpack_from(data, _AT_BEAT)
     device, phase, call = (text.rstrip(b"\0").decode(errors="ignore") for text in (device, phase, call))
     beat = (step, epoch, device, unix, monotonic)
     return PulseReading(*beat, phase, call, phase_began, waits, pid, patience_s)
 
 
 def log_path(run: Path, rank: int) -> Path:
-    """Where all of a rank's output lies."""
+    """The file with all output of a rank."""
     return run / "logs" / f"rank-{rank}.log"
 
 
 def stack_path(run: Path, rank: int) -> Path:
-    """Where a rank writes its Python stack when it is asked to."""
+    """The file to which a rank writes its Python stack at STACK_SIGNAL."""
     return run / "logs" / f"rank-{rank}.stack"
 
 
 def pulse_path(run: Path, rank: int) -> Path:
-    """Where a rank's pulse lies."""
+    """The file of a rank's pulse."""
     return run / "pulse" / f"rank-{rank}"
 
 
 def failure_path(run: Path, rank: int) -> Path:
-    """Where a rank that fails says why."""
+    """The file with the failure record of a rank."""
     return run / "failures" / f"rank-{rank}.json"
 
 
 def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
-    """Where this worker's pulse lies, or None outside a run's directory."""
+    """The file of this worker's pulse; None outside a run's directory."""
     run = own_run(env, "pulse")
     return pulse_path(run, rank) if run else None
 
 
 def step_times_path(run: Path, rank: int) -> Path:
-    """Where a rank keeps the times of its steps."""
+    """The file of a rank's step times."""
     return pulse_path(run, rank).with_name(f"steps-{rank}")
 
 
 def step_times_of(env: Mapping[str, str], rank: int) -> Path | None:
-    """Where this worker's times lie, or None outside a run's directory."""
+    """The file of this worker's step times; None outside a run's directory."""
     pulse = pulse_of(env, rank)
     return step_times_path(pulse.parents[1], rank) if pulse else None
 
 
 def own_run(env: Mapping[str, str], folder: str) -> Path | None:
-    """This worker's run's directory, where it and this folder in it are nobody else's."""
+    """The directory of this worker's run; None unless the directory and this folder in it belong to this user."""
     run = Path(env.get("SAMESTEP_RUN") or os.devnull)
     return run if files.is_own_directory(run) and files.is_own_directory(run / folder) else None
 
 
 def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, object]:
-    """What run.json says of a start."""
+    """The content of run.json for a start."""
     return {
         "argv": list(argv),
         "size": size,
@@ -173,7 +173,7 @@ def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, obje
 
 
 def begin_run(run: Path, started: Mapping[str, Any]) -> None:
-    """Begin a run in the directory that its batch script named, or, after a requeue, go on there; raises OSError."""
+    """Begin a run in this directory, or continue there after a requeue; raises OSError."""
     for folder in (run, *(run / part for part in _FOLDERS)):
         files.make_private_directory(folder)
         if not files.is_own_directory(folder):
@@ -184,7 +184,7 @@ def begin_run(run: Path, started: Mapping[str, Any]) -> None:
 
 
 def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, Any]) -> Path:
-    """Make a run's directory under --run-dir, $SAMESTEP_RUN_DIR or ./runs, and note what was started."""
+    """Make a run's directory under --run-dir, $SAMESTEP_RUN_DIR or ./runs, and write run.json."""
     parent = Path(root or env.get("SAMESTEP_RUN_DIR") or "runs").absolute()
     now = time.localtime()
     minute, second = time.strftime("%m%d-%H%M", now), time.strftime("%m%d-%H%M%S", now)
@@ -206,7 +206,7 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
 
 
 def better_place(run: Path, env: Mapping[str, str]) -> str | None:
-    """What to say where a site's scratch space is there and the run's files go to the home directory."""
+    """Advice to use $SCRATCH, if the site has it and the run's files go to the home directory."""
     home, scratch = env.get("HOME"), env.get("SCRATCH")
     if not home or not scratch or not os.path.isdir(scratch):
         return None
@@ -223,7 +223,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """run.json or result.json, or None where there is none."""
+    """Read run.json or result.json; None if there is no valid file."""
     try:
         record = json.loads(files.read_regular(path, _RECORD_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The file in which a rank keeps the times of its training steps: sums over the run, and the latest steps."""
+"""The times of a rank's training steps in a file: sums over the run, and the latest steps."""
 
 import mmap
 import struct
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from samestep.files import in_memory, read_regular
 from samestep.text import duration, percent
 
-# What people are shown, and the parts of a step that are measured for it. `exchange` is the part of the gradients'
-# exchange that backward waits for, the wait for a slower rank included; `call` is what other calls of all ranks take.
+# What reports show, and the measured parts of a step that belong to it. `exchange` is the time that backward waits for
+# the exchange of gradients, with the wait for a slower rank; `call` is the time of other collective calls.
 SHOWN = {
     "data": ("data", "copy"),
     "compute": ("forward", "backward"),
@@ -23,7 +23,7 @@ SHOWN = {
     **{name: (name,) for name in ("optimizer", "checkpoint", "evaluation", "rest")},
 }
 PARTS = tuple(part for parts in SHOWN.values() for part in parts)
-START_UP_STEPS = 3  # these are not in the sums: DDP builds its buckets in them, and allocators warm up
+START_UP_STEPS = 3  # not in the sums: DDP builds its buckets, and allocators warm up
 KEPT_STEPS = 1024
 _MOST_STEPS = 0.7
 
@@ -52,23 +52,23 @@ class Step(NamedTuple):
 
 @dataclass
 class Progress:
-    """What a rank's file says besides single steps."""
+    """The counts and sums in a rank's file."""
 
-    rows: int = 0  # all steps
-    steps: int = 0  # those in the sums
+    rows: int = 0  # all training steps
+    steps: int = 0  # the steps in the sums: all but the start-up
     mine: int = 0  # samples of this rank in them
     all: int = 0  # samples of all ranks in them
-    step: int = 0  # the number of the last one, as messages have it
-    end: int = 0  # of the rows, once the epochs that were asked for are done; 0 where that is unknown
+    step: int = 0  # the number of the last step, as in messages
+    end: int = 0  # `rows` at the end of the requested epochs; 0 if that is unknown
     batches: int = 0  # of an epoch
     epochs: int = 0  # asked for
     epoch: int = 0
-    exchanged_s: float = 0.0  # of exchange, where torch measured it
-    hidden_s: float = 0.0  # of that beside backward
+    exchanged_s: float = 0.0  # the time of exchanges, if torch measured it
+    hidden_s: float = 0.0  # the part of it that overlaps with backward
     loss: float = float("nan")
     first: float = 0.0  # when the first step of the sums began
     last: float = 0.0  # when the last step ended
-    between_s: float = 0.0  # outside of steps, between these two
+    between_s: float = 0.0  # outside of steps, between `first` and `last`
 
     @property
     def step_s(self) -> float:
@@ -77,45 +77,45 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks, in training steps."""
+        """The samples per second of all ranks in training steps."""
         return self.all / self.steps / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end of the epochs that were asked for, evaluation and commits included."""
+        """Seconds to the end of the requested epochs, with evaluation and commits."""
         if not self.end or not self.steps:
             return None
         return max(0.0, (self.end - self.rows) * (self.last - self.first) / self.steps)
 
     def __str__(self) -> str:
         """`epoch 3 of 10, step 417, 1,214 samples/s, 12 min 4 s left, loss 0.312`."""
-        of = f" of {self.epochs}" if self.epochs else ""
-        said = [f"epoch {self.epoch + 1}{of}", f"step {self.step}"]
+        total = f" of {self.epochs}" if self.epochs else ""
+        parts = [f"epoch {self.epoch + 1}{total}", f"step {self.step}"]
         if self.steps:
-            said.append(f"{self.samples_per_second:,.0f} samples/s")
+            parts.append(f"{self.samples_per_second:,.0f} samples/s")
         if self.left_s is not None:
-            said.append(f"{duration(self.left_s)} left")
+            parts.append(f"{duration(self.left_s)} left")
         if not isnan(self.loss):
-            said.append(f"loss {self.loss:.4g}")
-        return ", ".join(said)
+            parts.append(f"loss {self.loss:.4g}")
+        return ", ".join(parts)
 
 
 class StepTimes:
-    """Written by a rank after each step, in memory that others may read."""
+    """A rank's step times, written after each step into memory that other processes may read."""
 
     def __init__(self, path: Path | None) -> None:
-        """With no path only this process can read it."""
+        """Without a path, only this process can read them."""
         self.progress = Progress()
         self.sums = [0.0] * len(PARTS)
         self._memory: mmap.mmap | bytearray = bytearray(_BYTES)
         if path is not None:
-            with suppress(OSError):  # a full disk ends neither the run nor its meter
+            with suppress(OSError):  # after an error, such as a full disk, the run and its meter go on
                 self._memory = in_memory(path, _MAGIC, _BYTES)
 
     def add(
         self, step: int, began: float, ended: float, mine: int, batch: int, parts: Sequence[float]
     ) -> None:
-        """A step is over."""
+        """Add a finished step."""
         now = self.progress
         row = (step, began, mine, batch, *parts)
         _ROW.pack_into(self._memory, _AT_ROWS + now.rows % KEPT_STEPS * _ROW.size, *row)
@@ -136,21 +136,21 @@ class StepTimes:
         _SUMS.pack_into(self._memory, _AT_SUMS, *self.sums)
 
     def read(self) -> "Reading":
-        """What others would read."""
+        """What another process would read."""
         return _read(bytes(self._memory))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A rank's file, read once."""
+    """The content of a rank's file at one time."""
 
     progress: Progress
     sums: Mapping[str, float]  # seconds of each part, over the steps of `progress`
-    steps: Sequence[Step]  # the latest, start-up excluded
+    steps: Sequence[Step]  # the latest steps without the start-up
 
 
 def read_step_times(path: Path) -> Reading | None:
-    """What a rank has written, or None where there is no such file of this version."""
+    """Read a rank's file; None if there is no such file of this version."""
     try:
         data = read_regular(path, _BYTES, 2)
     except OSError:
@@ -177,8 +177,8 @@ class Breakdown:
     samples_per_epoch: int
     parts: Mapping[str, float]
     ranks: Sequence[Mapping[str, float]]  # PARTS of each rank's average step
-    slowest: int | None  # the rank that the others wait for in most steps, where it is always the same
-    hidden: float | None  # the fraction of the exchange that runs beside backward, where torch measured it
+    slowest: int | None  # the rank that is slowest in most steps, if there is one
+    hidden: float | None  # the fraction of the exchange that overlaps with backward, if measured
 
     def __str__(self) -> str:
         """`1,214 samples/s, step 52.7 ms of 64 samples: data 2 %, exchange 11 % (64 % of all exchange hidden), ...`."""
@@ -197,22 +197,22 @@ class Breakdown:
 
 
 def breakdown(readings: Mapping[int, Reading]) -> Breakdown | None:
-    """What the ranks' times say together, or None where no step after the start-up is over on all of them."""
-    progress = [one.progress for one in readings.values()]
-    if not progress or not all(one.steps for one in progress):
+    """The times of all ranks together; None if a rank has finished no step after the start-up."""
+    progress = [reading.progress for reading in readings.values()]
+    if not progress or not all(counts.steps for counts in progress):
         return None
-    ranks = [{name: one.sums[name] / one.progress.steps for name in PARTS} for one in readings.values()]
+    ranks = [{name: rank.sums[name] / rank.progress.steps for name in PARTS} for rank in readings.values()]
     mean = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in PARTS}
-    parts = {name: sum(mean[part] for part in of) for name, of in SHOWN.items()}
+    parts = {name: sum(mean[part] for part in measured) for name, measured in SHOWN.items()}
     waits = _waits(readings)
     total = sum(map(sum, waits.values()))
     least = sum(map(min, zip(*waits.values(), strict=True))) * len(waits)
     _move(parts, "exchange", "slowest rank", parts["exchange"] * (1 - least / total) if total else 0.0)
-    # what one rank does alone the others wait for in the next exchange
+    # while rank 0 saves or evaluates alone, the others wait in their next exchange: count that time as its cause
     for name in ("checkpoint", "evaluation"):
         _move(parts, "slowest rank", name, max(rank[name] for rank in ranks) - mean[name])
-    # the others' exchange holds their wait for the slowest rank
-    exchanged_s, hidden_s = min((one.exchanged_s, one.hidden_s) for one in progress)
+    # the shortest exchange: those of other ranks include their wait for the slowest rank
+    exchanged_s, hidden_s = min((rank.exchanged_s, rank.hidden_s) for rank in progress)
     first, step_s = progress[0], sum(parts.values())
     batch = first.all / first.steps
     hidden = hidden_s / exchanged_s if exchanged_s else None
@@ -226,10 +226,10 @@ def _move(parts: dict[str, float], source: str, to: str, seconds: float) -> None
 
 
 def _waits(readings: Mapping[int, Reading]) -> dict[int, list[float]]:
-    """What each rank waited for the others in each step that all ranks have kept; the slowest rank waits least."""
+    """How long each rank waited for others in each step that all files hold; the slowest rank waits least."""
     waited = [PARTS.index(name) for name in SHOWN["exchange"]]
     by_step = {
-        rank: {step.number: sum(step.parts[at] for at in waited) for step in reading.steps}
+        rank: {step.number: sum(step.parts[index] for index in waited) for step in reading.steps}
         for rank, reading in readings.items()
     }
     common = sorted(set.intersection(*(set(steps) for steps in by_step.values())))
@@ -237,8 +237,8 @@ def _waits(readings: Mapping[int, Reading]) -> dict[int, list[float]]:
 
 
 def _slowest(waits: Mapping[int, Sequence[float]]) -> int | None:
-    found = Counter(min(zip(step, waits, strict=True))[1] for step in zip(*waits.values(), strict=True))
-    if len(waits) < 2 or not found:
+    counts = Counter(min(zip(step, waits, strict=True))[1] for step in zip(*waits.values(), strict=True))
+    if len(waits) < 2 or not counts:
         return None
-    rank, times = found.most_common(1)[0]
-    return rank if times >= _MOST_STEPS * found.total() else None
+    rank, times = counts.most_common(1)[0]
+    return rank if times >= _MOST_STEPS * counts.total() else None

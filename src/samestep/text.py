@@ -1,4 +1,4 @@
-"""Facts in words: lists of ranks, sizes, percentages, durations, reasons, and foreign text that is safe to print."""
+"""Turns facts into words: ranks, sizes, percentages, durations, reasons, and untrusted text that is safe to print."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -51,12 +51,12 @@ def duration(seconds: float) -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """What the operating system says of an error, as a part of a sentence."""
+    """The operating system's words for an error, as a part of a sentence."""
     return (error.strerror or str(error)).lower()
 
 
 def printable(text: object, limit: int = 200) -> str:
-    """Foreign text on one line: control characters escaped, and no longer than `limit`."""
+    """Untrusted text on a single line: control characters escaped, at most `limit` long."""
     escaped = "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
         for letter in str(text)[: limit + 1]
@@ -65,7 +65,7 @@ def printable(text: object, limit: int = 200) -> str:
 
 
 def _spans(numbers: Sequence[int], longest: int) -> list[list[int]]:
-    """Neighbouring numbers together, at most `longest` of them."""
+    """The numbers as spans of consecutive numbers, each at most `longest` long."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1 and len(spans[-1]) < longest:

@@ -1,4 +1,4 @@
-"""Why a worker ended: from its failure record, or where it left none, from what it wrote to stderr."""
+"""Finds the exception that ended a worker: from its failure record, or else from its stderr."""
 
 import linecache
 import re
@@ -21,7 +21,8 @@ _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 _NOISE = re.compile(
     r"^(?:-[-+]{7}|\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)"
 )
-# What a rank raises because another rank has failed; a server of the script's own may have refused or reset it too.
+# An echo: an error that a rank raises because another rank has failed. It must also be torch's or samestep's own, since
+# a server of the script may refuse or reset connections too.
 _OF_RANKS = re.compile(r"RuntimeError\b|torch\.distributed\.|samestep\.")
 _ECHO = re.compile(
     r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
@@ -49,7 +50,7 @@ class Traceback(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """As a report shows it."""
+        """The lines of a report about it."""
         if (frame := self.frame) is None:
             return [*self.exception]
         where = f"  {typed(Path(frame.file))}:{frame.line}" + (f" in {frame.name}" if frame.name else "")
@@ -66,7 +67,7 @@ def read_traceback(stderr: str) -> Traceback | None:
     """The last traceback in what a process wrote to its stderr."""
     lines = _plain_lines(stderr)
     for number, line in enumerate(lines):
-        if found := _CRASH.match(
+        if crash := _CRASH.match(
             line
         ):  # of the interpreter, which prints every thread, the latest call first
             threads = lines[number + 1 :]
@@ -74,9 +75,9 @@ def read_traceback(stderr: str) -> Traceback | None:
             thrown = [_printed(match[1]) for match in map(_THROWN.match, lines[:number]) if match][-1:]
             remedy = [_TAKE_ALIKE for line in thrown if _UNLIKE in line]
             return Traceback(
-                _innermost(reversed(stack)), (f"Fatal Python error: {found[1]}", *thrown, *remedy)
+                _innermost(reversed(stack)), (f"Fatal Python error: {crash[1]}", *thrown, *remedy)
             )
-    # A message may quote a traceback's first lines, and a printed stack has no exception: neither is the last.
+    # Skip what is no traceback: quoted first lines in a message, and a printed stack without an exception.
     complete = [(frames, exception) for frames, exception in _blocks(lines) if frames and exception]
     if not complete:
         return None
@@ -86,9 +87,9 @@ def read_traceback(stderr: str) -> Traceback | None:
 
 
 def of_record(failure: Failure) -> Traceback:
-    """The same from the record that a worker left."""
+    """The exception in a worker's record."""
     if _ORIGINAL in failure.exception and (original := read_traceback(failure.exception)):
-        return original  # the frames of a loader's worker, which torch puts into the message
+        return original  # torch puts the traceback of a loader worker into the message
     exception = _shortened(failure.exception.splitlines())
     if failure.group:
         exception += (f"in {printable(failure.group.splitlines()[0], _MOST_COLUMNS)}",)
@@ -97,7 +98,7 @@ def of_record(failure: Failure) -> Traceback:
 
 
 def last_words(stderr: str) -> tuple[str, ...]:
-    """The end of what a process wrote that printed no traceback."""
+    """The last lines of a stderr without a traceback."""
     return tuple(_printed(line) for line in [line for line in _plain_lines(stderr) if line.strip()][-2:])
 
 
@@ -112,7 +113,7 @@ def describe_end(status: int) -> str:
 
 
 def exit_code(status: int) -> int:
-    """A worker's status as a shell would have it."""
+    """The exit code of a shell for a worker's status."""
     return status if status >= 0 else 128 - status
 
 
@@ -126,11 +127,11 @@ def main_stack(text: str) -> list[Frame]:
 
 
 def _stack(lines: Iterable[str], thread: str) -> list[Frame]:
-    """The frames of the last thread whose line begins so."""
+    """The frames of the last thread whose header begins with `thread`."""
     frames, is_wanted = list[Frame](), True
     for line in lines:
-        if found := _THREAD.match(line):
-            is_wanted = found[1].startswith(thread)
+        if header := _THREAD.match(line):
+            is_wanted = header[1].startswith(thread)
             frames = [] if is_wanted else frames
         elif is_wanted and (frame := _FRAME.match(line)):
             code = linecache.getline(frame["file"], int(frame["line"])).strip()
@@ -143,7 +144,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[tuple[list[Frame], list[str]]]:
     frames, exception, is_over = list[Frame](), list[str](), False
     for line in lines:
         frame = _FRAME.match(line)
-        # one of a syntax error may have no header; a stack that a message shows names its functions
+        # a syntax error's traceback may have no header; its frame, unlike one quoted in a message, names no function
         if _HEADER.match(line) or (exception and frame and not frame["name"]):
             yield frames, exception
             frames, exception, is_over = [], [], False
@@ -165,7 +166,7 @@ def _innermost(frames: Iterable[Frame]) -> Frame | None:
 
 
 def _with_loaders_cause(traceback: Traceback, cause: Sequence[str]) -> Traceback:
-    """torch tells how a loader's worker ended only in the cause of its own exception."""
+    """Replace torch's exception about a loader worker by its cause: only that says how the worker ended."""
     if cause and _WORKER in cause[0] and f"{_WORKER}(s)" in traceback.exception[0]:
         return traceback._replace(exception=tuple(cause))
     return traceback

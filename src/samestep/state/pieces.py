@@ -1,4 +1,4 @@
-"""A file's bytes in pieces: written, read and digested, by several threads where that is faster."""
+"""Writes, reads and digests a file's bytes in pieces, with several threads where that is faster."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -25,12 +25,12 @@ def in_threads(
     try:
         begun = pool.map(function, first)
     except RuntimeError:
-        # while the interpreter ends no thread can start, and the last commit is worth its time
+        # no thread can start while the interpreter exits; the last commit is then made without threads
         results = map(function, chain(first, items))
     else:
-        # a terabyte has more pieces than should wait in memory at once
-        later = (pool.map(function, some) for some in iter(lambda: list(islice(items, _AT_ONCE)), []))
-        results = chain(begun, chain.from_iterable(later))
+        # submit in batches: a terabyte has more pieces than should wait in memory at once
+        batches = (pool.map(function, batch) for batch in iter(lambda: list(islice(items, _AT_ONCE)), []))
+        results = chain(begun, chain.from_iterable(batches))
     try:
         yield results
     finally:

@@ -1,4 +1,4 @@
-"""The newest state of a run in memory that outlives its processes: two files without a name, one always complete."""
+"""Keeps a run's newest state in memory that outlives its processes: two unnamed files, of which one is complete."""
 
 import os
 from collections.abc import Mapping
@@ -14,36 +14,36 @@ _MOST_OF_FREE = 1 / 8
 
 
 class Slots:
-    """What the launcher holds for rank 0; a slot is a whole commit, with its digests and its place in the run."""
+    """The memory that the launcher holds for rank 0; a slot holds a whole commit, with its digests and its seal."""
 
     def __init__(self, descriptors: list[int]) -> None:
-        self._descriptors = descriptors  # the one to be written next comes first
+        self._descriptors = descriptors  # the first is written next
 
     def fit(self, num_bytes: int) -> bool:
-        """Whether a state of this size may be kept twice."""
+        """Whether there is enough free memory to keep two states of this size."""
         free: int = psutil.virtual_memory().available
         return len(self._descriptors) * num_bytes <= _MOST_OF_FREE * free
 
     def write(self, packed: state_file.Packed, seal: state_file.Seal) -> None:
-        """Keep this state; until it is complete the other slot is the newest."""
+        """Write this state; until it is complete, the other slot holds the newest state."""
         descriptor = self._descriptors[0]
         os.ftruncate(descriptor, 0)
         state_file.write(descriptor, packed, seal)
         self._descriptors.reverse()
 
     def following(self, run: bytes, after: tuple[int, bytes]) -> list[tuple[int, state_file.Outline]]:
-        """The slots that say they follow this commit of this run, the newest first, and their headers."""
-        found = []
+        """The slots whose seals follow this commit of this run, the newest first, with their outlines."""
+        slots = []
         for descriptor in self._descriptors:
             with suppress(CheckpointError):
                 outline = state_file.peek(descriptor)
                 seal = outline.seal
                 if (seal.run, seal.number, seal.previous) == (run, after[0] + 1, after[1]):
-                    found.append((descriptor, outline))
-        return sorted(found, key=lambda each: each[1].seal.step, reverse=True)
+                    slots.append((descriptor, outline))
+        return sorted(slots, key=lambda slot: slot[1].seal.step, reverse=True)
 
     def keep(self, kept: int | None) -> None:
-        """Empty all slots but this one, which was read and is good."""
+        """Empty all slots except the slot `kept`, which was read and is good."""
         self._descriptors.sort(key=lambda descriptor: descriptor == kept)
         for descriptor in self._descriptors:
             if descriptor != kept:
@@ -51,12 +51,12 @@ class Slots:
 
 
 def slots_of(env: Mapping[str, str]) -> Slots | None:
-    """The slots that this process got from its launcher; None where it got none."""
+    """The slots that this process got from its launcher; None if it got none."""
     if not all(env.get(name, "").isdecimal() for name in SLOTS):
         return None
     descriptors = [int(env[name]) for name in SLOTS]
     for descriptor in descriptors:
-        # another file may have the number in a process that this variable came to by inheritance
+        # a child process inherits the variable, but there the number may belong to another file
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{SLOTS[0]} "):
                 os.set_inheritable(descriptor, False)

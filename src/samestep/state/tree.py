@@ -1,8 +1,8 @@
-"""A state is a tree of plain values with its bulk in blobs; this makes JSON of it and back, types and all.
+"""Converts a state to JSON and back with exact types: a tree of plain values, and its tensors and bytes as blobs.
 
-Plain: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (schedulers hold some),
-each exactly, not a subclass: what cannot come back as it was is refused by its place. NumPy's scalars come back
-as Python's. No torch, no files.
+Plain: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict and Counter (which schedulers hold), and no
+subclass of them. A value that would not come back equal is refused with its place. NumPy's scalars come back as
+Python's. No torch, no files.
 """
 
 import math
@@ -31,7 +31,7 @@ _DOUBLE = re.compile(r"[0-9a-f]{16}")
 
 
 class Blob(NamedTuple):
-    """The bytes of one tensor, or of one `bytes`, as the header announces them."""
+    """The type and shape of a tensor or a `bytes`, as the header announces them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,11 +46,11 @@ Leaf = Callable[[object, Path], tuple[Hashable, Blob, Callable[[], memoryview]] 
 
 
 class Bad(Exception):
-    """Why a file is refused, as what follows its name in the sentence."""
+    """Why a file is refused; the text follows the file's name in the sentence."""
 
 
 class Packer:
-    """Turns a state into the header's tree, and lays its blobs aside; `leaf` knows what is not plain."""
+    """Turns a state into the header's tree and a list of blobs; `leaf` handles values that are not plain."""
 
     def __init__(self, leaf: Leaf) -> None:
         self.leaf = leaf
@@ -94,7 +94,7 @@ class Packer:
         )
 
     def blob(self, key: Hashable, blob: Blob, memory: Callable[[], memoryview]) -> int:
-        """The blob's place in the table; what has the same key is the same memory and is written once."""
+        """The blob's index in the table; blobs with the same key share memory and are written once."""
         if key is not None and key in self.known:
             return self.known[key]
         index = self.known[key] = len(self.blobs)
@@ -104,7 +104,7 @@ class Packer:
 
 
 class Unpacker:
-    """Turns the header's tree into the state; blobs are named by the first place they stand at."""
+    """Turns the header's tree into the state; a blob's name is the first place where it occurs."""
 
     def __init__(self, blobs: Sequence[Blob], values: Sequence[object] | None = None) -> None:
         self.blobs = blobs
@@ -138,12 +138,12 @@ class Unpacker:
         raise Bad(f"has something at {place(where)} that this format does not know")
 
     def mapping(self, kind: type, pairs: list[Any], where: Path) -> Any:
-        found = kind()
+        result = kind()
         for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]) or pair[0] in found:
+            if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]) or pair[0] in result:
                 raise Bad(f"has a broken or repeated name in {place(where)}")
-            found[pair[0]] = self.value(pair[1], (*where, pair[0]))
-        return found
+            result[pair[0]] = self.value(pair[1], (*where, pair[0]))
+        return result
 
     def blob(self, tag: str, index: int, where: Path) -> object:
         if not 0 <= index <= len(self.names) or index >= len(self.blobs):
@@ -156,13 +156,13 @@ class Unpacker:
 
 
 def place(where: Path) -> str:
-    """Where in a state something stands, safe to print."""
+    """A place in a state in words, safe to print."""
     return printable(".".join(str(key)[:200] for key in where)) or "the state"
 
 
 def _number(value: Any) -> object:
-    """The number that NumPy's scalar is (a scheduler's rate, say), without NumPy."""
-    kinds = {(one.__module__, one.__name__) for one in type(value).__mro__}
+    """A NumPy scalar (such as a scheduler's rate) as a Python number, without importing NumPy."""
+    kinds = {(base.__module__, base.__name__) for base in type(value).__mro__}
     return value.item() if ("numpy", "generic") in kinds else value
 
 
