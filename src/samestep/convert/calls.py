@@ -31,7 +31,7 @@ _DATA = {*ROWS, *NUMBERS, Kind.ROW, Kind.OTHER, "list", "each", "dict"}
 
 
 class Calls(Library):
-    """What a call gives whose body is followed, and which rule it has otherwise."""
+    """The value of a call: from the body of the function if it is in the project, otherwise by a rule."""
 
     def _call(self, node: ast.Call) -> Value:
         name = name_of(node)
@@ -49,54 +49,54 @@ class Calls(Library):
             return self.external(str(callee.of), node).bare
         return self._of_ours(callee, node, *self._arguments(node))
 
-    def _of_ours(self, callee: Value, node: ast.Call, given: Values, named: Named) -> Value:
+    def _of_ours(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
         if callee.kind == "function":
             bound = [] if callee.of.bound is None else [callee.of.bound]
-            return self.run(callee.of, [*bound, *given], named, node)
+            return self.run(callee.of, [*bound, *arguments], named, node)
         if callee.kind == "loss":
-            return of_loss(callee.of, [*self.together(node.args, given), *named.values()], self.batches)
+            return of_loss(callee.of, [*self.together(node.args, arguments), *named.values()], self.batches)
         if callee.kind == "class":
-            return self._new(callee.of, node, given, named)
+            return self._new(callee.of, node, arguments, named)
         if callee.kind in ("instance", "model"):
-            return self._call_of_object(callee, node, given, named)
-        return self.opaque(node, [*given, *named.values()])
+            return self._call_of_object(callee, node, arguments, named)
+        return self.opaque(node, [*arguments, *named.values()])
 
     def _arguments(self, node: ast.Call) -> tuple[Values, Named]:
-        """The values of a call's arguments; "*" stands for a batch that is given as its parts."""
-        given: Values = []
-        named = {one.arg or "**": self.passed(one.value) for one in node.keywords}
-        for one in node.args:
-            value = self.passed(one.value if isinstance(one, ast.Starred) else one)
-            if isinstance(one, ast.Starred) and value.kind == Kind.BATCH:
+        """The values of a call's arguments; "*" is a batch that is unpacked into arguments."""
+        positional: Values = []
+        named = {argument.arg or "**": self.passed(argument.value) for argument in node.keywords}
+        for argument in node.args:
+            value = self.passed(argument.value if isinstance(argument, ast.Starred) else argument)
+            if isinstance(argument, ast.Starred) and value.kind == Kind.BATCH:
                 named["*"] = value
-            elif isinstance(one, ast.Starred) and value.kind == "list" and None not in value.of:
-                given += value.parts
+            elif isinstance(argument, ast.Starred) and value.kind == "list" and None not in value.of:
+                positional += value.parts
             else:
-                given.append(value)
-        return given, named
+                positional.append(value)
+        return positional, named
 
-    def _new(self, made: Class, node: ast.Call, given: Values, named: Named) -> Value:
-        """An object of a class of the project."""
-        instance = Instance(made, self.key(node))
-        found = Value("instance", instance, models_of(*given, *named.values()))
-        if made.descends_from("DataLoader"):
-            self.gap(node, f"{made.node.name} is a DataLoader of the project's own; use samestep.loader")
-        if (init := made.find("__init__")) is not None:
-            self.run(init.of, [found, *given], named, node)
+    def _new(self, class_: Class, node: ast.Call, arguments: Values, named: Named) -> Value:
+        """A new object of a class of the project."""
+        instance = Instance(class_, self.key(node))
+        value = Value("instance", instance, models_of(*arguments, *named.values()))
+        if class_.descends_from("DataLoader"):
+            self.gap(node, f"{class_.node.name} is a DataLoader of the project's own; use samestep.loader")
+        if (init := class_.find("__init__")) is not None:
+            self.run(init.of, [value, *arguments], named, node)
         else:
-            fields = [one.target for one in made.node.body if isinstance(one, ast.AnnAssign)]
-            instance.scope.names |= {**dict(zip(map(ast.unparse, fields), given, strict=False)), **named}
-        if made.descends_from("Optimizer"):
-            self.optimizes(found)
-        return found
+            fields = [member.target for member in class_.node.body if isinstance(member, ast.AnnAssign)]
+            instance.scope.names |= {**dict(zip(map(ast.unparse, fields), arguments, strict=False)), **named}
+        if class_.descends_from("Optimizer"):
+            self.optimizes(value)
+        return value
 
-    def _call_of_object(self, callee: Value, node: ast.Call, given: Values, named: Named) -> Value:
-        """An object that is called: the forward of a model, or __call__; or a method of torch's Module."""
+    def _call_of_object(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
+        """The call of an object (a model's forward, or __call__), or of a method of torch's Module."""
         name, method, forward = name_of(node), None, None
         if callee.kind == "instance":
             forward = callee.of.of.find("forward") if self.is_model(callee) else None
             method = forward or callee.of.of.find("__call__")
-        elif name in ("parameters", "named_parameters") or (name == "params" and not given):
+        elif name in ("parameters", "named_parameters") or (name == "params" and not arguments):
             return self.parameters(node)
         elif name in NAMED["model"]:
             if name in ("train", "eval"):
@@ -107,29 +107,29 @@ class Calls(Library):
             if self.is_model(callee):
                 self.comes_together()
         if method is None:
-            shared = [one for one in (*given, *named.values()) if one.is_shared]
-            if any(one.kind == Kind.OTHER for one in shared):
+            shared = [argument for argument in (*arguments, *named.values()) if argument.is_shared]
+            if any(argument.kind == Kind.OTHER for argument in shared):
                 return other("is computed from values of this rank's share", *shared)
-            return rows_of({one.kind for one in shared}) if shared else Value()
+            return rows_of({argument.kind for argument in shared}) if shared else Value()
         self.in_forward += forward is not None
-        found = self.run(method.of, [callee, *given], named, node)
+        value = self.run(method.of, [callee, *arguments], named, node)
         self.in_forward -= forward is not None
-        made = found.of.of if forward is not None and found.kind == "instance" else None
-        if made and not (made.bases or made.node.decorator_list):
-            reason = f"forward returns a {made.node.name}, in which replicate sees no tensors"
+        class_ = value.of.of if forward is not None and value.kind == "instance" else None
+        if class_ and not (class_.bases or class_.node.decorator_list):
+            reason = f"forward returns a {class_.node.name}, in which replicate sees no tensors"
             self.gap(node, f"{reason}; make it a dataclass")
-        return found
+        return value
 
     def parameters(self, node: ast.Call) -> Value:
-        """The parameters of a model, of a part of it, or of the model whose method this is."""
+        """The parameters of a model, of a part of it, or, inside a method, of the model itself."""
         receiver: ast.expr = node.func.value  # type: ignore[attr-defined]
-        frame, at = self.frame, receiver
+        frame, part = self.frame, receiver
         names: list[tuple[str, Any]] = []
-        while isinstance(at, ast.Attribute | ast.Subscript | ast.Name):
-            found = self.value(at)
-            if self.is_model(found):
-                names.append((ast.unparse(at), found.of if found.kind == "model" else found.of.key))
-            at = getattr(at, "value", ast.Constant(None))
+        while isinstance(part, ast.Attribute | ast.Subscript | ast.Name):
+            value = self.value(part)
+            if self.is_model(value):
+                names.append((ast.unparse(part), value.of if value.kind == "model" else value.of.key))
+            part = getattr(part, "value", ast.Constant(None))
         while names and names[-1][0] == "self" and frame.call is not None and frame.caller is not None:
             if not isinstance(func := frame.call.func, ast.Attribute):
                 break
@@ -139,57 +139,57 @@ class Calls(Library):
         assert statement is not None
         return Value(models=frozenset({Site(tuple(names), statement, frame.source)}))
 
-    def optimizes(self, *given: Value) -> Value:
-        sites = sorted(models_of(*given), key=lambda site: (site.statement.lineno, site.names[0][0]))
+    def optimizes(self, *values: Value) -> Value:
+        sites = sorted(models_of(*values), key=lambda site: (site.statement.lineno, site.names[0][0]))
         self.found.sites.update(dict.fromkeys(sites))
-        return Value("optimizer", models=models_of(*given))
+        return Value("optimizer", models=models_of(*values))
 
-    def run(self, function: Function, given: Values, named: Named, call: ast.Call | None) -> Value:
-        """Follow a function's body with these arguments."""
+    def run(self, function: Function, arguments: Values, named: Named, call: ast.Call | None) -> Value:
+        """The return value of a function, whose body is followed with these arguments."""
         node = function.node
         if self.followed > MOST_STATEMENTS:
             self.found.gap(function.source, node, "the script is too long to be followed")
-        is_inside = any(frame.function is node for frame in self.frames)
-        if is_inside or len(self.frames) > _DEEPEST or self.followed > MOST_STATEMENTS:
-            return join(*given)
+        is_recursive = any(frame.function is node for frame in self.frames)
+        if is_recursive or len(self.frames) > _DEEPEST or self.followed > MOST_STATEMENTS:
+            return join(*arguments)
         self.reached.add(node)
         frame = Frame(
             Scope(function.scope), function.source, call, self.frame, node, len(self.loops), self.depth
         )
-        self._bind_arguments(frame.scope, node.args, given, named)
-        quiet = any(WITHOUT_GRADIENTS.search(ast.unparse(one)) for one in getattr(node, "decorator_list", ()))
-        self.without_gradients += quiet
+        self._bind_arguments(frame.scope, node.args, arguments, named)
+        no_gradients = any(map(WITHOUT_GRADIENTS.search, function.marks))
+        self.without_gradients += no_gradients
         self.frames.append(frame)
         if isinstance(node, ast.Lambda):
             frame.returned.append(self.kept(self.value(node.body)))
         else:
             self.statements(node.body)
         self.frames.pop()
-        self.without_gradients -= quiet
+        self.without_gradients -= no_gradients
         self.depth = frame.depth
         if frame.yielded:
             is_shared = join(*frame.yielded).is_shared
             return Value("each", Loop(Value(Kind.BATCH), "batches")) if is_shared else Value()
         return nameless(join(*frame.returned))
 
-    def _bind_arguments(self, scope: Scope, wanted: ast.arguments, given: Values, named: Named) -> None:
-        parameters = [*wanted.posonlyargs, *wanted.args]
-        names = [one.arg for one in (*parameters, *wanted.kwonlyargs)]
-        defaults = dict(zip(reversed(names[: len(parameters)]), reversed(wanted.defaults), strict=False))
+    def _bind_arguments(self, scope: Scope, params: ast.arguments, arguments: Values, named: Named) -> None:
+        parameters = [*params.posonlyargs, *params.args]
+        names = [param.arg for param in (*parameters, *params.kwonlyargs)]
+        defaults = dict(zip(reversed(names[: len(parameters)]), reversed(params.defaults), strict=False))
         defaults |= {
-            one.arg: node for one, node in zip(wanted.kwonlyargs, wanted.kw_defaults, strict=True) if node
+            param.arg: node for param, node in zip(params.kwonlyargs, params.kw_defaults, strict=True) if node
         }
-        found = {name: self.value(node) for name, node in defaults.items()}
-        found |= {**dict(zip(names, given[: len(parameters)], strict=False)), **named}
+        values = {name: self.value(node) for name, node in defaults.items()}
+        values |= {**dict(zip(names, arguments[: len(parameters)], strict=False)), **named}
         for name in names:
-            value = found.get(name, Value(Kind.ROWS) if "*" in named else Value())
+            value = values.get(name, Value(Kind.ROWS) if "*" in named else Value())
             if named.get("**", Value()).kind in ROWS and value.kind in (Kind.ALIKE, "none"):
                 value = Value(Kind.ROWS)
             scope.names[name] = replace(nameless(value), since=self.since)
-        rest = dict(enumerate(given[len(parameters) :]))
-        if wanted.vararg is not None:
-            scope.names[wanted.vararg.arg] = Value("list", rest) if rest else named.get("*", Value())
-        if wanted.kwarg is not None:
-            scope.names[wanted.kwarg.arg] = join(
+        rest = dict(enumerate(arguments[len(parameters) :]))
+        if params.vararg is not None:
+            scope.names[params.vararg.arg] = Value("list", rest) if rest else named.get("*", Value())
+        if params.kwarg is not None:
+            scope.names[params.kwarg.arg] = join(
                 *(value for name, value in named.items() if name not in names)
             )

@@ -17,19 +17,19 @@ from samestep.convert.source import Source
 from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
-_BESIDE = {"transformers", "xformers"}  # used by scripts that keep their own loop
+_BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The files before and after, what is left to do, and what is worth knowing."""
+    """The files before and after, the gaps to change by hand, and remarks."""
 
     files: dict[Path, tuple[bytes, bytes]]
     gaps: tuple[str, ...]
     notes: tuple[str, ...]
 
     def patch(self, context: int = 3) -> str:
-        """A unified diff, as `patch -p0` takes it."""
+        """A unified diff for `patch -p0`."""
         lines = (line for path, pair in self.files.items() for line in _diff(path, *pair, context))
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
@@ -42,7 +42,7 @@ def _diff(path: Path, before: bytes, after: bytes, context: int) -> list[str]:
 
 
 def convert(script: Path, is_written: bool = False) -> Conversion:
-    """What makes a serial script, and the files beside it that it imports, run on any number of processes."""
+    """Convert a serial script and the files beside it that it imports to run on any number of processes."""
     sources: dict[Path, Source] = {}
 
     def read(path: Path) -> Source:
@@ -75,18 +75,18 @@ def convert(script: Path, is_written: bool = False) -> Conversion:
     }
     for path, (_, after) in files.items():
         check_parses(path, after)
-    said = [f"{path.name}:{line}: {reason}" for path, line, reason in gaps]
+    gap_lines = [f"{path.name}:{line}: {reason}" for path, line, reason in gaps]
     named = {path.name: source for path, source in sources.items()}
     line, edits = rf"\b({'|'.join(map(re.escape, named))}):(\d+)", found.edits if is_written else ()
 
     def placed(text: str) -> str:
         return re.sub(line, lambda at: f"{at[1]}:{named[at[1]].line_after(int(at[2]), edits)}", text)
 
-    return Conversion(files, tuple(map(placed, said)), tuple(map(placed, found.notes)))
+    return Conversion(files, tuple(map(placed, gap_lines)), tuple(map(placed, found.notes)))
 
 
 def check_parses(path: Path, after: bytes) -> None:
-    """Nothing is converted where the edits of one line do not fit together."""
+    """Raise UsageError if the edited file is no valid Python: edits of a line may conflict."""
     try:
         ast.parse(after)
     except SyntaxError as error:
@@ -114,13 +114,13 @@ def _check_serial(source: Source, script: Path) -> None:
 
 
 def conversion(script: Path) -> str:
-    """The lines of a serial script to change, and what is left to change by hand, for `samestep verify`."""
+    """The changed lines and the gaps of a conversion, for a report of `samestep verify`."""
     try:
-        found = convert(script)
+        converted = convert(script)
     except UsageError as error:
         return str(error)
-    lines = [line for line in found.patch(0).splitlines() if not line.startswith(("--- ", "+++ ", "@@"))]
-    gaps = [f"left to change by hand: {gap}" for gap in found.gaps]
+    lines = [line for line in converted.patch(0).splitlines() if not line.startswith(("--- ", "+++ ", "@@"))]
+    gaps = [f"left to change by hand: {gap}" for gap in converted.gaps]
     return "\n".join([*lines, *[""] * bool(lines and gaps), *gaps])
 
 
@@ -147,37 +147,37 @@ def _replicate(followed: Follower, script: Source) -> None:
 
 def _place(followed: Follower, site: Site, name: str, key: object, options: str) -> None:
     source, statement = site.source, site.statement
-    made = _in_comprehension(statement, name) or _made_before(source, statement, name)
-    if made is not None:
-        followed.found.edit(*source.wrapped(made, "samestep.replicate(", f"{options})"))
+    model = _in_comprehension(statement, name) or _made_before(source, statement, name)
+    if model is not None:
+        followed.found.edit(*source.wrapped(model, "samestep.replicate(", f"{options})"))
         return
-    at: ast.AST = statement
-    while not isinstance(at := source.parents[at], ast.Module | ast.FunctionDef | ast.ClassDef):
-        # a model that was made before a loop is replicated before it
-        is_loop = isinstance(at, ast.For | ast.While) and isinstance(key, tuple)
-        is_loop &= name not in {ast.unparse(one) for one in ast.walk(getattr(at, "target", ast.Constant(0)))}
-        if is_loop and not (at.lineno <= key[1] <= at.end_lineno):  # type: ignore[attr-defined, index]
-            statement = at  # type: ignore[assignment]
+    outer: ast.AST = statement
+    while not isinstance(outer := source.parents[outer], ast.Module | ast.FunctionDef | ast.ClassDef):
+        # replicate before a loop if the model was made before the loop
+        is_loop = isinstance(outer, ast.For | ast.While) and isinstance(key, tuple)
+        targets = map(ast.unparse, ast.walk(getattr(outer, "target", ast.Constant(0))))
+        if is_loop and name not in targets and not (outer.lineno <= key[1] <= outer.end_lineno):  # type: ignore[attr-defined, index]
+            statement = outer  # type: ignore[assignment]
     followed.found.edit(source.line_before(statement, f"samestep.replicate({name}{options})"))
 
 
 def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:
-    """The model in `model.parameters() for model in models`, which has its name only there."""
+    """The model in `model.parameters() for model in models`: its name exists only there."""
     for part in ast.walk(statement):
-        if name in [ast.unparse(one.target) for one in getattr(part, "generators", ())]:
-            receivers = (one.value for one in ast.walk(part) if isinstance(one, ast.Attribute))
-            return next((one for one in receivers if ast.unparse(one) == name), None)
+        if name in [ast.unparse(node.target) for node in getattr(part, "generators", ())]:
+            receivers = (node.value for node in ast.walk(part) if isinstance(node, ast.Attribute))
+            return next((node for node in receivers if ast.unparse(node) == name), None)
     return None
 
 
 def _made_before(source: Source, statement: ast.stmt, name: str) -> ast.expr | None:
-    """The value that a name is given in the same block, where nothing is done with it until the statement."""
+    """The value assigned to a name in the same block, if the name is not used between there and the statement."""
     fields = (part for _, part in ast.iter_fields(source.parents[statement]))
     block = next((part for part in fields if isinstance(part, list) and statement in part), [statement])
-    for before in reversed(block[: block.index(statement)]):
-        if isinstance(before, ast.Assign) and [ast.unparse(one) for one in before.targets] == [name]:
-            return before.value if isinstance(before.targets[0], ast.Name) else None
-        used = {ast.unparse(one) for one in ast.walk(before) if isinstance(one, ast.Name | ast.Attribute)}
-        if name in used and not ast.unparse(before).startswith("print("):
+    for earlier in reversed(block[: block.index(statement)]):
+        if isinstance(earlier, ast.Assign) and [ast.unparse(node) for node in earlier.targets] == [name]:
+            return earlier.value if isinstance(earlier.targets[0], ast.Name) else None
+        used = {ast.unparse(node) for node in ast.walk(earlier) if isinstance(node, ast.Name | ast.Attribute)}
+        if name in used and not ast.unparse(earlier).startswith("print("):
             return None
     return None

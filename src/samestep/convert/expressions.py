@@ -1,4 +1,4 @@
-"""Follows the expressions of a script, and what they are bound to."""
+"""Finds the value of each expression of a script."""
 
 import ast
 import builtins
@@ -16,52 +16,52 @@ _HOLDS = "holds values of this process's share"
 
 
 class Expressions(Names):
-    """What is known of an expression, by its form."""
+    """The value of an expression by its syntax; a method for each type of node."""
 
     def value(self, node: ast.AST | None) -> Value:
         if node is None:
             return Value()
-        found: Value = getattr(self, f"_{type(node).__name__.lower()}", self._any)(node)
-        if found.kind == "loader" and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            found = replace(found, of=ast.unparse(node))
-        self.known[node] = found
-        if found.is_shared and not self.may_total():
+        value: Value = getattr(self, f"_{type(node).__name__.lower()}", self._any)(node)
+        if value.kind == "loader" and isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            value = replace(value, of=ast.unparse(node))
+        self.known[node] = value
+        if value.is_shared and not self.may_total():
             self.found.alone[self.source, self.source.start(node)] = None
-        if found.is_shared and found.edits is None:
-            self.known[node] = found = replace(found, edits=self.edits_of(node, found))
-        return found
+        if value.is_shared and value.edits is None:
+            self.known[node] = value = replace(value, edits=self.edits_of(node, value))
+        return value
 
     def text_of(self, value: Value) -> Value:
-        """What is shown where a value is: of an object what its class makes of it, or the fields of a dataclass."""
+        """The value of a value's text: for an object the result of __str__, or the fields of a dataclass."""
         if value.kind in ("list", "dict") and any(part.kind == "instance" for part in value.parts):
             return join(*map(self.text_of, value.parts))
         if value.kind != "instance":
             return value
-        made = value.of.of
-        methods = [found for name in _TEXTS if (found := made.find(name))]
-        if methods:
-            return self.run(replace(methods[0].of, bound=value), [value, Value()], {}, None)
-        is_shown = any("dataclass" in ast.unparse(one) for one in made.node.decorator_list)
+        class_ = value.of.of
+        own_methods = [method for name in _TEXTS if (method := class_.find(name))]
+        if own_methods:
+            return self.run(replace(own_methods[0].of, bound=value), [value, Value()], {}, None)
+        is_shown = any("dataclass" in ast.unparse(decorator) for decorator in class_.node.decorator_list)
         return self.of_instance(value, "__dict__") if is_shown else value
 
     def shown(self, node: ast.expr) -> Value:
         """The value of an expression whose text is used."""
-        self.known[node] = found = self.text_of(self.value(node))
-        return found
+        self.known[node] = value = self.text_of(self.value(node))
+        return value
 
     def _formattedvalue(self, node: ast.FormattedValue) -> Value:
         return self.shown(node.value).bare
 
     def is_model(self, value: Value) -> bool:
-        is_ours = value.kind == "instance" and value.of.of.descends_from("Module", "Model")
-        return value.kind == "model" or is_ours
+        is_instance = value.kind == "instance" and value.of.of.descends_from("Module", "Model")
+        return value.kind == "model" or is_instance
 
     def _any(self, node: ast.AST) -> Value:
-        """Of an expression without a rule of its own: it depends on a share where a part of it does."""
+        """An expression without a rule of its own: it depends on a share if a part of it does."""
         parts = [self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
         is_shared = any(part.is_shared for part in parts)
-        found = other("depends on this process's share", *parts) if is_shared else Value()
-        return replace(found, models=models_of(*parts))
+        value = other("depends on this process's share", *parts) if is_shared else Value()
+        return replace(value, models=models_of(*parts))
 
     def _constant(self, node: ast.Constant) -> Value:
         text = str(node.value) if isinstance(node.value, str | bool) else None
@@ -69,18 +69,18 @@ class Expressions(Names):
 
     def _name(self, node: ast.Name) -> Value:
         scope: Scope | None = self.frame.scope
-        if (found := self.frame.scope.find(node.id)) is not None:
+        if (value := self.frame.scope.find(node.id)) is not None:
             while scope is not None and node.id not in scope.names:
                 scope = scope.parent
-            # a dict or an object, of which elements were set one by one
+            # a dict or object whose elements were set separately
             prefixes = (f"{node.id}[", f"{node.id}.")
             fields = scope.names if scope else {}
             parts = [part for name, part in fields.items() if name.startswith(prefixes) and part.is_shared]
-            if found.is_shared or not parts:
-                return found
-            named = {key: fields.get(f"{node.id}[{key!r}]", Value()) for key in _keys(found)}
-            if all(part.is_shared for part in named.values()) and len(named) == len(parts):
-                return Value("dict", named, since=found.since)
+            if value.is_shared or not parts:
+                return value
+            by_key = {key: fields.get(f"{node.id}[{key!r}]", Value()) for key in _keys(value)}
+            if all(part.is_shared for part in by_key.values()) and len(by_key) == len(parts):
+                return Value("dict", by_key, since=value.since)
             return self._holding(parts, all(isinstance(part.of, Sum) for part in parts))
         if hasattr(builtins, node.id):
             return Value("external", f"builtins.{node.id}")
@@ -88,11 +88,11 @@ class Expressions(Names):
             scope = scope.parent
         return Value("external", f"{scope.stars[0]}.{node.id}") if scope else Value()
 
-    def _holding(self, held: list[Value], are_sums: bool = True) -> Value:
-        """What holds numbers that were added up over batches: in training they are totalled where they are added."""
-        sums = [value.of for value in held if isinstance(value.of, Sum) and value.of.loop.trains]
-        nodes = tuple(node for found in sums for node in found.nodes) if are_sums else ()
-        return other(_HOLDS, *held, edits=nodes or None)
+    def _holding(self, values: list[Value], are_sums: bool = True) -> Value:
+        """A container of sums over batches: in training the sums are totalled where they are added up."""
+        sums = [value.of for value in values if isinstance(value.of, Sum) and value.of.loop.trains]
+        nodes = tuple(node for batch_sum in sums for node in batch_sum.nodes) if are_sums else ()
+        return other(_HOLDS, *values, edits=nodes or None)
 
     def _attribute(self, node: ast.Attribute) -> Value:
         base, name = self.value(node.value), node.attr
@@ -116,46 +116,46 @@ class Expressions(Names):
 
     def _of_class(self, base: Value, name: str) -> Value:
         if base.kind == "super":
-            own, of = base.of
-            inherited = own.of.of.above(of, name)
-            return Value("function", replace(inherited.of, bound=own)) if inherited else Value()
+            instance, class_node = base.of
+            inherited = instance.of.of.above(class_node, name)
+            return Value("function", replace(inherited.of, bound=instance)) if inherited else Value()
         if base.kind == "class" and name == "apply" and base.of.descends_from("Function"):
-            # of an autograd.Function, of which the first argument is torch's
+            # `apply` of an autograd.Function calls `forward` with a first argument of torch
             return Value("function", replace(base.of.find("forward").of, bound=Value()))
         return base.of.find(name) or Value()
 
-    def shape(self, of: Value) -> Value:
-        return Value("list", {0: counted(of, self.batches), None: Value()})
+    def shape(self, rows: Value) -> Value:
+        return Value("list", {0: counted(rows, self.batches), None: Value()})
 
     def of_instance(self, base: Value, name: str) -> Value:
         if name == "__dict__":
-            held = [value for value in base.of.scope.names.values() if value.is_shared]
-            return self._holding(held) if held else Value()
-        found = base.of.scope.names.get(name) or base.of.of.find(name)
-        if found is None and self.is_model(base):
+            fields = [value for value in base.of.scope.names.values() if value.is_shared]
+            return self._holding(fields) if fields else Value()
+        entry = base.of.scope.names.get(name) or base.of.of.find(name)
+        if entry is None and self.is_model(base):
             return base if name == "module" else Value("model", base.of.key)
-        if found is None or found.kind != "function" or found.of.bound or "staticmethod" in found.of.marks:
-            return found or Value()
-        function = replace(found.of, bound=base)
+        if entry is None or entry.kind != "function" or entry.of.bound or "staticmethod" in entry.of.marks:
+            return entry or Value()
+        function = replace(entry.of, bound=base)
         if "property" not in function.marks:
             return Value("function", function)
-        made = self.run(function, [base], {}, None)
-        body = [one for one in function.node.body if not isinstance(one, ast.Expr)]
-        form = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
-        by_form = (form, function.source, ()) if made.is_shared and form is not None else made.made
-        return replace(made, edits=None, made=by_form)
+        result = self.run(function, [base], {}, None)
+        body = [statement for statement in function.node.body if not isinstance(statement, ast.Expr)]
+        returned = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
+        origin = (returned, function.source, ()) if result.is_shared and returned is not None else result.made
+        return replace(result, edits=None, made=origin)
 
     def _subscript(self, node: ast.Subscript) -> Value:
         base, index = self.value(node.value), self.value(node.slice)
         if (known := self._set_before(node)) is not None:
             return known
-        at = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
         if base.kind in ("list", "dict"):
             if isinstance(base.of.get(None, Value()).of, Sum):
                 return Value(Kind.OTHER, "is of single batches")
             if isinstance(node.slice, ast.Slice) and node.slice.lower is not None:
                 return join(*(part for key, part in base.of.items() if key != 0))
-            return base if isinstance(node.slice, ast.Slice) else self.part_of(base, at)
+            return base if isinstance(node.slice, ast.Slice) else self.part_of(base, key)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
             return self._rows_at(node, base, index)
         if base.kind == Kind.ALIKE and index.of == NUMBERED:
@@ -181,82 +181,82 @@ class Expressions(Names):
         if is_all or self.in_forward:
             return Value(base.kind)
         if index.is_shared:
-            # the first index goes along the rows: a mask chooses some; beside an index for each row it chooses within
+            # an index along the rows chooses some of them; with further indices it chooses within each row
             return Value(Kind.SOME if first is node.slice else Kind.ROWS)
         return Value(Kind.OTHER, "is of some samples of a share")
 
     def _binop(self, node: ast.BinOp) -> Value:
         nodes = (node.left, node.right)
-        left, right = self.together(nodes, [self.value(one) for one in nodes])
+        left, right = self.together(nodes, [self.value(operand) for operand in nodes])
         if isinstance(node.op, ast.Mod) and left.text is not None:
             right = self.shown(node.right)
         is_shared = left.is_shared or right.is_shared
-        found = combined(node.op, left, right) if is_shared else Value()
-        return replace(found, models=models_of(left, right))
+        result = combined(node.op, left, right) if is_shared else Value()
+        return replace(result, models=models_of(left, right))
 
     def _unaryop(self, node: ast.UnaryOp) -> Value:
         return self.value(node.operand).bare
 
     def _boolop(self, node: ast.BoolOp) -> Value:
-        values = [self.value(one) for one in node.values]
-        found = join(*values)
-        return found if found.kind in (*ROWS, "list") or not found.is_shared else self._any(node)
+        values = [self.value(operand) for operand in node.values]
+        joined = join(*values)
+        return joined if joined.kind in (*ROWS, "list") or not joined.is_shared else self._any(node)
 
     def _compare(self, node: ast.Compare) -> Value:
         nodes = (node.left, *node.comparators)
-        values = self.together(nodes, [self.value(one) for one in nodes])
+        values = self.together(nodes, [self.value(operand) for operand in nodes])
         if (holds := self.decided(node)) is not None:
             return Value(text=str(holds))
-        if any(one.kind == "none" for one in values):
+        if any(operand.kind == "none" for operand in values):
             return Value()
-        kinds = {one.kind for one in values if one.is_shared}
+        kinds = {operand.kind for operand in values if operand.is_shared}
         if kinds <= {Kind.ROWS, Kind.BATCH} or kinds == {Kind.ROW}:
             return Value(Kind.ALIKE if not kinds else Kind.ROW if Kind.ROW in kinds else Kind.ROWS)
         return other("is a comparison of this rank's values", *values)
 
     def decided(self, test: ast.expr) -> bool | None:
-        """Whether a test for None, or of a string or a truth that the script gives, holds, where that is known."""
-        if (asked := _asked(test)) is None or self.loops[self.frame.loops_before :]:
+        """Whether a test holds, if that is known: a test for None, or for a constant string or bool."""
+        if (tested := _tested_constant(test)) is None or self.loops[self.frame.loops_before :]:
             return None
-        node, sought, holds = asked
+        node, constant, holds = tested
         value, is_own = self.value(node), isinstance(node, ast.Name) and node.id in self.frame.scope.names
         if value.since and not is_own:
             return None
-        if sought is None:
+        if constant is None:
             is_known = value.kind in ("none", "optimizer") or value.is_shared
             return (value.kind == "none") == holds if is_known else None
-        is_alike = value.text is not None and isinstance(sought, bool) == (value.text in ("True", "False"))
-        return (value.text == str(sought)) == holds if is_alike else None
+        is_alike = value.text is not None and isinstance(constant, bool) == (value.text in ("True", "False"))
+        return (value.text == str(constant)) == holds if is_alike else None
 
     def _ifexp(self, node: ast.IfExp) -> Value:
         if (known := self.decided(node.test)) is not None:
             return self.value(node.body if known else node.orelse)
-        test, found = self.value(node.test), join(self.value(node.body), self.value(node.orelse))
-        is_chosen = test.is_shared and test.kind != Kind.ROW
-        return other("is chosen by this rank's values", test) if is_chosen else found.bare
+        test, value = self.value(node.test), join(self.value(node.body), self.value(node.orelse))
+        depends_on_share = test.is_shared and test.kind != Kind.ROW
+        return other("is chosen by this rank's values", test) if depends_on_share else value.bare
 
     def _list(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
-        values = [self.kept(self.value(one)) for one in node.elts]
-        if all(one.kind == Kind.ALIKE for one in values) and (values or isinstance(node, ast.List)):
+        values = [self.kept(self.value(element)) for element in node.elts]
+        if all(element.kind == Kind.ALIKE for element in values) and (values or isinstance(node, ast.List)):
             return Value(models=models_of(*values))
         return Value("list", dict(enumerate(values)), models_of(*values))
 
     _tuple = _set = _list
 
     def _dict(self, node: ast.Dict) -> Value:
-        values = [self.named(one, self.value(one), {*NUMBERS, Kind.OTHER}) for one in node.values]
+        values = [self.named(value, self.value(value), {*NUMBERS, Kind.OTHER}) for value in node.values]
         keys = [getattr(key, "value", None) for key in node.keys]
-        if {one.kind for one in values} == {Kind.ROWS}:
+        if {value.kind for value in values} == {Kind.ROWS}:
             return Value(Kind.BATCH)
-        kinds = {one.kind for one in values} & {"instance", "loader", "list", "function"}
-        is_known = bool(kinds) or any(one.is_shared for one in values)
+        kinds = {value.kind for value in values} & {"instance", "loader", "list", "function"}
+        is_known = bool(kinds) or any(value.is_shared for value in values)
         return Value("dict", dict(zip(keys, values, strict=True))) if is_known else join(*values).bare
 
     def _starred(self, node: ast.Starred | ast.NamedExpr) -> Value:
-        found = self.value(node.value)
+        value = self.value(node.value)
         if isinstance(node, ast.NamedExpr):
-            self.bind(node.target, self.kept(found))
-        return found
+            self.bind(node.target, self.kept(value))
+        return value
 
     _namedexpr = _starred
 
@@ -264,42 +264,42 @@ class Expressions(Names):
         return Value("function", Function(node, self.frame.scope, self.source))
 
     def _listcomp(self, node: Any) -> Value:
-        """The values that a comprehension makes, followed as a loop."""
+        """The values of a comprehension, which is followed as a loop."""
         element = node.value if isinstance(node, ast.DictComp) else node.elt
         scope, loops = self.frame.scope, len(self.loops)
         self.frame.scope = Scope(scope)
         for part in node.generators:
-            each = self.each(self.over(part.iter))
-            self.bind(part.target, (*each.objects, each.element)[0])
+            loop_over = self.each(self.over(part.iter))
+            self.bind(part.target, (*loop_over.objects, loop_over.element)[0])
             tests = [self.value(test).is_shared for test in part.ifs]
-            self.enter(replace(each, kind="rows" if any(tests) else each.kind), node)
-        found = self.kept(self.value(element))
-        for one in each.objects[1:] if len(node.generators) == 1 else ():
-            self.bind(part.target, one)
-            found = join(found, self.kept(self.value(element)))
-            self.known[element] = join(self.known[element], found)
+            self.enter(replace(loop_over, kind="rows" if any(tests) else loop_over.kind), node)
+        value = self.kept(self.value(element))
+        for other_element in loop_over.objects[1:] if len(node.generators) == 1 else ():
+            self.bind(part.target, other_element)
+            value = join(value, self.kept(self.value(element)))
+            self.known[element] = join(self.known[element], value)
         kinds = {loop.kind for loop in self.loops[loops:]}
         batches = self.batches
-        are_rows = batches and found.kind == Kind.ROWS and not (batches.trains or batches.lends)
+        are_rows = batches and value.kind == Kind.ROWS and not (batches.trains or batches.lends)
         if are_rows:
-            found = found if "batches" in kinds else Value("list", {None: found})
+            value = value if "batches" in kinds else Value("list", {None: value})
         elif "batches" in kinds and batches is not None:
-            found = self.per_batch(batches, element, found)
+            value = self.per_batch(batches, element, value)
         elif "rows" in kinds:
-            found = Value(Kind.OTHER, found.of) if isinstance(found.of, str) else Value(Kind.ROWS)
+            value = Value(Kind.OTHER, value.of) if isinstance(value.of, str) else Value(Kind.ROWS)
         del self.loops[loops:]
         self.frame.scope = scope
-        if found.kind == Kind.ROWS and isinstance(node, ast.DictComp):
+        if value.kind == Kind.ROWS and isinstance(node, ast.DictComp):
             return Value(Kind.BATCH)
-        is_element = found.kind in (Kind.ALIKE, "loader", "model", Kind.ROWS) and not are_rows
-        if is_element or (kinds == {"plain"} and found.kind == Kind.PART):
-            return found
-        return Value("list", {None: found}, found.models)
+        is_element = value.kind in (Kind.ALIKE, "loader", "model", Kind.ROWS) and not are_rows
+        if is_element or (kinds == {"plain"} and value.kind == Kind.PART):
+            return value
+        return Value("list", {None: value}, value.models)
 
     _setcomp = _generatorexp = _dictcomp = _listcomp
 
     def over(self, node: ast.expr) -> Value:
-        """What a loop goes through: outside of all batches the samples of all ranks."""
+        """The value that a loop iterates over; outside of all batches these are the samples of all ranks."""
         value = self.value(node)
         is_even = value.kind != "each" or value.of.kind == "batches"
         element = value if is_even else value.of.element
@@ -309,10 +309,10 @@ class Expressions(Names):
         return self.total(node) if (is_rows and self.is_outside) or is_unknown else value
 
     def each(self, over: Value) -> Loop:
-        """What a loop over this gets at each turn."""
+        """The loop over this value."""
         if over.kind == "each":
-            found: Loop = over.of
-            return found
+            loop: Loop = over.of
+            return loop
         if over.kind == "instance" and (method := over.of.of.find("__iter__")) is not None:
             return self.each(self.run(replace(method.of, bound=over), [over], {}, None))
         if over.kind in ("loader", Kind.BATCH):
@@ -329,27 +329,27 @@ class Expressions(Names):
         return Loop(over.bare)
 
 
-def _keys(held: Value) -> list[object]:
-    """The keys of the dict that the script wrote."""
-    made = held.made[0] if held.made else None
-    if isinstance(made, ast.Dict):
-        return [getattr(key, "value", None) for key in made.keys]
-    is_dict = isinstance(made, ast.Call) and ast.unparse(made.func) == "dict"
-    return [keyword.arg for keyword in made.keywords] if is_dict else []  # type: ignore[union-attr]
+def _keys(value: Value) -> list[object]:
+    """The keys of a dict display or a dict() call."""
+    expression = value.made[0] if value.made else None
+    if isinstance(expression, ast.Dict):
+        return [getattr(key, "value", None) for key in expression.keys]
+    is_dict = isinstance(expression, ast.Call) and ast.unparse(expression.func) == "dict"
+    return [keyword.arg for keyword in expression.keywords] if is_dict else []  # type: ignore[union-attr]
 
 
-def _asked(test: ast.expr) -> tuple[ast.expr, object, bool] | None:
-    """What a test compares, with which constant, and whether it asks for that or for another."""
+def _tested_constant(test: ast.expr) -> tuple[ast.expr, object, bool] | None:
+    """The expression that a test compares, the constant, and whether it tests for equality."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=inner):
-            found = _asked(inner)
-            return found and (*found[:2], not found[2])
-        case ast.Compare(left=left, ops=[ast.Is() | ast.Eq()], comparators=[ast.Constant(value=sought)]):
-            return left, sought, True
+            inner_test = _tested_constant(inner)
+            return inner_test and (*inner_test[:2], not inner_test[2])
+        case ast.Compare(left=left, ops=[ast.Is() | ast.Eq()], comparators=[ast.Constant(value=constant)]):
+            return left, constant, True
         case ast.Compare(
-            left=left, ops=[ast.IsNot() | ast.NotEq()], comparators=[ast.Constant(value=sought)]
+            left=left, ops=[ast.IsNot() | ast.NotEq()], comparators=[ast.Constant(value=constant)]
         ):
-            return left, sought, False
+            return left, constant, False
         case ast.Name() | ast.Attribute():
             return test, True, True
     return None

@@ -1,4 +1,4 @@
-"""What is changed in a file wherever it stands: the device, files that are written, and the import of samestep."""
+"""Edits that need no following: devices, written files, hooks, and the import of samestep."""
 
 import ast
 import re
@@ -24,11 +24,11 @@ _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
 def finish(followed: Follower, source: Source, is_script: bool) -> None:
-    """Devices, writers, functions and loaders that were not reached, and the import."""
+    """Edit devices, writers and the import, and note functions and loaders that were not reached."""
     found, devices = followed.found, []
     imports = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
-    imported = (one for node in imports for one in node.names if one.name == "DataLoader")
-    loaders = {"DataLoader", *(one.asname or one.name for one in imported)}
+    imported = (alias for node in imports for alias in node.names if alias.name == "DataLoader")
+    loaders = {"DataLoader", *(alias.asname or alias.name for alias in imported)}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Assign) and (device := _device_of(node.value)):
             devices.append(source.replaced(node.value, device))
@@ -45,40 +45,40 @@ def finish(followed: Follower, source: Source, is_script: bool) -> None:
 
 
 def _without_module(followed: Follower, source: Source, node: ast.Attribute) -> None:
-    """Leave out `.module` of a model where the DataParallel around it is left out."""
+    """Remove `.module` of a model if its DataParallel is removed."""
     is_model = followed.is_model(followed.known.get(node.value, Value()))
     if node.attr == "module" and followed.unwraps and is_model:
         followed.found.edit(Edit(source, source.end(node.value), source.end(node), ""))
 
 
 def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None:
-    """Functions that are used somewhere, but by a way that was not followed; and draws for each sample."""
-    text, of = ast.unparse(node), source.parents[node]
-    methods = [one for one in getattr(of, "body", ()) if getattr(one, "name", "__init__") != "__init__"]
-    if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(one)) for one in methods):
+    """Note functions that are used but were not followed, and random draws for each sample."""
+    text, cls = ast.unparse(node), source.parents[node]
+    methods = [item for item in getattr(cls, "body", ()) if getattr(item, "name", "__init__") != "__init__"]
+    if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(item)) for item in methods):
         remark = "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
         followed.found.note(source, node, remark)
-    is_used = sum(one.data.count(node.name.encode()) for one in followed.modules) > 1
+    is_used = sum(item.data.count(node.name.encode()) for item in followed.modules) > 1
     if is_used and node not in followed.reached and re.search(r"\.(item|backward)\(|torch\.save", text):
         reason = f"nothing that was followed leads to {node.name}; look at it by hand"
         followed.found.gap(source, node, reason)
 
 
 def _device_of(value: ast.expr) -> str | None:
-    """What to write for an expression that chooses an accelerator."""
+    """The replacement of an expression that chooses an accelerator; None for other expressions."""
     text = ast.unparse(value)
-    strings = [one.value for one in ast.walk(value) if isinstance(one, ast.Constant)]
-    names_one = any(isinstance(one, str) and one.startswith(_DEVICES) for one in strings)
-    if isinstance(value, ast.Call) and text.startswith("torch.device(") and names_one:
+    strings = [part.value for part in ast.walk(value) if isinstance(part, ast.Constant)]
+    names_device = any(isinstance(part, str) and part.startswith(_DEVICES) for part in strings)
+    if isinstance(value, ast.Call) and text.startswith("torch.device(") and names_device:
         return "samestep.init().device"
-    if isinstance(value, ast.IfExp) and (names_one or "current_accelerator" in text):
+    if isinstance(value, ast.IfExp) and (names_device or "current_accelerator" in text):
         is_text = "torch.device(" not in text and ("current_accelerator" not in text or ".type" in text)
         return "samestep.init().device" + ".type" * is_text
     return None
 
 
 def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> None:
-    """After init(), "cuda" is this process's device, and "cuda:0" that of one process."""
+    """Remove the number of "cuda:0": after init(), "cuda" is this process's device."""
     if node.value == "CUDA_VISIBLE_DEVICES":
         reason = "CUDA_VISIBLE_DEVICES gives all processes the same device; leave it out"
         followed.found.gap(source, node, reason)
@@ -89,13 +89,13 @@ def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> 
 
 
 def _written(followed: Follower, source: Source, node: ast.Call) -> None:
-    """What every process would write: a directory, a file, a log."""
+    """Edit or note what every process would write: a directory, a file, a log."""
     name = ast.unparse(node.func)
     for listed, reason in _LISTED.items():
         if f".{name}".endswith((f".{listed}", f"_{listed}")):
             followed.found.gap(source, node, reason.format(name))
     if name in ("os.mkdir", "os.makedirs") and len(node.args) == 1 and not node.keywords:
-        # another process may make it after this one has asked for it
+        # another process may make it after this process has tested for it
         found, end = followed.found, source.end(node.args[0])
         found.edit(source.replaced(node.func, "os.makedirs"), Edit(source, end, end, ", exist_ok=True"))
     if not _writes(node):
@@ -111,13 +111,13 @@ def _written(followed: Follower, source: Source, node: ast.Call) -> None:
 
 def _writes(node: ast.Call) -> bool:
     name = ast.unparse(node.func)
-    modes = [*node.args[1:2], *(one.value for one in node.keywords if one.arg == "mode")]
-    chosen = (set(str(one.value)) & set("wax") for one in modes if isinstance(one, ast.Constant))
+    modes = [*node.args[1:2], *(mode.value for mode in node.keywords if mode.arg == "mode")]
+    chosen = (set(str(mode.value)) & set("wax") for mode in modes if isinstance(mode, ast.Constant))
     return bool(node.args) and (any(chosen) if name == "open" else bool(_WRITES.search(name)))
 
 
 def _read_at(followed: Follower, path: str) -> str | None:
-    """Where the script reads a file that it also writes, or asks for it."""
+    """The line where the script reads this file, or tests for it; None if there is none."""
     for source in followed.modules:
         for node in ast.walk(source.tree):
             is_of_it = isinstance(node, ast.Call) and node.args and followed.path_of(node.args[0]) == path
@@ -127,7 +127,7 @@ def _read_at(followed: Follower, path: str) -> str | None:
 
 
 def _import(followed: Follower, source: Source, loaders: set[str], begins: bool) -> None:
-    """`import samestep`, in the place of the import of DataLoader where nothing else uses it."""
+    """Add `import samestep`, in the place of an import of DataLoader that is not used any more."""
     uses = sum(isinstance(node, ast.Name) and node.id in loaders for node in ast.walk(source.tree))
     uses -= sum(edit.source is source and edit.text == "samestep.loader" for edit in followed.found.edits)
     statements = source.tree.body[ast.get_docstring(source.tree) is not None :]
@@ -142,7 +142,7 @@ def _import(followed: Follower, source: Source, loaders: set[str], begins: bool)
     if isinstance(first, ast.If) and "__name__" in ast.unparse(first.test):
         first = first.body[0]
     if begins and first is not None:
-        # the device is taken before the script takes one
+        # init() must set the device before the script uses one
         followed.found.edit(source.line_before(first, "samestep.init()"))
 
 

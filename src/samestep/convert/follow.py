@@ -1,4 +1,4 @@
-"""Follows a script from its first statement on, through the functions and files of its project."""
+"""Follows a script statement by statement, through the functions and files of its project."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -29,23 +29,23 @@ _NOT_SHARED = (
 
 
 def follow(script: Source, find: Find) -> "Follower":
-    """Follow a script; where its evaluation has numbers without a total, every process evaluates all samples."""
-    found = _followed(script, find, Learnt())
-    for call in dict.fromkeys(loop.call for loop in found.passes):
-        trains = any(loop.trains for loop in found.passes if loop.call is call)
-        if trains or call is None or not (gaps := found.found.gaps):
+    """Follow a script; if numbers of its evaluation have no total, let every process evaluate all samples."""
+    follower = _followed(script, find, Learnt())
+    for call in dict.fromkeys(loop.call for loop in follower.passes):
+        trains = any(loop.trains for loop in follower.passes if loop.call is call)
+        if trains or call is None or not (gaps := follower.found.gaps):
             continue
         (source, line), reason = next(iter(gaps.items()))
         first = f"{source.path.name}:{line}: {reason}; see docs/convert.md"
         text = f"is of an evaluation with numbers that have no total ({first})"
-        learnt = Learnt(serial={**found.learnt.serial, call: text})
-        without = _followed(script, find, learnt)
-        found = without if len(without.found.gaps) < len(gaps) else found
-    return found
+        learnt = Learnt(serial={**follower.learnt.serial, call: text})
+        serial_follower = _followed(script, find, learnt)
+        follower = serial_follower if len(serial_follower.found.gaps) < len(gaps) else follower
+    return follower
 
 
 def _followed(script: Source, find: Find, learnt: Learnt) -> "Follower":
-    """Follow a script until following it again teaches nothing."""
+    """Follow a script again and again until `learnt` stays the same."""
     for _ in range(_MOST_TIMES):
         before = copied(learnt)
         follower = Follower(script, find, learnt)
@@ -58,7 +58,7 @@ def _followed(script: Source, find: Find, learnt: Learnt) -> "Follower":
 
 
 class Follower(Calls):
-    """Knows the files of the project by their modules' names."""
+    """Follows statements, and knows the modules of the project."""
 
     def __init__(self, script: Source, find: Find, learnt: Learnt) -> None:
         super().__init__(learnt)
@@ -67,11 +67,11 @@ class Follower(Calls):
         self.follow_module(script)
 
     def path_of(self, node: ast.expr) -> str:
-        """The file that an argument names: its text, where the script gives it."""
+        """The path in an argument: its text if it is known, else its expression."""
         return self.known.get(node, Value()).text or ast.unparse(node)
 
     def check_totals(self) -> None:
-        """No total may stand where a rank may come without the others, or with what all ranks have."""
+        """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
         found = self.found
         kinds: dict[tuple[Source, int], str] = {}
         for edit in found.edits:
@@ -90,15 +90,15 @@ class Follower(Calls):
         if source in self.modules:
             return self.modules[source]
         scope = self.modules[source] = Scope()
-        outside, self.loops = self.loops, []
+        outer_loops, self.loops = self.loops, []
         self.frames.append(Frame(scope, source))
         self.statements(source.tree.body)
-        # functions of the script that nothing calls, such as those a decorator registers
+        # functions that no line calls, for example because a decorator registers them
         for node in source.tree.body if len(self.modules) == 1 else ():
             if isinstance(node, ast.FunctionDef) and node not in self.reached:
-                self.run(Function(node, scope, source), [], {}, None)
+                self.run(self._function(node).of, [], {}, None)
         self.frames.pop()
-        self.loops = outside
+        self.loops = outer_loops
         return scope
 
     def statements(self, body: Sequence[ast.stmt]) -> None:
@@ -110,7 +110,7 @@ class Follower(Calls):
                 break
 
     def _parts_of(self, node: ast.AST) -> None:
-        """Of a statement without a rule of its own: its expressions and statements, one after another."""
+        """Follow the expressions and statements of a statement without a rule of its own."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child)
@@ -123,7 +123,7 @@ class Follower(Calls):
         self.value(node.value)
         receiver = getattr(getattr(node.value, "func", None), "value", None)
         if receiver in self.known and self.known[receiver].kind == Kind.OTHER and not self.in_forward:
-            # what the object does with a share's value is not known
+            # the object's method may use the share's value in an unknown way
             self.total(receiver)
         if isinstance(node.value, ast.Yield | ast.YieldFrom) and node.value.value is not None:
             self.frame.yielded.append(self.known[node.value.value])
@@ -131,43 +131,43 @@ class Follower(Calls):
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
             name = alias.name if alias.asname else alias.name.partition(".")[0]
-            found = self.find(alias.name, 0, self.source.path)
-            value = Value("module", self.follow_module(found)) if found else Value("external", name)
+            source = self.find(alias.name, 0, self.source.path)
+            value = Value("module", self.follow_module(source)) if source else Value("external", name)
             self.frame.scope.names[alias.asname or name] = value
 
     def _importfrom(self, node: ast.ImportFrom) -> None:
-        found = self.find(node.module or "", node.level, self.source.path)
+        source = self.find(node.module or "", node.level, self.source.path)
         names = self.frame.scope.names
-        known = self.follow_module(found).names if found else {}
+        known = self.follow_module(source).names if source else {}
         for alias in node.names:
             full = f"{node.module}.{alias.name}" if node.module else alias.name
             if alias.name == "*":
                 names.update(known)
-                self.frame.scope.stars += [] if found else [str(node.module)]
+                self.frame.scope.stars += [] if source else [str(node.module)]
             elif alias.name not in known and (inner := self.find(full, node.level, self.source.path)):
                 names[alias.asname or alias.name] = Value("module", self.follow_module(inner))
             else:
-                value = Value() if found else Value("external", full)
+                value = Value() if source else Value("external", full)
                 names[alias.asname or alias.name] = known.get(alias.name, value)
 
     def _functiondef(self, node: ast.FunctionDef) -> None:
         self.frame.scope.names[node.name] = self._function(node)
 
     def _function(self, node: ast.FunctionDef) -> Value:
-        marks = frozenset(ast.unparse(one) for one in node.decorator_list)
+        marks = frozenset(ast.unparse(decorator) for decorator in node.decorator_list)
         return Value("function", Function(node, self.frame.scope, self.source, marks))
 
     def _classdef(self, node: ast.ClassDef) -> None:
         outer, scope = self.frame.scope, Scope(self.frame.scope)
-        methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
-        scope.names |= {one.name: self._function(one) for one in methods}
+        methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
+        scope.names |= {child.name: self._function(child) for child in methods}
         outer.names[node.name] = Value("class", Class(node, [self.value(base) for base in node.bases], scope))
         self.frame.scope = scope
-        self.statements([one for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign)])
+        self.statements([child for child in node.body if isinstance(child, ast.Assign | ast.AnnAssign)])
         self.frame.scope = outer
 
     def _return(self, node: ast.Return) -> None:
-        """A function that is called outside all loops over batches returns what every rank has."""
+        """Follow a return; a function called outside all loops over batches returns totals."""
         if node.value is None:
             return
         value, frame = self.value(node.value), self.frame
@@ -176,53 +176,53 @@ class Follower(Calls):
         is_property = frame.call is None and isinstance(self.source.parents[frame.function], ast.ClassDef)
         if value.is_shared and (frame.had_batches or not is_for_batch) and not is_property:
             parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-            found = [self._given_back(part) for part in parts]
-            value = Value("list", dict(enumerate(found))) if len(found) > 1 else found[0]
+            totals = [self._returned_total(part) for part in parts]
+            value = Value("list", dict(enumerate(totals))) if len(totals) > 1 else totals[0]
         elif not value.is_shared:
             self.seen_alike(node.value)
         frame.returned.append(self.kept(value))
         frame.has_ended = self.depth == frame.depth and len(self.loops) == frame.loops_before
 
-    def _given_back(self, node: ast.expr) -> Value:
-        """A part of what a function returns: a list that has no total is one where it is used."""
+    def _returned_total(self, node: ast.expr) -> Value:
+        """The total of a part of a return value; a list without a total gets one where it is used."""
         value = self.value(node)
         return value if value.kind in ("list", "dict") and value.edits is None else self.total(node)
 
     def _assign(self, node: ast.Assign | ast.AnnAssign) -> None:
-        targets, made = node.targets if isinstance(node, ast.Assign) else [node.target], node.value
-        pairs = [(target, made) for target in targets if made is not None]
-        parts = [getattr(part, "elts", ()) for part in (targets[0], made)]
-        if isinstance(made, ast.Tuple) and len(parts[0]) == len(parts[1]):
+        targets, right = node.targets if isinstance(node, ast.Assign) else [node.target], node.value
+        pairs = [(target, right) for target in targets if right is not None]
+        parts = [getattr(part, "elts", ()) for part in (targets[0], right)]
+        if isinstance(right, ast.Tuple) and len(parts[0]) == len(parts[1]):
             pairs = list(zip(*parts, strict=True))
-        found = [(target, self._made(target, part), part) for target, part in pairs]
-        for target, value, part in found:
+        assignments = [(target, self._assigned(target, part), part) for target, part in pairs]
+        for target, value, part in assignments:
             if value is not None:
                 self.bind(target, value, part)
 
     _annassign = _assign
 
-    def _made(self, target: ast.expr, made: ast.expr) -> Value | None:
-        """What a target is given; None where something is added to it, which has its value then."""
-        adds = isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add)
-        if adds and _begins_from(made.left, target):  # type: ignore[attr-defined]
-            self._add(target, made.right)  # type: ignore[attr-defined]
+    def _assigned(self, target: ast.expr, node: ast.expr) -> Value | None:
+        """The value for a target; None for an addition to the target, which is done here."""
+        adds = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+        if adds and _begins_from(node.left, target):  # type: ignore[attr-defined]
+            self._add(target, node.right)  # type: ignore[attr-defined]
             return None
-        is_late = made in self.learnt.eager or self.is_lost(target)
-        value = self.total(made) if is_late else self.value(made)
+        is_late = node in self.learnt.eager or self.is_lost(target)
+        value = self.total(node) if is_late else self.value(node)
         if self._is_element(target) and self.batches is not None and value.kind in (*NUMBERS, Kind.OTHER):
-            value = self.accumulated(self._place(target), made, value)
-        # what else is in an object stays there, where it may not be found again
-        return self.named(made, value, NUMBERS if isinstance(target, ast.Name) else {*NUMBERS, Kind.OTHER})
+            value = self.accumulated(self._place_added_to(target), node, value)
+        # a value in an object cannot be followed further, so other kinds must be totalled too
+        return self.named(node, value, NUMBERS if isinstance(target, ast.Name) else {*NUMBERS, Kind.OTHER})
 
     def _is_element(self, target: ast.expr) -> bool:
         return isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Constant)
 
-    def _place(self, target: ast.expr) -> tuple[Scope, str]:
-        """Of an element whose index is no constant, all of what holds it."""
+    def _place_added_to(self, target: ast.expr) -> tuple[Scope, str]:
+        """The place that an addition changes: for an element with a variable index, the whole container."""
         return self.place_of(target.value if self._is_element(target) else target)  # type: ignore[attr-defined]
 
     def _add(self, target: ast.expr, added: ast.expr) -> None:
-        scope, name = self._place(target)
+        scope, name = self._place_added_to(target)
         value = self.total(added) if self.is_lost(target) else self.value(added)
         scope.names[name] = self.accumulated((scope, name), added, value)
 
@@ -230,13 +230,13 @@ class Follower(Calls):
         if isinstance(node.op, ast.Add | ast.Sub):
             self._add(node.target, node.value)
             return
-        scope, name = self._place(node.target)
+        scope, name = self._place_added_to(node.target)
         old, value = scope.find(name) or Value(), self.value(node.value)
         if old.is_shared or value.is_shared:
             scope.names[name] = replace(self.divided(node, old, value), since=old.since)
 
     def _global(self, node: ast.Global | ast.Nonlocal) -> None:
-        """Names of an outer function or of the module."""
+        """Note in which scope names live that are declared global or nonlocal."""
         for name in node.names:
             scope = self.frame.scope.parent or self.frame.scope
             while scope.parent is not None and (isinstance(node, ast.Global) or name not in scope.names):
@@ -255,17 +255,17 @@ class Follower(Calls):
             return
         self.uneven += is_uneven
         self.depth += 1
-        scope, before, trained = self.frame.scope, dict(self.frame.scope.names), self.backwards
+        scope, before, backwards_before = self.frame.scope, dict(self.frame.scope.names), self.backwards
         self.statements(node.body)
-        first, trained_first = scope.names, self.backwards
+        body_names, backwards_between = scope.names, self.backwards
         scope.names = before
         self.statements(node.orelse)
-        for name, value in first.items():
-            other = scope.names.get(name, value)
-            scope.names[name] = value if other is value else join(other, value)
+        for name, value in body_names.items():
+            else_value = scope.names.get(name, value)
+            scope.names[name] = value if else_value is value else join(else_value, value)
         self.depth -= 1
         self.uneven -= is_uneven
-        if trained < trained_first < self.backwards:
+        if backwards_before < backwards_between < self.backwards:
             self._trained()
 
     def _trained(self) -> None:
@@ -284,15 +284,15 @@ class Follower(Calls):
         self._repeated(node, Loop())
 
     def _repeated(self, node: ast.For | ast.While, loop: Loop) -> None:
-        """Follow a loop's body twice: what its end says of a value holds at its beginning. Only the last counts."""
+        """Follow a loop's body twice: values at its end reach its beginning. Only the second findings count."""
         place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
         found, eager = copied(self.found), set(self.learnt.eager)
-        self._turn(node, loop)
+        self._follow_turn(node, loop)
         self.learnt.trains[place] = loop.trains = loop.found_training
         if self.followed < MOST_STATEMENTS:
             self.found, self.learnt.eager = found, eager
-            self._turn(node, loop)
+            self._follow_turn(node, loop)
         self.frame.had_batches |= loop.kind == "batches"
         for name, value in self.frame.scope.names.items():
             if value.kind == "turn":
@@ -301,12 +301,12 @@ class Follower(Calls):
                 reason = "is of the last batch, which ranks without a share of it were lent"
                 self.frame.scope.names[name] = Value(Kind.OTHER, reason)
 
-    def _turn(self, node: ast.For | ast.While, loop: Loop) -> None:
+    def _follow_turn(self, node: ast.For | ast.While, loop: Loop) -> None:
         names = self.frame.scope.names
         for name, value in names.items() if loop.kind == "batches" else ():
             is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
             if is_number and value.made and loop.number in value.made[2]:
-                # what a turn left belongs to an earlier batch in the next: it is totalled where it was made
+                # in the next turn this value is of an earlier batch, so it must be totalled where it was made
                 names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.made[0],))
         self.enter(loop, node)
         for element in loop.objects or (loop.element,):
@@ -316,20 +316,20 @@ class Follower(Calls):
         self.loops.remove(loop)
 
     def _try(self, node: ast.Try) -> None:
-        """What stands in for a library that is not installed is not followed."""
-        instead = [one for one in node.handlers if one.type and "ImportError" in ast.unparse(one.type)]
-        node.handlers = [one for one in node.handlers if one not in instead]
+        """Skip handlers of ImportError: they replace a library that is not installed."""
+        skipped = [part for part in node.handlers if part.type and "ImportError" in ast.unparse(part.type)]
+        node.handlers = [handler for handler in node.handlers if handler not in skipped]
         self._parts_of(node)
-        node.handlers += instead
+        node.handlers += skipped
 
     def _with(self, node: ast.With) -> None:
         quiet = any(WITHOUT_GRADIENTS.search(ast.unparse(item.context_expr)) for item in node.items)
         for item in node.items:
-            found = self.value(item.context_expr)
-            of = self.known.get(getattr(item.context_expr, "func", item.context_expr), found)
-            quiet |= of.kind == "function" and bool(WITHOUT_GRADIENTS.search(ast.unparse(of.of.node)))
+            value = self.value(item.context_expr)
+            callee = self.known.get(getattr(item.context_expr, "func", item.context_expr), value)
+            quiet |= callee.kind == "function" and bool(WITHOUT_GRADIENTS.search(ast.unparse(callee.of.node)))
             if item.optional_vars is not None:
-                self.bind(item.optional_vars, found)
+                self.bind(item.optional_vars, value)
         self.without_gradients += quiet
         self.statements(node.body)
         self.without_gradients -= quiet
@@ -341,7 +341,7 @@ class Follower(Calls):
     _continue = _break
 
     def backward(self, node: ast.Call, loss: Value) -> Value:
-        """A loss is trained on: whether the gradients of the ranks are averaged, added, or unclear."""
+        """Note whether this loss needs averaged or added gradients, or that it is unclear."""
         self.backwards += 1
         self.comes_together()
         self._trained()
@@ -352,8 +352,8 @@ class Follower(Calls):
         elif loss.kind == Kind.MEAN or (loss.kind in NUMBERS and self.batches is not None):
             self.found.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
         elif loss.is_shared:
-            said = f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
-            self.gap(node, said)
+            reason = f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
+            self.gap(node, reason)
         elif self.batches is None:
             self.gap(node, _NOT_SHARED)
         else:
@@ -363,7 +363,7 @@ class Follower(Calls):
 
 
 def _begins_from(old: ast.expr, target: ast.expr) -> bool:
-    """Whether a sum begins from its target's value, or from `held.get(key, 0)` of the target `held[key]`."""
+    """Whether a sum begins with its target's value, or with `held.get(key, 0)` for the target `held[key]`."""
     match old, target:
         case ast.Call(func=ast.Attribute(value=held, attr="get"), args=[key, _]), ast.Subscript():
             return ast.dump(held) == ast.dump(target.value) and ast.dump(key) == ast.dump(target.slice)

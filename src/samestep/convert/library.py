@@ -1,4 +1,4 @@
-"""What the functions, classes and methods give that are not in the project: torch's by name, Python's own, others."""
+"""Rules for calls outside the project: torch's functions by name, Python's own, and unknown ones."""
 
 import ast
 import re
@@ -27,27 +27,27 @@ _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
 
 class Library(Rewrites, Expressions):
-    """What a call gives whose body is not followed."""
+    """The value of a call whose body is not followed."""
 
     optimizes: Callable[..., Value]
     parameters: Callable[[ast.Call], Value]
 
     def fields(self, node: ast.Call, text: ast.Constant) -> None:
-        """Attributes of an object that a format reads: `"{top1.avg}".format(top1=top1)`."""
-        for one in node.keywords:
-            for name in dict.fromkeys(re.findall(rf"\{{{one.arg}\.(\w+)", str(text.value))):
-                shown = ast.copy_location(ast.Attribute(one.value, name), one.value)
-                if any(isinstance(edit, Edit) for edit in self.value(shown).edits or ()):
+        """Total the attributes that a format string reads: `"{top1.avg}".format(top1=top1)`."""
+        for given in node.keywords:
+            for name in dict.fromkeys(re.findall(rf"\{{{given.arg}\.(\w+)", str(text.value))):
+                attribute = ast.copy_location(ast.Attribute(given.value, name), given.value)
+                if any(isinstance(edit, Edit) for edit in self.value(attribute).edits or ()):
                     # the text has no place for a total
                     self.gap(
-                        node, f"the format shows {name} of `{ast.unparse(one.value)}`, which is of a share"
+                        node, f"the format shows {name} of `{ast.unparse(given.value)}`, which is of a share"
                     )
                 else:
-                    self.total(shown)
+                    self.total(attribute)
 
     def method(self, node: ast.Call, base: Value, name: str) -> Value:
-        """A method of a tensor or a number, of a list or dict, or of a number that stands for one which is filled."""
-        values = [base, *(self.value(one) for one in (*node.args, *(one.value for one in node.keywords)))]
+        """The value of a method of a tensor, number, list or dict; a container may have been joined to one value."""
+        values = [base, *map(self.value, (*node.args, *(option.value for option in node.keywords)))]
         if name in NAMED["list"] and (
             base.kind not in (Kind.ROWS, Kind.SOME) or name in ("append", "extend")
         ):
@@ -89,11 +89,11 @@ class Library(Rewrites, Expressions):
         return self.opaque(node, values)
 
     def external(self, name: str, node: ast.Call) -> Value:
-        """A function or class that is not in the project."""
-        values = [self.value(one.value if isinstance(one, ast.Starred) else one) for one in node.args]
-        values += [self.value(one.value) for one in node.keywords]
+        """The value of a call of a function or class outside the project."""
+        values = [self.value(part.value if isinstance(part, ast.Starred) else part) for part in node.args]
+        values += [self.value(part.value) for part in node.keywords]
         last, first = name.rpartition(".")[2], (*values, Value())[0]
-        if made := self._made_by_name(name, node, values, first):
+        if made := self._file_or_dict(name, node, values, first):
             return made
         if name in LOADERS:
             return self.made_loader(node)
@@ -114,9 +114,9 @@ class Library(Rewrites, Expressions):
             return self._of_torch(last, node, values, first)
         return self._of_library(name, last, node, values)
 
-    def _made_by_name(self, name: str, node: ast.Call, values: Values, first: Value) -> Value | None:
-        """An open file, or a dict, of Python's own."""
-        last, keys = name.rpartition(".")[2], [one.arg for one in node.keywords]
+    def _file_or_dict(self, name: str, node: ast.Call, values: Values, first: Value) -> Value | None:
+        """The value of a call that opens a file or makes a dict; None for other calls."""
+        last, keys = name.rpartition(".")[2], [keyword.arg for keyword in node.keywords]
         if name in ("builtins.open", "io.BytesIO"):
             return Value("file")
         is_dict = last in ("dict", "OrderedDict") and bool(keys) and not node.args
@@ -130,9 +130,9 @@ class Library(Rewrites, Expressions):
 
     def _of_library(self, name: str, last: str, node: ast.Call, values: Values) -> Value:
         if name == "torch.autograd.grad":
-            return self._slopes(node)
+            return self._gradients(node)
         if name.startswith("torch.autograd."):
-            return Value(Kind.BATCH if any(one.is_shared for one in values) else Kind.ALIKE)
+            return Value(Kind.BATCH if any(value.is_shared for value in values) else Kind.ALIKE)
         if name.startswith("torch.nn.") and is_loss(last):
             return Value("loss", given_to_loss(node, 0, last))
         is_class = last[:1].isupper() and (name.startswith("torch.nn.") or "models" in name)
@@ -141,21 +141,21 @@ class Library(Rewrites, Expressions):
             return Value("model", self.key(node), models_of(*values))
         return self.opaque(node, values)
 
-    def _slopes(self, node: ast.Call) -> Value:
-        """Gradients of samples, or of parameters: those that can be derived again are the whole batch's."""
-        given = arguments(node, ["outputs", "inputs"])
-        inputs = self.value(given.get("inputs"))
+    def _gradients(self, node: ast.Call) -> Value:
+        """The value of torch.autograd.grad, of samples or parameters; with create_graph it is the whole batch's."""
+        by_name = arguments(node, ["outputs", "inputs"])
+        inputs = self.value(by_name.get("inputs"))
         if inputs.is_shared:
             return Value(Kind.BATCH)
-        is_again = getattr(given.get("create_graph"), "value", False) is True
-        if not self.value(given.get("outputs")).is_shared or (is_again and inputs.models):
+        is_differentiable = getattr(by_name.get("create_graph"), "value", False) is True
+        if not self.value(by_name.get("outputs")).is_shared or (is_differentiable and inputs.models):
             return Value()
         return other("is a gradient of this rank's share; average it with samestep.mean(gradient)")
 
     def _of_torch(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
         values = self.together(node.args, values)
         first = (*values, first)[0]
-        is_shared = any(one.is_shared for one in values)
+        is_shared = any(value.is_shared for value in values)
         if name in NAMED["made"] and not is_shared and self.sized(node, None):
             return Value(Kind.ROWS)
         if name == "compile" or not is_shared:
@@ -165,7 +165,7 @@ class Library(Rewrites, Expressions):
         return self._of_tensors(name, node, values, node.args[1:])
 
     def _of_python(self, name: str, node: ast.Call, values: Values, first: Value) -> Value:
-        """A function of Python's own, of itertools, functools, copy or tqdm."""
+        """The value of a function of Python, itertools, functools, copy or tqdm."""
         rule: Callable[..., Value] | None = getattr(self, f"_python_{name}", None)
         if rule is not None:
             return rule(node, values, first)
@@ -198,16 +198,16 @@ class Library(Rewrites, Expressions):
         return Value("each", each.mapped(lambda element: Value("list", {0: turn, 1: element})))
 
     def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
-        parts = [self.each(one) for one in values]
-        kinds = [kind for kind in ("batches", "rows") if kind in {part.kind for part in parts}]
-        batches = [part for part in parts if part.kind == "batches"]
-        elements = Value("list", dict(enumerate(part.element for part in parts)))
-        first_of = (*batches, Loop())[0]
-        loop = Loop(elements, (*kinds, "plain")[0], first_of.text, size=first_of.size)
+        loops = [self.each(value) for value in values]
+        kinds = [kind for kind in ("batches", "rows") if kind in {part.kind for part in loops}]
+        batches = [part for part in loops if part.kind == "batches"]
+        elements = Value("list", dict(enumerate(part.element for part in loops)))
+        first_loop = (*batches, Loop())[0]
+        loop = Loop(elements, (*kinds, "plain")[0], first_loop.text, size=first_loop.size)
         return Value("each", replace(loop, is_mixed=len({part.size for part in batches}) > 1))
 
     def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
-        """What next() takes from an iterator over a loader: the loop around it is a loop over batches."""
+        """The value of next(); on an iterator over a loader, the loop around becomes a loop over batches."""
         each = self.each(first)
         if each.kind == "batches" and self.loops:
             loop = self.loops[-1]
@@ -217,10 +217,10 @@ class Library(Rewrites, Expressions):
         return each.element if each.kind == "batches" else first
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
-        is_count = any(one.kind in (Kind.COUNT, Kind.PART) for one in values)
+        is_count = any(argument.kind in (Kind.COUNT, Kind.PART) for argument in values)
         if is_count and self.is_outside:
-            for one in node.args:
-                self.total(one)
+            for argument in node.args:
+                self.total(argument)
             return Value()
         return Value("each", Loop(Value(Kind.ROW, NUMBERED), "rows")) if is_count else Value()
 
@@ -235,10 +235,10 @@ class Library(Rewrites, Expressions):
 
     def _python_super(self, node: ast.Call, values: Values, first: Value) -> Value:
         function = self.frame.function
-        of = self.source.parents.get(function)
-        own = self.frame.scope.names.get(function.args.args[0].arg) if isinstance(of, ast.ClassDef) else None
+        cls = self.source.parents.get(function)
+        own = self.frame.scope.names.get(function.args.args[0].arg) if isinstance(cls, ast.ClassDef) else None
         is_known = own is not None and own.kind == "instance"
-        return Value("super", (own, of)) if is_known else self.opaque(node, values)
+        return Value("super", (own, cls)) if is_known else self.opaque(node, values)
 
     def _python_str(self, node: ast.Call, values: Values, first: Value) -> Value:
         return self.shown(node.args[0]) if node.args else Value()
@@ -255,40 +255,40 @@ class Library(Rewrites, Expressions):
         return Value("model", self.key(node)) if self.is_model(first) else first
 
     def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:
-        """What lambdas among the arguments of a call use of a share that is not given to them."""
+        """The results of lambdas among the arguments that depend on a share, as they capture values."""
         known = dict(self.found.alike)
-        for function in [one.of for one in values if one.kind == "function"]:
-            made = self.run(function, [function.bound] if function.bound else [], {}, node)
-            if isinstance(function.node, ast.Lambda) and made.is_shared:
-                self.known[function.node] = replace(made, edits=None)
-                yield made
+        for function in [value.of for value in values if value.kind == "function"]:
+            result = self.run(function, [function.bound] if function.bound else [], {}, node)
+            if isinstance(function.node, ast.Lambda) and result.is_shared:
+                self.known[function.node] = replace(result, edits=None)
+                yield result
         self.found.alike = known
 
     def opaque(self, node: ast.Call, values: Values) -> Value:
-        """A call whose body is not in the project: it is given the values of all ranks, if nothing is done with it."""
+        """The value of an unknown function; a call whose result is unused gets totals as its arguments."""
         if name_of(node) in ("parameters", "named_parameters"):
-            # of a model, whatever made it
+            # the object is a model, whatever made it
             self.bind(node.func.value, Value("model", self.key(node)))  # type: ignore[attr-defined]
             return self.parameters(node)
         if name_of(node) in NAMED["spread"] and values and values[0].kind == Kind.COUNT:
             return Value(Kind.ROWS)
         values = [*values, *self._uses(values, node)]
         is_statement = isinstance(self.source.parents.get(node), ast.Expr)
-        given = [one.value if isinstance(one, ast.Starred) else one for one in node.args]
-        given += [one.value for one in node.keywords]
+        expressions = [value.value if isinstance(value, ast.Starred) else value for value in node.args]
+        expressions += [value.value for value in node.keywords]
         if is_statement or name_of(node) == "format":
-            values = [*values, *map(self.shown, given)]
-        if not any(one.is_shared for one in values):
+            values = [*values, *map(self.shown, expressions)]
+        if not any(value.is_shared for value in values):
             self.seen_alike(node)
             return Value(models=models_of(*values))
         if name_of(node) in NAMED["bar"] and not self.may_total():
             self.found.note(self.source, node, "the progress bar shows numbers of rank 0's share")
             return Value()
         if is_statement:
-            for one in given:
-                self.total(one)
+            for value in expressions:
+                self.total(value)
             return Value()
-        kinds = {one.kind for one in values if one.is_shared}
+        kinds = {value.kind for value in values if value.is_shared}
         if self.in_forward and kinds <= {*ROWS, Kind.COUNT}:
             return rows_of(kinds)
         name = ast.unparse(node.func)

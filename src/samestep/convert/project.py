@@ -1,4 +1,4 @@
-"""What a project is made of while it is followed: names, functions, classes, objects; and what was found."""
+"""The data of a followed project: scopes, functions, classes, objects, the state of following, and findings."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ class Scope:
     parent: "Scope | None" = None
     names: Named = field(default_factory=dict)
     stars: list[str] = field(default_factory=list)
-    aliases: set[str] = field(default_factory=set)  # names of what another name or place may hold too
-    elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # of names declared global or nonlocal
+    aliases: set[str] = field(default_factory=set)  # names that may share their object
+    elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # for global and nonlocal names
 
     def find(self, name: str) -> Value | None:
         found = self.names.get(name)
@@ -27,7 +27,7 @@ class Scope:
 
 @dataclass(eq=False)
 class Function:
-    """A function of the project, and where its body is; of a method, the object."""
+    """A function of the project; `bound` is a method's object, `marks` are the decorators."""
 
     node: Any
     scope: Scope
@@ -49,21 +49,21 @@ class Class:
         return self.scope.names.get(name) or next((found for found in inherited if found), None)
 
     def above(self, node: ast.ClassDef, name: str) -> Value | None:
-        """What the bases have of the class that is written there, which is this one or a base of it."""
+        """A method of super() in the class `node`, which is this class or a base of it."""
         bases = [base.of for base in self.bases if base.kind == "class"]
-        found = (base.find(name) if self.node is node else base.above(node, name) for base in bases)
-        return next((one for one in found if one is not None), None)
+        members = (base.find(name) if self.node is node else base.above(node, name) for base in bases)
+        return next((member for member in members if member is not None), None)
 
     def descends_from(self, *names: str) -> bool:
         """Whether a base, or a base of a base, ends in one of these names."""
-        above = [base.of for base in self.bases if base.kind == "class"]
+        classes = [base.of for base in self.bases if base.kind == "class"]
         is_base = any(str(base.of).endswith(names) for base in self.bases if base.kind != "class")
-        return is_base or any(base.descends_from(*names) for base in above)
+        return is_base or any(base.descends_from(*names) for base in classes)
 
 
 @dataclass(eq=False)
 class Instance:
-    """An object of a class of the project; `key` is the same for the object however often the line is followed."""
+    """An object of a class of the project; `key` stays the same when its line is followed again."""
 
     of: Class
     key: Any
@@ -72,7 +72,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the parameters of a model are given to an optimizer: the model's names there, innermost first."""
+    """A place where an optimizer gets a model's parameters, with the model's names, innermost first."""
 
     names: tuple[tuple[str, Any], ...]
     statement: ast.stmt
@@ -94,7 +94,7 @@ class Frame:
     returned: Values = field(default_factory=list)
     yielded: Values = field(default_factory=list)
     has_ended: bool = False
-    had_batches: bool = False  # whether it has gone through a loader
+    had_batches: bool = False  # whether it has iterated over a loader
 
 
 Span = tuple[Source, int, int]
@@ -102,27 +102,27 @@ Span = tuple[Source, int, int]
 
 @dataclass
 class Learnt:
-    """What only a later line tells: the script is followed again from its beginning until this stays."""
+    """What only later lines show; the script is followed again from its beginning until this does not change."""
 
-    eager: set[ast.expr] = field(default_factory=set)  # totalled in the loop, as their sum is shown there
+    eager: set[ast.expr] = field(default_factory=set)  # totalled in the loop, because their sum is used there
     trains: dict[Any, int] = field(default_factory=dict)
     serial: dict[ast.expr, str] = field(default_factory=dict)  # loaders that stay torch's own, and why
 
 
 @dataclass
 class Findings:
-    """What is to be written: edits, places left to change by hand, remarks; losses by "sum" or "mean"."""
+    """The result: edits, gaps (places to change by hand), remarks, and losses by "sum" or "mean"."""
 
     edits: dict[Edit, None] = field(default_factory=dict)
     gaps: dict[tuple[Source, int], str] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
     losses: dict[str, tuple[Source, ast.AST]] = field(default_factory=dict)
     sites: dict[Site, None] = field(default_factory=dict)
-    # a rank may come there without others
+    # places that some ranks may reach without the others
     alone: dict[tuple[Source, int], None] = field(default_factory=dict)
-    alike: dict[Span, None] = field(default_factory=dict)  # what is shown or decided by, and all ranks have
-    over: dict[Span, str] = field(default_factory=dict)  # what loops go over
-    mixed: dict[Span, None] = field(default_factory=dict)  # loops that go over batches, and over other things
+    alike: dict[Span, None] = field(default_factory=dict)  # values equal on all ranks that are used
+    over: dict[Span, str] = field(default_factory=dict)  # what loops iterate over
+    mixed: dict[Span, None] = field(default_factory=dict)  # loops over batches that also iterate over others
 
     def edit(self, *edits: Edit | None) -> None:
         self.edits.update({edit: None for edit in edits if edit is not None})
@@ -138,14 +138,14 @@ Record = TypeVar("Record", Learnt, Findings)
 
 
 def copied(record: Record) -> Record:
-    """A record of the same things, to which others can be added."""
+    """A copy of a record, which can be changed independently."""
     return type(record)(*(copy(part) for part in vars(record).values()))
 
 
 class Following:
-    """Where following a script is: in which functions and loops."""
+    """The current position in a script: functions and loops."""
 
-    # the rules that are built on each other
+    # defined by subclasses, whose rules use each other
     value: Callable[[ast.AST | None], Value]
     place_of: Callable[[ast.AST], tuple[Scope, str]]
     run: Callable[[Function, Values, Named, ast.Call | None], Value]
@@ -156,10 +156,10 @@ class Following:
         self.learnt, self.found = learnt, Findings()
         self.frames: list[Frame] = []
         self.loops: list[Loop] = []
-        self.passes: list[Loop] = []  # over loaders without an order of their own
-        self.known: dict[ast.AST, Value] = {}  # what was last known of each expression
-        self.reached: set[ast.AST] = set()  # functions, loaders
-        self.called: set[Any] = set()  # models
+        self.passes: list[Loop] = []  # loops over loaders without a sampler or shuffle
+        self.known: dict[ast.AST, Value] = {}  # the latest value of each expression
+        self.reached: set[ast.AST] = set()  # functions and loaders that were followed
+        self.called: set[Any] = set()  # models that were called
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
         self.loops_made = self.backwards = self.followed = 0
@@ -186,7 +186,7 @@ class Following:
         self.found.gap(self.source, node, reason)
 
     def key(self, node: ast.AST) -> Any:
-        """The place of a call, and of the calls that lead to it."""
+        """An identity of an object: the place of its call, and of the calls that lead there."""
         calls = tuple((call.lineno, call.col_offset) for frame in self.frames if (call := frame.call))
         return str(self.source.path), node.lineno, node.col_offset, calls  # type: ignore[attr-defined]
 
@@ -194,12 +194,12 @@ class Following:
         return self.source, self.source.start(node), self.source.end(node)
 
     def seen_alike(self, node: ast.AST) -> None:
-        """All ranks have the same here, and no part of it is of a share."""
+        """Note that an expression is equal on all ranks, if no part of it depends on a share."""
         if not any(self.known[part].is_shared for part in ast.walk(node) if part in self.known):
             self.found.alike[self.span(node)] = None
 
     def comes_together(self) -> None:
-        """All ranks have to come here, as a model is called or trained."""
+        """Note that all ranks must reach this statement: it calls or trains a model."""
         for loop in self.loops:
             loop.together.add(loop.frame.statement)
 
@@ -215,10 +215,10 @@ class Following:
 
     @property
     def is_outside(self) -> bool:
-        """Whether a total may be taken here, and no loop over batches or samples is around."""
+        """Whether a total may be taken here, outside all loops over batches or samples."""
         return self.batches is None and self.may_total()
 
     def may_total(self) -> bool:
-        """Whether every rank comes here as often as the others."""
+        """Whether a total may be taken here: every rank reaches this line equally often."""
         even = (loop.kind == "plain" or (loop.kind == "batches" and loop.trains == 2) for loop in self.loops)
         return all(even) and not self.uneven and not self.in_forward

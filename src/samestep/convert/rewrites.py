@@ -1,4 +1,4 @@
-"""Rewrites the calls that samestep's functions replace: loaders, saved files, DataParallel, progress bars."""
+"""Rewrites calls that samestep replaces: DataLoader, torch.save, DataParallel, progress bars, and shapes of batches."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ _OF_LOADER += ["pin_memory", "drop_last", "timeout", "worker_init_fn", "multipro
 
 
 class Rewrites(Totals):
-    """Each call is edited once, however often its line is followed."""
+    """Edits calls; the same edit counts once, however often its line is followed."""
 
     def made_loader(self, node: ast.Call) -> Value:
         source, given = self.source, arguments(node, _OF_LOADER)
@@ -32,7 +32,7 @@ class Rewrites(Totals):
             given.get("shuffle"), "value", 0
         ) not in (0, False)
         made = None if has_own_order else (node, source, ())
-        # batches of two loaders are of one size only where each leaves out the last one
+        # batches of two loaders have the same sizes only if both drop the last batch
         drops = getattr(given.get("drop_last"), "value", False) is True
         return Value("loader", made=made, text=ast.unparse(size) if drops else str(self.key(node)))
 
@@ -56,7 +56,7 @@ class Rewrites(Totals):
         return Value()
 
     def _asks_for_file(self, node: ast.AST) -> bool:
-        """Whether a test for a file decides, which some ranks may make after others wrote it."""
+        """Whether a test for a file is around: some ranks may test after another rank wrote the file."""
         while not isinstance(node := self.source.parents[node], ast.FunctionDef | ast.Module):
             if isinstance(node, ast.If) and re.search(r"exists\(|is_?file\(", ast.unparse(node.test)):
                 return True
@@ -70,25 +70,25 @@ class Rewrites(Totals):
         return model
 
     def shown_once(self, name: str, node: ast.Call) -> None:
-        """A progress bar is drawn by rank 0."""
-        source, has = self.source, any(one.arg in ("disable", None) for one in node.keywords)
-        if name in ("tqdm", "trange") and node.args and not has:
-            end = max(source.end(one) for one in (*node.args, *(one.value for one in node.keywords)))
+        """Let only rank 0 draw a progress bar."""
+        source, is_set = self.source, any(option.arg in ("disable", None) for option in node.keywords)
+        if name in ("tqdm", "trange") and node.args and not is_set:
+            end = max(map(source.end, (*node.args, *(option.value for option in node.keywords))))
             if not (isinstance(node.args[-1], ast.GeneratorExp) and end == source.end(node)):
                 self.found.edit(Edit(source, end, end, ", disable=samestep.init().rank > 0"))
 
     def squeezed(self, node: ast.Call, value: Value, rows: ast.expr) -> None:
-        """Keep the samples' dimension, which squeeze() would drop where a process has one sample."""
+        """Keep the samples' dimension, which squeeze() would drop if a process has a single sample."""
         source, around = self.source, self.source.parents[node]
-        given = around.targets[0] if isinstance(around, ast.Assign) and len(around.targets) == 1 else None
-        name = next((one.id for one in (rows, given) if isinstance(one, ast.Name)), None)
+        target = around.targets[0] if isinstance(around, ast.Assign) and len(around.targets) == 1 else None
+        name = next((name_node.id for name_node in (rows, target) if isinstance(name_node, ast.Name)), None)
         if name is None or self.in_forward or value.kind != Kind.ROWS:
             text = "squeeze() drops the samples' dimension where a process has one sample; name the dimension"
             self.found.note(source, node, text)
             return
         text, is_named = f".squeeze(tuple(range(1, {name}.ndim)))", isinstance(rows, ast.Name)
         start, end = source.start(rows), source.end(rows)
-        if rows not in node.args:  # a parenthesis may stand around it
+        if rows not in node.args:  # there may be parentheses around it
             start, end = source.start(node), source.end(node.func) - len(".squeeze")
         self.found.edit(Edit(source, source.start(node), start, ""))
         self.found.edit(Edit(source, end, source.end(node), text if is_named else ""))
@@ -96,7 +96,7 @@ class Rewrites(Totals):
             self.found.edit(Edit(source, source.end(around), source.end(around), f"; {name} = {name}{text}"))
 
     def sized(self, node: ast.Call, receiver: ast.expr | None) -> bool:
-        """Whether a shape begins with the batch size, of which this process has a share: its rows are counted."""
+        """Replace the batch size at the beginning of a shape by the number of this rank's rows; whether it was done."""
         loop, shape = self.batches, node.args[0] if node.args else None
         shape = shape.elts[0] if isinstance(shape, ast.Tuple | ast.List) and shape.elts else shape
         if loop is None or shape is None or ast.unparse(shape) not in self.sizes:
@@ -111,13 +111,13 @@ class Rewrites(Totals):
 
 def arguments(node: ast.Call, names: list[str]) -> dict[str, ast.expr]:
     by_position = dict(zip(names, node.args, strict=False))
-    return {**by_position, **{one.arg: one.value for one in node.keywords if one.arg}}
+    return {**by_position, **{keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}}
 
 
 def _unshared(node: ast.Call, given: dict[str, ast.expr]) -> str | None:
-    """Why a loader stays torch's own, of which every process takes all batches."""
-    is_open = any(one.arg is None for one in node.keywords)
-    is_open |= any(isinstance(one, ast.Starred) for one in node.args)
+    """Why a loader stays torch's own, with all batches on every process; None if it can be shared."""
+    is_open = any(keyword.arg is None for keyword in node.keywords)
+    is_open |= any(isinstance(argument, ast.Starred) for argument in node.args)
     size, own = given.get("batch_size", given.get("batch_sampler")), given.get("generator")
     if own is not None and not (isinstance(own, ast.Constant) and own.value is None):
         return "draws from a generator of its own, which samestep.loader does not take"

@@ -1,4 +1,4 @@
-"""What the functions and methods of torch make of values."""
+"""Rules for functions and methods of torch: the kind of their result, by their names and arguments."""
 
 import ast
 from typing import Any
@@ -56,8 +56,8 @@ def is_loss(name: str) -> bool:
 
 
 def given_to_loss(node: ast.Call, at: int, name: str) -> dict[str, Any]:
-    """The arguments of a loss that say how it is reduced; of some losses class weights may come by position."""
-    given = {one.arg or "": getattr(one.value, "value", one.value) for one in node.keywords}
+    """The arguments of a loss that say how it is reduced; `at` is the position of class weights."""
+    given = {keyword.arg or "": getattr(keyword.value, "value", keyword.value) for keyword in node.keywords}
     is_weighted = name.lower().replace("_", "") in NAMED["weighted"]
     if is_weighted and len(node.args) > at:
         given = {"weight": node.args[at], **given}
@@ -66,7 +66,7 @@ def given_to_loss(node: ast.Call, at: int, name: str) -> dict[str, Any]:
 
 
 def of_loss(given: dict[str, Any], values: Values, batch: Loop | None) -> Value:
-    """What a loss of torch gives, by its arguments: constants as they are, others as an ast node."""
+    """The value of a loss of torch; `given` has constant arguments as values, others as ast nodes."""
     kinds = {value.kind for value in values if value.is_shared}
     reduction = given.get("reduction", "sum" if given.get("size_average") is False else "mean")
     if not kinds:
@@ -85,24 +85,24 @@ def of_loss(given: dict[str, Any], values: Values, batch: Loop | None) -> Value:
 
 
 def dims_of(name: str, args: list[ast.expr]) -> list[ast.expr]:
-    """Where these arguments, which come after the tensor, say along which dimensions it goes."""
+    """The arguments for dimensions, among the arguments after the tensor."""
     if name == "flip" and len(args) > 1:
         return [ast.Tuple(args)]
     return args[-1:] if name in NAMED["piece"] else args[1:] if name == "roll" else args
 
 
 def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:
-    """Whether a reduction goes along the samples: it names no dimension, or the first one."""
-    named = [one.value for one in node.keywords if one.arg in ("dim", "dims", "axis")]
-    if not (given := [*named, *dims][:1]):
+    """Whether a reduction is over the samples: it names no dimension, or the first."""
+    named = [keyword.value for keyword in node.keywords if keyword.arg in ("dim", "dims", "axis")]
+    if not (dimension := [*named, *dims][:1]):
         return True
-    parts = given[0].elts if isinstance(given[0], ast.Tuple | ast.List) else given
+    parts = dimension[0].elts if isinstance(dimension[0], ast.Tuple | ast.List) else dimension
     are_first = (isinstance(part, ast.Constant) and part.value in (0, None) for part in parts)
     return not in_forward and any(are_first)
 
 
 def reduced(name: str, value: Value, is_over_rows: bool, has_dim: bool, batch: Loop | None) -> Value:
-    """What a reduction gives."""
+    """The value of a reduction."""
     if value.kind in NUMBERS:
         is_number = name in NAMED["mean"] | NAMED["sum"]
         return value if is_number else Value(Kind.OTHER, f"is {name} of a value of a share")
@@ -120,7 +120,7 @@ def reduced(name: str, value: Value, is_over_rows: bool, has_dim: bool, batch: L
 
 
 def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None, in_forward: int) -> Value:
-    """A method, of which the object comes first, or a function: rows in, rows out, except where samples meet."""
+    """The value of a method (its object is first) or function: rows give rows, unless it combines samples."""
     base, shared = values[0], [value for value in values if value.is_shared]
     if not shared or base.kind == Kind.OTHER:
         return other(base.of, base) if shared else Value()
@@ -146,12 +146,12 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
 
 
 def counted(rows: Value, batch: Loop | None) -> Value:
-    """How many samples, or numbers of them, these rows have."""
+    """The number of samples, or of their elements, in these rows."""
     return Value(Kind.PART if rows.kind in (Kind.SOME, Kind.VIEWS) else Kind.COUNT, batch)
 
 
 def _joined(name: str, tensors: Value, in_forward: int) -> Value:
-    """Tensors one after another, or along a new dimension before the samples'."""
+    """The value of `cat`, or of `stack` with a new dimension before the samples'."""
     kinds = [part.kind for part in tensors.parts or (tensors,)]
     if name == "stack":
         return Value(Kind.COLUMNS) if {*kinds} == {Kind.ROWS} else _by_rows(name, [tensors], in_forward)

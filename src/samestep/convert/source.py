@@ -1,4 +1,4 @@
-"""A file of a script: its bytes, its tree with the place of every node, and the edits to make to it."""
+"""A file of a project: its bytes, its syntax tree with the place of every node, and edits to it."""
 
 import ast
 import io
@@ -13,7 +13,7 @@ from samestep.errors import UsageError
 
 @dataclass(frozen=True)
 class Edit:
-    """Put a text in the place of what stands from start to end in a file."""
+    """Replace the bytes from start to end of a file by a text."""
 
     source: "Source"
     start: int
@@ -22,7 +22,7 @@ class Edit:
 
 
 class Source:
-    """Places count bytes of the text as UTF-8; what no edit touches stays as it is, line ends included."""
+    """A file; places are offsets into its text as UTF-8. What no edit touches stays unchanged, line ends included."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Source:
         except (SyntaxError, ValueError, RecursionError) as error:
             raise UsageError(_unreadable(path, error)) from error
         self.data = text.encode()
-        self._lines = [0, *(found.end() for found in re.finditer(rb"\r\n|\r|\n", self.data))]
+        self._lines = [0, *(line_end.end() for line_end in re.finditer(rb"\r\n|\r|\n", self.data))]
         self.line_end = "\r\n" if b"\r\n" in self.data else "\n"
         self.parents = {
             child: parent for parent in ast.walk(self.tree) for child in ast.iter_child_nodes(parent)
@@ -59,12 +59,12 @@ class Source:
         return Edit(self, start, start, before), Edit(self, end, end, after)
 
     def indent(self, node: ast.AST) -> str | None:
-        """The indentation of a statement that is the first on its line."""
+        """The indentation of a statement; None if it is not the first on its line."""
         indent = self.data[self._lines[node.lineno - 1] : self.start(node)].decode()  # type: ignore[attr-defined]
         return indent if not indent.strip() else None
 
     def line_before(self, statement: ast.stmt, line: str) -> Edit:
-        """A line of its own before a statement that begins its line; before another one the same in its line."""
+        """Insert a line before a statement; inside a line, insert a statement with `;`."""
         indent, start = self.indent(statement), self.start(statement)
         return Edit(self, start, start, f"{line}; " if indent is None else f"{line}{self.line_end}{indent}")
 
@@ -74,12 +74,12 @@ class Source:
         return node
 
     def line_after(self, line: int, edits: Iterable[Edit]) -> int:
-        """Where a line stands after all edits."""
+        """The number of a line after all edits."""
         end = (*self._lines[line : line + 1], len(self.data) + 1)[0]
         return self.edited(edits, end=end - 1).count("\n") + 1
 
     def edited(self, edits: Iterable[Edit], start: int = 0, end: int | None = None) -> str:
-        """The text after all edits, or a part of it after those inside the part."""
+        """The text after all edits, or the part of it from start to end."""
         parts, at, end = [], start, len(self.data) if end is None else end
         mine = [edit for edit in edits if edit.source is self and start <= edit.start and edit.end <= end]
         for edit in sorted(mine, key=lambda edit: (edit.start, edit.end)):

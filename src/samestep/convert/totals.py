@@ -1,4 +1,4 @@
-"""Makes values of a share those of the whole batch: where they are shown, decided by, or added up."""
+"""Turns values of a share into values of the whole batch where a script prints, tests or adds them up."""
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,7 +13,7 @@ MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.av
 _SUMMED = {*NUMBERS, Kind.PASSES}
 _OURS = ("model", "instance", "function")
 _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)
-# need no parentheses inside
+# inside these nodes an expression needs no parentheses
 _APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
 _TOTAL = "is a total"
 Edits = tuple[Edit | ast.expr, ...]
@@ -28,13 +28,13 @@ _AT_A_STEP = (
 
 
 class Totals(Following):
-    """A value knows the edits that make it everyone's: around the smallest expressions that can be combined."""
+    """A value has the edits that total it: they wrap the smallest expressions that can be combined over ranks."""
 
     text_of: Callable[[Value], Value]
     is_lost: Callable[..., bool]
 
     def total(self, node: ast.expr) -> Value:
-        """Let this expression have the same value on all ranks, or say that it cannot."""
+        """Edit this expression so that it has the same value on all ranks, or note a gap."""
         value, text = self.text_of(self.value(node)), f"`{ast.unparse(node)}`"
         if not value.is_shared:
             self.seen_alike(node)
@@ -52,7 +52,7 @@ class Totals(Following):
             where = "in a model" if self.in_forward else "where only some ranks may come"
             self.gap(node, f"{text} is of this process's share, and no total can be taken {where}")
         else:
-            shown = self._given_in(batch, node)
+            shown = self._origin_in(batch, node)
             text = text if shown is node else f"`{ast.unparse(shown.func)}` shows what"  # type: ignore[attr-defined]
             reason = (
                 f"{text} is of this process's share, and no total can be taken in an evaluation: ranks may have "
@@ -62,8 +62,8 @@ class Totals(Following):
         return Value(of=_TOTAL, models=value.models)
 
     def _cause(self, node: ast.AST, reason: str) -> tuple[ast.AST, Source]:
-        """The part of an expression that has no total; where it is a name, what the name was given."""
-        parts = [one for one in _parts(node) if one in self.known and self.known[one].edits is None]
+        """The part of an expression that has no total; for a name, the expression that made its value."""
+        parts = [part for part in _parts(node) if part in self.known and self.known[part].edits is None]
         if inner := [part for part in parts if self.known[part].of == reason]:
             return self._cause(inner[0], reason)
         known = self.known[node]
@@ -71,16 +71,16 @@ class Totals(Following):
         return made[:2] if made else (node, self.source)
 
     def together(self, nodes: Sequence[ast.expr], values: Values) -> Values:
-        """Of expressions that are computed with each other: beside what all ranks have, such as the targets of a whole
-        data set, the rows of a pass that is over are those of all ranks."""
+        """The values of operands: next to an operand that all ranks have, such as the targets of a whole data set, the
+        rows of a finished pass are totalled."""
         pairs = list(zip(nodes, values, strict=False))
         is_over = self.batches is None and not self.in_forward
-        is_over &= any(of.kind == Kind.ALIKE and not isinstance(node, ast.Constant) for node, of in pairs)
+        is_over &= any(part.kind == Kind.ALIKE and not isinstance(node, ast.Constant) for node, part in pairs)
         kind = "all" if is_over else "share"
-        for at, (node, value) in enumerate(pairs):
+        for index, (node, value) in enumerate(pairs):
             if value.kind not in ROWS:
                 continue
-            values = [*values[:at], self.total(node) if is_over else value, *values[at + 1 :]]
+            values = [*values[:index], self.total(node) if is_over else value, *values[index + 1 :]]
             if self.found.over.setdefault(self.span(node), kind) != kind:
                 self.gap(node, ALSO_ALIKE)
         return values
@@ -90,41 +90,41 @@ class Totals(Following):
         self.learnt.eager.update(edit for edit in edits if not isinstance(edit, Edit))
 
     def kept(self, value: Value) -> Value:
-        """A value that gets a name: what can be combined is combined where the name is used."""
+        """A value that gets a name: if it can be combined, that is done where the name is used."""
         combines = value.kind in _SUMMED or value.kind in ROWS - {Kind.COLUMNS, Kind.VIEWS}
         return replace(value, edits=None) if combines or not self.may_total() else value
 
     def named(self, node: ast.expr, value: Value, kinds: Collection[str]) -> Value:
-        """A value that gets a name; outside of all batches a number is everyone's from there on."""
-        is_everyones = self.is_outside and value.edits is not None and value.kind in kinds
-        return self.total(node) if is_everyones else self.kept(value)
+        """A value that gets a name; outside of all batches, a number is totalled first."""
+        needs_total = self.is_outside and value.edits is not None and value.kind in kinds
+        return self.total(node) if needs_total else self.kept(value)
 
     def edits_of(self, node: ast.AST, value: Value) -> Edits | None:
-        """What makes an expression one of the whole batch, whose parts are known; None if nothing does."""
+        """The edits that total an expression whose parts are known; None if there are none."""
         match node:
             case ast.Name():
                 return self._wrapped(node, value)
             case ast.Attribute() | ast.Subscript():
                 if value.kind == Kind.OTHER and value.made and isinstance(node, ast.Attribute):
                     return self.by_form(node, *value.made[:2])
-                is_found = value.kind in _SUMMED or not self.known[node.value].is_shared
+                is_wrappable = value.kind in _SUMMED or not self.known[node.value].is_shared
                 is_method = (
                     isinstance(node, ast.Attribute) and node.attr in NAMED["list"]
                 )  # that is not called
-                is_found = is_found and value.kind != Kind.OTHER and not is_method
-                return self._wrapped(node, value) if is_found else self._inside(node)
+                is_wrappable = is_wrappable and value.kind != Kind.OTHER and not is_method
+                return self._wrapped(node, value) if is_wrappable else self._inside(node)
             case ast.Call():
                 return self._edits_of_call(node, value)
             case ast.Lambda():
                 return None
             case ast.GeneratorExp() if not isinstance(self.source.parents[node], ast.Call):
                 return None
-        loops = [self.known[part.iter] for part in getattr(node, "generators", ()) if not part.ifs]
-        is_even = len(loops) == len(getattr(node, "generators", ()))
-        return self._inside(node) if is_even and not any(self.splits(over) for over in loops) else None
+        iterated = [self.known[part.iter] for part in getattr(node, "generators", ()) if not part.ifs]
+        is_even = len(iterated) == len(getattr(node, "generators", ()))
+        return self._inside(node) if is_even and not any(self.splits(over) for over in iterated) else None
 
     def by_form(self, node: ast.Attribute, form: ast.expr, source: Source) -> Edits | None:
-        """An attribute of an object, computed from the totals of its other attributes."""
+        """The edits for a property: its expression `form`, computed from totals of other attributes."""
         instance = self.known[node.value]
         if instance.kind != "instance":
             return None
@@ -137,14 +137,14 @@ class Totals(Following):
         if nodes := tuple(edit for edit in edits if not isinstance(edit, Edit)):
             return nodes
         receiver = self.source.text(node.value)
-        told = [edit for edit in edits if isinstance(edit, Edit)]
-        told += [source.replaced(name, receiver) for name in names if name.id == "self"]
-        text = source.edited(told, source.start(form), source.end(form))
+        inner_edits = [edit for edit in edits if isinstance(edit, Edit)]
+        inner_edits += [source.replaced(name, receiver) for name in names if name.id == "self"]
+        text = source.edited(inner_edits, source.start(form), source.end(form))
         is_apart = isinstance(self.source.parents.get(node), _APART)
         return (self.source.replaced(node, text if is_apart else f"({text})"),)
 
     def splits(self, over: Value) -> bool:
-        """Whether ranks go through a loop over this as often as they have samples or batches."""
+        """Whether the number of turns of a loop over this value depends on the rank's samples or batches."""
         is_split = over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT, "loader")
         return is_split or (over.kind == "each" and over.of.kind != "plain")
 
@@ -154,17 +154,17 @@ class Totals(Following):
         return None if None in known else tuple(edit for edits in known for edit in edits or ()) or None
 
     def _of_tokens(self, node: ast.Call) -> Edits | None:
-        """The edits inside a loss over tokens: those that are flattened are gathered flat, as each rank may have padded
-        its share to another length."""
-        found: list[Edit | ast.expr] = []
-        for part in (one for one in _parts(node) if one in self.known and self.known[one].is_shared):
+        """The edits inside a loss over tokens. Flattened tensors are gathered flat: ranks may have padded their shares
+        to different lengths."""
+        all_edits: list[Edit | ast.expr] = []
+        for part in (part for part in _parts(node) if part in self.known and self.known[part].is_shared):
             edits = self.known[part].edits
             if edits and isinstance(part, ast.Call) and _is_flattened(part):
                 edits = self._wrapped(part, Value(Kind.ROWS))
             if edits is None:
                 return None
-            found += edits
-        return tuple(found) or None
+            all_edits += edits
+        return tuple(all_edits) or None
 
     def _edits_of_call(self, node: ast.Call, value: Value) -> Edits | None:
         callee = self.known.get(node.func, Value())
@@ -179,7 +179,7 @@ class Totals(Following):
         names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
         is_late = any((self.frame.scope.find(name) or Value()).edits for name in names)
         is_sum = value.kind in _SUMMED and not is_late and name_of(node) != "tolist"
-        # a list of tensors is gathered once they are joined
+        # a list of tensors is gathered after it has been joined
         is_joined = str(callee.of).startswith("torch.") and value.kind == Kind.ROWS
         is_joined = is_joined and bool(node.args) and self.known[node.args[0]].kind == "list"
         if is_sum or is_joined or (callee.kind in _OURS and value.kind in ROWS):
@@ -189,9 +189,9 @@ class Totals(Following):
         return None if callee.kind in _OURS else self._inside(node)
 
     def _wrapped(self, node: ast.expr, value: Value) -> Edits | None:
-        """The edits around an expression of a kind that can be combined."""
+        """The edits around an expression whose kind can be combined; None for other kinds."""
         loop = value.of if isinstance(value.of, Loop) else None
-        is_over = loop is not None and loop not in self.loops
+        is_finished = loop is not None and loop not in self.loops
         share = f"{loop.text}.share" if loop and loop.text and loop.frame is self.frame else ""
         is_filled = value.kind == "list" and None in value.of
         kind = Kind.ROWS if is_filled and join(*value.parts).kind == Kind.ROWS else value.kind
@@ -202,20 +202,20 @@ class Totals(Following):
             before = "samestep.gather("
         elif kind == Kind.PASSES:
             before, after = "max(samestep.gather([", "]))"
-        elif kind == Kind.MEAN and not is_over:
+        elif kind == Kind.MEAN and not is_finished:
             before = "samestep.mean("
-        elif kind not in NUMBERS or (is_over and not (share and loop and loop.trains)):
+        elif kind not in NUMBERS or (is_finished and not (share and loop and loop.trains)):
             return None
-        elif is_over:
+        elif is_finished:
             after = f" * {share})" if kind == Kind.MEAN else f" * bool({share}))"
         added = value.of.loop if isinstance(value.of, Sum) else None
         if added is not None and not added.trains and added not in self.loops and self.batches is not None:
             self.found.note(self.source, node, _AT_A_STEP)
-        shown = value.of.nodes if added is not None and added.trains and added in self.loops else ()
-        return (*self.source.wrapped(node, before, after), *shown)
+        added_nodes = value.of.nodes if added is not None and added.trains and added in self.loops else ()
+        return (*self.source.wrapped(node, before, after), *added_nodes)
 
     def guard(self, loop: Loop) -> bool:
-        """Count a batch only on ranks that have a share of it: in training others are lent a small last batch."""
+        """Let only ranks with a share of a batch add it to a sum: in training, the other ranks borrow a batch."""
         statement, source = loop.frame.statement, loop.frame.source
         if not (loop.trains or loop.lends):
             return True
@@ -230,54 +230,54 @@ class Totals(Following):
         return True
 
     def around(self, value: Value) -> tuple[Loop | None, bool]:
-        """The loop over batches around a value that was set before it, and whether a loop over samples is."""
+        """The outermost loop over batches since a value was set, and whether a loop over samples is around."""
         outer = [loop for loop in self.loops if loop.number not in value.since]
         batches = [loop for loop in outer if loop.kind == "batches"]
         return (batches[0] if batches else None), any(loop.kind == "rows" for loop in outer)
 
     def accumulated(self, place: tuple[Scope, str], node: ast.expr, value: Value) -> Value:
-        """What a value becomes to which this one is added, with the edits that keep the total exact."""
+        """The value of a place after this value is added to it, with the edits that keep its total exact."""
         old = place[0].find(place[1]) or Value()
         batch, over_samples = self.around(old)
         if over_samples:
             adds = value.kind in (Kind.ALIKE, Kind.ROW, Kind.PART, Kind.COUNT)
             value = Value(Kind.PART) if adds else Value(Kind.OTHER, "is added up by sample")
         added = value if batch is None else self.per_batch(batch, node, value)
-        is_of_two = old.kind in NUMBERS and added.kind == Kind.ALIKE  # a share's, and what all processes have
-        is_of_two |= batch is None and not over_samples and old.is_shared and added.is_shared
-        is_of_two &= old.kind != added.kind
-        found = combined(ast.Add(), old, added) if is_of_two else join(old, added)
-        return replace(self.kept(found), since=old.since)
+        mixes = old.kind in NUMBERS and added.kind == Kind.ALIKE  # a share's value and an equal value
+        mixes |= batch is None and not over_samples and old.is_shared and added.is_shared
+        mixes &= old.kind != added.kind
+        result = combined(ast.Add(), old, added) if mixes else join(old, added)
+        return replace(self.kept(result), since=old.since)
 
     def per_batch(self, batch: Loop, node: ast.expr, value: Value) -> Value:
-        """What the values of all batches of a loop add up to."""
+        """The sum of a value over all batches of a loop."""
         if value.kind == Kind.ALIKE and self.uneven:
             return Value(Kind.OTHER, "is added up where this process's values say so")
         if value.kind == Kind.ALIKE:
             return Value(Kind.PASSES) if not batch.trains and batch.kind == "batches" else value
         if node in self.learnt.eager:
             return self.total(node)
-        given = self._given_in(batch, node)
-        if value.kind == Kind.MEAN and given is not node:
-            self.learnt.eager.add(given)
+        origin = self._origin_in(batch, node)
+        if value.kind == Kind.MEAN and origin is not node:
+            self.learnt.eager.add(origin)
             return Value()
         if value.kind in (Kind.PART, Kind.COUNT) and self.guard(batch):
-            return Value(Kind.PART, Sum(batch, frozenset({given})))
+            return Value(Kind.PART, Sum(batch, frozenset({origin})))
         if value.kind == Kind.MEAN and not self.uneven and self._scale(batch, node):
             return Value(Kind.PART, Sum(batch, frozenset({node})))
         if self.may_total() and value.kind != Kind.BATCH:
             return self.total(node)
         return Value(Kind.OTHER, "is added up over batches in a way that has no total")
 
-    def _given_in(self, batch: Loop, node: ast.expr) -> ast.expr:
-        """The expression itself, or the call in the loop whose function adds it up."""
+    def _origin_in(self, batch: Loop, node: ast.expr) -> ast.expr:
+        """The expression itself, or the call inside the loop whose function contains it."""
         frame, given = self.frame, node
         while frame is not batch.frame and frame.call is not None and frame.caller is not None:
             given, frame = frame.call, frame.caller
         return given
 
     def _scale(self, loop: Loop, node: ast.expr) -> bool:
-        """Multiply a mean by this rank's part of the batch, where the loader has a name."""
+        """Multiply a mean by this rank's fraction of the batch; False if the loader has no name here."""
         if loop.text is None or loop.frame is not self.frame:
             return False
         is_sum = isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Mult | ast.Div)
@@ -287,7 +287,7 @@ class Totals(Following):
         return True
 
     def passed(self, node: ast.expr) -> Value:
-        """An argument of a function of the project, with the edits that make it one of the whole batch."""
+        """The value of an argument of a function of the project, with the edits that total it."""
         value = self.value(node)
         around = self.source.parents.get(node)
         around = self.source.parents.get(around) if isinstance(around, ast.keyword) else around
@@ -296,7 +296,7 @@ class Totals(Following):
         return value.bare if value.kind in ROWS else value
 
     def put(self, node: ast.Call, base: Value, value: Value) -> Value:
-        """A value is appended to a list that was made before the loop."""
+        """Follow `append` or `extend` of a list."""
         receiver: ast.expr = node.func.value  # type: ignore[attr-defined]
         scope, name = self.place_of(receiver)
         value = self.total(node.args[0]) if self.is_lost(receiver, True) else value
@@ -314,17 +314,17 @@ class Totals(Following):
         elif value.is_shared and batch is not None:
             value = self.per_batch(batch, node.args[0], value)
         if value.is_shared:
-            found = join(*base.parts, self.kept(value))
-            is_flat = found.kind == Kind.ROWS and (over_samples or name_of(node) == "extend")
-            scope.names[name] = replace(found if is_flat else Value("list", {None: found}), since=base.since)
+            items = join(*base.parts, self.kept(value))
+            is_flat = items.kind == Kind.ROWS and (over_samples or name_of(node) == "extend")
+            scope.names[name] = replace(items if is_flat else Value("list", {None: items}), since=base.since)
         return Value()
 
     def divided(self, node: ast.AugAssign, old: Value, value: Value) -> Value:
-        """`total /= count`, both of this rank's share."""
-        found, source = combined(node.op, old, value), self.source
+        """Follow `total /= count`, both of this rank's share: total them first."""
+        result, source = combined(node.op, old, value), self.source
         is_ratio = isinstance(node.op, ast.Div) and old.kind in (Kind.PART, Kind.COUNT) and value.is_shared
         if not is_ratio or not self.may_total():
-            return found
+            return result
         text = f" = samestep.sum({source.text(node.target)}) / "
         self.found.edit(Edit(source, source.end(node.target), source.start(node.value), text))
         return self.total(node.value)
@@ -342,7 +342,7 @@ def _is_flattened(node: ast.Call) -> bool:
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """The expressions right inside another, of a method call the object."""
+    """The direct subexpressions; for a method call also the object."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Attribute) and isinstance(node, ast.Call) and child is node.func:
             yield child.value
