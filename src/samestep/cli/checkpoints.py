@@ -13,7 +13,7 @@ from samestep.cli.output import print_table, verb, working
 from samestep.errors import CheckpointError
 from samestep.files import open_directory
 from samestep.state import file as state_file
-from samestep.state.directory import Found, examine
+from samestep.state.directory import Candidate, examine
 from samestep.text import printable, size
 
 _IN_COLUMNS = ("step", "time")
@@ -44,7 +44,7 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
     sys.exit(any(row["state"] == "bad" for row in rows))
 
 
-def _row(dir_fd: int, found: Found, verify: bool) -> dict[str, Any]:
+def _row(dir_fd: int, found: Candidate, verify: bool) -> dict[str, Any]:
     entry, outline, why = found.entry, found.outline, found.why
     row: dict[str, Any] = {"file": entry.name, "step": outline.seal.step if outline else entry.step}
     try:

@@ -1,8 +1,8 @@
-"""A directory of commits: after a crash at any moment it holds the old state or the new one, complete.
+"""A directory of commits: after a crash at any moment it holds the old state or the new state, complete.
 
-A commit is written under a name of its own, synced, renamed, and the directory synced; then the lease names it, and
-only then do older ones go, never one of the two newest that are known to be good. Known means written or read by this
-object. Which commit a file is, its header says: a renamed, foreign or substituted file is refused.
+A commit is written to a new file and synced. Then the lease names the commit, the file gets its final name, and the
+directory is synced. Only then are older commits removed, but never the two newest that this object has written or read
+and so knows to be good. A file's header says which commit it is: a renamed, foreign or substituted file is refused.
 """
 
 import errno
@@ -35,7 +35,7 @@ _REMEDY = "give each run a directory of its own, or end that one first"
 
 @dataclass(frozen=True)
 class Newest(Generic[T]):
-    """The newest good commit, as its reader gave it, and why each newer one was refused."""
+    """The newest good commit, as `read` returned it, and why each newer commit was refused."""
 
     value: T
     path: Path
@@ -44,12 +44,12 @@ class Newest(Generic[T]):
     is_memory: bool = False
 
 
-Numbered = tuple[int, bytes]  # of a commit, with its root digest
+Numbered = tuple[int, bytes]  # the number and root digest of a commit
 Read = Callable[[str | int, int | None], T]
 
 
-class Found(NamedTuple):
-    """A file that is named as a commit, what its header says, and why it is not used as one."""
+class Candidate(NamedTuple):
+    """A file with the name of a commit, its header, and why it is not used (`why`)."""
 
     entry: state_file.Entry
     outline: state_file.Outline | None
@@ -58,20 +58,20 @@ class Found(NamedTuple):
 
     @property
     def numbered(self) -> Numbered:
-        """Its own number, not that of its name, where it can be read."""
+        """The number in its header, or in its name if the header cannot be read, and its root digest."""
         return (self.outline.seal.number, self.outline.root) if self.outline else (self.entry.number, b"")
 
 
-def examine(dir_fd: int, record: Record | None = None) -> list[Found]:
-    """The files that are named as commits, the newest first, by what their headers and the lease say of them."""
-    found = [_peeked(dir_fd, entry) for entry in state_file.listing(dir_fd)]
-    outlines = [one.outline for one in found if one.outline]
+def examine(dir_fd: int, record: Record | None = None) -> list[Candidate]:
+    """The files with names of commits, the newest first, judged by their headers and the lease."""
+    files = [_peeked(dir_fd, entry) for entry in state_file.listing(dir_fd)]
+    outlines = [file.outline for file in files if file.outline]
     record = record or lease.read(dir_fd) or _record_of(outlines)
-    return sorted((_judged(one, record) for one in found), key=lambda one: one.numbered[0], reverse=True)
+    return sorted((_judged(file, record) for file in files), key=lambda file: file.numbered[0], reverse=True)
 
 
 class CheckpointDirectory:
-    """The commits of one run; one process at a time writes here."""
+    """The commits of a run in a directory, which one process at a time writes."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
         if not isinstance(keep, int) or keep < 2:
@@ -79,7 +79,7 @@ class CheckpointDirectory:
                 f"keep={keep!r} leaves nothing to go back to when one file is damaged; use keep=2"
             )
         self.directory = Path(directory)
-        self._at = self.directory.absolute()  # the script may change its working directory
+        self._at = self.directory.absolute()  # absolute: the script may change its working directory
         self.keep = keep
         self._made = False
         self._good: dict[str, tuple[int, int, int]] = {}
@@ -87,19 +87,19 @@ class CheckpointDirectory:
         self._me = lease.this_process()
         self._say: Callable[[str], object] = str
         self._remedy = _REMEDY
-        # the commit that the next one follows, as long as the lease names these commits
+        # the last commit, valid while the lease names the commits in `_named`
         self._before: Numbered | None = None
         self._named: tuple[Numbered, ...] | None = None
 
     def hold(self, me: lease.Holder, say: Callable[[str], object], remedy: str) -> None:
-        """Be the only process that writes here; a CheckpointError says which other one is."""
+        """Become the only process that writes here; CheckpointError names another process that does."""
         self._me, self._say, self._remedy = me, say, remedy
         try:
             self._make()
             with open_directory(self._at) as dir_fd:
                 self._hold(dir_fd)
         except OSError as error:
-            # a disk that is full or read-only can be read from, and may take the first commit
+            # no error yet: a full or read-only disk can be read, and may be writable at the first commit
             say(f"commits would fail now: {self._why(error, 0)}")
 
     def release(self) -> None:
@@ -110,12 +110,12 @@ class CheckpointDirectory:
             self._lease = None
 
     def commit(self, packed: state_file.Packed, step: int) -> Path:
-        """Write a state as the newest commit; a CheckpointError means all older ones are as they were."""
+        """Write a state as the newest commit; after a CheckpointError all older commits are unchanged."""
         if step < 0:
             raise UsageError(f"step {step} is negative; count the steps taken")
         try:
             self._make()
-            # every later name is looked up in this descriptor, so no link put in its way leads out of it
+            # all names are looked up in this descriptor, so no link can lead out of the directory
             with open_directory(self._at) as dir_fd:
                 held = self._hold(dir_fd)
                 self._sweep(dir_fd)
@@ -128,39 +128,39 @@ class CheckpointDirectory:
         return self.directory / name
 
     def remember(self, packed: state_file.Packed, step: int, slots: Slots) -> None:
-        """Keep a state in memory, as what follows the newest commit."""
+        """Keep a state in memory, sealed as the successor of the newest commit."""
         with open_directory(self._at) as dir_fd:
             slots.write(packed, self._seal(dir_fd, step, self._hold(dir_fd)))
 
     def newest(self, read: Read[T], slots: Slots | None = None) -> Newest[T] | None:
-        """What `read(name, dir_fd)` makes of the newest commit it accepts; None where there never was one.
+        """The result of `read(name, dir_fd)` for the newest commit that it accepts; None if there is no commit.
 
-        Where `slots` hold a newer one, its descriptor is the name.
+        If `slots` hold a newer state, `read` gets its descriptor as the name.
         """
         refused: list[str] = []
         try:
             with open_directory(self._at) as dir_fd:
                 record = self._lease.record if self._lease else lease.read(dir_fd)
-                found = examine(dir_fd, record)
-                if slots and self._lease and (kept := self._recalled(read, slots, self._lease.record)):
-                    self._named = ()  # what it follows is looked for before the next commit
-                    return kept
-                # one that has only lost its name is better than none
-                for one in (*found, *(one for one in found if one.is_renamed)):
-                    if one.why and one.why not in refused:
-                        refused.append(one.why)
+                commits = examine(dir_fd, record)
+                if slots and self._lease and (recalled := self._recalled(read, slots, self._lease.record)):
+                    self._named = ()  # makes the next commit look for its predecessor
+                    return recalled
+                # renamed commits come last: they are good, but better than nothing only
+                for commit in (*commits, *(commit for commit in commits if commit.is_renamed)):
+                    if commit.why and commit.why not in refused:
+                        refused.append(commit.why)
                         continue
                     try:
-                        value = self._read(dir_fd, one, read)
+                        value = self._read(dir_fd, commit, read)
                     except (CheckpointError, OSError) as error:
                         refused.append(str(error))
                         continue
-                    self._before, self._named = one.numbered, record.commits if record else ()
-                    last = max(self._named, default=one.numbered)[0]
-                    if one.numbered[0] < last and not refused:
+                    self._before, self._named = commit.numbered, record.commits if record else ()
+                    last = max(self._named, default=commit.numbered)[0]
+                    if commit.numbered[0] < last and not refused:
                         refused = [f"commit {last}, the last that this run named, is not there"]
-                    path = self.directory / one.entry.name
-                    return Newest(value, path, one.numbered[1], tuple(refused))
+                    path = self.directory / commit.entry.name
+                    return Newest(value, path, commit.numbered[1], tuple(refused))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -170,44 +170,44 @@ class CheckpointDirectory:
             raise self._error(f"{self.directory} holds no good checkpoint: {why}")
         return None
 
-    def opened(self, found: Newest[T]) -> BinaryIO:
-        """The file that was read, if it is still there; CheckpointError where another has its name."""
+    def opened(self, newest: Newest[T]) -> BinaryIO:
+        """Open the file that was read; CheckpointError if another file has its name now."""
         with ExitStack() as unless_same:
             try:
-                fd = os.open(found.path, os.O_RDONLY) if found.is_memory else open_regular(found.path)
+                fd = os.open(newest.path, os.O_RDONLY) if newest.is_memory else open_regular(newest.path)
                 file = unless_same.enter_context(os.fdopen(fd, "rb"))
-                if state_file.peek(fd).root == found.root:
+                if state_file.peek(fd).root == newest.root:
                     unless_same.pop_all()
                     return file
             except (OSError, CheckpointError) as error:
-                raise self._error(f"{found.path} cannot be read any more ({error}); start again") from error
-            raise self._error(f"{found.path} was exchanged after it was read; start again")
+                raise self._error(f"{newest.path} cannot be read any more ({error}); start again") from error
+            raise self._error(f"{newest.path} was exchanged after it was read; start again")
 
     def _recalled(self, read: Read[T], slots: Slots, record: Record) -> Newest[T] | None:
-        """The newest state in memory that can be read."""
+        """The newest readable state in memory that follows the newest commit; None if there is none."""
         after = max(record.commits, default=(0, bytes(32)))
         for descriptor, outline in slots.following(record.run, after):
             with suppress(CheckpointError):
                 path = Path(f"/proc/self/fd/{descriptor}")
-                kept = Newest(read(descriptor, None), path, outline.root, (), is_memory=True)
+                newest = Newest(read(descriptor, None), path, outline.root, (), is_memory=True)
                 slots.keep(descriptor)
-                return kept
+                return newest
         slots.keep(None)
         return None
 
-    def _read(self, dir_fd: int, found: Found, read: Read[T]) -> T:
-        name = found.entry.name
+    def _read(self, dir_fd: int, commit: Candidate, read: Read[T]) -> T:
+        name = commit.entry.name
         before = _identity(dir_fd, name)
         value = read(name, dir_fd)
         root = state_file.peek(name, dir_fd=dir_fd).root
-        if root != found.numbered[1] or before != _identity(dir_fd, name):
+        if root != commit.numbered[1] or before != _identity(dir_fd, name):
             raise CheckpointError(f"{name} was replaced while it was read", path=name)
-        if not found.is_renamed:
+        if not commit.is_renamed:
             self._good[name] = before
         return value
 
     def _make(self) -> None:
-        # once: under a mount that went away the same path is another disk
+        # only once: after an unmount the same path would be on another disk
         if not self._made:
             make_private_directory(self._at)
             self._made = True
@@ -218,8 +218,8 @@ class CheckpointDirectory:
             return self._lease
 
         def first() -> Record:
-            """The run that a directory without a lease belongs to: that of its commits, or a new one."""
-            record = _record_of([one.outline for one in examine(dir_fd) if one.outline])
+            """The record for a directory without a lease: the run of its commits, or a new run."""
+            record = _record_of([commit.outline for commit in examine(dir_fd) if commit.outline])
             if record is None:
                 raise self._error(f"{self.directory} {_AMBIGUOUS}")
             return record
@@ -239,7 +239,7 @@ class CheckpointDirectory:
         try:
             with open(fd, "wb"):
                 root = state_file.write(fd, packed, seal)
-            # it may have been taken over while a large file was written
+            # another process may have taken over while a large file was written
             held.check(dir_fd)
             held.name(*([self._before] if self._before else []), (seal.number, root))
             os.rename(unfinished, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -253,26 +253,26 @@ class CheckpointDirectory:
         return name
 
     def _seal(self, dir_fd: int, step: int, held: lease.Lease) -> state_file.Seal:
-        """What the next commit says of itself."""
+        """The seal of the next commit."""
         record = held.record
         if self._named != record.commits:
-            readable = [one for one in examine(dir_fd, record) if one.outline]
-            usable = [one for one in readable if not one.why or one.is_renamed]
-            if usable and self._named is None:  # this object has neither read nor written a commit
-                found = f"{self.directory} holds commits up to step {max(one.entry.step for one in usable)}"
+            readable = [file for file in examine(dir_fd, record) if file.outline]
+            usable = [file for file in readable if not file.why or file.is_renamed]
+            if usable and self._named is None:  # this object has not read or written a commit yet
+                text = f"{self.directory} holds commits up to step {max(file.entry.step for file in usable)}"
                 self._say(
-                    f"{found}, and this run began without them; call resume() before the first step to go on"
+                    f"{text}, and this run began without them; call resume() before the first step to go on"
                 )
-            self._before, self._named = max((one.numbered for one in usable), default=None), record.commits
+            self._before, self._named = max((file.numbered for file in usable), default=None), record.commits
         number, previous = self._before or (0, bytes(32))
         newest = max((number for number, _ in record.commits), default=0)
         return state_file.Seal(record.run, max(number, newest) + 1, step, previous)
 
     def _prune(self, dir_fd: int, run: bytes) -> None:
-        """Remove what is older than the `keep` newest good commits, of which only the newest of each step counts."""
+        """Remove commits older than the `keep` newest good commits; of several commits of a step, the newest counts."""
         steps: set[int] = set()
         for entry in state_file.listing(dir_fd):
-            # a commit that stands is not undone because an old one cannot be removed; the next tries again
+            # failing to remove an old file must not fail the new commit; the next commit tries again
             with suppress(OSError):
                 is_good = self._good.get(entry.name) == _identity(dir_fd, entry.name)
                 if len(steps) < self.keep and not (is_good and entry.step in steps):
@@ -284,7 +284,7 @@ class CheckpointDirectory:
                     self._good.pop(entry.name, None)
 
     def _sweep(self, dir_fd: int) -> None:
-        """Remove what dead writers left; whether one on another machine is dead, only time tells."""
+        """Remove unfinished files of ended writers; a writer on another machine counts as ended after an hour."""
         for name in os.listdir(dir_fd):
             match = _UNFINISHED.fullmatch(name)
             with suppress(OSError):
@@ -294,7 +294,7 @@ class CheckpointDirectory:
     def _is_abandoned(self, dir_fd: int, name: str, place: str, pid: int) -> bool:
         if place == lease.here():
             return not psutil.pid_exists(pid)
-        # both times are the file server's, so no two clocks are compared
+        # both times come from the file server, so clocks of two machines are not compared
         os.utime(dir_fd)
         return os.fstat(dir_fd).st_mtime - os.stat(name, dir_fd=dir_fd).st_mtime > _ABANDONED_SECONDS
 
@@ -310,47 +310,47 @@ class CheckpointDirectory:
 
 
 def _free(room: os.statvfs_result) -> float:
-    # a file system that reports no blocks at all does not know
+    # a file system that reports no blocks does not know its free space
     return room.f_bavail * room.f_frsize if room.f_blocks else float("inf")
 
 
 def _identity(dir_fd: int, name: str) -> tuple[int, int, int]:
-    found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _peeked(dir_fd: int, entry: state_file.Entry) -> Found:
+def _peeked(dir_fd: int, entry: state_file.Entry) -> Candidate:
     try:
-        return Found(entry, state_file.peek(entry.name, dir_fd=dir_fd))
+        return Candidate(entry, state_file.peek(entry.name, dir_fd=dir_fd))
     except CheckpointError as error:
-        return Found(entry, None, str(error))
+        return Candidate(entry, None, str(error))
 
 
 def _record_of(outlines: Sequence[state_file.Outline]) -> Record | None:
-    """What a lost lease said, as far as the commits tell; None where they contradict each other."""
+    """A record in the place of a lost lease, from the commits; None if they contradict each other."""
     if not outlines:
         return Record(os.urandom(16))
-    newest = max(outlines, key=lambda one: one.seal.number)
-    before = [one.root for one in outlines if one.seal.number < newest.seal.number]
+    newest = max(outlines, key=lambda outline: outline.seal.number)
+    before = [outline.root for outline in outlines if outline.seal.number < newest.seal.number]
     follows = not before or newest.seal.previous in before
-    is_one_run = len({one.seal.run for one in outlines}) == 1
-    return Record(newest.seal.run, ((newest.seal.number, newest.root),)) if follows and is_one_run else None
+    is_same_run = len({outline.seal.run for outline in outlines}) == 1
+    return Record(newest.seal.run, ((newest.seal.number, newest.root),)) if follows and is_same_run else None
 
 
-def _judged(one: Found, record: Record | None) -> Found:
-    """Whether what can be read is a commit of this directory's run."""
-    if one.outline is None:
-        return one
-    seal, name, why, is_renamed = one.outline.seal, one.entry.name, "", False
+def _judged(commit: Candidate, record: Record | None) -> Candidate:
+    """The file with the reason why it is no commit of this directory's run, if there is a reason."""
+    if commit.outline is None:
+        return commit
+    seal, name, why, is_renamed = commit.outline.seal, commit.entry.name, "", False
     known = dict(record.commits) if record else {}
     if record is None:
         why = f"is one of several commits here: the directory {_AMBIGUOUS}"
     elif seal.run != record.run:
         why = "is a commit of another run"
-    elif known.get(seal.number, one.outline.root) != one.outline.root:
+    elif known.get(seal.number, commit.outline.root) != commit.outline.root:
         why = f"is not the commit {seal.number} that this run made"
     elif known and seal.number > max(known):
         why = f"is not a commit of this run: its last is commit {max(known)}"
-    elif (one.entry.number, one.entry.step) != (seal.number, seal.step):
+    elif (commit.entry.number, commit.entry.step) != (seal.number, seal.step):
         why, is_renamed = f"is commit {seal.number} after step {seal.step} under another name", True
-    return one._replace(why=why and f"{name} {why}", is_renamed=is_renamed)
+    return commit._replace(why=why and f"{name} {why}", is_renamed=is_renamed)

@@ -1,11 +1,11 @@
-"""A committed state is one file, and no byte of it is believed before it was checked; no torch, no pickle.
+"""The file of a committed state: every byte is checked before it is used; no torch, no pickle.
 
-Workers write these files, and `samestep checkpoints` lists and verifies them where no torch is.
+Workers write these files, and `samestep checkpoints` lists and verifies them without torch.
 docs/checkpoint-format.md draws the layout.
 
-Covered: torn, truncated, flipped, swapped, spliced, sparse and hostile files, with memory within twice the bytes
-that are on the disk. Not covered: forgery. The digests carry no key, so who may write the directory may write a
-valid file; it is data all the same, and nothing in it is ever run or used as a path.
+Covered: torn, truncated, flipped, swapped, spliced, sparse and hostile files; reading takes at most twice the memory
+of the bytes on the disk. Not covered: forgery. The digests have no key, so a user who may write the directory may
+write a valid file. Still, nothing in it is ever run or used as a path.
 """
 
 import json
@@ -41,7 +41,7 @@ from samestep.text import size as in_bytes
 VERSION = 2
 ALIGN = 64
 _MAGIC = b"samestep"
-# magic, version, blobs, header bytes, file bytes; the seal: run, number, step, root of the commit before; root digest
+# magic, version, blobs, header bytes, file bytes; the seal: run, number, step, root of the previous commit; root digest
 _PREAMBLE = struct.Struct("<8sIIQQ16sQQ32s32s")
 _SEALED = _PREAMBLE.size - 32
 _LARGEST_COUNT = 1 << 62
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """Which commit of which run a file is, whatever its name: the run's identity, and the root of the one before."""
+    """Which commit a file is, whatever its name: the run's identity, the number, the step, the previous root."""
 
     run: bytes = bytes(16)
     number: int = 0
@@ -89,7 +89,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a file's own header says, sealed by its digest; the blobs are not read yet."""
+    """The content of a file's header, which its digest covers; the blobs are not read yet."""
 
     meta: dict[str, Any]
     size: int
@@ -102,7 +102,7 @@ class Outline:
     tree: Any
 
     def offsets(self) -> Iterator[tuple[int, int]]:
-        """Where each blob begins, and how many zero bytes follow it; they lie without gap or overlap."""
+        """Where each blob begins, and how many zero bytes follow; blobs have no gap or overlap."""
         at = self.start
         for blob in self.blobs:
             end = at + _aligned(blob.nbytes)
@@ -114,7 +114,7 @@ Room = Callable[[Blob], tuple[memoryview, Callable[[], object]]]
 
 
 def pack(state: object, meta: Mapping[str, Any] | None = None, leaf: Leaf | None = None) -> Packed:
-    """Lay a state out for writing, without a copy; `leaf` gives the buffer of what only its caller knows."""
+    """Prepare a state for writing, without copies; `leaf` returns the buffer of values that are not plain."""
     packer = Packer(leaf or (lambda value, where: None))
     tree = packer.node(state)
     try:
@@ -138,7 +138,7 @@ def pack(state: object, meta: Mapping[str, Any] | None = None, leaf: Leaf | None
 
 
 def write(fd: int, packed: Packed, seal: Seal = Seal()) -> bytes:  # noqa: B008
-    """Write a state to a new, empty file and wait until the disk has it; returns its root digest."""
+    """Write a state to a new, empty file and wait until it is on the disk; returns its root digest."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, packed.size)
@@ -146,7 +146,7 @@ def write(fd: int, packed: Packed, seal: Seal = Seal()) -> bytes:  # noqa: B008
             if error.errno not in (EOPNOTSUPP, EINVAL, ENOSYS):
                 raise
     in_pieces = [piece for buffer in packed.buffers for piece in pieces(buffer)]
-    # two threads hash while this one writes and waits for the disk; more would take cores from the training
+    # two threads hash while this thread writes and waits for the disk; more would take cores from training
     hashing = in_threads(2, piece_digest, in_pieces)
     with hashing if packed.bulk > PIECE else nullcontext(map(piece_digest, in_pieces)) as hashed:
         write_all(fd, packed.start, _padded(packed.buffers))
@@ -161,39 +161,39 @@ def write(fd: int, packed: Packed, seal: Seal = Seal()) -> bytes:  # noqa: B008
 
 
 def peek(file: str | os.PathLike[str] | int, *, dir_fd: int | None = None) -> Outline:
-    """Read and check the header alone."""
+    """Read and check only the header."""
     with _opened(file, dir_fd) as fd:
         return _outline(fd)
 
 
 def verify(file: str | os.PathLike[str] | int, *, dir_fd: int | None = None) -> Outline:
-    """Check every byte of a file, holding a few pieces of it at a time."""
+    """Check every byte of a file, with a few pieces in memory at a time."""
     with _opened(file, dir_fd) as fd:
         outline = _outline(fd)
-        _pull(fd, outline, None)
+        _read_blobs(fd, outline, None)
         return outline
 
 
 def read(
     file: str | os.PathLike[str] | int, room: Room | None = None, *, dir_fd: int | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """The state and its meta, every byte checked; `room` gives a blob's memory and says what it becomes."""
+    """The state and its meta, fully checked; `room` returns a blob's memory and a function for its final value."""
     with _opened(file, dir_fd) as fd:
         outline = _outline(fd)
-        _believe(fd, outline)
+        _check_size(fd, outline)
         rooms = _rooms(outline.blobs, room)
-        _pull(fd, outline, [memory for memory, _ in rooms])
+        _read_blobs(fd, outline, [memory for memory, _ in rooms])
         values = [value() for _, value in rooms]
         return Unpacker(outline.blobs, values).unpack(outline.tree), outline.meta
 
 
 def message_of(packed: Packed) -> bytes:
-    """A small state as a message, the same bytes where it has the same values."""
+    """A small state as bytes; equal states give equal bytes."""
     return b"".join([len(packed.header).to_bytes(8), packed.header, *packed.buffers])
 
 
 def of_message(message: bytes, room: Room | None = None) -> Any:
-    """The state of a message; `room` as in `read`."""
+    """The state in such a message; `room` as in `read`."""
     at = 8 + int.from_bytes(message[:8])
     _, table, tree = _described(message[8:at])
     blobs, values = _blobs(table, len(table)), []
@@ -205,14 +205,14 @@ def of_message(message: bytes, room: Room | None = None) -> Any:
 
 
 def listing(directory: str | os.PathLike[str] | int) -> list[Entry]:
-    """The checkpoints of a directory by name, newest first; other names are not ours and are left alone."""
+    """The files of a directory with names of checkpoints, newest first; other files are ignored."""
     matches = (_ENTRY.fullmatch(name) for name in os.listdir(directory))
     entries = (Entry(match[0], int(match[1]), int(match[2])) for match in matches if match)
     return sorted(entries, key=lambda entry: (entry.number, entry.step, entry.name), reverse=True)
 
 
 def _outline(fd: int) -> Outline:
-    size, there = _sizes(fd)
+    size, on_disk = _sizes(fd)
     preamble = read_exactly(fd, min(size, _PREAMBLE.size), 0)
     if preamble[:8] != _MAGIC or size < 16:
         raise Bad("is not a samestep checkpoint")
@@ -227,15 +227,15 @@ def _outline(fd: int) -> Outline:
     if announced != size:
         raise Bad(f"is torn: {size} of {announced} bytes are there")
     start = _aligned(_PREAMBLE.size + length + 32 * count)
-    if start > min(size, _header_limit(size, there)):
-        raise Bad(f"announces a header of {length} bytes and {count} blobs in {there} bytes on the disk")
+    if start > min(size, _header_limit(size, on_disk)):
+        raise Bad(f"announces a header of {length} bytes and {count} blobs in {on_disk} bytes on the disk")
     body = read_exactly(fd, start - _PREAMBLE.size, _PREAMBLE.size)
     sealed, gap = body[: length + 32 * count], body[length + 32 * count :]
     if digest(preamble[:_SEALED] + sealed, b"root") != root or any(gap):
         raise Bad("has a damaged header")
     if max(seal.number, seal.step) > _LARGEST_COUNT:
         raise Bad(f"announces commit {seal.number} after step {seal.step}")
-    if _is_rich(sealed[:length], size, there):
+    if _is_rich(sealed[:length], size, on_disk):
         raise Bad("has a header of too many parts")
     meta, table, tree = _described(sealed[:length])
     blobs = _blobs(table, count)
@@ -260,20 +260,20 @@ def _described(header: bytes) -> tuple[dict[str, Any], Any, Any]:
 
 
 def _sizes(fd: int) -> tuple[int, int]:
-    """A file's length, and how much of it is on the disk; where that is not told, all of it."""
-    found = os.fstat(fd)
-    blocks = getattr(found, "st_blocks", 0) * 512
-    return found.st_size, min(found.st_size, blocks or found.st_size)
+    """A file's length, and how many bytes of it are on the disk; all of them if that is not known."""
+    status = os.fstat(fd)
+    blocks = getattr(status, "st_blocks", 0) * 512
+    return status.st_size, min(status.st_size, blocks or status.st_size)
 
 
-def _believe(fd: int, outline: Outline) -> None:
-    """Find out before memory is taken whether a file is as large as it says: a file of holes costs nothing to make."""
-    size, there = _sizes(fd)
+def _check_size(fd: int, outline: Outline) -> None:
+    """Check before memory is allocated that a file really has its size: a file of holes costs nothing to make."""
+    size, on_disk = _sizes(fd)
     if size > (memory := psutil.virtual_memory().total):
         raise Bad(f"takes {in_bytes(size)}, more than the {in_bytes(memory)} of memory here")
-    # a copy without holes is read once; where the file system compresses, or made holes of zeros, it is read twice
-    if size > _SMALL and 2 * there < size:
-        _pull(fd, outline, None)
+    # only a file with holes, or a compressed one, is read twice
+    if size > _SMALL and 2 * on_disk < size:
+        _read_blobs(fd, outline, None)
 
 
 def _blobs(table: Any, count: int) -> tuple[Blob, ...]:
@@ -294,13 +294,13 @@ def _is_shape(shape: Sequence[Any], dtype: str) -> bool:
         return False
     if len(shape) > 64 or (dtype == "bytes" and len(shape) != 1):
         return False
-    # zeros apart, since torch computes the strides of empty tensors too
+    # zeros count as 1: torch computes strides of empty tensors too
     spread: int = math.prod(max(n, 1) for n in shape)
     return spread < 2**58
 
 
-def _pull(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> None:
-    """Read all blobs, into `memory` or past it, and compare their digests."""
+def _read_blobs(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> None:
+    """Read all blobs, into `memory` if it is given, and check their digests."""
 
     def jobs() -> Iterator[tuple[int, int, memoryview | None]]:
         for index, (at, gap) in enumerate(outline.offsets()):
@@ -325,7 +325,7 @@ def _pull(fd: int, outline: Outline, memory: Sequence[memoryview] | None) -> Non
 
 @contextmanager
 def _opened(file: str | os.PathLike[str] | int, dir_fd: int | None) -> Iterator[int]:
-    """A regular file open for reading; whatever is wrong with it is a CheckpointError that names it."""
+    """While entered, a regular file open for reading; every error becomes a CheckpointError with its name."""
     name = "what was sent" if isinstance(file, int) else os.fspath(file)
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -342,11 +342,11 @@ def _opened(file: str | os.PathLike[str] | int, dir_fd: int | None) -> Iterator[
         raise CheckpointError(f"{printable(name)} {bad}", path=name) from bad.__cause__
 
 
-def _check_kind(found: os.stat_result, directory: os.stat_result | None) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_kind(status: os.stat_result, directory: os.stat_result | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise Bad("is not a regular file")
-    if directory is not None and found.st_uid not in (directory.st_uid, os.geteuid()):
-        raise Bad(f"belongs to user {found.st_uid}, and its directory to user {directory.st_uid}")
+    if directory is not None and status.st_uid not in (directory.st_uid, os.geteuid()):
+        raise Bad(f"belongs to user {status.st_uid}, and its directory to user {directory.st_uid}")
 
 
 def _rooms(blobs: Iterable[Blob], room: Room | None) -> list[tuple[memoryview, Callable[[], object]]]:
@@ -369,21 +369,21 @@ def _aligned(length: int) -> int:
     return -(-length // ALIGN) * ALIGN
 
 
-def _header_limit(size: int, there: int) -> int:
-    """A parsed header takes up to 30 times its text, so it may be a small part of the file only."""
-    return min(max(1 << 20, min(size // 32, there // 2)), 1 << 28)
+def _header_limit(size: int, on_disk: int) -> int:
+    """The largest header: parsed, it takes up to 30 times its text, so it may only be a small part of the file."""
+    return min(max(1 << 20, min(size // 32, on_disk // 2)), 1 << 28)
 
 
-def _is_rich(header: bytes, size: int, there: int) -> bool:
-    """Whether its lists and objects, 64 bytes and more for 2 bytes of text, would take too much memory."""
-    return header.count(b"[") + header.count(b"{") > max(1 << 16, min(size >> 10, there >> 6))
+def _is_rich(header: bytes, size: int, on_disk: int) -> bool:
+    """Whether its lists and objects would take too much memory: 64 bytes and more for 2 bytes of text."""
+    return header.count(b"[") + header.count(b"{") > max(1 << 16, min(size >> 10, on_disk >> 6))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a name stands twice")
-    return found
+    return result
 
 
 def _no_constant(name: str) -> NoReturn:

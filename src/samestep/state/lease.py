@@ -1,8 +1,8 @@
-"""One process at a time writes a directory of commits; a file beside them says which process, and what it made.
+"""The lease of a directory of commits: a file that names the only process that may write, and its last commits.
 
-On one machine a lock tells whether the holder lives. Not every network file system has locks that reach other
-machines, so the holder also renews the file's time every 10 s, and a lease that was not renewed for 60 s is over.
-The file names the run and its last commits too: a file that was put in the place of one of them is found out.
+On one machine a lock shows whether the holder lives. Not every network file system has locks that reach other machines,
+so the holder also renews the file's time every 10 s. A lease that was not renewed for 60 s has ended. The file also
+names the run and its last commits, so that a substituted commit is noticed.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ _KINDS = (str, str, str, int, float, str, int)
 
 
 class Holder(NamedTuple):
-    """A process that writes, on which machine since which boot, and the job and the attempt that it belongs to."""
+    """A writing process: its machine, boot, process namespace and start time, and its job and attempt."""
 
     host: str
     boot: str
@@ -53,7 +53,7 @@ class Holder(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What the file says: the run's identity, its last commits with their root digests, and who holds it."""
+    """The content of the file: the run's identity, its last commits with their root digests, and the holder."""
 
     run: bytes
     commits: tuple[tuple[int, bytes], ...] = ()
@@ -69,7 +69,7 @@ def this_process(job: str = "", attempt: int = 0) -> Holder:
 
 
 def here() -> str:
-    """Where a process number means something: this boot of this machine, this process namespace."""
+    """The identity of the space of process numbers: this boot of this machine, and this process namespace."""
     try:
         place = f"{read_text(BOOT_ID)}{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
@@ -78,7 +78,7 @@ def here() -> str:
 
 
 def read(dir_fd: int) -> Record | None:
-    """What a directory's lease says; None where there is none that can be believed."""
+    """The record in a directory's lease; None if there is no valid lease."""
     try:
         with closing(_File(dir_fd, os.O_RDONLY)) as file:
             return file.record()
@@ -87,7 +87,7 @@ def read(dir_fd: int) -> Record | None:
 
 
 class Lease:
-    """Held by this process until `release`; a CheckpointError says who else holds it."""
+    """The lease, held by this process until `release`; CheckpointError names another holder."""
 
     def __init__(
         self,
@@ -98,15 +98,15 @@ class Lease:
         remedy: str,
         first: Callable[[], Record],
     ) -> None:
-        """`say` is told of a wait; `remedy` ends the sentence of a refusal; `first` gives a new lease's record."""
+        """`say` prints a wait; `remedy` ends the sentence of a refusal; `first` returns the record of a new lease."""
         self._directory, self._me = directory, me
         self._file = _File(dir_fd, os.O_RDWR | os.O_CREAT)
         self._ended = threading.Event()
         weakref.finalize(self, _end, self._ended, self._file)
-        # a forked child must not keep the lock when this process is gone
+        # a forked child must not keep the lock after this process has ended
         os.register_at_fork(after_in_child=self._file.close)
         try:
-            self.record = self._taken(dir_fd, say, remedy, first)
+            self.record = self._acquire(dir_fd, say, remedy, first)
         except BaseException:
             self._file.close()
             raise
@@ -115,27 +115,27 @@ class Lease:
         ).start()
 
     def check(self, dir_fd: int) -> None:
-        """A CheckpointError where another process took it: this one was stopped for long, or cut off."""
-        found = read(dir_fd)
-        if found and found.holder and not _is_same(found.holder, self._me):
+        """Raise CheckpointError if another process took over, because this process was stopped or cut off for long."""
+        current = read(dir_fd)
+        if current and current.holder and not _is_same(current.holder, self._me):
             raise CheckpointError(
-                f"{self._directory} was taken over by {found.holder}, so this process commits nothing more there",
+                f"{self._directory} was taken over by {current.holder}, so this process commits nothing more there",
                 path=self._directory,
             )
-        # another object of this process may have committed
-        self.record = (found or self.record)._replace(holder=self._me)
-        if found is None or found.holder is None:
-            # somebody removed it, or that object gave it up
+        # another object of this process may have committed since
+        self.record = (current or self.record)._replace(holder=self._me)
+        if current is None or current.holder is None:
+            # the file was removed, or the other object released it
             self._file.reopen(dir_fd)
             self._file.lock()
             self._file.write(self.record)
 
     def name(self, *commits: tuple[int, bytes]) -> None:
-        """Have on the disk which the run's last commits are before the newest has its name: no others are believed."""
-        believes_all = not self.record.commits
+        """Write the run's last commits to the disk, before the newest file gets its name: no others are accepted."""
+        is_first = not self.record.commits
         self.record = Record(self.record.run, commits, self._me)
         self._file.write(self.record)
-        if not believes_all:
+        if not is_first:
             os.fdatasync(self._file.fd)
 
     def release(self, dir_fd: int) -> None:
@@ -145,22 +145,22 @@ class Lease:
             self._file.write(self.record._replace(holder=None))
         _end(self._ended, self._file)
 
-    def _taken(
+    def _acquire(
         self, dir_fd: int, say: Callable[[str], object], remedy: str, first: Callable[[], Record]
     ) -> Record:
-        """Take it, after a wait where only time can tell whether its holder lives."""
+        """Acquire the lease, after a wait if only time can show whether its holder lives."""
         began, last_age, longest = time.monotonic(), -math.inf, 0.0
         while True:
-            lock, found, age = self._file.lock(), self._file.record(), self._file.age(dir_fd)
-            holder, waited = found and found.holder, time.monotonic() - began
-            # what was not renewed while this process waited is as old as that, also if the server's clock was put back
+            lock, current, age = self._file.lock(), self._file.record(), self._file.age(dir_fd)
+            holder, waited = current and current.holder, time.monotonic() - began
+            # not renewed while this process waited: the age is at least that, even if the server's clock was set back
             limit = self._patience(holder, lock, max(age, waited))
             if limit <= 0:
-                record = (found or first())._replace(holder=self._me)
+                record = (current or first())._replace(holder=self._me)
                 self._file.write(record)
                 if lock or holder == self._me or self._is_confirmed(dir_fd):
                     return record
-                age = math.inf  # another process wrote after this one, so it lives
+                age = math.inf  # another process wrote after this process, so it lives
             elif age < last_age or waited > max(limit, longest):
                 who = str(holder) if holder else "a process that has not said its name yet"
                 raise CheckpointError(
@@ -175,50 +175,50 @@ class Lease:
             self._file.reopen(dir_fd)
 
     def _patience(self, holder: Holder | None, lock: bool | None, age: float) -> float:
-        """How many seconds to wait for the holder's end."""
+        """How many more seconds to wait for the holder's end."""
         me = self._me
         if holder and _is_same(holder, me):
             return 0
         is_here = holder is None or holder.boot == me.boot
         if holder is None or (holder.job == me.job != "" and holder.attempt < me.attempt):
-            # Slurm or the launcher ended that attempt before it began this one
+            # Slurm or the launcher ended the earlier attempt before it started this one
             return _SETTLE_SECONDS if is_here and lock is False else 0
         if is_here and lock:
-            # of one kernel: the lock of a process that has ended is free
+            # on the same kernel: we got the lock, so the holder has ended
             return 0
         if holder.place == me.place:
             is_settled = lock is None or age > OVER_SECONDS
-            # one that was killed a moment ago may take a while to give its memory back
+            # a process that was killed just now may take a while to free its memory
             return _DYING_SECONDS if _is_alive(holder) else 0 if is_settled else _SETTLE_SECONDS
         return _DYING_SECONDS if is_here and lock is False else OVER_SECONDS - age
 
     def _is_confirmed(self, dir_fd: int) -> bool:
-        """Where no lock decides, whoever wrote last has it."""
+        """Without a lock, the last writer holds the lease: whether that is this process."""
         time.sleep(1.0)
-        found = read(dir_fd)
-        return found is not None and found.holder == self._me
+        current = read(dir_fd)
+        return current is not None and current.holder == self._me
 
 
 class _File:
-    """The lease's file, opened where no link leads out of the directory."""
+    """The file of the lease; it is never opened through a link."""
 
     def __init__(self, dir_fd: int, flags: int) -> None:
         self._flags, self.fd = flags, -1
         self.reopen(dir_fd)
 
     def reopen(self, dir_fd: int) -> None:
-        """See what other machines wrote: a network file system looks again at what is opened again."""
+        """Open the file again: only then does a network file system show what other machines wrote."""
         self.close()
         flags = self._flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(NAME, flags, 0o600, dir_fd=dir_fd)
-        found, owners = os.fstat(self.fd), (os.fstat(dir_fd).st_uid, os.geteuid())
-        # a second link would lead a write into another file
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid not in owners:
+        status, owners = os.fstat(self.fd), (os.fstat(dir_fd).st_uid, os.geteuid())
+        # a file with a second link may be another file, which a write would damage
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid not in owners:
             self.close()
             raise OSError(EACCES, f"{NAME} is not this user's own file")
 
     def lock(self) -> bool | None:
-        """Whether this process has the lock now; None where the file system has no locks."""
+        """Whether this process has the lock now; None if the file system has no locks."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -226,17 +226,17 @@ class _File:
         return True
 
     def age(self, dir_fd: int) -> float:
-        """Seconds since it was written or renewed, by the file server's clock alone."""
+        """Seconds since it was written or renewed, by the file server's clock only."""
         os.utime(dir_fd)
         return os.fstat(dir_fd).st_mtime - os.fstat(self.fd).st_mtime
 
     def record(self) -> Record | None:
         digest, _, text = os.pread(self.fd, _BYTES, 0).decode("ascii", "replace").strip().partition("\n")
         try:
-            said = json.loads(text) if digest == _digest(text) else {}
-            commits = tuple((int(number), bytes.fromhex(root)) for number, root in said["commits"])
-            holder = Holder(*said["holder"]) if said["holder"] else None
-            record = Record(bytes.fromhex(said["run"]), commits, holder)
+            content = json.loads(text) if digest == _digest(text) else {}
+            commits = tuple((int(number), bytes.fromhex(root)) for number, root in content["commits"])
+            holder = Holder(*content["holder"]) if content["holder"] else None
+            record = Record(bytes.fromhex(content["run"]), commits, holder)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
         kinds = holder and tuple(map(type, holder))
@@ -247,7 +247,7 @@ class _File:
         rows = [(number, root.hex()) for number, root in record.commits]
         text = json.dumps({"run": record.run.hex(), "commits": rows, "holder": record.holder})
         os.pwrite(self.fd, f"{_digest(text)}\n{text}".ljust(_BYTES - 1).encode("ascii") + b"\n", 0)
-        # a network file system sends it when any descriptor of the file is closed
+        # closing any descriptor makes a network file system send the data
         os.close(os.dup(self.fd))
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class _File:
 
 
 def _renew(file: _File, ended: threading.Event) -> None:
-    """Say that this process lives."""
+    """Renew the file's time until the lease has ended."""
     while not ended.wait(RENEW_SECONDS):
         with suppress(OSError):
             os.utime(file.fd)
@@ -268,9 +268,9 @@ def _end(ended: threading.Event, file: _File) -> None:
     file.close()
 
 
-def _is_same(one: Holder, other: Holder) -> bool:
-    began = abs(one.began - other.began) < _SAME_SECONDS
-    return (one.boot, one.place, one.pid) == (other.boot, other.place, other.pid) and began
+def _is_same(first: Holder, second: Holder) -> bool:
+    same_start = abs(first.began - second.began) < _SAME_SECONDS
+    return (first.boot, first.place, first.pid) == (second.boot, second.place, second.pid) and same_start
 
 
 def _is_alive(holder: Holder) -> bool:
