@@ -1,4 +1,4 @@
-"""Says what differs between two states, by how much, and whether that is more than rounding."""
+"""Compares two states: what differs, by how much, and whether that is more than rounding."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,10 +29,10 @@ class Difference(Gap):
 
     name: str
     kind: Literal["missing", "shape", "dtype", "value"]
-    a: str | None  # float32[3, 4], or the value where it is a single one; None where it is missing
+    a: str | None  # float32[3, 4], or a single value; None if it is missing
     b: str | None
     size: int = 1
-    exact: bool = True  # no tolerance applies: a counter, a flag, a text
+    exact: bool = True  # a counter, a flag, a text: no tolerance applies
     rounding: bool = False
 
     @property
@@ -44,7 +44,7 @@ class Difference(Gap):
         return self.name.rpartition(".")[2] in _STATISTICS and self.kind == "value"
 
     def within(self, tolerance: float | None) -> bool:
-        """Whether it is no larger than the tolerance, or than rounding where none was given."""
+        """Whether it is within the tolerance; without a tolerance, within rounding."""
         if tolerance is None:
             return self.rounding
         return self.relative == 0 or (not self.exact and self.relative <= tolerance)
@@ -52,7 +52,7 @@ class Difference(Gap):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between two states, in the order of the first."""
+    """All differences between two states, in the order of the first state."""
 
     differences: tuple[Difference, ...]
     tensors: int  # in the first state
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def beyond(self) -> list[Difference]:
-        return [found for found in self.differences if not found.within(self.tolerance)]
+        return [item for item in self.differences if not item.within(self.tolerance)]
 
     @property
     def verdict(self) -> Verdict:
@@ -80,16 +80,16 @@ class Comparison:
 
     @property
     def worst(self) -> Difference | None:
-        return max(self.differences, key=lambda found: found.relative, default=None)
+        return max(self.differences, key=lambda item: item.relative, default=None)
 
     @property
     def cause(self) -> str | None:
-        """Why they differ, where only one cause is possible."""
-        return _BATCHNORM if self.beyond and all(found.is_statistic for found in self.beyond) else None
+        """The cause of the differences, if only one is possible; otherwise None."""
+        return _BATCHNORM if self.beyond and all(item.is_statistic for item in self.beyond) else None
 
     @property
     def contents(self) -> str:
-        """What the first state holds: 62 tensors and 5 values, 1.2 MB."""
+        """The content of the first state: `62 tensors and 5 values, 1.2 MB`."""
         values = f" and {counted(self.values, 'value')}" if self.values else ""
         return f"{counted(self.tensors, 'tensor')}{values}, {size(self.bytes)}"
 
@@ -107,8 +107,8 @@ class Comparison:
 
     def _parts(self) -> Iterator[str]:
         beyond = self.beyond
-        if changed := [found for found in beyond if found.kind == "value"]:
-            worst = max(changed, key=lambda found: found.relative)
+        if changed := [item for item in beyond if item.kind == "value"]:
+            worst = max(changed, key=lambda item: item.relative)
             only = "only BatchNorm statistics, " if self.cause else ""
             total = f"{self.tensors + self.values} tensors{' and values' if self.values else ''}"
             most = "most in " if len(changed) > 1 else ""
@@ -116,11 +116,11 @@ class Comparison:
             by = f"{worst.a} and {worst.b}" if worst.size == 1 else relative
             yield f"{only}{len(changed)} of {total}, {most}{worst.name} ({by})"
         for kind in ("dtype", "shape"):
-            if odd := [found.name for found in beyond if found.kind == kind]:
+            if odd := [item.name for item in beyond if item.kind == kind]:
                 yield f"{len(odd)} of another {kind} ({_some(odd)})"
-        missing = [found for found in beyond if found.kind == "missing"]
+        missing = [item for item in beyond if item.kind == "missing"]
         for side, name in enumerate(self.names):
-            if there := [found.name for found in missing if (found.a, found.b)[side] is not None]:
+            if there := [item.name for item in missing if (item.a, item.b)[side] is not None]:
                 yield f"{len(there)} only in {name} ({_some(there)})"
 
 
@@ -129,8 +129,9 @@ def compare(
 ) -> Comparison:
     """Compares two states of tensors, numbers and text, nested or flat; sentences use their `names`."""
     left, right, notes = aligned(a, b, names)
-    differences = [found for name in left | right if (found := _difference(name, left, right))]
-    if tolerance is not None and (odd := [found.name for found in differences if found.kind == "dtype"]):
+    differences = [difference for name in left | right if (difference := _difference(name, left, right))]
+    odd = [difference.name for difference in differences if difference.kind == "dtype"]
+    if tolerance is not None and odd:
         notes.append(f"dtypes differ; only the values are compared with the tolerance: {_some(odd)}")
     tensors = [value for value in left.values() if isinstance(value, Tensor)]
     return Comparison(

@@ -1,4 +1,4 @@
-"""Measures how far two tensors are apart, in bits and in value, in little memory whatever their size."""
+"""Measures the difference of two tensors in bits and in values, with little memory for any size."""
 
 import math
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ _ONES = torch.tensor([byte.bit_count() for byte in range(256)])
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """How far two tensors of one shape are apart; NaN equals NaN."""
+    """The difference of two tensors of the same shape; NaN equals NaN."""
 
-    elements: int = 1  # whose bits differ, or whose values differ where the dtypes differ
+    elements: int = 1  # elements whose bits differ, or, with different dtypes, whose values differ
     bits: int = 0
     absolute: float = math.inf
-    relative: float = math.inf  # the largest absolute difference over the largest finite value of both
-    nans: int = 0  # elements that are NaN on one side only
+    relative: float = math.inf  # `absolute` divided by the largest finite value of both
+    nans: int = 0  # elements that are NaN in only one tensor
 
 
 def numbers(value: object) -> Tensor | None:
@@ -50,7 +50,7 @@ def numbers(value: object) -> Tensor | None:
 
 
 def measure(a: Tensor, b: Tensor) -> Gap:
-    """Compare two tensors of one shape; where their dtypes differ, by their values in float64."""
+    """Compare two tensors of the same shape; with different dtypes, compare their values in float64."""
     a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
     elements = bits = nans = 0
     absolute = 0.0
@@ -69,14 +69,14 @@ def measure(a: Tensor, b: Tensor) -> Gap:
         bits += int(_ONES[(_bytes(x) ^ _bytes(y))[unlike].long()].sum()) if is_same_dtype else 0
         apart = (wide_x - wide_y)[unlike].abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if not (inexact(x) or inexact(y)):
-            apart = apart.clamp(min=1)  # float64 rounds large integers; different ones are at least 1 apart
+            apart = apart.clamp(min=1)  # float64 rounds large integers, but they differ by at least 1
         absolute = max(absolute, float(apart.max()))
     relative = absolute / max(_largest(a), _largest(b)) if 0 < absolute < math.inf else absolute
     return Gap(elements=elements, bits=bits, absolute=absolute, relative=relative, nans=nans)
 
 
 def inexact(tensor: Tensor) -> bool:
-    """Whether its numbers round, so that a tolerance has a meaning."""
+    """Whether its numbers are rounded, so that a tolerance makes sense."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -1,4 +1,4 @@
-"""Gives every tensor and value of a state a dotted name without the prefixes of wrappers such as DDP."""
+"""Gives every tensor and value of a state a dotted name, without prefixes of wrappers such as DDP."""
 
 import json
 from collections import Counter
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _PLAIN = (bool, int, float, complex, str, type(None))
-_STREAMS = b'{"torch": "'  # as a checkpoint keeps the places of random streams
+_STREAMS = b'{"torch": "'  # the beginning of the bytes in which a checkpoint keeps random streams
 
 Keys = tuple[object, ...]
 Flat = dict[str, object]
 
 
 def aligned(a: object, b: object, names: tuple[str, str]) -> tuple[Flat, Flat, list[str]]:
-    """Both states by plain names, from the level where their names agree, and notes on what was left out."""
+    """Both states by plain name, from the level at which their names agree, and notes on what was left out."""
     (left, stripped), (right, also) = flatten(a), flatten(b)
     prefixes = " and ".join(f"`{prefix}`" for prefix in sorted(stripped | also, reverse=True))
     notes = [f"names are compared without {prefixes}"] if prefixes else []
@@ -34,7 +34,7 @@ def flatten(state: object) -> tuple[Flat, set[str]]:
     often = Counter(names)
     flat: Flat = {}
     for name, (keys, value) in zip(names, leaves, strict=True):
-        # A key "a.b" and a key "b" in "a" have one dotted name, as have 1 and "1": such names get brackets.
+        # Key "a.b" and key "b" inside "a" have the same dotted name, and so have 1 and "1": these names get brackets.
         unique = name if often[name] == 1 else "".join(f"[{key!r}]" for key in keys)
         if unique in flat:
             raise ValueError(f"two values are named {unique}")
@@ -57,7 +57,7 @@ def _leaves(keys: Keys, value: object, dropped: set[str]) -> Iterator[tuple[Keys
 
 
 def _dotted(keys: Keys) -> str:
-    # A name may be printed on a terminal.
+    # names may be printed on a terminal, so escape control characters
     texts = [text if text.isprintable() else repr(text)[1:-1] for text in map(str, keys)]
     return ".".join(texts) or "value"
 
@@ -72,7 +72,7 @@ def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> Mapping[obj
             kept = kept[1:]
         plain[".".join(kept) if len(kept) < len(parts) else key] = value
         prefixes |= set(parts) - set(kept)
-    if len(plain) < len(state):  # two values would have the same name without its prefix
+    if len(plain) < len(state):  # without prefixes two values would have the same name
         return state
     dropped |= {f"{prefix}." for prefix in prefixes}
     return plain
@@ -83,5 +83,5 @@ def _inner_level(flat: Flat, other: Flat) -> str | None:
     if flat.keys() & other.keys():
         return None
     parts = (name.partition(".") for name in flat)
-    found = Counter(f"{level}." for level, _, rest in parts if rest in other)
-    return max(found, key=lambda level: found[level]) if found else None
+    counts = Counter(f"{level}." for level, _, rest in parts if rest in other)
+    return max(counts, key=lambda level: counts[level]) if counts else None

@@ -1,4 +1,4 @@
-"""Reads the state in a weights file without running code from it; an error says why it cannot be read."""
+"""Reads the state in a weights file without running code from it."""
 
 import re
 import warnings
@@ -24,7 +24,7 @@ _SMALL = 1 << 24
 
 @dataclass(frozen=True)
 class Weights:
-    """The state of one file; `file` is where it was found when a directory was named."""
+    """The state of a weights file; for a directory, `file` is the file that was read."""
 
     file: Path
     state: object
@@ -64,12 +64,12 @@ def _newest(directory: Path) -> Weights:
         try:
             if commit.why:
                 raise CheckpointError(f"{directory}: {commit.why}")
-            found = read(directory / commit.entry.name)
+            weights = read(directory / commit.entry.name)
         except CheckpointError as error:
             bad.append(f"{error}; reading an older checkpoint")
         else:
             note = f"{directory}: reading its newest good checkpoint, {commit.entry.name}"
-            return replace(found, notes=(*bad, note))
+            return replace(weights, notes=(*bad, note))
     raise CheckpointError(f"{directory} holds no good checkpoint; name a weights file")
 
 
@@ -78,7 +78,7 @@ def _load(path: Path) -> object:
         head = file.read(16)
     if not head:
         raise CheckpointError(f"{path} is empty")
-    # Wrong sparse indices could read outside of their tensor. Pickles of other versions warn but load.
+    # Check sparse indices: wrong indices could read outside of their tensor. Old pickles warn, but can be loaded.
     with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         warnings.simplefilter("ignore")
         if head.startswith(b"samestep"):
@@ -93,7 +93,7 @@ def _load(path: Path) -> object:
 
 
 def _check(path: Path, flat: Mapping[str, object]) -> None:
-    """A tensor must not claim far more data than its file has: an expanded one may claim any size."""
+    """Refuse a tensor that claims far more data than its file has: an expanded tensor may claim any size."""
     if not flat:
         raise CheckpointError(f"{path} holds no tensor and no value")
     for name, tensor in flat.items():

@@ -1,6 +1,6 @@
-"""Lists what may have caused a difference, the surest first, each with what to remove from a run to find out.
+"""Lists possible causes of a difference, the most certain first, each with what to remove from a run to test it.
 
-A sentence says what differs, from the records, and then what to write, from remedies.py.
+A sentence says what differs, from the records, and then what to write instead, from remedies.py.
 """
 
 import math
@@ -25,7 +25,7 @@ _OF_RANKS = {"RanksDiffer", "RankMissing"}
 
 @dataclass(frozen=True)
 class Cause:
-    """Why runs differ: a suspicion, until they agree with it removed; or a fact that the records show."""
+    """A cause of a difference: suspected until runs without it agree, or, without `removed`, a fact in the records."""
 
     sentence: str
     removed: str | None = None
@@ -33,104 +33,107 @@ class Cause:
 
 
 def unstable(run: Run) -> list[Cause]:
-    """What two runs that should be equal may have different."""
+    """Possible causes of a difference between two runs of the same size."""
     lines = ", ".join((run.fact("clock") or [])[:_MOST_LINES])
-    found = [(removed, said) for removed, said in remedies.UNSTABLE.items() if removed != "clock" or lines]
-    return [Cause(said.format(at=run.at, lines=lines), removed) for removed, said in found]
+    return [
+        Cause(sentence.format(at=run.at, lines=lines), removed)
+        for removed, sentence in remedies.UNSTABLE.items()
+        if removed != "clock" or lines
+    ]
 
 
-def suspects(found: Compared) -> Iterator[Cause]:
-    """Possible causes of a difference."""
-    first, other = found.first, found.run
+def suspects(compared: Compared) -> Iterator[Cause]:
+    """Possible causes of a difference between two sizes, the most certain first."""
+    first, other = compared.first, compared.run
     if first.is_untouched:
         yield Cause(remedies.AUGMENTED, "augment", is_harmless=True)
     if foreign := other.fact("foreign"):
         yield Cause(f"the batches come from {foreign}; {SHOWN['foreign']}", "loaders")
-    if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(found):
+    if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(compared):
         removed = f"reseeded={record_path(first.directory, 0)}"
         yield Cause(remedies.OWN_SEED, removed, not first.is_untouched)
     lines: dict[str, list[str]] = {}
     for facts in other.facts:
         lines = facts.get("told", {}) | lines
-    of_world = _of_world(found)
+    of_world = _of_world(compared)
     for line, asked in lines.items():
         yield Cause(f"{of_world} ({line} reads {' and '.join(asked)})", f"world={line}")
-    if found.is_in_a_step:
-        yield from _of_the_gradient(found)
+    if compared.is_in_a_step:
+        yield from _of_the_gradient(compared)
     if line := other.fact("no_sync"):
         yield Cause(remedies.NO_SYNC.format(line), "no_sync")
-    yield Cause(_of_the_share(found), "shares")
+    yield Cause(_of_the_share(compared), "shares")
 
 
-def stated(found: Compared) -> str | None:
-    """What the records show without an experiment: a fact that differs, and what to write."""
-    kind, said = _shown(found)
+def stated(compared: Compared) -> str | None:
+    """A fact in the records that differs, with what to write instead; it needs no experiment."""
+    kind, sentence = _shown(compared)
     if kind == "failed":
-        error, said = failure_of(found.run)
-        return f"{said}; {remedies.MADE_BY_A_RANK}" if error == "FileNotFoundError" else said
-    against = remedies.AGAINST_THE_UNTOUCHED if found.first.is_untouched else {}
-    if not kind and found.run.size == 1 and found.kind in against:
-        return against[found.kind]
+        error, sentence = failure_of(compared.run)
+        return f"{sentence}; {remedies.MADE_BY_A_RANK}" if error == "FileNotFoundError" else sentence
+    against = remedies.AGAINST_THE_UNTOUCHED if compared.first.is_untouched else {}
+    if not kind and compared.run.size == 1 and compared.kind in against:
+        return against[compared.kind]
     instead = against.get(kind) or SHOWN.get(kind)
-    return f"{said}; {instead}" if instead else None
+    return f"{sentence}; {instead}" if instead else None
 
 
 def failure_of(run: Run) -> tuple[str, str]:
-    """The kind and the words of the exception that ended a run."""
+    """The type and the message of the exception that ended a run."""
     if _WAITED.search(run.failure):
         return "RankMissing", "a rank waited for another that did not come: it ran other code, or stood still"
-    found = _EXCEPTION.findall(run.failure)
-    if not found:
+    exceptions = _EXCEPTION.findall(run.failure)
+    if not exceptions:
         lines = [line for line in run.failure.splitlines() if line.strip() and "Logs: " not in line]
         return "", (lines or ["no message"])[-1]
-    kind, said = found[-1]
+    kind, message = exceptions[-1]
     note = _NOTE.findall(run.failure)
-    return kind, f"{said}; {note[-1]}" if note else said
+    return kind, f"{message}; {note[-1]}" if note else message
 
 
 def says_its_cause(run: Run) -> bool:
-    """Whether the error that ended a run is about the script's lines, and not about ranks that came apart."""
-    kind, said = failure_of(run)
-    return bool(kind) and kind not in _OF_RANKS and ("replicate" in said or "samestep" in said)
+    """Whether the error that ended a run is about lines of the script, not about ranks that differ."""
+    kind, message = failure_of(run)
+    return bool(kind) and kind not in _OF_RANKS and ("replicate" in message or "samestep" in message)
 
 
-def _is_drawn(found: Compared) -> bool:
-    """Whether samples, weights and the loaders' rows are the same, and the difference comes after them."""
-    is_after = found.kind in ("loss", "grad", "buffer") and found.is_in_a_step
-    return is_after and (_is_of_the_loop(found) or not _rows_differ(found, "rows"))
+def _is_drawn(compared: Compared) -> bool:
+    """Whether random draws may cause the difference: it begins after equal samples, weights and rows."""
+    is_after = compared.kind in ("loss", "grad", "buffer") and compared.is_in_a_step
+    return is_after and (_is_of_the_loop(compared) or not _rows_differ(compared, "rows"))
 
 
-def _of_world(found: Compared) -> str:
-    """What depends on the rank or the number of ranks."""
-    kind, said = _shown(found)
+def _of_world(compared: Compared) -> str:
+    """The sentence if the rank or the number of ranks causes the difference."""
+    kind, difference = _shown(compared)
     if kind in OF_WORLD:
-        return f"{said}; {OF_WORLD[kind]}"
-    if not found.is_in_a_step:
+        return f"{difference}; {OF_WORLD[kind]}"
+    if not compared.is_in_a_step:
         return OF_WORLD["numbers"]
-    if _rows_differ(found, "rows") and not _is_of_the_loop(found):
+    if _rows_differ(compared, "rows") and not _is_of_the_loop(compared):
         return OF_WORLD["inputs"]
-    return _scaled(found) or OF_WORLD["numbers"]
+    return _scaled(compared) or OF_WORLD["numbers"]
 
 
-def _of_the_share(found: Compared) -> str:
-    """What is computed from a rank's share."""
-    kind, said = _shown(found)
-    if kind in ("", "buffer") and found.is_in_a_step and (drawn := found.run.fact("apart")):
+def _of_the_share(compared: Compared) -> str:
+    """The sentence if a value computed from a rank's share causes the difference."""
+    kind, difference = _shown(compared)
+    if kind in ("", "buffer") and compared.is_in_a_step and (drawn := compared.run.fact("apart")):
         return f"{drawn}; without that draw verify can tell what else differs"
     if kind:
-        return f"{said}; {OF_THE_SHARE.get(kind, remedies.DECIDED)}"
-    return OF_THE_SHARE[_numbers_of_the_share(found)] if found.is_in_a_step else remedies.DECIDED
+        return f"{difference}; {OF_THE_SHARE.get(kind, remedies.DECIDED)}"
+    return OF_THE_SHARE[_numbers_of_the_share(compared)] if compared.is_in_a_step else remedies.DECIDED
 
 
-def _numbers_of_the_share(found: Compared) -> str:
-    """Which numbers of a step are made of a rank's share, by their name in the table of remedies."""
-    first, other, step = found.first, found.run, found.step
-    if _rows_differ(found, "rows"):
-        if _is_of_the_loop(found):
+def _numbers_of_the_share(compared: Compared) -> str:
+    """Which numbers of a step are computed from a rank's share, as a key of OF_THE_SHARE."""
+    first, other, step = compared.first, compared.run, compared.step
+    if _rows_differ(compared, "rows"):
+        if _is_of_the_loop(compared):
             return "loop"
         if first.batch("given", step):
             return "given"
-    elif _rows_differ(found, "out"):
+    elif _rows_differ(compared, "out"):
         return "outputs"
     if math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
         return "gradients"
@@ -166,31 +169,31 @@ def _shown(found: Compared) -> tuple[str, str]:
     return (found.kind, words[found.kind]) if found.kind in words else ("", "")
 
 
-def _at(found: Compared) -> str:
-    return found.run.at if found.first.is_untouched else f"at {found.run.size}"
+def _at(compared: Compared) -> str:
+    return compared.run.at if compared.first.is_untouched else f"at {compared.run.size}"
 
 
-def _samples(found: Compared) -> tuple[str, str]:
-    """Why a step has other samples, or another number of them."""
-    first, other, step = found.first, found.run, found.step
+def _samples(compared: Compared) -> tuple[str, str]:
+    """The kind and sentence for a step with other samples, or another number of samples."""
+    first, other, step = compared.first, compared.run, compared.step
     if not other.steps[step].is_ours:
         return "foreign", f"the batches come from {other.fact('foreign') or 'elsewhere'}"
-    mine, theirs = first.num_samples(step), other.num_samples(step)
-    said = f"a step has {mine} samples {first.at} and {theirs} {_at(found)}"
-    if first.is_untouched and mine == theirs:
+    first_count, other_count = first.num_samples(step), other.num_samples(step)
+    sentence = f"a step has {first_count} samples {first.at} and {other_count} {_at(compared)}"
+    if first.is_untouched and first_count == other_count:
         return "samples", "the samples or their order are not those of the untouched script"
-    if mine == theirs:
-        said = "the order of samples depends on the number of processes"
-    return "samples", said
+    if first_count == other_count:
+        sentence = "the order of samples depends on the number of processes"
+    return "samples", sentence
 
 
-def _hyper(found: Compared) -> tuple[str, str]:
-    first, other, step = found.first, found.run, found.step
-    assert found.difference is not None
-    name, rank = found.difference.name, found.difference.rank
+def _hyper(compared: Compared) -> tuple[str, str]:
+    first, other, step = compared.first, compared.run, compared.step
+    assert compared.difference is not None
+    name, rank = compared.difference.name, compared.difference.rank
     if rank is None:
         kind = "schedule" if step and not first.is_untouched else "rate"
-        pair, places = (first.steps[step], other.steps[step]), (first.at, _at(found))
+        pair, places = (first.steps[step], other.steps[step]), (first.at, _at(compared))
     else:
         kind = "rate of a rank"
         pair, places = (other.steps[step], other.ranks[rank][step]), ("on rank 0", f"on rank {rank}")
@@ -201,10 +204,10 @@ def _hyper(found: Compared) -> tuple[str, str]:
     return kind, f"{name} is {mine} {places[0]} and {theirs} {places[1]}{since}"
 
 
-def _of_the_gradient(found: Compared) -> Iterator[Cause]:
-    """Causes of another loss or gradient from the same samples and weights."""
-    first, other, factor = found.first, found.run, _common_factor(found)
-    parts = other.parts(found.step)
+def _of_the_gradient(compared: Compared) -> Iterator[Cause]:
+    """Possible causes of another loss or gradient from the same samples and weights."""
+    first, other, factor = compared.first, compared.run, _common_factor(compared)
+    parts = other.parts(compared.step)
     is_small = factor is not None and math.isclose(factor, first.size / other.size, rel_tol=0.05)
     is_summed = any(part.get("reduction") == "sum" for part in parts)
     if (is_small or is_summed) and not any(part.get("adds") for part in parts):
@@ -212,27 +215,27 @@ def _of_the_gradient(found: Compared) -> Iterator[Cause]:
     if lines := [part["line"] for part in parts if part.get("count")]:
         yield Cause(remedies.COUNT.format(lines[0]), "counts")
     if factor and abs(factor - 1) > _APART and first.size != other.size:
-        sentence = _scaled(found) or f"gradients are {factor:.3g} times those {first.at}"
+        sentence = _scaled(compared) or f"gradients are {factor:.3g} times those {first.at}"
         power = math.log(factor) / math.log(other.size / first.size)
         yield Cause(sentence, f"scale={round(power, 1)}")
 
 
-def _scaled(found: Compared) -> str | None:
-    """A common factor in loss and gradients, or in the gradients alone."""
-    mine, theirs = (run.losses[found.step] for run in (found.first, found.run))
-    gradients = _common_factor(found)
+def _scaled(compared: Compared) -> str | None:
+    """The sentence for a common factor in loss and gradients, or in the gradients alone; None without a factor."""
+    mine, theirs = (run.losses[compared.step] for run in (compared.first, compared.run))
+    gradients = _common_factor(compared)
     if not mine or gradients is None or abs(gradients - 1) < _APART:
         return None
     if math.isclose(theirs / mine, 1, rel_tol=_SAME):
-        return remedies.GRADIENTS_SCALED.format(gradients, found.first.at)
+        return remedies.GRADIENTS_SCALED.format(gradients, compared.first.at)
     if math.isclose(theirs / mine, gradients, rel_tol=_APART):
-        return remedies.LOSS_SCALED.format(theirs / mine, found.first.at)
+        return remedies.LOSS_SCALED.format(theirs / mine, compared.first.at)
     return None
 
 
-def _common_factor(found: Compared) -> float | None:
-    """The factor between the gradients of two steps, where all tensors have the same one."""
-    first, other = found.first.steps[found.step].grad, found.run.steps[found.step].grad
+def _common_factor(compared: Compared) -> float | None:
+    """The factor between the gradients of two steps, if all tensors have the same factor."""
+    first, other = compared.first.steps[compared.step].grad, compared.run.steps[compared.step].grad
     norm = total(first)
     if not norm or first.keys() != other.keys():
         return None
@@ -241,23 +244,23 @@ def _common_factor(found: Compared) -> float | None:
     return factor if math.isfinite(factor) and max(apart) <= _SAME * factor * norm else None
 
 
-def _rows_differ(found: Compared, name: str) -> bool:
-    """Whether the models' inputs (`rows`) or outputs (`out`) are others, where they have a row for each sample."""
-    mine, theirs = (_rows(run, found.step, name) for run in (found.first, found.run))
+def _rows_differ(compared: Compared, name: str) -> bool:
+    """Whether the models' inputs (`rows`) or outputs (`out`) differ; False unless they have a row for each sample."""
+    mine, theirs = (_rows(run, compared.step, name) for run in (compared.first, compared.run))
     return mine is not None and theirs is not None and not alike(mine, theirs)
 
 
 def _rows(run: Run, step: int, name: str) -> list[float] | None:
-    found = [
+    pairs = [
         (len(part.get("samples", ())), forward.get(name, ()))
         for part in shares(run.parts(step))
         for forward in part["forwards"]
     ]
-    has_a_row_for_each = all(len(rows) == samples for samples, rows in found)
-    return sorted(row for _, rows in found for row in rows) if has_a_row_for_each else None
+    has_a_row_for_each = all(len(rows) == samples for samples, rows in pairs)
+    return sorted(row for _, rows in pairs for row in rows) if has_a_row_for_each else None
 
 
-def _is_of_the_loop(found: Compared) -> bool:
-    """Whether the loaders gave the same, and the loop made other inputs of it."""
-    mine = found.first.batch("given", found.step)
-    return bool(mine) and alike(mine, found.run.batch("given", found.step))
+def _is_of_the_loop(compared: Compared) -> bool:
+    """Whether the loaders returned the same rows, so that the loop made the inputs differ."""
+    mine = compared.first.batch("given", compared.step)
+    return bool(mine) and alike(mine, compared.run.batch("given", compared.step))

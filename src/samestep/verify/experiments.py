@@ -1,4 +1,4 @@
-"""Runs a script with causes removed, each combination once, and compares the runs with the first."""
+"""Runs a script with suspected causes removed, each combination once, and compares the runs with the first."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from samestep.verify.trajectory import SOFT, Compared, Difference, follow
 
 _LEAST_TIMEOUT_S = 20.0
 _TIMES_THE_FIRST = 5.0
-# The record tells replicas that come apart, and goes on to the line that does it; the comparison would end the run.
-# Only samestep run has the same hashes on all ranks; a script that needs them is wrong under other launchers.
+# SAMESTEP_CHECK_EVERY: the check would end the run when replicas differ; the record goes on and shows the line.
+# PYTHONHASHSEED: only `samestep run` fixes it; a script that needs equal hashes is wrong under other launchers.
 _ENVIRONMENT = {"SAMESTEP_CHECK_EVERY": "0", "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "random")}
 _VARIABLES = {"draws": {"SAMESTEP_SAME": "1"}, "hashes": {"PYTHONHASHSEED": "0"}}
 _AT_SIZE_1_TOO = ("seeds", "clock", "hashes", "loaders", "augment")
@@ -42,7 +42,7 @@ Removed = tuple[str, ...]
 
 @dataclass
 class Experiments:
-    """Runs of a script, or of the untouched one, which has no size."""
+    """Runs of a script, or of the untouched script, whose size is None."""
 
     script: Sequence[str]
     untouched: Sequence[str]
@@ -55,7 +55,7 @@ class Experiments:
     _runs: dict[tuple[int | None, Removed, str], Run] = field(default_factory=dict)
 
     def run(self, size: int | None, removed: Removed, kind: str = "") -> Run:
-        """A run of this size; at one process without what only several ranks have. It can be "again" or "nudged"."""
+        """A run of this size; one process ignores causes that need several ranks. `kind` is "", or a key of _KINDS."""
         names = {name for name in removed if (size or 1) > 1 or name in _AT_SIZE_1_TOO}
         if "world=*" in names:
             names = {name for name in names if not name.startswith("world=")} | {"world=*"}
@@ -69,43 +69,43 @@ class Experiments:
         return self.run(self.first, removed, kind)
 
     def is_stable(self, size: int | None, removed: Removed) -> bool:
-        """Whether a second run of this size has the numbers of the first; where it fails, whether both do."""
+        """Whether a second run of this size gives the same numbers, or both fail."""
         run, again = self.run(size, removed), self.run(size, removed, "again")
         if run.code or again.code:
             return bool(run.code and again.code)
-        # what ranks have apart in the first run, they have apart in the second too
+        # compare with the run itself: ranks that differ in it also differ in the second run
         return follow(run, again).difference == follow(run, run).difference
 
     def begin_later(self) -> bool:
-        """Compare with the second run from here on, where a third has its numbers; the first had no files to find."""
-        again, third = self.reference((), "again"), self.reference((), "third")
-        is_shorter = again.longest < self.reference(()).longest
-        if is_shorter or again.code or third.code or follow(again, third).difference:
+        """If a third run equals the second, compare with the second from here on: only the first run found no files."""
+        second, third = self.reference((), "again"), self.reference((), "third")
+        is_shorter = second.longest < self.reference(()).longest
+        if is_shorter or second.code or third.code or follow(second, third).difference:
             return False
-        self._runs |= {(self.first, (), ""): again, (self.first, (), "again"): third}
+        self._runs |= {(self.first, (), ""): second, (self.first, (), "again"): third}
         return True
 
     def compared(self, size: int | None, removed: Removed) -> Compared:
-        """The run at this size against the first."""
+        """Compare the run of this size with the first run."""
         first, run = self.reference(removed), self.run(size, removed)
         if run.code or first.code:
             return Compared(first, run, Difference("failed", None, None, failure_of(run)[1]))
         if run is first:
             return Compared(first, run)
-        found = follow(first, run)
+        result = follow(first, run)
         if (
-            found.difference is not None
-            and found.difference.kind in SOFT
+            result.difference is not None
+            and result.difference.kind in SOFT
             and self.is_stable(self.first, removed)
         ):
-            found = follow(first, run, self.reference(removed, "nudged"))
-        return found
+            result = follow(first, run, self.reference(removed, "nudged"))
+        return result
 
     def _recorded(self, size: int | None, removed: Removed, kind: str) -> Run:
         record = self.directory / str(len(self._runs)) / "record"
         record.mkdir(parents=True)
         first = next(iter(self._runs.values()), None)
-        # Ranks that lost each other wait for this long; the first run tells how long all of it takes.
+        # Ranks that have lost each other wait this long; the first run's time shows what is needed.
         timeout_s = max(_LEAST_TIMEOUT_S, _TIMES_THE_FIRST * first.seconds) if first else None
         options = {
             "without": [name for name in removed if name not in _VARIABLES],
@@ -129,7 +129,7 @@ class Experiments:
 
 
 def _in_words(size: int | None, removed: Removed, kind: str) -> str:
-    """A run as a line of progress."""
+    """The description of a run for the progress line."""
     what = "the untouched script" if size is None else counted(size, "process")
     parts = [name.partition("=") for name in removed]
     without = [_WORDS[name].format(value.replace("*", "every line")) for name, _, value in parts]

@@ -1,7 +1,7 @@
-"""Finds what a script prints or saves for one rank's share instead of for all ranks, by experiments.
+"""Finds numbers that a script prints or saves for one rank's share instead of for all ranks, by experiments.
 
-A number is one rank's own where the ranks print different ones, or where it is another than at one process and the same
-again once every rank is given whole batches. Inside a loop over batches to train on it is a progress line: a remark.
+A number belongs to one rank if the ranks print different numbers, or if it differs from the number at one process but
+is the same again when every rank gets whole batches. Inside a training loop it is a progress line: only a remark.
 """
 
 import math
@@ -31,30 +31,30 @@ _TOTAL = (
 
 @dataclass(frozen=True)
 class Printed:
-    """A line of which a number is one rank's own."""
+    """A printed line with a number that belongs to one rank."""
 
     line: str
     verb: str
     shown: str
     instead: str
     is_remark: bool
-    is_total: bool  # the same on all ranks, and not that of the serial script
+    is_total: bool  # the same on all ranks, but not the serial script's
     is_on_rank_0: bool
-    more: int = 0  # lines of other kinds that this line of the script prints
+    more: int = 0  # how many other kinds of lines this line of the script prints
 
     def __str__(self) -> str:
-        said = f"{self.line} {self.verb} `{self.shown}` instead of `{self.instead}`"
-        said += f" (and {self.more} more like it)" * bool(self.more)
+        text = f"{self.line} {self.verb} `{self.shown}` instead of `{self.instead}`"
+        text += f" (and {self.more} more like it)" * bool(self.more)
         if self.verb == "saves":
-            return f"{said}; {_CHOICE}"
+            return f"{text}; {_CHOICE}"
         if self.is_total:
-            return f"{said}; {_TOTAL}"
+            return f"{text}; {_TOTAL}"
         why = "progress of one rank's share" if self.is_remark else "a value of one rank's share alone"
-        return f"{said}; {why}; {_SHARE}{_ON_ALL_RANKS * self.is_on_rank_0}"
+        return f"{text}; {why}; {_SHARE}{_ON_ALL_RANKS * self.is_on_rank_0}"
 
 
 def compare_printed(experiments: Experiments, removed: Removed, size: int) -> list[Printed]:
-    """What the script prints differently at this size although it trains alike, without the causes found so far."""
+    """Lines that the script prints differently at this size, although it trains the same without the found causes."""
     rest = tuple(name for name in removed if name != "shares")
     first, other = experiments.reference(rest), experiments.run(size, rest)
     if first.code:
@@ -74,7 +74,7 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
         near.learn(first, experiments.reference(rest, "nudged"), _TIMES_NOISE)
     if not pairs():
         return []
-    if first.fact("clock") and "clock" not in rest:  # durations are no numbers of the training
+    if first.fact("clock") and "clock" not in rest:  # durations are not numbers of the training
         return compare_printed(experiments, (*removed, "clock"), size)
     alone, *shared = (
         experiments.run(size, (*rest, *more)) for more in (["world=*"], ["shares"], ["world=*", "shares"])
@@ -105,15 +105,15 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
 
 
 class _Near:
-    """How far the numbers in lines of a kind may be from each other."""
+    """The allowed distances between numbers in lines of each kind."""
 
     def __init__(self, near: float) -> None:
-        """`near` is a part of the number; what is learned is added."""
+        """`near` is relative to the number; learned distances are added."""
         self._near = near
         self._apart: dict[tuple[str, int], float] = {}
 
     def learn(self, first: Run, other: Run, times: float) -> None:
-        """Allow as many times the distances between runs that train the same."""
+        """Allow `times` the distances between two runs that train the same."""
         for kind, _, line, now in _pairs(first, other):
             for at, a, b in _numbers(line, now):
                 if a != b:
@@ -121,7 +121,7 @@ class _Near:
                     self._apart[kind, at] = max(apart, self._apart.get((kind, at), 0.0))
 
     def unlike(self, kind: str, line: Line, other: Line, near: float | None = None) -> bool:
-        """Whether a number differs by more."""
+        """Whether a number differs by more than is allowed."""
         part = self._near if near is None else near
         return any(
             abs(float(a) - float(b)) > _tolerance(a, b, part) + self._apart.get((kind, at), 0.0)
@@ -130,7 +130,7 @@ class _Near:
 
 
 def _pairs(first: Run, other: Run) -> Iterator[tuple[str, int, Line, Line]]:
-    """Lines of both runs by kind and place among the lines of that kind; of a saved file also those of one run only."""
+    """Pairs of lines of both runs, by kind and index within the kind; for saved files also lines of only one run."""
     for kind, lines in first.printed[0].items():
         for at, (line, now) in enumerate(zip_longest(lines, other.printed[0].get(kind, []))):
             if line and now:
@@ -142,7 +142,7 @@ def _pairs(first: Run, other: Run) -> Iterator[tuple[str, int, Line, Line]]:
 
 
 def _names_its_rank(kind: str, run: Run) -> bool:
-    """Whether all lines of a kind have the number of their rank at one place."""
+    """Whether all lines of a kind contain their rank at the same position."""
     ranks = [[NUMBER.findall(line.text) for line in lines.get(kind, [])] for lines in run.printed]
     return all(ranks) and any(
         all(numbers[at] == str(rank) for rank, lines in enumerate(ranks) for numbers in lines)
@@ -161,7 +161,7 @@ def _differs_between_ranks(kind: str, first: Run, alone: Run, near: _Near) -> bo
 
 
 def _has(run: Run, kind: str, at: int, line: Line, near: _Near) -> bool:
-    """Whether this run prints what the first run does."""
+    """Whether this run prints the same line as the first run."""
     lines = run.printed[0].get(kind, [])
     return not run.code and len(lines) > at and not near.unlike(kind, line, lines[at])
 
@@ -178,12 +178,12 @@ def _counted(line: str) -> Iterator[str]:
 
 
 def _tolerance(a: str, b: str, near: float) -> float:
-    """What rounding may change: the last printed digit of a fraction, and `near` of the value."""
+    """The distance that rounding can make: the last printed digit of a fraction, plus `near` times the value."""
     is_integer = not any(letter in a + b for letter in ".eE")
     unit = 0.0 if is_integer else 1.01 * max(_unit(a), _unit(b))
     return unit + near * max(abs(float(a)), abs(float(b)))
 
 
 def _unit(number: str) -> float:
-    """The value of 1 in the last printed digit."""
+    """The value of the last printed digit."""
     return float(10.0 ** int(Decimal(number).as_tuple().exponent))

@@ -1,12 +1,11 @@
 """The format of a recorded run, and its reader: the steps, printed lines and facts of each rank.
 
-A rank's record has a line of JSON for each optimizer step, for each printed line, and a last one of facts:
-`optimizers` and `backwards` (how many), `serial`, `own` (what each rank draws or computes from its share),
-`precision`, `seeded` (the seeds it gave torch), `param` and `buffer` (at the end), and, each with its line,
-`left` (a file of an earlier run that it reads or asks for), `said` (samestep's own remarks), `foreign` (a
-loader that is not samestep's), `careless` (an evaluation in training mode), `told` (where the script asks for
-its rank), `clock` (where it reads the time or its process's number), `no_sync`, `children` (where it starts
-processes), and `apart` (a draw that --same does not make the serial script's).
+A rank's record has a line of JSON for each optimizer step and each printed line, and a last line with facts:
+`optimizers` and `backwards` (counts), `serial`, `own` (what each rank draws or computes from its share), `precision`,
+`seeded` (the seeds given to torch), `param` and `buffer` (at the end). Further facts come with a line of the script:
+`left` (a file of an earlier run that is read or tested for), `said` (samestep's remarks), `foreign` (a loader that is
+not samestep's), `careless` (an evaluation in training mode), `told` (reads of the rank or size), `clock` (reads of the
+time or the pid), `no_sync`, `children` (where it starts processes), `apart` (a draw that --same cannot make equal).
 """
 
 import json
@@ -37,7 +36,7 @@ _OF_BATCH = ("turn", "samples", "given")
 
 
 class Digest(NamedTuple):
-    """What stands for a tensor."""
+    """A digest of a tensor."""
 
     norm: float
     along: float  # its projection on a fixed direction
@@ -49,12 +48,12 @@ Digests = dict[str, Digest]
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of one rank; parameters and buffers as they were before it.
+    """An optimizer step of a rank; parameters and buffers are those before the step.
 
-    A part is what one backward pass added: `loss`, `reduction` and `count` of the loss, `given` (numbers for
-    the loader's rows), `turn` (the number of that batch), and `forwards`, each with `training` and numbers
-    for the `rows` of its input and its `out`put. With a loader of samestep it has `samples`, `mine` and `all` (how many
-    of them are in this rank's share and in the whole batch) and `adds` (whether the gradients of ranks are added).
+    A part belongs to one backward pass: `loss`, `reduction` and `count` of the loss, `given` (a number for each row of
+    the loader's batch), `turn` (the number of that batch), and `forwards`, each with `training` and a number for each
+    of the `rows` of its input and its `out`put. With a loader of samestep it has `samples`, `mine` and `all` (the
+    number of samples in this rank's share and in the whole batch) and `adds` (whether ranks' gradients are added).
     """
 
     parts: list[dict[str, Any]]
@@ -75,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank printed, wrote or saved: where, and whether inside a loop over batches to train on."""
+    """A line that a rank printed, wrote or saved, with its place, and whether it is inside a training loop."""
 
     verb: str
     text: str
@@ -85,7 +84,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Run:
-    """What a script did on `size` processes."""
+    """A recorded run of a script on `size` processes."""
 
     size: int
     code: int
@@ -104,7 +103,7 @@ class Run:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether it is the serial script, whose samples are known by their content alone."""
+        """Whether it is the serial script, whose samples are only known by their content."""
         return bool(self.fact("serial"))
 
     @property
@@ -113,12 +112,12 @@ class Run:
 
     @property
     def steps(self) -> list[Step]:
-        """Rank 0's."""
+        """The steps of rank 0."""
         return self.ranks[0]
 
     @property
     def batch_ranks(self) -> list[list[Step]]:
-        """The ranks that together have each batch once: all, or rank 0 where each was given all of it."""
+        """The ranks that together have each batch once: all ranks, or rank 0 if each rank gets whole batches."""
         return self.ranks[:1] if self.fact("whole_batches") else self.ranks
 
     @property
@@ -133,25 +132,25 @@ class Run:
 
     @cached_property
     def losses(self) -> list[float]:
-        """Each step's mean loss over the whole batch, added so that the order of ranks does not matter."""
+        """Each step's mean loss over the whole batch; the sum does not depend on the order of ranks."""
         size = len(self.batch_ranks)
         return [fsum(_weighed(part, size) for part in self.parts(step)) for step in range(self.length)]
 
     @property
     def samples(self) -> int:
-        """How many all steps had."""
+        """The number of samples of all steps."""
         return sum(map(self.num_samples, range(self.length)))
 
     def fact(self, name: str) -> Any:
-        """Of rank 0; where a run failed, of the first rank that could still write it."""
+        """A fact of rank 0, or, in a failed run, of the first rank that has written it."""
         return next((facts[name] for facts in self.facts if name in facts), None)
 
     def parts(self, step: int) -> list[dict[str, Any]]:
-        """All ranks' parts of a step."""
+        """The parts of a step, of all ranks."""
         return [part for rank in self.batch_ranks for part in rank[step].parts]
 
     def batch(self, name: str, step: int) -> list[float]:
-        """A step's samples or given rows of all ranks, sorted: how the ranks share them makes no difference."""
+        """The samples or given rows of a step of all ranks, sorted, so that their distribution does not matter."""
         parts = (part for rank in self.batch_ranks for part in _batches(rank[step]))
         return sorted(item for part in parts for item in part.get(name, ()))
 
@@ -169,17 +168,17 @@ class Run:
 
 
 def shares(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that have samples of the rank's own; where a rank has none, it computes with one that it was lent."""
+    """The parts with samples of this rank; a rank without samples computes with a borrowed sample."""
     return [part for part in parts if part.get("mine", 1)]
 
 
 def _batches(step: Step) -> list[dict[str, Any]]:
-    """A part of each batch, which several losses or calls of a closure may have."""
+    """One part per batch; a batch has several parts if it has several losses or calls of a closure."""
     return [*{str([part.get(key) for key in _OF_BATCH]): part for part in shares(step.parts)}.values()]
 
 
 def alike(rows: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether two sorted lists of numbers of rows are of the same rows, up to rounding."""
+    """Whether two sorted lists of row numbers belong to the same rows, up to rounding."""
     scale = max((abs(row) for row in rows if math.isfinite(row)), default=0.0)
     return len(rows) == len(others) and all(
         a == b or math.isclose(a, b, rel_tol=_SAME_ROW, abs_tol=_SAME_ROW * scale)
@@ -188,42 +187,44 @@ def alike(rows: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def record_path(directory: Path, rank: int) -> Path:
-    """Where a rank's record lies."""
+    """The file of a rank's record."""
     return directory / f"rank-{rank}.jsonl"
 
 
 def read_record(directory: Path, size: int, result: "Result") -> Run:
-    """The run that was recorded in this directory, with what its trial returned."""
-    ranks, facts, said = zip(*(_read_rank(record_path(directory, rank)) for rank in range(size)), strict=True)
+    """The run recorded in this directory, with the result of its trial."""
+    records = (_read_rank(record_path(directory, rank)) for rank in range(size))
+    ranks, facts, printed = zip(*records, strict=True)
     report = result.report or result.text
-    return Run(size, result.code, [*ranks], [*facts], directory, [*said], report, result.seconds)
+    return Run(size, result.code, [*ranks], [*facts], directory, [*printed], report, result.seconds)
 
 
 def _read_rank(path: Path) -> tuple[list[Step], dict[str, Any], dict[str, list[Line]]]:
     steps: list[Step] = []
     facts: dict[str, Any] = {}
-    said: dict[str, list[Line]] = {}
-    for found in _lines(path):
-        if "facts" in found:
-            facts = _digested(found["facts"])
-        elif "verb" in found:
-            line = Line(**found)
+    printed: dict[str, list[Line]] = {}
+    for row in _lines(path):
+        if "facts" in row:
+            facts = _digested(row["facts"])
+        elif "verb" in row:
+            line = Line(**row)
             if NUMBER.search(line.text):
-                said.setdefault("".join(NUMBER.sub("#", f"{line.verb} {line.text}").split()), []).append(line)
+                kind = "".join(NUMBER.sub("#", f"{line.verb} {line.text}").split())
+                printed.setdefault(kind, []).append(line)
         else:
-            steps.append(Step(**_digested(found) | {"parts": _of_training(found["parts"])}))
-    return steps, facts, said
+            steps.append(Step(**_digested(row) | {"parts": _of_training(row["parts"])}))
+    return steps, facts, printed
 
 
 def _of_training(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what backward() did in an evaluation, where the step has another part."""
+    """The parts without those of an evaluation, unless the step has no other part."""
     trained = [part for part in parts if any(forward["training"] for forward in part["forwards"])]
     return [part for part in parts if part in trained or not part["forwards"]] if trained else parts
 
 
-def _digested(found: dict[str, Any]) -> dict[str, Any]:
-    kinds = found.keys() & {"grad", "param", "buffer"}
-    return found | {kind: {name: Digest(*sums) for name, sums in found[kind].items()} for kind in kinds}
+def _digested(record: dict[str, Any]) -> dict[str, Any]:
+    kinds = record.keys() & {"grad", "param", "buffer"}
+    return record | {kind: {name: Digest(*sums) for name, sums in record[kind].items()} for kind in kinds}
 
 
 def _lines(path: Path) -> Iterator[Any]:

@@ -1,8 +1,8 @@
-"""What to write instead, by what differs between runs: the second half of the sentences of causes.py."""
+"""What to write instead, for each difference between runs: the second half of the sentences in causes.py."""
 
 STEPS = "use steps, whose microbatches are the same at any number of processes"
 
-# Where the records show it.
+# The records show the difference.
 SHOWN = {
     "foreign": "use samestep.loader, so that the ranks share each batch",
     "samples": "give samestep.loader the same dataset, sampler, seed and batch_size, which is that of the whole step, "
@@ -30,7 +30,7 @@ AGAINST_THE_UNTOUCHED = {
     "where it does",
     "buffer": "the same samples and weights give other buffers: change them where the untouched script does",
 }
-# Where the rank, or the number of ranks, decides it.
+# The rank, or the number of ranks, causes the difference.
 OF_WORLD = SHOWN | {
     "failed": "the rank or the number of ranks decides what the script does",
     "steps": "take the number of steps from len() of samestep.loader, without the number of processes",
@@ -42,7 +42,7 @@ OF_WORLD = SHOWN | {
     "numbers": "what is trained depends on the rank or the number of ranks; leave them out: every step has the whole "
     "batch, and its gradient is averaged by samestep",
 }
-# Where it is computed from a rank's share.
+# A value computed from a rank's share causes the difference.
 DECIDED = (
     "it is decided by a value of each rank's own share, such as its loss or accuracy; decide by a value that is equal "
     "on all ranks: samestep.mean(loss), samestep.sum(correct)"
@@ -65,7 +65,7 @@ OF_THE_SHARE = {
     "samestep.replicate, or take samestep.mean of what torch.func gives, and use samestep.gather",
     "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
 }
-# Where an experiment of its own shows it.
+# A specific experiment shows the cause.
 UNSTABLE = {
     "seeds": "no seed is set: two runs {at} differ too; call torch.manual_seed, and seed NumPy's and Python's random "
     "numbers where they are used, before data and model are made",

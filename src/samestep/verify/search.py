@@ -1,7 +1,7 @@
-"""Finds the causes of a difference by experiments: runs with a suspected cause removed.
+"""Finds the causes of a difference by experiments: runs without a suspected cause.
 
-A cause is named only if the difference goes away without it, to the end or up to the next difference. The search then
-goes on from there, until nothing differs or no experiment changes anything.
+A cause is only named if the difference goes away without it, at least up to a later difference. The search continues
+from there, until nothing differs or no experiment changes anything.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from samestep.verify.trajectory import SOFT, Compared, first_fact, follow
 _MOST_CAUSES = 8
 _MOST_LINES = 2
 _IsEnough = Callable[[Sequence[Cause]], bool]
-_SCALE = "scale="  # removes the difference, whatever its cause
+_SCALE = "scale="  # hides the difference, whatever its cause
 
 
 class Search:
-    """Looks for all causes by which runs at several sizes differ."""
+    """Searches for all causes why runs of several sizes differ."""
 
     def __init__(self, experiments: Experiments) -> None:
         self._experiments = experiments
@@ -28,7 +28,7 @@ class Search:
         self.removed: Removed = ("draws",) if experiments.first is None else ()
 
     def without(self, size: int | None, causes: Sequence[Cause] = ()) -> Compared:
-        """The run at this size without the causes found so far, and these."""
+        """Compare the run of this size without the causes found so far, and without `causes`."""
         names = (cause.removed for cause in causes if cause.removed)
         return self._experiments.compared(size, (*self.removed, *names))
 
@@ -39,68 +39,68 @@ class Search:
         return replace(found, difference=None) if self._is_amplified(found) else found
 
     def explain(self, size: int) -> Compared:
-        """Find all causes of the difference of the run at this size; returns what is left of it without them."""
-        found = self.without(size)
-        while found.difference is not None and len(self.causes) < _MOST_CAUSES:
-            after = self._without_clock(found, size) or self._find_next(found, size)
+        """Find all causes of the difference at this size; returns the comparison without them."""
+        compared = self.without(size)
+        while compared.difference is not None and len(self.causes) < _MOST_CAUSES:
+            after = self._without_clock(compared, size) or self._find_next(compared, size)
             if after is None:
                 break
-            found = after
-        return found
+            compared = after
+        return compared
 
-    def _without_clock(self, found: Compared, size: int) -> Compared | None:
-        """Where the script reads the clock, try that first: how far a run comes in its time is chance, and may be as
-        far in the run of another experiment."""
-        clock = [cause for cause in unstable(found.first) if cause.removed == "clock"]
-        if not clock or "clock" in self.removed or not _is_progress(found, self.without(size, clock)):
+    def _without_clock(self, compared: Compared, size: int) -> Compared | None:
+        """If the script reads the clock, test that first: how far a run comes in its time varies, so another experiment
+        may succeed by chance."""
+        clock = [cause for cause in unstable(compared.first) if cause.removed == "clock"]
+        if not clock or "clock" in self.removed or not _is_progress(compared, self.without(size, clock)):
             return None
         return self._confirmed(clock, size)
 
-    def _without_draws(self, found: Compared, size: int) -> Compared | None:
-        """From here on all ranks draw the serial script's numbers, so that a mistake stands alone."""
+    def _without_draws(self, compared: Compared, size: int) -> Compared | None:
+        """From here on all ranks draw the serial script's random numbers, so that only mistakes make a difference."""
         after = self.without(size, [Cause("", "draws")])
-        if "failed" in (found.kind, after.kind):
+        if "failed" in (compared.kind, after.kind):
             return None
         self.removed = (*self.removed, "draws")
-        # draws of a rank's own make a loss differ first, where the model has dropout too
-        apart, still = (first_fact(run, run) for run in (found.run, after.run))
-        if apart and apart.kind == "apart" and not still:
+        # compare facts only: with dropout, a loss differs before the weights that own draws make differ
+        before, after_fact = (first_fact(run, run) for run in (compared.run, after.run))
+        if before and before.kind == "apart" and not after_fact:
             self.causes.append(Cause(OWN_DRAWS, "draws"))
         return after
 
-    def _find_next(self, found: Compared, size: int) -> Compared | None:
-        """The state of the search after one more cause, or several that only differ together; None where there is
-        none to be found."""
-        if found.kind == "failed" and says_its_cause(found.run):
-            self._state(failure_of(found.run)[1])
+    def _find_next(self, compared: Compared, size: int) -> Compared | None:
+        """The comparison after a further cause is removed, or several causes that only help together; None if no cause
+        is found."""
+        if compared.kind == "failed" and says_its_cause(compared.run):
+            self._state(failure_of(compared.run)[1])
             return None
 
-        def is_enough(some: Sequence[Cause]) -> bool:
-            return _is_progress(found, self.without(size, some))
+        def is_enough(causes: Sequence[Cause]) -> bool:
+            return _is_progress(compared, self.without(size, causes))
 
-        for of in (self._experiments.first, size):
-            if not self._experiments.is_stable(of, self.removed):
-                return self._made_stable(of, size)
-        if "draws" not in self.removed and (after := self._without_draws(found, size)):
+        for checked in (self._experiments.first, size):
+            if not self._experiments.is_stable(checked, self.removed):
+                return self._stabilized(checked, size)
+        if "draws" not in self.removed and (after := self._without_draws(compared, size)):
             return after
-        listed = self._suspects(found, is_enough)
+        listed = self._suspects(compared, is_enough)
         for suspect in listed:
-            if suspect.removed == "shares" and (note := self._is_amplified(found)):
-                # It goes on with what rounding cannot change.
-                fact = first_fact(found.first, found.run)
-                return replace(found, difference=fact, note=None if fact else note)
+            if suspect.removed == "shares" and (note := self._is_amplified(compared)):
+                # The search continues with facts that rounding cannot change.
+                fact = first_fact(compared.first, compared.run)
+                return replace(compared, difference=fact, note=None if fact else note)
             if is_enough([suspect]):
                 return self._confirmed([suspect], size)
         chosen = [cause for cause in listed if not str(cause.removed).startswith(_SCALE)]
-        # The general experiment last: what remains is as specific as can be.
+        # The general experiment is first in the list, so `_together` drops it first, and specific causes remain.
         chosen.sort(key=lambda cause: cause.removed != "shares")
         if together := _together(chosen, is_enough):
             return self._confirmed(together, size)
-        self._state(stated(found))
+        self._state(stated(compared))
         return None
 
     def _state(self, sentence: str | None) -> None:
-        """A cause that the records show, and no experiment; another size may show the same in other words."""
+        """Add a cause from the records; only one, as another size may show the same in other words."""
         if sentence and not any(cause.removed is None for cause in self.causes):
             self.causes.append(Cause(sentence))
 
@@ -109,68 +109,69 @@ class Search:
         self.removed = (*self.removed, *(cause.removed for cause in causes if cause.removed))
         return self.without(size)
 
-    def _made_stable(self, of: int | None, size: int) -> Compared | None:
-        """Without what two runs of one size have different: before that, an experiment shows nothing."""
-        run = self._experiments.run(of, self.removed)
-        listed = [cause for cause in unstable(run) if cause.removed not in self.removed]
+    def _stabilized(self, unstable_size: int | None, size: int) -> Compared | None:
+        """Remove what makes two runs of the same size differ; until then, experiments prove nothing."""
+        run = self._experiments.run(unstable_size, self.removed)
+        candidates = [cause for cause in unstable(run) if cause.removed not in self.removed]
 
-        def is_stable(some: Sequence[Cause]) -> bool:
-            return self._experiments.is_stable(of, (*self.removed, *(str(cause.removed) for cause in some)))
+        def is_stable(causes: Sequence[Cause]) -> bool:
+            names = (str(cause.removed) for cause in causes)
+            return self._experiments.is_stable(unstable_size, (*self.removed, *names))
 
-        alone = next(([cause] for cause in listed if is_stable([cause])), [])
-        if chosen := alone or _together(listed, is_stable):
+        alone = next(([cause] for cause in candidates if is_stable([cause])), [])
+        if chosen := alone or _together(candidates, is_stable):
             return self._confirmed(chosen, size)
         self._state(STILL_UNSTABLE.format(run.at))
         return None
 
-    def _suspects(self, found: Compared, is_enough: _IsEnough) -> list[Cause]:
-        """Those left to try; of many lines that read the rank none, where hiding it at all of them is not enough."""
-        listed = [suspect for suspect in suspects(found) if suspect.removed not in self.removed]
+    def _suspects(self, compared: Compared, is_enough: _IsEnough) -> list[Cause]:
+        """The causes left to test; skip many lines that read the rank, if hiding it at all of them does not help."""
+        listed = [suspect for suspect in suspects(compared) if suspect.removed not in self.removed]
         of_world = [suspect for suspect in listed if str(suspect.removed).startswith("world=")]
         if len(of_world) > _MOST_LINES and not is_enough([Cause("", "world=*")]):
             listed = [suspect for suspect in listed if suspect not in of_world]
         return listed
 
-    def _is_amplified(self, found: Compared) -> str | None:
-        """Says so where the training amplifies rounding this far at the first size too, from changed last bits."""
-        if found.kind not in SOFT or not found.step:
+    def _is_amplified(self, compared: Compared) -> str | None:
+        """A note if the training amplifies rounding as much at the first size, from changed last bits; else None."""
+        if compared.kind not in SOFT or not compared.step:
             return None
-        first = found.first
+        first = compared.first
         nudged = follow(first, self._experiments.reference(self.removed, "nudged"))
-        if nudged.kind not in SOFT or not 0 < nudged.step <= 3 * found.step + 5:
+        if nudged.kind not in SOFT or not 0 < nudged.step <= 3 * compared.step + 5:
             return None
         return (
-            f"from step {found.step + 1} on the training itself amplifies rounding, as it does from step "
+            f"from step {compared.step + 1} on the training itself amplifies rounding, as it does from step "
             f"{nudged.step + 1} on where {first.processes} start{'s' * (first.size == 1)} from changed last bits"
         )
 
     def harmless(self, size: int) -> list[Cause]:
-        """What each rank draws for itself, beside the causes of a difference."""
+        """A harmless cause: what each rank draws for itself, in addition to the harmful causes."""
         run = self._experiments.run(size, ())
         if self._experiments.first is None or "draws" not in self.removed or not run.fact("own"):
             return []
-        said = f"{draws_of(run)} are each rank's own; --same makes them those of the whole batch"
-        return [Cause(said, "draws", is_harmless=True)]
+        sentence = f"{draws_of(run)} are each rank's own; --same makes them those of the whole batch"
+        return [Cause(sentence, "draws", is_harmless=True)]
 
 
 def draws_of(run: Run) -> str:
-    """What each rank has of its own by default, in words."""
+    """In words, what each rank draws for itself by default."""
     return " and ".join(run.fact("own") or ["random draws, or what collate_fn makes of a share (padding),"])
 
 
 def _together(causes: list[Cause], is_enough: _IsEnough) -> list[Cause]:
-    """Those that are only enough together; none where all of them are not."""
+    """A minimal set of causes that are enough together; empty if all of them are not enough."""
     if len(causes) < 2 or not is_enough(causes):
         return []
     for cause in list(causes):
-        fewer = [other for other in causes if other is not cause]
-        if fewer and is_enough(fewer):
-            causes = fewer
+        others = [other for other in causes if other is not cause]
+        if others and is_enough(others):
+            causes = others
     return causes
 
 
 def _is_progress(before: Compared, after: Compared) -> bool:
-    """Whether the difference went away, to the end or up to the next one."""
+    """Whether the difference has gone, to the end or up to a later difference."""
     assert before.difference is not None
     if after.difference is None:
         return True
@@ -178,7 +179,7 @@ def _is_progress(before: Compared, after: Compared) -> bool:
         return False
     if after.place != before.place:
         return after.place > before.place
-    was, now = ({found.key: found.own for found in one.also} for one in (before, after))
+    was, now = ({item.key: item.own for item in side.also} for side in (before, after))
     if before.difference.key not in now:
         return True
     return before.difference.own > 3 * now[before.difference.key] and len(now) <= len(was)

@@ -1,9 +1,9 @@
 """Finds the first difference between two recorded runs: in bits, and beyond rounding.
 
 Rounding starts at the last bit and grows slowly from step to step; a mistake makes a jump. Each tensor is judged by its
-own noise: how far it is from itself in a run whose weights have other last bits. A distance is beyond rounding where it
-is above the dtype's bound, above that noise, and above ten times the largest distance of all earlier steps. A gradient
-as many times another as there are ranks is beyond rounding in any case.
+own noise: its distance from a run whose weights have other last bits. A distance is beyond rounding if it is above the
+dtype's bound, above that noise, and above ten times the largest distance of all earlier steps. A gradient that differs
+by a factor of the number of ranks is always beyond rounding.
 """
 
 import math
@@ -17,24 +17,24 @@ _JUMP = 10.0
 _NOISE = 30.0
 _CHAOS = 1e-2
 _TERMS = 0.1
-SOFT = ("weights", "buffer", "loss", "grad")  # what rounding changes
-# Of one step, causes before effects.
+SOFT = ("weights", "buffer", "loss", "grad")  # the kinds of differences that rounding can make
+# The order within a step: causes before effects.
 KINDS = ("failed", "uneven", "steps", "apart", "weights", "batch", "samples", "mode", "hyper", *SOFT[1:])
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that a run has different from the first run."""
+    """A single difference between a run and the first run."""
 
     kind: str
-    step: int | None  # counted from 0; weights and buffers are those before it
+    step: int | None  # counted from 0; weights and buffers are those before the step
     rank: int | None  # None: all ranks
     name: str
-    distance: float = math.inf  # of a gradient, over the norm of all gradients
-    own: float = math.inf  # over the tensor's own norm
+    distance: float = math.inf  # relative to the tensor; of a gradient, to the norm of all gradients
+    own: float = math.inf  # relative to the tensor's own norm
 
     def __str__(self) -> str:
-        # Weights are recorded before the step, so they show what the step before did.
+        # Weights are recorded before a step, so they show the effect of the previous step.
         done = (self.step or 0) + (self.kind not in ("weights", "apart"))
         when = "" if self.step is None else f"step {done}, " if done else "before step 1, "
         where = "" if self.rank is None else f"rank {self.rank}, "
@@ -47,14 +47,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """How a run differs from the first run."""
+    """A run compared with the first run."""
 
     first: Run
     run: Run
-    difference: Difference | None = None  # the first beyond rounding
-    also: Sequence[Difference] = ()  # all beyond rounding in that step
-    bits: Difference | None = None  # the first
-    largest: float = 0.0  # the largest distance in the steps before
+    difference: Difference | None = None  # the first difference beyond rounding
+    also: Sequence[Difference] = ()  # all differences beyond rounding in that step
+    bits: Difference | None = None  # the first difference of all
+    largest: float = 0.0  # the largest distance in earlier steps
     note: str | None = None
 
     @property
@@ -81,7 +81,7 @@ class Compared:
 
     @property
     def place(self) -> tuple[float, int]:
-        """Where in the training the difference is."""
+        """The place of the difference in the training, for comparisons."""
         if self.difference is None:
             return math.inf, 0
         steps = {"failed": -1, "uneven": self.run.length}
@@ -89,45 +89,45 @@ class Compared:
 
 
 def follow(first: Run, other: Run, nudged: Run | None = None) -> Compared:
-    """How a run differs from the first run; `nudged` is the first run from other last bits."""
+    """Compare a run with the first run; `nudged` is the first run with other last bits, which shows the noise."""
     bound = max(EPSILON.get(run.fact("precision"), EPSILON["float32"]) for run in (first, other)) ** 0.75
     bits: Difference | None = None
     largest = furthest = 0.0
     noise: dict[tuple[str, str], float] = {}
     for step in range(max(first.length, other.longest) + 1):
-        for found in _differences(first, nudged, step) if nudged is not None else ():
-            noise[found.key] = max(found.own, noise.get(found.key, 0.0))
+        for change in _differences(first, nudged, step) if nudged is not None else ():
+            noise[change.key] = max(change.own, noise.get(change.key, 0.0))
         differences = list(_differences(first, other, step))
         bits = bits or next(iter(differences), None)
         beyond = [
-            found
-            for found in differences
-            if _is_beyond(found, bound, noise.get(found.key, 0.0))
-            and (found.own > _JUMP * furthest or found.own > _CHAOS)
+            change
+            for change in differences
+            if _is_beyond(change, bound, noise.get(change.key, 0.0))
+            and (change.own > _JUMP * furthest or change.own > _CHAOS)
         ] or list(_times_ranks(first, other, nudged, step))
         if beyond:
             return Compared(first, other, beyond[0], beyond, bits, largest)
-        # What is noise in one tensor must not excuse another, nor what is printed.
-        calm = [found for found in differences if noise.get(found.key, 0.0) <= bound]
-        largest = max([largest, *(found.distance for found in calm)])
-        furthest = max([furthest, *(found.own for found in calm)])
+        # A noisy tensor must not excuse other tensors, nor printed numbers.
+        calm = [change for change in differences if noise.get(change.key, 0.0) <= bound]
+        largest = max([largest, *(change.distance for change in calm)])
+        furthest = max([furthest, *(change.own for change in calm)])
     return Compared(first, other, None, (), bits, largest)
 
 
 def first_fact(first: Run, other: Run) -> Difference | None:
     """The first difference that rounding cannot cause: samples, a learning rate, the number of steps."""
     steps = range(max(first.length, other.longest) + 1)
-    found = (found for step in steps for found in _differences(first, other, step) if found.kind not in SOFT)
-    return next(found, None)
+    facts = (facts for step in steps for facts in _differences(first, other, step) if facts.kind not in SOFT)
+    return next(facts, None)
 
 
-def _is_beyond(found: Difference, bound: float, noise: float) -> bool:
-    """Whether rounding cannot have caused this; a gradient that is as small as rounding of the others is all noise."""
-    return (found.kind != "grad" or found.distance > bound / 10) and found.own > max(bound, _NOISE * noise)
+def _is_beyond(change: Difference, bound: float, noise: float) -> bool:
+    """Whether rounding cannot have caused this; a gradient as small as the rounding of the others is noise."""
+    return (change.kind != "grad" or change.distance > bound / 10) and change.own > max(bound, _NOISE * noise)
 
 
 def _differences(first: Run, other: Run, step: int) -> Iterator[Difference]:
-    """The differences in one step, or after the last one, causes before effects."""
+    """The differences in a step, or after the last step, causes before effects."""
     if step < min(first.length, other.length):
         yield from _in_the_step(first, other, step)
     elif other.length < other.longest:
@@ -146,7 +146,7 @@ def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
     yield from _tensors("weights", step, mine.param, theirs.param, 1e-3)
     yield from _facts(first, other, step)
     yield from _tensors("buffer", step, mine.buffer, theirs.buffer, 1e-2)
-    # a loss whose terms cancel out is rounding; what its gradient does to it tells how large the terms are
+    # terms of a loss may cancel out, which leaves only rounding; the gradient shows how large the terms are
     terms = _TERMS * total(mine.grad) * total(mine.param)
     scale = max(terms, *map(abs, first.losses[: step + 1]))
     if apart := _apart(first.losses[step], other.losses[step], scale):
@@ -155,7 +155,7 @@ def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
 
 
 def _times_ranks(first: Run, other: Run, nudged: Run | None, step: int) -> Iterator[Difference]:
-    """Gradients that are as many times the first run's as there are ranks, or that part of them."""
+    """A difference if the gradients are the first run's times the number of ranks, or divided by it."""
     if step >= min(first.length, other.length) or first.size == other.size:
         return
     mine, theirs = total(first.steps[step].grad), total(other.steps[step].grad)
@@ -168,15 +168,15 @@ def _times_ranks(first: Run, other: Run, nudged: Run | None, step: int) -> Itera
 
 
 def _uneven(run: Run) -> Difference:
-    """Names the ranks that took the fewest and the most steps."""
+    """A difference that names the ranks with the fewest and the most steps."""
     took = [len(steps) for steps in run.ranks]
     few, most = took.index(min(took)), took.index(max(took))
-    said = f"rank {few} took {counted(took[few], 'step')} and rank {most} {took[most]}"
-    return Difference("uneven", None, None, said)
+    sentence = f"rank {few} took {counted(took[few], 'step')} and rank {most} {took[most]}"
+    return Difference("uneven", None, None, sentence)
 
 
 def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
-    """Parameters that differ between ranks before this step, or after the last one."""
+    """Parameters that differ between ranks before this step, or after the last step."""
     is_over = step >= run.length
     params = (
         [facts.get("param", {}) for facts in run.facts] if is_over else [r[step].param for r in run.ranks]
@@ -184,15 +184,15 @@ def _apart_ranks(run: Run, step: int) -> Iterator[Difference]:
     for rank, param in enumerate(params):
         for name, digest in param.items():
             if digest.bits != params[0].get(name, digest).bits:
-                # A step that only some ranks take makes the weights differ too.
+                # a step that only some ranks take also makes the weights differ
                 is_even = run.longest == run.length
                 yield Difference("apart", step, rank, name) if is_even else _uneven(run)
 
 
 def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
-    """What must be equal, not merely close."""
+    """Differences in facts that must be equal, not only close."""
     mine, theirs = first.steps[step], other.steps[step]
-    # the untouched script's rows may be words or nodes, and no samples
+    # rows of the untouched script may be words or nodes instead of samples
     is_by_rows = first.is_untouched and first.batch("given", step)
     if not is_by_rows and first.num_samples(step) != other.num_samples(step):
         is_even = other.longest == other.length
@@ -216,7 +216,7 @@ def _facts(first: Run, other: Run, step: int) -> Iterator[Difference]:
 def _tensors(
     kind: str, step: int, first: Digests, other: Digests, floor: float, scale: float | None = None
 ) -> Iterator[Difference]:
-    """Each tensor's distance over its own norm, which counts as `floor` of the total at least, and over `scale`."""
+    """Each tensor's distance relative to its norm, which is at least `floor` of the total norm, and to `scale`."""
     least = floor * total(first)
     for name in first | other:
         if name not in first or name not in other:

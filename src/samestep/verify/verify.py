@@ -1,4 +1,4 @@
-"""Runs a script at several numbers of processes and says whether each takes the same step, and if not, why."""
+"""Runs a script with several numbers of processes, and reports whether all take the same step, or why not."""
 
 import fcntl
 import os
@@ -47,24 +47,24 @@ _CUT_SHORT = (
 
 
 class SerialScript(UsageError):
-    """The script trains, and nothing in it shares the work."""
+    """The script trains, but no line of it shares the work among processes."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `samestep verify` found."""
+    """The result of `samestep verify`."""
 
     outcomes: Mapping[int | None, Compared]  # by the number of processes; None: the untouched script
     wants_bits: bool
     causes: Sequence[Cause] = ()
     printed: Sequence[Printed] = ()
-    draws: str = ""  # what of the runs differs without --same, because each rank draws its own
-    is_augmented: bool = False  # whether the scripts agree where each sample draws alike
+    draws: str = ""  # what differs without --same, because each rank draws its own numbers
+    is_augmented: bool = False  # whether the scripts only agree if each sample draws equally
     of_first: Sequence[str] = ()  # remarks on the first run
 
     @property
     def worst(self) -> Compared:
-        """The first outcome with the worst verdict."""
+        """The outcome with the worst verdict; of several, the first."""
         return max(self.outcomes.values(), key=lambda outcome: _ORDER.index(outcome.verdict))
 
     @property
@@ -94,33 +94,33 @@ class Report:
 
     @property
     def findings(self) -> list[Printed]:
-        return [found for found in self.printed if not found.is_remark]
+        return [line for line in self.printed if not line.is_remark]
 
     @property
     def remarks(self) -> list[str]:
-        """What is no mistake, or is a mistake of the serial script too."""
-        return [*(str(found) for found in self.printed if found.is_remark), *self.of_first]
+        """Findings that are no mistake, or that the serial script has too."""
+        return [*(str(line) for line in self.printed if line.is_remark), *self.of_first]
 
     @property
     def lines(self) -> list[str]:
-        """What was found, harmful causes first; the last line is the verdict on the step, then on what is printed."""
+        """The report: remarks, further causes, findings in the output; the last line is the verdict."""
         return [
             *(f"remark: {remark}" for remark in self.remarks),
             *(f"also: {cause.sentence}" for cause in self.harmful[1:]),
             *(f"no mistake: {cause.sentence}" for cause in self.causes if cause.is_harmless),
-            *(f"printed: {found}" for found in self.findings),
+            *(f"printed: {line}" for line in self.findings),
             str(self),
         ]
 
     def __str__(self) -> str:
         is_conversion = self.is_same_step and None in self.outcomes
-        said = "your conversion takes the serial script's step: " * is_conversion + self._of_the_step()
+        text = "your conversion takes the serial script's step: " * is_conversion + self._step_verdict()
         if is_conversion and self.step != "with_same" and max(size or 1 for size in self.outcomes) > 1:
             own = f", {self.draws} are each rank's own" if self.draws else " too"
-            said += f"; without --same{own}"
-        return f"{said}; what it prints is not the same, see above" if self.verdict == "printed" else said
+            text += f"; without --same{own}"
+        return f"{text}; what it prints is not the same, see above" if self.verdict == "printed" else text
 
-    def _of_the_step(self) -> str:
+    def _step_verdict(self) -> str:
         worst = self.worst
         cause = f"; {self.harmful[0].sentence}" if self.harmful else ""
         notes = [f"; {outcome.note}" for outcome in self.outcomes.values() if outcome.note][:1]
@@ -128,8 +128,8 @@ class Report:
             case "bits":
                 return "same to the bit"
             case "with_same":
-                said = f"same to rounding with --same; without it, {self.draws} are each rank's own"
-                return "".join([said, *notes])
+                same = f"same to rounding with --same; without it, {self.draws} are each rank's own"
+                return "".join([same, *notes])
             case "augmented":
                 return "".join([_AUGMENTED, *notes])
             case "failed" if worst is self.outcomes.get(None):
@@ -160,22 +160,22 @@ def verify(
     progress: Callable[[str], None] = lambda said: None,
 ) -> Report:
     """Run `script` at each size; compare with the first size, or with the untouched script `against`."""
-    directory, held = _directory()
+    directory, lock = _directory()
     all_sizes = [None, *sizes] if against else sizes
     experiments = Experiments(script, against, all_sizes[0], steps, directory, run, progress)
     report: Report | None = None
     try:
         report = _report(experiments, all_sizes, exact)
     finally:
-        # The report of a failure names its logs, so they are kept for a while.
+        # The report of a failure names its logs, so they are kept.
         if report is None or report.step != "failed":
             shutil.rmtree(directory)
-        os.close(held)
+        os.close(lock)
     return report
 
 
 def _directory() -> tuple[Path, int]:
-    """A new directory and its lock; removes those that no process has held for an hour, as after kill -9."""
+    """A new directory and its lock; removes directories without a process that are older than an hour."""
     directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     for old in directory.parent.glob("samestep-verify-*"):
         with suppress(OSError):
@@ -187,69 +187,71 @@ def _directory() -> tuple[Path, int]:
 
 def _locked(directory: Path) -> int:
     # opening a FIFO of this name would wait for its writer
-    held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(held)
+        os.close(descriptor)
         raise
-    return held
+    return descriptor
 
 
 def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) -> Report:
     search = Search(experiments)
-    found: dict[int | None, Compared] = {}
+    outcomes: dict[int | None, Compared] = {}
     for size in sizes:
-        found[size] = search.without(size)
-        if not found[size].run.code:
-            _check(experiments, found[size].run, size)
+        outcomes[size] = search.without(size)
+        if not outcomes[size].run.code:
+            _check(experiments, outcomes[size].run, size)
         elif size == sizes[0]:
-            return Report(found, exact)
-    remarks = _of_earlier_runs(experiments, found)
+            return Report(outcomes, exact)
+    remarks = _of_earlier_runs(experiments, outcomes)
     if remarks:
-        found = {size: search.without(size) for size in sizes}
-    left = found | {size: search.explain(size) for size in sizes[1:] if size}
-    differing = [size for size in sizes if size and found[size].difference]
+        outcomes = {size: search.without(size) for size in sizes}
+    remaining = outcomes | {size: search.explain(size) for size in sizes[1:] if size}
+    differing = [size for size in sizes if size and outcomes[size].difference]
     last = (differing or [size for size in sizes if size])[-1]
     draws, is_augmented = "", False
     if any(not cause.is_harmless for cause in search.causes):
         search.causes += search.harmless(last)
-    elif not any(one.difference for one in left.values()):
-        is_augmented = None in found and bool(search.causes)
-        draws = _draws(search, found, last, [size for size in differing if not left[size].note])
-    for size, one in found.items():
-        # What differs by rounding alone, which the training amplifies, is no difference.
-        is_noise = left[size].note and not search.causes
-        found[size] = replace(one, note=left[size].note, difference=None if is_noise else one.difference)
+    elif not any(outcome.difference for outcome in remaining.values()):
+        is_augmented = None in outcomes and bool(search.causes)
+        draws = _draws(search, outcomes, last, [size for size in differing if not remaining[size].note])
+    for size, outcome in outcomes.items():
+        # A difference that only comes from rounding, which the training amplifies, does not count.
+        note = remaining[size].note
+        difference = None if note and not search.causes else outcome.difference
+        outcomes[size] = replace(outcome, note=note, difference=difference)
     printed = compare_printed(experiments, search.removed, last)
-    first = found[sizes[0]].run
+    first = outcomes[sizes[0]].run
     if line := first.fact("careless"):
         remarks.append(CARELESS.format(line))
     if first.size == 1:
         remarks += (first.fact("said") or {}).values()
-    return Report(found, exact, search.causes, printed, draws, is_augmented, remarks)
+    return Report(outcomes, exact, search.causes, printed, draws, is_augmented, remarks)
 
 
-def _draws(search: Search, found: dict[int | None, Compared], last: int, differing: Sequence[int]) -> str:
-    """What is another without --same, in words; runs against the untouched script had it, so one more has not."""
-    if None not in found:
-        return draws_of(found[last].run) if search.causes or differing else ""
+def _draws(search: Search, outcomes: dict[int | None, Compared], last: int, differing: Sequence[int]) -> str:
+    """In words, what differs without --same; with an untouched script all runs had it, so run once without it."""
+    if None not in outcomes:
+        return draws_of(outcomes[last].run) if search.causes or differing else ""
     by_default = search.by_default(last)
     if by_default.kind == "failed":
-        found[last] = by_default
+        outcomes[last] = by_default
         return ""
     return draws_of(by_default.run) if by_default.difference else ""
 
 
-def _of_earlier_runs(experiments: Experiments, found: Mapping[int | None, Compared]) -> list[str]:
-    """Refuse a script that does something else at each start; where only the first start is another, say so, and
-    compare with a later one."""
-    if not any(one.difference for one in found.values()) or experiments.is_stable(experiments.first, ()):
+def _of_earlier_runs(experiments: Experiments, outcomes: Mapping[int | None, Compared]) -> list[str]:
+    """Refuse a script that does something else at each start. If only the first start is different, return a remark,
+    and compare with a later start."""
+    differs = any(outcome.difference for outcome in outcomes.values())
+    if not differs or experiments.is_stable(experiments.first, ()):
         return []
     name = _name(experiments.script)
-    if (again := experiments.reference((), "again")).code:
-        raise UsageError(_ONLY_ONCE.format(name, failure_of(again)[1]))
-    left = again.fact("left")
+    if (second := experiments.reference((), "again")).code:
+        raise UsageError(_ONLY_ONCE.format(name, failure_of(second)[1]))
+    left = second.fact("left")
     if left and experiments.begin_later():
         return [_LEFT.format(left)]
     if left and not experiments.is_stable(experiments.first, tuple(UNSTABLE)):
@@ -262,7 +264,7 @@ def _name(script: Sequence[str]) -> str:
 
 
 def _check(experiments: Experiments, run: Run, size: int | None) -> None:
-    """Refuse what was not recorded to its end, does not train, or does not share its work."""
+    """Refuse a run that was not recorded to its end, does not train, or does not share its work."""
     name = _name(experiments.script if size else experiments.untouched)
     if not all(run.facts):
         # A process that ends without Python's own exit writes no facts, and perhaps not all of its steps.

@@ -1,4 +1,4 @@
-"""What a recorder reads of tensors, optimizers, and samestep's own training."""
+"""Reads facts for the recorder from tensors, optimizers, and samestep's own state."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -22,25 +22,25 @@ def is_parallel() -> bool:
 
 
 def _spine() -> Spine | None:
-    """The spine where the script has one: a rank that makes it alone would be out of step with the others."""
+    """The group's spine if it exists; a recorder must not create it, which would be a collective call."""
     members = world._group._members if world._group is not None else {}
     return members.get(Spine)  # type: ignore[return-value]
 
 
 def is_ours(loader: DataLoader[Any]) -> bool:
-    """Whether samestep.loader made this loader, and so chooses its samples."""
+    """Whether samestep.loader made this loader."""
     parts = (loader.batch_sampler, loader.collate_fn)
     return any(type(part).__module__.startswith("samestep.") for part in parts)
 
 
 def is_inside() -> bool:
-    """Whether a loop over batches to train on is not over."""
+    """Whether the script is inside a training loop over batches."""
     current = spine.trained if (spine := _spine()) else None
     return current is not None and current.of.training
 
 
 def current_share() -> dict[str, Any]:
-    """What of the current batch is this rank's; nothing outside of samestep's loaders."""
+    """This rank's share of the current batch; empty outside of samestep's loaders."""
     spine = _spine()
     current = spine.trained if spine else None
     if not spine or current is None or not current.all or current.of.of is None:
@@ -54,7 +54,7 @@ def current_share() -> dict[str, Any]:
 
 
 def precision_of(device: torch.device) -> str | None:
-    """The precision of products on this device, where it is not that of their factors."""
+    """The precision of products on this device; None if it is the precision of the factors."""
     if torch.is_autocast_enabled(device.type):
         return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
     is_tf32 = torch.backends.cuda.matmul.allow_tf32 | torch.backends.cudnn.allow_tf32
@@ -68,10 +68,10 @@ def digests_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, Di
 
 
 def hyper_of(group: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The numbers an optimizer works with."""
-    found = {name: value if isinstance(value, tuple | list) else [value] for name, value in group.items()}
-    del found["params"]
-    return {name: numbers for name, values in found.items() if (numbers := [*_numbers(values)])}
+    """The hyper-parameters of an optimizer's group that are numbers."""
+    lists = {name: value if isinstance(value, tuple | list) else [value] for name, value in group.items()}
+    del lists["params"]
+    return {name: numbers for name, values in lists.items() if (numbers := [*_numbers(values)])}
 
 
 def _numbers(values: Iterable[Any]) -> Iterator[float]:
@@ -81,11 +81,11 @@ def _numbers(values: Iterable[Any]) -> Iterator[float]:
 
 
 def rows_of(value: Any) -> list[float]:
-    """A number for each row of the first dense tensor in a nested value, close where the rows are close."""
+    """A number for each row of the first dense tensor in a nested value; similar rows have similar numbers."""
     tensor = _first_tensor(value)
     if tensor is None or not tensor.dim() or not tensor.numel():
         return []
-    with _disable_current_modes():  # what watches the script's operations must not see these
+    with _disable_current_modes():  # modes of the script must not see these operations
         rows = tensor.detach()[:_MOST_ROWS].cpu()
         rows = torch.view_as_real(rows) if rows.is_complex() else rows
         flat = rows.reshape(len(rows), -1).double()

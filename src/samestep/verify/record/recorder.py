@@ -1,4 +1,4 @@
-"""Records what each optimizer step of one rank was made of; read.py has the format.
+"""Records each optimizer step of a rank; read.py describes the format.
 
 Covered: samples, inputs, losses, gradients, parameters, buffers and hyper-parameters of torch's own optimizers.
 Not covered: optimizers that are not torch's.
@@ -56,7 +56,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 
 
 class Recorder:
-    """One rank's record, from its first forward pass to the end of its script."""
+    """The record of a rank, from its first forward pass to the end of its script."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Recorder:
         nudge: bool = False,
         untouched: bool = False,
     ) -> None:
-        """`nudge` changes last bits of weights and gradients; a serial script ends at once unless `untouched`."""
+        """`nudge` changes the last bits of weights and gradients; unless `untouched`, a serial script ends at once."""
         self._removed = Removed(without)
         self._told = Told(self._removed, timeout_s)
         self._most_steps, self._untouched = steps, untouched
@@ -77,7 +77,7 @@ class Recorder:
         rank = int(os.environ.get("RANK", "0"))
         self._file = record_path(directory, rank).open("w", encoding="utf-8")
         self._roots: list[nn.Module] = []
-        self._taken: dict[torch.optim.Optimizer, int] = {}  # how many steps
+        self._taken: dict[torch.optim.Optimizer, int] = {}  # the number of steps
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
         self._given: list[float] = []
@@ -90,7 +90,7 @@ class Recorder:
         self._of_earlier_runs = (began, time.time())
 
     def begin(self) -> None:
-        """Record from here on."""
+        """Install all hooks."""
         self._removed.begin()
         self._told.begin()
         Said(self._write, self._where).begin()
@@ -111,7 +111,7 @@ class Recorder:
         wrap(os, "stat", self._stat)
 
     def finish(self) -> None:
-        """Write the facts, and what the parameters and buffers are at the end."""
+        """Write the facts, with the parameters and buffers at the end."""
         self._facts |= {
             "serial": not is_parallel(),
             "optimizers": len(self._taken),
@@ -131,7 +131,7 @@ class Recorder:
             self._file.write(json.dumps(line) + "\n")
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note the first Python that the script starts; of a file that it reads, ask what an earlier run left."""
+        """Note the first Python process that the script starts; check files that it reads with `_stat`."""
         if event == "subprocess.Popen" and sys.executable in str(args[:2]):
             self._facts.setdefault("children", users_line())
         if event == "open" and isinstance(args[0], str) and not args[2] & _WRITES:
@@ -139,12 +139,12 @@ class Recorder:
                 os.stat(args[0])
 
     def _stat(self, original: Callable[..., os.stat_result], path: Any, **options: Any) -> os.stat_result:
-        """Note the first file that the script reads, or only asks for, and an earlier run wrote."""
-        found, (began, now) = original(path, **options), self._of_earlier_runs
-        is_file = S_ISREG(found.st_mode) and found.st_size and not str(path).endswith(".pyc")
-        if is_file and began < found.st_mtime < now and "left" not in self._facts and (line := users_line()):
+        """Note the first file of an earlier run that the script reads or tests for."""
+        status, (began, now) = original(path, **options), self._of_earlier_runs
+        is_file = S_ISREG(status.st_mode) and status.st_size and not str(path).endswith(".pyc")
+        if is_file and began < status.st_mtime < now and "left" not in self._facts and (line := users_line()):
             self._facts["left"] = f"{Path(path).name} ({line})"
-        return found
+        return status
 
     def _where(self) -> tuple[int, bool]:
         return sum(self._taken.values()), is_inside() and not self._evaluated
@@ -155,7 +155,7 @@ class Recorder:
             return
         if precision := precision_of(first.device):
             self._facts["precision"] = precision
-        # not under torch.func and tracers
+        # tensors have no values under torch.func and in tracers
         has_values = not is_functional() and torch._C._get_tracing_state() is None
         if module not in self._roots:
             self._roots.append(module)
@@ -183,13 +183,13 @@ class Recorder:
                 tensor.mul_((1 + self._last_bits(tensor, tensor.shape)).to(tensor))
 
     def _last_bits(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The dtype's epsilon, with either sign for each element."""
+        """The dtype's epsilon with a random sign for each element."""
         epsilon = max(torch.finfo(tensor.dtype).eps, EPSILON.get(self._facts["precision"], 0.0))
         return epsilon * (torch.randint(0, 2, tuple(shape), generator=self._nudge) * 2 - 1)
 
     @torch.no_grad()
     def _add_rounding(self, tensors: Sequence[torch.Tensor]) -> None:
-        """To gradients, as of sums in another order: also where terms cancel out, but not in rows without any."""
+        """Add rounding to gradients, as sums in another order have it, even if terms cancel out; not to unused rows."""
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         strided = [grad for grad in gradients if grad.layout is torch.strided and grad.numel()]
         dense = [grad for grad in strided if grad.is_floating_point()]
@@ -205,7 +205,7 @@ class Recorder:
             original(tensors, *args, **kwargs)
             return
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        with _disable_current_modes():  # what watches the script's operations must not see these
+        with _disable_current_modes():  # modes of the script must not see these operations
             weight = self._record_loss(losses)
         self._facts["backwards"] += 1
         self._in_backward = True
@@ -215,7 +215,7 @@ class Recorder:
             self._in_backward = False
 
     def _record_loss(self, losses: list[torch.Tensor]) -> float:
-        """Note the losses that backward is called on; returns by what they are to be multiplied."""
+        """Note the losses of a backward call; returns the factor by which to multiply them."""
         share, reduction = current_share(), reduction_of(losses[-1])
         count = reduction.get("count") if "counts" in self._removed else None
         weight = count / totals.sum(float(count)) if count else 1.0
@@ -236,8 +236,8 @@ class Recorder:
         if is_ours(loader):
             return original(loader)
         if torch.is_grad_enabled():
-            own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-            sampler = getattr(loader.batch_sampler, "sampler", own)
+            sampler_or_batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            sampler = getattr(loader.batch_sampler, "sampler", sampler_or_batches)
             is_plain = isinstance(sampler, RandomSampler | SequentialSampler)
             self._foreign = f"a {'plain DataLoader' if is_plain else type(sampler).__name__} ({users_line()})"
         if "loaders" in self._removed:
@@ -249,7 +249,7 @@ class Recorder:
             if torch.is_grad_enabled():
                 self._note_batch(batch)
             yield batch
-        # an evaluation may end inside a step, whose batch stays the one to train on
+        # an evaluation may end inside a step, and must not replace the training batch
         if torch.is_grad_enabled():
             self._note_batch(None)
 
@@ -261,7 +261,7 @@ class Recorder:
             self._note_batch(batch)
 
     def _note_batch(self, batch: Any) -> None:
-        """Before the loop gets a batch to train on."""
+        """Note a batch before the training loop gets it."""
         self._evaluated = False
         self._given = rows_of(batch)
         self._turn += 1
@@ -281,8 +281,8 @@ class Recorder:
         self._facts["no_sync"] = users_line()
         return original(model, enabled)
 
-    def _draw_apart(self, original: Callable[..., str], draws: Draws, *said: str) -> None:
-        self._facts.setdefault("apart", original(draws, *said))
+    def _draw_apart(self, original: Callable[..., str], draws: Draws, *words: str) -> None:
+        self._facts.setdefault("apart", original(draws, *words))
 
     def _say(self, original: Callable[..., None], group: Group, text: str, what: str = "") -> None:
         self._facts.setdefault("said", {}).setdefault(what or text, text)
@@ -323,7 +323,7 @@ class Recorder:
         return [root for root in self._roots if id(root) not in inner]
 
     def _named(self, kind: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The models' tensors, with a prefix that makes names unique where there are several models."""
+        """The models' tensors with their names; with several models, a prefix makes the names unique."""
         roots = self._outermost()
         kinds = [type(root).__name__ for root in roots]
         for at, root in enumerate(roots):
@@ -350,7 +350,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _own_of_each_rank(part: nn.Module) -> str | None:
-    """What this module draws or computes from a rank's share alone by default."""
+    """What this module draws for each rank, or computes only from the rank's share, by default."""
     if isinstance(part, _BatchNorm) and not isinstance(part, Synced | nn.SyncBatchNorm):
         return "BatchNorm statistics"
     return "dropout masks" if isinstance(part, _DropoutNd) and part.p else None

@@ -1,4 +1,4 @@
-"""Takes suspected causes, by their names in experiments.py, out of a run, to see if the difference goes away."""
+"""Removes suspected causes, by their names in experiments.py, from a run, to test if the difference goes away."""
 
 import json
 import random
@@ -29,7 +29,7 @@ _SEED = 20
 
 
 class Removed:
-    """Which causes are removed."""
+    """The causes that are removed from this run."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._values: dict[str, list[str]] = {}
@@ -42,11 +42,11 @@ class Removed:
 
     @property
     def lines(self) -> Sequence[str]:
-        """The lines at which the script is told that it is alone."""
+        """The lines at which the script sees rank 0 of size 1."""
         return self._values.get("world", [])
 
     def begin(self) -> None:
-        """Change samestep's and torch's functions."""
+        """Replace functions of samestep and torch."""
         if "seeds" in self:
             _seed()
         if "sum" in self or "counts" in self:
@@ -69,25 +69,25 @@ class Removed:
                     if parameter.grad is not None:
                         parameter.grad /= world.joined().world.size ** float(scale)
 
-    def loader(self, of: DataLoader[Any]) -> Any:
-        """What shares the batches of a DataLoader among the ranks."""
-        if id(of) not in self._loaders:
-            sampler: Any = of.sampler
-            own = not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
-            self._loaders[id(of)] = loaders.loader(
-                of.dataset,
-                of.batch_size or len(next(iter(of.batch_sampler or ()))),
-                shuffle=not own and getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)),
-                sampler=sampler if own else None,
-                drop_last=of.drop_last,
-                collate_fn=of.collate_fn,
-                num_workers=of.num_workers,
+    def loader(self, original: DataLoader[Any]) -> Any:
+        """A loader of samestep for a DataLoader of the script."""
+        if id(original) not in self._loaders:
+            sampler: Any = original.sampler
+            has_own_order = not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
+            self._loaders[id(original)] = loaders.loader(
+                original.dataset,
+                original.batch_size or len(next(iter(original.batch_sampler or ()))),
+                shuffle=not has_own_order and getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)),
+                sampler=sampler if has_own_order else None,
+                drop_last=original.drop_last,
+                collate_fn=original.collate_fn,
+                num_workers=original.num_workers,
             )
-        return self._loaders[id(of)]
+        return self._loaders[id(original)]
 
 
 class _Fixed(Dataset[Any]):
-    """What a sample draws is a function of the sample."""
+    """A dataset in which a sample's random draws depend only on the sample."""
 
     def __init__(self, dataset: Any) -> None:
         self._seeded = _Seeded(dataset)
@@ -114,11 +114,11 @@ def _seed() -> None:
 
 
 def _with_a_seed(call: Callable[..., Any], *seed: Any, **options: Any) -> Any:
-    return call(*seed, **options) if options or any(one is not None for one in seed) else call(_SEED)
+    return call(*seed, **options) if options or any(value is not None for value in seed) else call(_SEED)
 
 
 def _share_nothing() -> None:
-    """Each rank is given all samples of every batch, and is its own total: as many copies of the serial script."""
+    """Give each rank all samples of every batch, and make totals local: every rank is a copy of the serial script."""
     alone = SimpleNamespace(world=SimpleNamespace(size=1))
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
         *((module, "cut", lambda count, size, rank: (0, count)) for module in (share, steps, step)),

@@ -1,4 +1,4 @@
-"""Records what a script prints, writes into text files and saves, each with its line and the place in the training."""
+"""Records what a script prints, writes to text files and saves, with its line and the place in the training."""
 
 import builtins
 import io
@@ -25,7 +25,7 @@ class Said:
     def __init__(
         self, write: Callable[[dict[str, Any]], None], where: Callable[[], tuple[int, bool]]
     ) -> None:
-        """`where` says how many steps the script took, and whether it is inside a loop over batches to train on."""
+        """`where` returns the number of steps taken, and whether the script is inside a training loop."""
         self._write, self._where = write, where
         self._count = 0
         self._is_saving = False
@@ -57,9 +57,9 @@ class Said:
             nonlocal begun, at
             at = at if begun else users_line()
             *lines, begun = (begun + text).split("\n")
-            for said in lines:
-                if "\r" not in said.rstrip("\r") and not said.startswith("samestep:"):
-                    self._note(verb, into + said, at)
+            for line in lines:
+                if "\r" not in line.rstrip("\r") and not line.startswith("samestep:"):
+                    self._note(verb, into + line, at)
             at = users_line() if lines else at
             return original(text)
 

@@ -1,4 +1,4 @@
-"""Notes where a script asks for its rank, the number of ranks or the time, and answers as `remove` says."""
+"""Notes which lines read the rank, the number of ranks or the time, and can change the answers in an experiment."""
 
 import os
 import sys
@@ -29,17 +29,17 @@ _VARIABLES = {
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
 _TICKS = {"": 0.01, "_ns": 10_000_000}
 _TORCH = str(Path(torch.__file__).parent)
-# Code of these asks on behalf of its caller, and code of those for itself, as other parts of Python's library do.
+# Files whose calls count as calls of their caller, and files whose calls are ignored.
 _ON_BEHALF = ("<", os.__file__, str(Path(__file__).parent), f"{_TORCH}/utils/data/distributed.py")
 _FOR_ITSELF = (str(Path(world.__file__).parents[2]), _TORCH, str(Path(psutil.__file__).parent))
 _PYTHONS = sysconfig.get_path("stdlib")
 
 
 class Told:
-    """The lines that ask, each with what it asks for."""
+    """The lines that read the rank or size, each with what it reads."""
 
     def __init__(self, removed: Removed, timeout_s: float | None) -> None:
-        """Ranks that wait longer than the timeout for each other have lost each other."""
+        """The timeout is init's, for ranks that have lost each other."""
         self._removed, self._timeout_s = removed, timeout_s
         self.lines: dict[str, list[str]] = {}
         self.clock: list[str] = []
@@ -47,13 +47,13 @@ class Told:
         self._ticks = count(1)
 
     def begin(self) -> None:
-        """Note from here on."""
-        told = self
+        """Replace the functions and variables that tell the rank, the size and the time."""
+        watcher = self
 
         class Watched(world.World):
             def __getattribute__(self, name: str) -> Any:
                 value = super().__getattribute__(name)
-                return told._answer(f"world.{name}", value, _ALONE[name]) if name in _ALONE else value
+                return watcher._answer(f"world.{name}", value, _ALONE[name]) if name in _ALONE else value
 
         def init(original: Callable[..., world.World], **options: Any) -> world.World:
             if self._timeout_s is not None:
@@ -64,7 +64,7 @@ class Told:
         class Environment(os._Environ):  # type: ignore[type-arg]
             def __getitem__(self, key: str) -> Any:
                 value = super().__getitem__(key)
-                return told._answer(key, value, _VARIABLES[key]) if key in _VARIABLES else value
+                return watcher._answer(key, value, _VARIABLES[key]) if key in _VARIABLES else value
 
         wrap(world, "init", init, samestep)
         os.environ.__class__ = Environment
@@ -85,10 +85,10 @@ class Told:
             asked.append(what)
         return alone if {"*", line} & {*self._removed.lines} else value
 
-    def _manual_seed(self, seed: Callable[[Any], Any], given: Any) -> Any:
+    def _manual_seed(self, seed: Callable[[Any], Any], value: Any) -> Any:
         if _asking() is not None:
-            self.seeded.append(int(given))
-        return seed(given)
+            self.seeded.append(int(value))
+        return seed(value)
 
     def _time(self, tick: float, ask: Callable[[], float]) -> float:
         if (line := _asking()) is None:
@@ -99,7 +99,7 @@ class Told:
 
 
 def _asking() -> str | None:
-    """The line of the script that asks; None where a library asks for itself."""
+    """The line of the script that asks; None if a library asks for itself."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_ON_BEHALF):
         frame = frame.f_back
@@ -110,7 +110,7 @@ def _asking() -> str | None:
 
 
 def _save_on_rank_0(original: Callable[..., None], state: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-    """Where every rank takes itself for rank 0, one of them writes the files."""
+    """Let only the real rank 0 save: in this experiment every rank believes to be rank 0."""
     is_alone = not dist.is_initialized() or dist.distributed_c10d.get_rank() == 0
     if is_alone or not isinstance(path, str | os.PathLike):
         original(state, path, *args, **kwargs)
