@@ -1,6 +1,6 @@
 """samestep makes a serial PyTorch script data-parallel and takes the same step on any number of processes."""
 
-TYPE_CHECKING = False  # typing's own is not used: importing typing takes longer than all the rest here
+TYPE_CHECKING = False  # not from typing: importing typing would take longer than everything else here
 
 if TYPE_CHECKING:
     from samestep.errors import CheckpointError as CheckpointError
@@ -42,7 +42,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
-# What other libraries call it.
+# Names of other libraries, and what to write here.
 _ELSEWHERE = {
     "prepare": "write samestep.replicate(model) and samestep.loader(dataset, batch_size=...)",
     "backward": "write loss.backward()",
@@ -69,7 +69,7 @@ _ELSEWHERE = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name to be there
+if not TYPE_CHECKING:  # for a type checker every name would exist
 
     def __getattr__(name):
         if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""The command line: one file a verb, loaded when it is typed; `--help` imports neither torch nor click."""
+"""The command line: a file for each command, loaded on use; `--help` imports neither torch nor click."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ COMMANDS = {verb: what for verbs in _VERBS.values() for verb, what in verbs.item
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the verb that args (or the command line) begin with; Ctrl-C ends it with one line."""
+    """Run the command at the beginning of args (or of the command line); Ctrl-C ends it with a single line."""
     try:
         _main(args)
     except KeyboardInterrupt:
@@ -55,13 +55,13 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _main(args: list[str] | None) -> None:
-    if asked := os.environ.get("_SAMESTEP_COMPLETE"):  # set by a shell's completion
-        sys.exit(__import__("samestep.cli.completion", fromlist=["complete"]).complete(asked))
+    if request := os.environ.get("_SAMESTEP_COMPLETE"):  # set by a shell's completion
+        sys.exit(__import__("samestep.cli.completion", fromlist=["complete"]).complete(request))
     verb, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if verb == "help" and rest:
         verb, rest = rest[0], ["--help"]
     if verb in COMMANDS:
-        # import_module would import warnings first, which takes a fifth of the time that --help has.
+        # not import_module, which imports warnings: that takes a fifth of the time of --help
         __import__(f"samestep.cli.{verb}", fromlist=["command"]).command.main(rest, f"samestep {verb}")
     elif verb in ("-h", "--help", "help"):
         groups = (f"{group}:\n{_aligned(verbs)}" for group, verbs in _VERBS.items())
@@ -79,7 +79,7 @@ def _meant(verb: str) -> str:
         return f"`samestep run {verb}` runs a script"
     if verb in _MEANT:
         return f"it is `samestep {_MEANT[verb]}` here"
-    from difflib import get_close_matches  # only here: importing it takes as long as all of --help
+    from difflib import get_close_matches  # imported late: it takes as long as all of --help
 
     near = get_close_matches(verb, COMMANDS, 1)
     return f"did you mean `samestep {near[0]}`?" if near else "see `samestep --help`"
@@ -87,7 +87,7 @@ def _meant(verb: str) -> str:
 
 def _aligned(lines: dict[str, str]) -> str:
     if sys.stdout.isatty() and (columns := os.get_terminal_size().columns) < 80:
-        from textwrap import fill  # here for the same reason
+        from textwrap import fill  # imported late for the same reason
 
         below = " " * 6
         return "\n".join(

@@ -1,4 +1,4 @@
-"""`samestep checkpoints DIR` says which commits are there, which are good, and what made them; no torch."""
+"""`samestep checkpoints DIR` lists the commits in a directory, and checks them; no torch."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
     Without --verify only each header is checked. "complete": no byte is missing; "good": every byte is right.
     """
     with open_directory(directory) as dir_fd, working("reading"):
-        rows = [_row(dir_fd, found, verify) for found in examine(dir_fd)]
+        rows = [_row(dir_fd, commit, verify) for commit in examine(dir_fd)]
     if as_json:
         for row in rows:
             click.echo(json.dumps(row))
@@ -44,8 +44,8 @@ def command(directory: Path, verify: bool, as_json: bool) -> None:
     sys.exit(any(row["state"] == "bad" for row in rows))
 
 
-def _row(dir_fd: int, found: Candidate, verify: bool) -> dict[str, Any]:
-    entry, outline, why = found.entry, found.outline, found.why
+def _row(dir_fd: int, commit: Candidate, verify: bool) -> dict[str, Any]:
+    entry, outline, why = commit.entry, commit.outline, commit.why
     row: dict[str, Any] = {"file": entry.name, "step": outline.seal.step if outline else entry.step}
     try:
         row["bytes"] = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_size
@@ -66,8 +66,8 @@ def _table(rows: list[dict[str, Any]]) -> None:
         facts = {key: value for key, value in meta.items() if key not in _IN_COLUMNS and value != ""}
         shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in facts.items()}
         made = " ".join(f"{key}={value}" for key, value in shown.items())
-        told = printable(row.get("why", made))
-        table.append((row["step"], _when(meta), size(row.get("bytes", 0)), row["state"], told))
+        text = printable(row.get("why", made))
+        table.append((row["step"], _when(meta), size(row.get("bytes", 0)), row["state"], text))
     print_table(table)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from samestep.compare.weights import Weights
 
 _LINES, _TABLES = 20, 4
-_WIDE = 80  # columns of the table; on a narrower terminal each difference is a line or two
+_WIDE = 80  # columns of the table; on a narrower terminal each difference takes a line or two
 _DIFFERENT, _UNREADABLE = 1, 2
 
 
@@ -54,19 +54,19 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
 
     names = list(islice(_names(), len(files)))
     with working("comparing"):
-        found = _read(files, as_json)
-        state = found[0].state
-        others = list(zip(names, found, strict=True))[1:]
+        weights = _read(files, as_json)
+        state = weights[0].state
+        others = list(zip(names, weights, strict=True))[1:]
         comparisons = [
             compare(state, other.state, tolerance=tolerance, names=(names[0], name)) for name, other in others
         ]
-    said = (*(file.notes for file in found), *(comparison.notes for comparison in comparisons))
-    notes = list(dict.fromkeys(chain(*said)))
+    all_notes = (*(file.notes for file in weights), *(comparison.notes for comparison in comparisons))
+    notes = list(dict.fromkeys(chain(*all_notes)))
     is_equal = all(comparison.equal for comparison in comparisons)
     if as_json:
         named = [{"name": name, "path": file} for name, file in zip(names, files, strict=True)]
         facts = {"equal": is_equal, "tolerance": tolerance, "files": named, "notes": notes}
-        print_json({**facts, "comparisons": [_facts(found) for found in comparisons]}, indent=2)
+        print_json({**facts, "comparisons": [_facts(comparison) for comparison in comparisons]}, indent=2)
     else:
         for note in notes:
             click.echo(f"note: {note}", err=True)
@@ -77,18 +77,18 @@ def command(files: tuple[str, ...], tolerance: float | None, everything: bool, a
 
 
 def _read(files: Sequence[str], as_json: bool) -> list["Weights"]:
-    """All files; where one cannot be read, say so for each of them and exit."""
+    """Read all files; if some cannot be read, name each of them and exit."""
     from samestep.compare.weights import read
 
-    found, unreadable = [], []
+    weights, unreadable = [], []
     for file in files:
         try:
-            found.append(read(file))
+            weights.append(read(file))
         except CheckpointError as error:
             unreadable.append(str(error))
     if unreadable:
         _refuse(unreadable, as_json)
-    return found
+    return weights
 
 
 def _is_missing(file: str) -> bool:
@@ -96,7 +96,7 @@ def _is_missing(file: str) -> bool:
         os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
         return True
-    except (OSError, ValueError):  # reading it tells more
+    except (OSError, ValueError):  # reading it gives a better error
         pass
     return False
 
@@ -134,30 +134,30 @@ def _print(comparisons: Sequence["Comparison"], limit: int | None, width: int) -
 
 
 def _table(comparison: "Comparison", limit: int | None, width: int) -> Iterator[str]:
-    """The largest differences in the order of the first file, under their layer; last what one file lacks."""
-    found = sorted(comparison.differences, key=lambda difference: difference.kind == "missing")
-    largest = sorted(found, key=lambda difference: (difference.kind == "missing", -difference.relative))
+    """The largest differences in the order of the first file, by layer; tensors that one of the files lacks come last."""
+    ordered = sorted(comparison.differences, key=lambda difference: difference.kind == "missing")
+    largest = sorted(ordered, key=lambda difference: (difference.kind == "missing", -difference.relative))
     kept = set(map(id, largest[:limit]))
-    shown = [difference for difference in found if id(difference) in kept]
-    one, other = comparison.names
-    heading = f"{f'{other} against {one}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
-    yield heading if width >= _WIDE else f"{other} against {one}"
+    shown = [difference for difference in ordered if id(difference) in kept]
+    first, other = comparison.names
+    heading = f"{f'{other} against {first}':26}{'elements':>22}{'largest':>11}{'relative':>11}{'bits':>10}"
+    yield heading if width >= _WIDE else f"{other} against {first}"
     for layer, members in groupby(shown, key=lambda difference: difference.layer):
         if layer:
             yield layer
         for difference in members:
-            yield _row(difference, one, other, width)
+            yield _row(difference, first, other, width)
     if hidden := len(comparison.differences) - len(shown):
         yield f"and {hidden} smaller (--all lists them)"
 
 
-def _row(d: "Difference", one: str, other: str, width: int) -> str:
+def _row(d: "Difference", first: str, other: str, width: int) -> str:
     from samestep.compare.compare import amount
 
     label = f"  {d.name.removeprefix(f'{d.layer}.')}" if d.layer else d.name
     match d.kind:
         case "missing":
-            text = f"only in {one if d.b is None else other}: {d.a or d.b}"
+            text = f"only in {first if d.b is None else other}: {d.a or d.b}"
         case "shape":
             text = f"shape {d.a} and {d.b}"
         case "dtype":

@@ -1,4 +1,4 @@
-"""`samestep completion`: what a shell needs to complete samestep's commands and options; --install puts it in place."""
+"""`samestep completion`: prints or installs a shell's completion of samestep's commands and options."""
 
 from importlib import import_module
 from pathlib import Path
@@ -27,16 +27,16 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        found: click.Command = import_module(f"samestep.cli.{name}").command
-        for param in found.params:
+        command_: click.Command = import_module(f"samestep.cli.{name}").command
+        for param in command_.params:
             if isinstance(param, click.Argument) and param.type in (click.STRING, click.UNPROCESSED):
                 param.type = click.Path()  # a script and its arguments: the shell offers files
-        return found
+        return command_
 
 
-def complete(asked: str) -> int:
-    """Answer a shell: `asked` is the variable's value, such as bash_complete."""
-    return shell_complete(_Verbs("samestep"), {}, "samestep", _VARIABLE, asked)
+def complete(request: str) -> int:
+    """Answer a shell; `request` is the value of _VARIABLE, such as bash_complete."""
+    return shell_complete(_Verbs("samestep"), {}, "samestep", _VARIABLE, request)
 
 
 @verb("samestep completion")
@@ -49,9 +49,9 @@ def command(shell: str, install: bool) -> None:
     samestep completion bash --install
     samestep completion fish | source
     """
-    found = get_completion_class(shell)
-    assert found is not None
-    script = found(_Verbs("samestep"), {}, "samestep", _VARIABLE).source()
+    completion = get_completion_class(shell)
+    assert completion is not None
+    script = completion(_Verbs("samestep"), {}, "samestep", _VARIABLE).source()
     if not install:
         click.echo(script, nl=False)
         return

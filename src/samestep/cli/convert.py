@@ -28,38 +28,39 @@ def command(script: Path, write: bool) -> None:
     Exit code: 0 all is converted; 1 something is left to do; 2 SCRIPT cannot be converted.
     """
     check_script(str(script), is_module=False)
-    found = convert(script, write)
-    if not found.files:
+    conversion = convert(script, write)
+    if not conversion.files:
         click.echo(f"samestep convert: nothing in {script} could be converted", err=True)
     elif write:
-        _write(found)
+        _write(conversion)
     else:
-        sys.stdout.buffer.write(found.patch().encode("utf-8", "surrogateescape"))
+        sys.stdout.buffer.write(conversion.patch().encode("utf-8", "surrogateescape"))
         sys.stdout.flush()
-    for note in found.notes:
+    for note in conversion.notes:
         click.echo(f"note: {note}", err=True)
-    if found.gaps:
-        click.echo(f"\nnot complete, {counted(len(found.gaps), 'place')} left to change by hand:", err=True)
-        for gap in found.gaps:
+    if conversion.gaps:
+        places = counted(len(conversion.gaps), "place")
+        click.echo(f"\nnot complete, {places} left to change by hand:", err=True)
+        for gap in conversion.gaps:
             click.echo(f"  {gap}", err=True)
-    elif write and script in found.files:
+    elif write and script in conversion.files:
         click.echo(f"test it: samestep verify --against {_copy_of(script)} {script}")
-    raise SystemExit(1 if found.gaps else 0)
+    raise SystemExit(1 if conversion.gaps else 0)
 
 
 def _copy_of(path: Path) -> Path:
-    """Where a file is kept as it was."""
+    """Where the original of a file is kept."""
     return path.with_name(f"{path.stem}_serial{path.suffix}")
 
 
-def _write(found: Conversion) -> None:
-    copies = {path: _copy_of(path) for path in found.files}
+def _write(conversion: Conversion) -> None:
+    copies = {path: _copy_of(path) for path in conversion.files}
     for path, copy in copies.items():
-        if copy.exists() and copy.read_bytes() != found.files[path][0]:
+        if copy.exists() and copy.read_bytes() != conversion.files[path][0]:
             raise UsageError(
                 f"{copy} exists, and the copy of {path} would replace it; move it, then convert again"
             )
-    for path, (before, after) in found.files.items():
+    for path, (before, after) in conversion.files.items():
         write_atomically(copies[path], before)
         write_atomically(path, after)
         click.echo(f"{path}: converted; the script as it was is {copies[path].name}")

@@ -42,10 +42,10 @@ def command(epochs: int) -> None:
     runs: list[Run] = []
     with end_on_signals(), tempfile.TemporaryDirectory(prefix="samestep-") as directory:
         for setup in setups():
-            # The third run is for its speed alone.
-            some = epochs if len(runs) < 2 else -(-epochs // 4)
-            with progress(some) as told:
-                runs.append(train(setup, Path(directory), some, told))
+            # the third run only measures speed
+            num_epochs = epochs if len(runs) < 2 else -(-epochs // 4)
+            with progress(num_epochs) as report:
+                runs.append(train(setup, Path(directory), num_epochs, report))
     is_same, verdict = compared(runs)
     next_steps = _NEXT.format(script=SCRIPT)
     click.echo("\n".join(["", *table(runs), "", fill(speeds(runs), 79), "", next_steps, *verdict]))

@@ -1,4 +1,4 @@
-"""`samestep env`: says who this process is, and which variable says so."""
+"""`samestep env`: prints the placement of this process, and the variables that it comes from."""
 
 import os
 from dataclasses import asdict

@@ -32,15 +32,15 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
 
     try:
         with working(f"writing {output}"):
-            found = weights.read(source)
-            chosen = without_prefix(_part(found.state, part))
+            loaded = weights.read(source)
+            chosen = without_prefix(_part(loaded.state, part))
             write_atomically(output, lambda file: _write(file, chosen, part, output.suffix))
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else printable(error)
         raise CheckpointError(f"{output} cannot be written ({reason})", path=output) from error
-    for note in found.notes:
+    for note in loaded.notes:
         click.echo(note, err=True)
-    click.echo(f"{output}: {part} of {found.file}")
+    click.echo(f"{output}: {part} of {loaded.file}")
 
 
 def _part(state: Any, part: str) -> Any:
@@ -62,14 +62,14 @@ def _write(file: BinaryIO, chosen: Any, part: str, suffix: str) -> None:
         torch.save(chosen, file)
         return
     tensors: dict[str, torch.Tensor] = {}
-    held: set[int] = set()
+    written: set[int] = set()
     for key, value in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
         if not isinstance(value, torch.Tensor):
             name = printable(f"{part}.{key}".rstrip("."))
             raise UsageError(f"{name} is a {type(value).__name__}, and safetensors hold tensors; write a .pt")
-        # the format knows no tied tensors
-        tensors[str(key)] = value.clone() if value.data_ptr() in held else value
-        held.add(value.data_ptr())
+        # safetensors refuses tensors that share memory
+        tensors[str(key)] = value.clone() if value.data_ptr() in written else value
+        written.add(value.data_ptr())
     try:
         file.write(safetensors.torch.save(tensors, metadata={"format": "pt"}))
     except (KeyError, ValueError, RuntimeError) as error:

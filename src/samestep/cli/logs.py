@@ -30,19 +30,19 @@ def command(run: str | None, ranks: str, follow: bool) -> None:
 
     RUN is a directory, or a name that `samestep runs` lists  [the newest].
     """
-    found = find_run(run)
-    # a batch job's ranks write to one file
-    chosen = (found.logs or [0]) if ranks == "all" else numbers("--rank", ranks, "ranks")
-    paths = {log_of(found, rank): rank for rank in chosen}
+    chosen_run = find_run(run)
+    # the ranks of a batch job write to a single file
+    chosen = (chosen_run.logs or [0]) if ranks == "all" else numbers("--rank", ranks, "ranks")
+    paths = {log_of(chosen_run, rank): rank for rank in chosen}
     tails = [Tail(path, f"[rank {rank}] " if len(paths) > 1 else "") for path, rank in paths.items()]
     try:
-        _show(found, tails, follow)
+        _show(chosen_run, tails, follow)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class Tail:
-    """The part of a file that was not shown yet."""
+    """The part of a file that has not been shown yet."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self._path, self._prefix = path, prefix
@@ -50,12 +50,12 @@ class Tail:
         self._decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
 
     def more(self, is_last: bool) -> bool:
-        """Show what is new, with a prefix only complete lines; False where nothing is new."""
+        """Show new output, with a prefix only complete lines; False if there is nothing new."""
         with open(open_regular(self._path, 2), "rb") as file:
             file.seek(self._shown)
             data = file.read(_CHUNK)
         self._shown += len(data)
-        # as a terminal's cursor would: what a progress bar writes over is a line of its own
+        # a carriage return ends a line, so each state of a progress bar is a line
         text = self._rest + self._decode(data).replace("\r\n", "\n").replace("\r", "\n")
         lines, self._rest = text.splitlines(keepends=True), ""
         is_cut = lines and not lines[-1].endswith("\n") and len(lines[-1]) < _LONGEST_LINE
@@ -70,7 +70,7 @@ class Tail:
 def _show(run: Run, tails: list[Tail], follow: bool) -> None:
     is_last = False
     while not is_last:
-        # Asked before reading, so that what the run wrote before its end is read too.
+        # checked before reading, so that output from before the run's end is read too
         is_last = not follow or (read_run(run.path) or run).is_over
         while sum(tail.more(is_last) for tail in tails):
             pass

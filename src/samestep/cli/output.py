@@ -1,4 +1,4 @@
-"""What the commands share: the option -h, how they print JSON and progress, and how errors end them."""
+"""Shared by all commands: the option -h, output as tables, JSON and progress, and the handling of errors."""
 
 import json
 import math
@@ -18,16 +18,16 @@ from samestep.start.signals import hear_of_children
 from samestep.text import reason_of
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# also what turns the direction of text round, and the separators at which a reader may break a line
+# also characters that reverse the direction of text, and separators that may break a line
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 _NUMBER = re.compile(r"[0-9.,:]*(e[+-][0-9]+)?( [kMG]B| %)?|-")
-_LAST_COLUMN = 10  # characters that the last column of a table has at least
+_LAST_COLUMN = 10  # the least width of a table's last column
 
 
 class _Help(click.HelpFormatter):
-    """Help as wide as the terminal; on a narrow one an option's text is below the option."""
+    """Help as wide as the terminal; on a narrow terminal the text is below the option."""
 
     def __init__(self) -> None:
         super().__init__(width=min(80, room(80)) - 2)
@@ -37,7 +37,7 @@ class _Help(click.HelpFormatter):
 
 
 class _Verb(click.Command):
-    """A command that an error ends with one line, which begins with the command's name."""
+    """A command whose errors are a single line that begins with its name."""
 
     def get_help(self, ctx: click.Context) -> str:
         self.format_help(ctx, formatter := _Help())
@@ -55,14 +55,14 @@ class _Verb(click.Command):
             elif isinstance(error, click.NoSuchOption) and "options" in {param.name for param in self.params}:
                 error = click.NoSuchOption(error.option_name)
                 hint = f"--option gives sbatch its own, as --option --gres=gpu:1; {hint}"
-            said, code = f"{_sentence(error)}; {hint}", 2
+            message, code = f"{_sentence(error)}; {hint}", 2
         except SamestepError as error:
-            said, code = str(error), 2 if isinstance(error, UsageError) else 1
+            message, code = str(error), 2 if isinstance(error, UsageError) else 1
         except OSError as error:
-            said, code = f"{error.filename or 'the output'} cannot be used ({reason_of(error)})", 1
+            message, code = f"{error.filename or 'the output'} cannot be used ({reason_of(error)})", 1
         except click.Abort:
             raise KeyboardInterrupt from None
-        click.echo(harmless(f"{self.name}: {said}"), err=True)
+        click.echo(harmless(f"{self.name}: {message}"), err=True)
         raise SystemExit(code)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -76,18 +76,18 @@ class _Verb(click.Command):
 
 
 def _sentence(error: click.ClickException) -> str:
-    """What click says, on one line and without its capitals."""
+    """The message of click on a single line, in lower case."""
     parts = " ".join(error.format_message().split()).rstrip(".").removesuffix(" range").split(". ")
     return "; ".join(part[:1].lower() + part[1:] for part in parts).replace("; (", " (")
 
 
 def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """A command of this name in its errors: a UsageError exits with 2, other errors of ours with 1, Ctrl-C with 130."""
+    """Decorator for a command; a UsageError exits with 2, other errors of samestep with 1, Ctrl-C with 130."""
     return click.command(name, cls=_Verb, context_settings={"help_option_names": ["-h", "--help"]} | settings)
 
 
 def print_json(document: dict[str, object], indent: int | None = None) -> None:
-    """One JSON object with a schema_version; numbers that are not finite, which JSON lacks, are null."""
+    """Print a JSON object with a schema_version; numbers that are not finite become null."""
     click.echo(json.dumps(_finite({"schema_version": 1} | document), indent=indent, allow_nan=False))
 
 
@@ -140,10 +140,10 @@ def room(otherwise: int = 79) -> int:
 
 
 def print_table(rows: Sequence[Sequence[object]]) -> None:
-    """Rows in columns, the heading first; on a terminal too narrow for them, each row as lines of its own."""
+    """Print rows in columns, the heading first; on a narrow terminal, print each cell on a line."""
     columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
     wide = [max(map(len, column)) for column in columns]
-    # what is in the last column may be long, and goes on in the terminal's next line
+    # the last column may be long: it may continue in the terminal's next line
     if sum(wide[:-1]) + 2 * len(wide[1:]) + min(wide[-1], _LAST_COLUMN) > room(sys.maxsize):
         for row in zip(*(column[1:] for column in columns), strict=True):
             click.echo(row[0])
@@ -159,25 +159,25 @@ def print_table(rows: Sequence[Sequence[object]]) -> None:
 
 
 def harmless(text: object) -> str:
-    """Foreign text for a terminal: colours are left out, and other control characters written as escapes."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _COLOURS.sub("", str(text)))
+    """Untrusted text for a terminal: without colours, other control characters escaped."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], _COLOURS.sub("", str(text)))
 
 
 def check_script(script: str, is_module: bool) -> None:
-    """Find a mistyped name now, not after minutes or in a queue."""
+    """Refuse a script that does not exist now, instead of after minutes or in a queue."""
     if not (is_module or Path(script).is_file()):
         raise UsageError(f"script {script!r} is not a file in {Path.cwd()}; write its path")
 
 
 def sizes_of(option: str, text: str) -> list[int]:
-    """The numbers of processes in an option's value, each once."""
+    """The numbers of processes in an option's value, without repetitions."""
     if not all(sizes := list(dict.fromkeys(numbers(option, text, "numbers of processes")))):
         raise UsageError(f"{option} {text} contains 0 processes; write numbers such as 1,2")
     return sizes
 
 
 def ranks_of(option: str, text: str, size: int) -> list[int]:
-    """The ranks in an option's value, of a run with so many."""
+    """The ranks in an option's value, for a run with `size` ranks."""
     ranks = numbers(option, text, "ranks")
     if max(ranks) >= size:
         raise UsageError(f"{option} {text} names rank {max(ranks)}, but there are {size}; count from 0")

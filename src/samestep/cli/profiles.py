@@ -27,16 +27,16 @@ def command(as_json: bool, name: str | None) -> None:
     """
     paths = profile_paths(os.environ)
     found, code = {}, 0
-    for one in [name] if name else paths:
+    for profile_name in [name] if name else paths:
         try:
-            found[one] = load_profile(one, os.environ)
+            found[profile_name] = load_profile(profile_name, os.environ)
         except UsageError as error:
             click.echo(f"samestep profiles: {error}", err=True)
             code = 2
     if not found:
         raise SystemExit(code)
     if as_json:
-        profiles = {one: {"path": str(paths[one]), **asdict(profile)} for one, profile in found.items()}
+        profiles = {key: {"path": str(paths[key]), **asdict(profile)} for key, profile in found.items()}
         print_json({"profiles": profiles})
     elif name:
         for key, value in asdict(found[name]).items():
@@ -45,7 +45,7 @@ def command(as_json: bool, name: str | None) -> None:
                 click.echo(f"{key.replace('_', '-')} = {written}  # {MEANS[key]}")
         click.echo(paths[name])
     else:
-        jobs = {one: Job(profile, "script.py") for one, profile in found.items()}
-        rows = [(one, job.tasks, job.cores or "-", job.profile.about) for one, job in jobs.items()]
+        jobs = {key: Job(profile, "script.py") for key, profile in found.items()}
+        rows = [(key, job.tasks, job.cores or "-", job.profile.about) for key, job in jobs.items()]
         print_table([("profile", "processes/node", "cores/process", "for"), *rows])
     raise SystemExit(code)

@@ -45,7 +45,7 @@ _NOT_OFFERED = {
     "--cpu": "the script's device decides; CUDA_VISIBLE_DEVICES= hides all GPUs",
     "--multi-gpu": "there is one process for each visible device",
 }
-# Accelerate's and others' names.
+# The names in Accelerate and other tools, and ours.
 _ELSEWHERE = {
     **dict.fromkeys(("--num-processes", "--np", "--ntasks", "--gpus", "--num-gpus", "--ngpus"), "-n"),
     "--num-machines": "--nodes",
@@ -71,7 +71,7 @@ def _seconds(name: str, help: str, default: float | None = None, *, not_0: bool 
 
 
 def _hidden_options(command: Any) -> Any:
-    """Take the options of torchrun and others that are not in our help."""
+    """Add the options of torchrun and other tools that the help does not show."""
     for name in _HIDDEN:
         names = ("-r", name) if name == "--redirects" else (name,)
         kind = click.IntRange(1, 65535) if name == "--master-port" else None
@@ -187,20 +187,20 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             code = run_script(started)
         except OSError as error:
             reason = error.strerror or str(error)
-            # Only the first letter: the rest may hold a path.
+            # only the first letter in lower case: the rest may contain a path
             click.echo(f"samestep: {script} cannot be executed ({reason[:1].lower()}{reason[1:]})", err=True)
             code = 127 if isinstance(error, FileNotFoundError) else 126
     raise SystemExit(code)
 
 
-# As torchrun's, each option may come from a variable: Kubeflow's operator sets PET_NNODES, PET_NODE_RANK and others.
+# As with torchrun, each option can be set by a variable: Kubeflow's operator sets PET_NNODES, PET_NODE_RANK, ...
 for _option in command.params:
     _names = (name.lstrip("-").upper().replace("-", "_") for name in _option.opts if name.startswith("--"))
     _option.envvar = [f"PET_{name}" for name in _names]
 
 
 def _remark(file: str, size: int, options: Mapping[str, Any], *, is_counted: bool) -> None:
-    """Say on stderr what a user may not expect of this start."""
+    """Print remarks on stderr about what a user may not expect of this start."""
     if options["count"] is None and not is_counted:
         click.echo(
             "no device is visible, so this is 1 process; for two on this machine's cores: samestep run -n 2 ...",
@@ -213,7 +213,7 @@ def _remark(file: str, size: int, options: Mapping[str, Any], *, is_counted: boo
 
 
 def _from_stdin(env: dict[str, str], cleanup: ExitStack) -> str:
-    """A file of the script on stdin, which finds modules in the current directory as `python -` does."""
+    """Save the script on stdin in a file; it finds modules in the current directory, as with `python -`."""
     home = cleanup.enter_context(TemporaryDirectory(prefix="samestep-stdin-"))
     path = Path(home, "stdin.py")
     path.write_bytes(sys.stdin.buffer.read())
@@ -241,18 +241,18 @@ def _argv(script: str, args: tuple[str, ...], options: Mapping[str, Any]) -> lis
 
 
 def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
-    """Where the launchers of several nodes meet; in the shell of an allocation, start them on all its nodes."""
+    """The meeting of several nodes; in the shell of an allocation, start this command on all its nodes instead."""
     if options["standalone"]:
         if options["node_rank"] or options["nodes"] not in (None, "1", "1:1"):
             raise UsageError(
                 "--standalone means one node; leave it out, or leave out --nodes and --node-rank"
             )
         return None
-    # of a Slurm step only how many nodes are enough is to be said
+    # inside a Slurm step, --nodes 1:2 only says how many nodes are enough
     is_of_step = ":" in (options["nodes"] or "") and "SLURM_STEP_ID" in os.environ
     if options["nodes"] and not (is_of_step and not options["rendezvous"]):
         return by_hand(options, _title(options, script))
-    # Variables of a rank that this process inherited do not describe the processes to be started.
+    # Inherited variables of a rank describe this process, not the processes to be started.
     here = place({name: value for name, value in os.environ.items() if name not in _OF_A_RANK})
     if here.launcher == "alone":
         step = allocation_command(os.environ, sys.argv[2:], bool(options["count"] or options["devices"]))
@@ -272,14 +272,14 @@ def _where(options: Mapping[str, Any], script: str) -> NodeMeeting | None:
 
 
 def _title(options: Mapping[str, Any], script: str) -> str:
-    """What must be the same on every node; paths, arguments and the name of a program may differ."""
+    """The name that must be the same on every node; paths, arguments and a program's name may differ."""
     if options["no_python"]:
         return ""
     return f"-m {script}" if options["module"] else Path(script).name
 
 
 def _size(options: Mapping[str, Any], node: int) -> tuple[dict[str, str], int]:
-    """The number of processes, and the variable that masks their devices."""
+    """The variable that masks devices, and the number of processes."""
     count, devices = options["count"], options["devices"]
     if count and re.fullmatch("[0-9]{1,4}(,[0-9]{1,4})+", count):
         counts = count.split(",")
@@ -316,7 +316,7 @@ def _shown(options: Mapping[str, Any], size: int) -> Container[int]:
             f"--tee {tee} shows a part of a rank's output; write --tee all, or ranks such as 0,1"
         )
     shown: Container[int] = frozenset(() if redirects == "3" else {0})
-    # torchrun's 3 is stdout and stderr of all ranks.
+    # torchrun's 3 means stdout and stderr of all ranks
     if options["all_ranks"] or tee in ("all", "3"):
         shown = range(size)
     elif tee:
@@ -327,12 +327,12 @@ def _shown(options: Mapping[str, Any], size: int) -> Container[int]:
 
 
 def _signals(names: str | None) -> tuple[signal.Signals, ...]:
-    found = list(PASSED_ON)
+    signals = list(PASSED_ON)
     for name in names.split(",") if names else ():
         number = signal.Signals.__members__.get(name.strip())
         if number in (None, signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
             raise UsageError(
                 f"--signals-to-handle {name} is not a signal that can be passed on; write names such as SIGUSR1"
             )
-        found.append(number)
-    return tuple(dict.fromkeys(found))
+        signals.append(number)
+    return tuple(dict.fromkeys(signals))

@@ -1,4 +1,4 @@
-"""`samestep runs`: lists what was run, the newest first, from files alone."""
+"""`samestep runs`: lists runs, the newest first, from their files."""
 
 import time
 from datetime import timedelta

@@ -62,30 +62,30 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     words = [*(["-m"] * options["module"]), script, *args]
     sizes, predicted_sizes, link = check(options)
     chosen = variants(sizes or _usual_sizes(bool(options["vary"])), options["vary"], options["each"])
-    lacking = [why for one in chosen if (why := one.lacks)]
-    chosen = [one for one in chosen if not one.lacks]
+    lacking = [why for variant in chosen if (why := variant.lacks)]
+    chosen = [variant for variant in chosen if not variant.lacks]
     if not chosen:
         raise UsageError(f"{lacking[0]}; leave it out")
-    lacking += _crowded(max(one.processes for one in chosen))
+    lacking += _crowded(max(variant.processes for variant in chosen))
     plan = Plan(words, chosen, options["repeat"], options["steps"], options["weak"])
     with end_on_signals():
-        with progress(len(chosen) * plan.repeat) as told:
-            rows = rows_of(measure(plan, told), chosen, plan.weak)
+        with progress(len(chosen) * plan.repeat) as report_progress:
+            rows = rows_of(measure(plan, report_progress), chosen, plan.weak)
         predicted = []
         try:
             model = model_of(plan, rows, link) if predicted_sizes else None
             predicted = [model.predict(size) for size in predicted_sizes] if model else []
-        except WorkerFailed as error:  # what was measured is reported all the same
+        except WorkerFailed as error:  # still report what was measured
             lacking.append(f"nothing was predicted: {error}")
-    said = " ".join([verdict(rows), *(f"{why}." for why in lacking)])
-    report = Report(rows, said, predicted)
+    text = " ".join([verdict(rows), *(f"{why}." for why in lacking)])
+    report = Report(rows, text, predicted)
     document: dict[str, object] = {
         "script": words,
         "weak": plan.weak,
         "steps": plan.steps,
         "rows": [row.facts() for row in rows],
         "verdict": report.verdict,
-        "predicted": [vars(one) for one in predicted],
+        "predicted": [vars(prediction) for prediction in predicted],
     }
     written = report.write(plan.directory, " ".join(words), document)
     if options["as_json"]:
@@ -95,13 +95,13 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             print_table(rows_of_table)
             click.echo()
         for text in report.said():
-            unbroken = text.replace(" %", "\xa0%")  # 5 % on one line
+            unbroken = text.replace(" %", "\xa0%")  # keeps `5 %` on a single line
             click.echo(fill(unbroken, room()).replace("\xa0", " ") + "\n")
         click.echo(f"Report: {written}")
 
 
 def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | None]":
-    """What -n, --predict and --link say: a mistake in them is found before anything runs."""
+    """Check -n, --predict and --link before anything runs; returns sizes, predicted sizes, and the link."""
     from samestep.measure.predict import link_of
 
     if options["link"] and not options["predict"]:
@@ -117,7 +117,7 @@ def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | Non
 
 
 def _crowded(processes: int) -> list[str]:
-    """What is said where processes shared cores."""
+    """A remark if processes shared cores."""
     here = len(cores())
     if processes <= here or visible_devices(os.environ) or "SLURM_JOB_ID" in os.environ:
         return []

@@ -1,4 +1,4 @@
-"""`samestep status`: says what each rank of a run does, from files alone."""
+"""`samestep status`: shows what each rank of a run does, from its files."""
 
 import time
 
@@ -24,7 +24,7 @@ def command(run: str | None, as_json: bool) -> None:
     found = find_run(run)
     now = time.time()
     facts = found.facts()
-    # by the wall clock: they may be of any machine
+    # by the wall clock: the ranks may run on other machines
     states = [
         state_of(rank, pulse, now - pulse.unix + pulse.monotonic - pulse.phase_began)
         for rank, pulse in found.pulses.items()

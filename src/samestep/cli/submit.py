@@ -61,30 +61,30 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
     samestep submit --array 0-3 --gpus-per-node 1 train.py
     samestep submit --nodes 2 --scale '-n 1,2,4,8 --repeat 3' train.py
     """
-    job_has = {name: given.pop(name) for name in ("name", "module", "array", "one_run")}
+    job_fields = {name: given.pop(name) for name in ("name", "module", "array", "one_run")}
     if (scale := given.pop("scale")) is not None:
         try:
-            job_has["scale"] = tuple(shlex.split(scale))
+            job_fields["scale"] = tuple(shlex.split(scale))
         except ValueError as error:
             raise UsageError(
                 f"--scale {scale} is no list of options ({error}); close the quotation"
             ) from None
-        # a wrong option is found now, not after hours in the queue
-        check(scale_command.make_context("samestep scale", [*job_has["scale"], script]).params)
+        # find a wrong option now, not after hours in the queue
+        check(scale_command.make_context("samestep scale", [*job_fields["scale"], script]).params)
     folder = given.pop("run_dir") or os.environ.get("SAMESTEP_RUN_DIR")
     chosen = _over(load_profile(profile, os.environ), given)
     is_elsewhere = chosen.container or chosen.setup or script.startswith("-")
-    check_script(script, bool(job_has["module"] or is_elsewhere))
-    job = Job(chosen, script, args, run_dir=folder, **job_has)
-    said = ["samestep", *sys.argv[1:]]
+    check_script(script, bool(job_fields["module"] or is_elsewhere))
+    job = Job(chosen, script, args, run_dir=folder, **job_fields)
+    words = ["samestep", *sys.argv[1:]]
     if dry_run:
-        said.remove("--dry-run")  # ours is the first: options come before the script
-        click.echo(batch_script(job, said).encode(errors="surrogateescape"), nl=False)
+        words.remove("--dry-run")  # the first is ours: options come before the script
+        click.echo(batch_script(job, words).encode(errors="surrogateescape"), nl=False)
         return
     if advice := better_place(job.folder.absolute() / job.title, os.environ):
         click.echo(f"samestep submit: {advice}", err=True)
     check_nodes(chosen)
-    path = write_script(job, said)
+    path = write_script(job, words)
     click.echo(f"wrote {path}")
     number = submit(path)
     where = output_of(job, number)
@@ -93,7 +93,7 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
 
 
 def _over(profile: Profile, given: dict[str, Any]) -> Profile:
-    """The profile with the given options in it; modules, set-up, variables and options are added to its own."""
+    """The profile with the given options; modules, set-up, variables and options are added to the profile's."""
     pairs = [pair.partition("=") for pair in given.pop("env")]
     for name, equals, _ in pairs:
         if not equals:

@@ -67,14 +67,14 @@ def command(
 
     try:
         check_script(script, module)
-        with end_on_signals(), progress(None) as told:
+        with end_on_signals(), progress(None) as report_progress:
             report = verify(
                 [*(["-m"] * module), script, *args],
                 _sizes(sizes, least=1 if against else 2),
                 exact=exact,
                 steps=steps,
                 against=[against, *args] if against else [],
-                progress=lambda said: told(0, f"samestep verify: running {said}", ""),
+                progress=lambda run: report_progress(0, f"samestep verify: running {run}", ""),
             )
     except UsageError as error:
         diff = conversion(Path(script)) if isinstance(error, SerialScript) and not module else None
@@ -103,9 +103,9 @@ def _sizes(text: str | None, least: int) -> list[int]:
             f"-n {text} needs {max(sizes)} devices and {devices} are visible; use at most {devices}"
         )
     if len(sizes) < least:
-        found = "one device is visible" if text is None else f"-n {text} is one number of processes"
+        given = "one device is visible" if text is None else f"-n {text} is one number of processes"
         hidden = ", and set CUDA_VISIBLE_DEVICES= to run on the cores" if devices else ""
-        raise UsageError(f"{found}, and verify compares at least two; write for instance -n 1,2{hidden}")
+        raise UsageError(f"{given}, and verify compares at least two; write for instance -n 1,2{hidden}")
     return sizes
 
 
@@ -113,10 +113,10 @@ def _row(size: int | None, outcome: "Compared") -> tuple[object, ...]:
     name = size or "untouched"
     if outcome.verdict == "failed":
         return (name, "failed", "", "", "", "")
-    run, found = outcome.run, outcome.difference or outcome.bits
+    run, difference = outcome.run, outcome.difference or outcome.bits
     loss = f"{run.losses[-1]:.5g}" if run.losses else ""
-    distance = f"{outcome.distance:.1e}" if found and math.isfinite(outcome.distance or math.inf) else ""
-    return (name, run.length, run.samples, loss, found or "", distance)
+    distance = f"{outcome.distance:.1e}" if difference and math.isfinite(outcome.distance or math.inf) else ""
+    return (name, run.length, run.samples, loss, difference or "", distance)
 
 
 def _document(report: "Report") -> dict[str, Any]:
@@ -126,28 +126,28 @@ def _document(report: "Report") -> dict[str, Any]:
         "sentence": str(report),
         "cause": report.harmful[0].sentence if report.harmful else None,
         "causes": [asdict(cause) for cause in report.causes],
-        "printed": [asdict(found) for found in report.printed],
+        "printed": [asdict(line) for line in report.printed],
         "remarks": report.remarks,
         "sizes": [_outcome(size, outcome) for size, outcome in report.outcomes.items()],
     }
 
 
 def _outcome(size: int | None, outcome: "Compared") -> dict[str, Any]:
-    run, found = outcome.run, outcome.difference or outcome.bits
-    step = None if found is None or found.step is None else found.step + 1
+    run, difference = outcome.run, outcome.difference or outcome.bits
+    step = None if difference is None or difference.step is None else difference.step + 1
     return {
         "size": size,
         "steps": run.length,
         "samples": run.samples,
         "loss": run.losses[-1] if run.losses else None,
         "verdict": outcome.verdict,
-        "difference": found
+        "difference": difference
         and {
-            "kind": found.kind,
+            "kind": difference.kind,
             "step": step,
-            "rank": found.rank,
-            "name": found.name,
-            "sentence": str(found),
+            "rank": difference.rank,
+            "name": difference.name,
+            "sentence": str(difference),
         },
         "distance": outcome.distance,
         "note": outcome.note,

@@ -22,7 +22,7 @@ torch.manual_seed(0)
 device = samestep.init().device
 images, labels = digits()
 test_part = torch.arange(len(images)) % 5 == 0
-# Each image carries its number, so that the order of all can be shown.
+# Each sample includes its index, so that the order of samples can be compared.
 data = TensorDataset(images.unsqueeze(1) / 16, labels.long(), torch.arange(len(images)))
 train = samestep.steps(TensorDataset(*data[~test_part]), batch_size=192, microbatch=48, shuffle=True)
 test = samestep.loader(TensorDataset(*data[test_part]), batch_size=360)

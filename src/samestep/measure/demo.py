@@ -1,4 +1,4 @@
-"""Trains one network at 1 and at 2 processes of this machine, and says what was the same and what it took."""
+"""Trains a network at 1 and at 2 processes of this machine, and compares results and times."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _EPOCH = re.compile(r"epoch (\d+) of \d+: (\S+)")
 
 @dataclass(frozen=True)
 class Setup:
-    """How many processes, and how many cores for all of them."""
+    """The number of processes, and of cores for all of them."""
 
     processes: int
     cores: int
@@ -31,15 +31,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """One training from start to end, and what its script saved."""
+    """A complete training run, and what its script saved."""
 
     setup: Setup
     saved: dict[str, Any]
-    seconds: float  # with the start of Python and torch
+    seconds: float  # including the start of Python and torch
 
     @property
     def rate(self) -> float:
-        """Samples a second in the epoch that others disturbed least."""
+        """Samples per second in the fastest epoch, which was disturbed least."""
         return float(self.saved["trained"] / min(self.saved["seconds"]))
 
     @property
@@ -50,31 +50,31 @@ class Run:
 
 
 def setups() -> list[Setup]:
-    """What can be compared on this machine."""
+    """The setups that this machine can compare."""
     return [Setup(1, 1), Setup(2, 2), Setup(1, 2)] if len(cores()) > 1 else [Setup(1, 1), Setup(2, 1)]
 
 
-def train(setup: Setup, directory: Path, epochs: int, told: Callable[[int, str, str], None]) -> Run:
-    """Run the script, tell how many epochs are done and the latest's accuracy, and read what the script saved."""
+def train(setup: Setup, directory: Path, epochs: int, report: Callable[[int, str, str], None]) -> Run:
+    """Run the script, report finished epochs and the latest accuracy, and read what the script saved."""
     out = directory / f"{setup.processes}-{setup.cores}.pt"
     lines = []
 
-    def heard(line: str) -> None:
+    def on_line(line: str) -> None:
         if epoch := _EPOCH.match(line):
-            told(int(epoch[1]), f"{setup} ...", f" {epoch[2]}")
+            report(int(epoch[1]), f"{setup} ...", f" {epoch[2]}")
         else:
             lines.append(line)
 
-    told(0, f"{setup} ...", "")
+    report(0, f"{setup} ...", "")
     env = {
-        # On a busy machine threads that spin for each other take ten times as long.
+        # On a busy machine, threads that spin while waiting take ten times as long.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
         "SAMESTEP_EXACT_THREADS": str(max(1, setup.cores // setup.processes)),
     }
     words = [str(SCRIPT), "--epochs", str(epochs), "--out", str(out)]
-    result = Trial(words, setup.processes, directory / out.stem, env, setup.cores).run(heard)
+    result = Trial(words, setup.processes, directory / out.stem, env, setup.cores).run(on_line)
     if result.code:
         raise WorkerFailed("\n".join([f"{setup} ended with exit code {result.code}:", *lines]))
     saved = read(out).state
@@ -83,7 +83,7 @@ def train(setup: Setup, directory: Path, epochs: int, told: Callable[[int, str, 
 
 
 def table(runs: Sequence[Run]) -> list[str]:
-    """The runs as columns; the third one is for its speed alone."""
+    """The runs as columns of a table; the third run only measures speed."""
     rows: dict[str, list[object]] = {}
     for number, run in enumerate(runs):
         saved = run.saved
@@ -104,22 +104,23 @@ def table(runs: Sequence[Run]) -> list[str]:
 
 
 def compared(runs: Sequence[Run]) -> tuple[bool, list[str]]:
-    """Whether one process and two are the same to the bit, and what is the same."""
-    one, two = (run.saved for run in runs[:2])
-    found = compare(*({part: saved[part] for part in ("model", "optimizer")} for saved in (one, two)))
-    same = {"batches": one["order"] == two["order"], "test accuracy": one["correct"] == two["correct"]}
-    largest = max((difference.absolute for difference in found.differences), default=0.0)
-    is_same = all(same.values()) and found.verdict == "same"
+    """Whether one process and two are the same to the bit, with the lines of the report."""
+    first, second = (run.saved for run in runs[:2])
+    result = compare(*({part: saved[part] for part in ("model", "optimizer")} for saved in (first, second)))
+    facts = {"batches": "order", "test accuracy": "correct"}
+    same = {name: first[key] == second[key] for name, key in facts.items()}
+    largest = max((difference.absolute for difference in result.differences), default=0.0)
+    is_same = all(same.values()) and result.verdict == "same"
     return is_same, [
-        f"1 process and 2 took {one['steps']} steps each:",
+        f"1 process and 2 took {first['steps']} steps each:",
         *(f"  {'the same' if is_equal else 'different'} {name}" for name, is_equal in same.items()),
-        f"  largest difference in {found.contents} (weights, BatchNorm, optimizer): {largest:g}",
-        "same to the bit" if is_same else str(found) if found.differences else "different",
+        f"  largest difference in {result.contents} (weights, BatchNorm, optimizer): {largest:g}",
+        "same to the bit" if is_same else str(result) if result.differences else "different",
     ]
 
 
 def speeds(runs: Sequence[Run]) -> str:
-    """Whether more processes pay here."""
+    """Sentences: whether more processes are worth it on this machine."""
     if len(runs) == 2:
         return (
             "This machine gives one core: two processes take turns on it and cannot be faster. "

@@ -1,7 +1,7 @@
-"""Predicts throughput at sizes and links that were not run, from measured parts, buckets and a link.
+"""Predicts throughput for sizes and links that were not run, from measured parts, buckets and a link.
 
-The model is written down in docs/prediction.md. Covered: exchange beside backward in lanes, shares of the batch,
-jitter of ranks. Not covered: links that differ within a run, and exchange that takes cores from compute.
+docs/prediction.md describes the model. Covered: exchange in lanes that overlaps with backward, shares of the batch,
+jitter of ranks. Not covered: different links within a run, and exchange that takes cores from compute.
 """
 
 import json
@@ -24,20 +24,20 @@ from samestep.steptimes import PARTS, SHOWN, read_step_times
 from samestep.text import percent
 
 CAPS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0)
-_FIRST_MB = 1.0  # DDP's own first bucket, where no size is asked for
+_FIRST_MB = 1.0  # DDP's default for the first bucket
 _MB = 1 << 20
-_ERROR = 0.05  # of the model itself, see docs/prediction.md
+_ERROR = 0.05  # the relative error of the model itself, see docs/prediction.md
 _FINE_MB = 0.05
-_SHARED = ("data", "copy", "forward", "backward")  # what a process with fewer samples has less of
+_SHARED = ("data", "copy", "forward", "backward")  # parts that shrink with the number of samples
 _UNITS = {"bit": 0.125, "B": 1.0}
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-Ready = Sequence[tuple[float, float]]  # when each bucket is ready after backward's begin, and its bytes
+Ready = Sequence[tuple[float, float]]  # for each bucket: seconds after the begin of backward, and bytes
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between two neighbours: bytes a second, and seconds that a message takes one way."""
+    """A link between two neighbours: bytes per second, and seconds of a message one way."""
 
     bandwidth: float
     latency_s: float
@@ -45,17 +45,17 @@ class Link:
 
     @property
     def lanes(self) -> int:
-        """How many buckets are in flight: Gloo has two threads, NCCL one queue."""
+        """How many buckets are exchanged at the same time: Gloo has two threads, NCCL has a single queue."""
         return 2 if self.is_gloo else 1
 
     def latency_of(self, size: int) -> float:
-        """Of an all-reduce among so many."""
+        """The latency of an all-reduce among `size` processes."""
         if self.is_gloo:
             return 4 * (size - 1) * self.latency_s
         return 2 * min(size - 1, 2 * log2(size)) * self.latency_s
 
     def seconds_of(self, num_bytes: float, size: int) -> float:
-        """How long the link carries an all-reduce's bytes, at its full bandwidth."""
+        """The time of an all-reduce's bytes on the link at full bandwidth."""
         return 2 * (size - 1) / size * num_bytes / self.bandwidth
 
     def __str__(self) -> str:
@@ -63,20 +63,20 @@ class Link:
 
 
 def link_of(text: str, *, is_gloo: bool) -> Link:
-    """`25GB/s,5us` or `200Mbit/s,0.1ms`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]?)(B|bit)/s, ?(\d+(?:\.\d+)?) ?(us|ms|s)", text)
-    if not found or not float(found[1]):
+    """Parse a link such as `25GB/s,5us` or `200Mbit/s,0.1ms`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]?)(B|bit)/s, ?(\d+(?:\.\d+)?) ?(us|ms|s)", text)
+    if not match or not float(match[1]):
         raise UsageError(
             f"--link {text} is not a bandwidth and a latency; write for instance --link 25GB/s,5us"
         )
-    bandwidth = float(found[1]) * _SCALES[found[2]] * _UNITS[found[3]]
-    return Link(bandwidth, float(found[4]) * _TIMES[found[5]], is_gloo)
+    bandwidth = float(match[1]) * _SCALES[match[2]] * _UNITS[match[3]]
+    return Link(bandwidth, float(match[4]) * _TIMES[match[5]], is_gloo)
 
 
 def exchange_end(ready: Ready, size: int, link: Link) -> float:
-    """When the last bucket's all-reduce is over: each waits for its turn, its latency and its bytes."""
+    """When the last all-reduce ends; each bucket waits for a lane, then takes its latency and its bytes."""
     waiting = [(at, link.latency_of(size), link.seconds_of(num_bytes, size)) for at, num_bytes in ready]
-    active: list[list[float]] = []  # what is left of latency and of time on the link
+    active: list[list[float]] = []  # by bucket: the remaining latency, and the remaining time on the link
     now = 0.0
     while waiting or active:
         while waiting and len(active) < link.lanes and waiting[0][0] <= now:
@@ -86,32 +86,32 @@ def exchange_end(ready: Ready, size: int, link: Link) -> float:
         if waiting and len(active) < link.lanes:
             ends.append(waiting[0][0] - now)
         step = max(0.0, min(ends))
-        for one in active:
-            if one[0] > 0:
-                one[0] = one[0] - step if one[0] - step > 1e-12 else 0.0
+        for bucket in active:
+            if bucket[0] > 0:
+                bucket[0] = bucket[0] - step if bucket[0] - step > 1e-12 else 0.0
             else:
-                one[1] -= step / sending
-        active = [one for one in active if one[0] > 0 or one[1] > 1e-12]
+                bucket[1] -= step / sending
+        active = [bucket for bucket in active if bucket[0] > 0 or bucket[1] > 1e-12]
         now += step
     return now
 
 
 def buckets(fine: Ready, cap_mb: float | None) -> list[tuple[float, float]]:
-    """Gradients put together as DDP does; None is its default: a first bucket of 1 MB, the others of 25 MB."""
-    made: list[tuple[float, float]] = []
+    """Join small buckets as DDP does; None is its default: 1 MB for the first bucket, 25 MB for the others."""
+    joined: list[tuple[float, float]] = []
     held = 0.0
     for at, (ready, num_bytes) in enumerate(fine):
         held += num_bytes
-        cap = cap_mb if cap_mb is not None else (25.0 if made else _FIRST_MB)
+        cap = cap_mb if cap_mb is not None else (25.0 if joined else _FIRST_MB)
         if held >= cap * _MB or at == len(fine) - 1:
-            made.append((ready, held))
+            joined.append((ready, held))
             held = 0.0
-    return made
+    return joined
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """For one size: a throughput with an interval, and the bucket size that would be best."""
+    """The prediction for a size: throughput with an interval, and the best size of buckets."""
 
     size: int
     step_s: float
@@ -119,30 +119,30 @@ class Prediction:
     low: float
     high: float
     efficiency: float
-    waits: float  # the share of the step in which processes wait for the exchange
+    waits: float  # the fraction of the step in which processes wait for the exchange
     best_mb: float
     best_gain: float
     link: str
 
     def cells(self) -> list[str]:
-        """As a row of a table."""
+        """The row of a table."""
         rates = [f"{self.samples_per_second:,.0f}", f"{self.low:,.0f}-{self.high:,.0f}"]
         return [str(self.size), *rates, percent(self.efficiency), percent(self.waits)]
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a script: parts that shrink with the share of a batch, parts that do not, and its buckets."""
+    """A script's model: parts that shrink with the share of a batch, parts that do not, buckets, and the link."""
 
     rows: Sequence[Row]
-    fine: Ready  # as fractions of backward's time
+    fine: Ready  # small buckets; times as fractions of backward
     link: Link
     batch: float
-    jitter: Sequence[float]  # a rank's own time in each step, as parts of its mean, in ascending order
+    jitter: Sequence[float]  # a rank's step times relative to their mean, ascending
     weak: bool = False
 
     def part(self, size: int, name: str) -> float:
-        """Seconds of a part at a size: a + b * share, through what was measured; constant where that is one size."""
+        """Seconds of a part at a size: a + b * share, fitted to the measured sizes; with a single size, see _SHARED."""
         seconds = [fmean(row.of_rank(rank)[name] for rank in range(row.variant.size)) for row in self.rows]
         if self.weak:
             return median(seconds)
@@ -154,7 +154,7 @@ class Model:
         return mean + slope * (1 / size - share)
 
     def step_s(self, size: int, cap_mb: float | None = None) -> tuple[float, float]:
-        """Seconds of a step, and of these the seconds that wait for the exchange."""
+        """Seconds of a step, and the part of them that waits for the exchange."""
         own = sum(self.part(size, name) for name in PARTS if name not in SHOWN["exchange"])
         backward, waits = self.part(size, "backward"), 0.0
         if size > 1:
@@ -163,7 +163,7 @@ class Model:
         return own * self._slowest_of(size) + waits, waits
 
     def predict(self, size: int) -> Prediction:
-        """For one size."""
+        """Predict a size."""
         step, waits = self.step_s(size)
         by_cap = {cap: self.step_s(size, cap)[0] for cap in CAPS_MB}
         best = min(by_cap, key=lambda cap: by_cap[cap])
@@ -175,14 +175,14 @@ class Model:
         return Prediction(size, step, rate, *interval, efficiency, waits / step, best, gain, str(self.link))
 
     def _slowest_of(self, size: int) -> float:
-        """How much longer the slowest of so many ranks takes than the mean: the largest of so many draws."""
-        of = len(self.jitter)
-        weights = (((at + 1) / of) ** size - (at / of) ** size for at in range(of))
+        """The slowest rank's time relative to the mean: the expected largest of `size` draws from the jitter."""
+        count = len(self.jitter)
+        weights = (((index + 1) / count) ** size - (index / count) ** size for index in range(count))
         return sum(ratio * weight for ratio, weight in zip(self.jitter, weights, strict=True))
 
 
 def model_of(plan: Plan, rows: Sequence[Row], link: Link | None) -> Model:
-    """Record the script's buckets in one more run, and measure the link where none is given."""
+    """Record the script's buckets in a further run, and measure the link if it is not given."""
     fine, jitter = _recorded(plan, rows[-1].variant.cores)
     first = rows[0].runs[0].said
     batch = first.samples_per_second * first.step_s / (rows[0].variant.size if plan.weak else 1)
@@ -190,18 +190,18 @@ def model_of(plan: Plan, rows: Sequence[Row], link: Link | None) -> Model:
 
 
 def measure_link() -> Link:
-    """Of this machine, by all-reduces of several sizes among two processes."""
+    """Measure the link between two processes of this machine by all-reduces of several sizes."""
     with TemporaryDirectory(prefix="samestep-") as directory:
         script = Path(__file__).with_name("sweep.py")
         result = Trial([str(script)], 2, Path(directory), cores=min(2, len(cores()))).run().checked()
-        is_gloo, found = json.loads(result.printed()[-1])
-        return link_from_sweep(found, 2, is_gloo=is_gloo)
+        is_gloo, sweep = json.loads(result.printed()[-1])
+        return link_from_sweep(sweep, 2, is_gloo=is_gloo)
 
 
 def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo: bool = True) -> Link:
-    """Latency from the smallest all-reduce, bandwidth from how much longer larger ones take than each other.
+    """The latency from the smallest all-reduce, and the bandwidth from differences between large all-reduces.
 
-    The first bytes of each may be carried by a burst, and would make the link look faster than it is.
+    Total times of large all-reduces would show a too high bandwidth: a burst may carry their first bytes.
     """
     took, latency_s = [seconds for _, seconds in sweep], sweep[0][1]
     slope = linear_regression([num_bytes for num_bytes, _ in sweep[-3:]], took[-3:]).slope
@@ -212,27 +212,28 @@ def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo:
 
 
 def _recorded(plan: Plan, each: int) -> tuple[list[tuple[float, float]], list[float]]:
-    """Each bucket's ready time as a fraction of backward, of a run with small buckets that exchanges nothing."""
+    """The ready times of small buckets as fractions of backward, from a run without exchange, and the jitter."""
     with TemporaryDirectory(prefix="record-", dir=plan.directory) as directory:
-        kept = Path(directory, "buckets.jsonl").absolute()
+        record_file = Path(directory, "buckets.jsonl").absolute()
         env = {
-            "SAMESTEP_RECORD_BUCKETS": str(kept),
+            "SAMESTEP_RECORD_BUCKETS": str(record_file),
             "SAMESTEP_DDP": json.dumps({"bucket_cap_mb": _FINE_MB}),
             "SAMESTEP_CHECK_EVERY": "0",
         }
         result = plan.trial(Variant(2, each), Path(directory, "run"), env).run().checked()
-        if not kept.exists():
+        if not record_file.exists():
             raise WorkerFailed(f"{plan.script[0]} has no replica whose buckets could be recorded")
-        recorded: list[list[tuple[float, int]]] = [json.loads(line) for line in kept.read_text().splitlines()]
+        lines = record_file.read_text().splitlines()
+        recorded: list[list[tuple[float, int]]] = [json.loads(line) for line in lines]
         times = read_step_times(step_times_path(result.run.path, 0))
     assert times is not None
     fractions = []
     for step in times.steps:
         parts = dict(zip(PARTS, step.parts, strict=True))
         begin = step.began + parts["data"] + parts["copy"] + parts["forward"]
-        found = next((one for one in recorded if begin - 1e-4 <= one[0][0] <= step.began + step.seconds), [])
-        if len(found) == len(recorded[-1]):
-            fractions.append([min(1.0, max(0.0, (at - begin) / parts["backward"])) for at, _ in found])
+        marks = next((row for row in recorded if begin - 1e-4 <= row[0][0] <= step.began + step.seconds), [])
+        if len(marks) == len(recorded[-1]):
+            fractions.append([min(1.0, max(0.0, (at - begin) / parts["backward"])) for at, _ in marks])
     if not fractions:
         raise WorkerFailed(f"the buckets of {plan.script[0]} could not be recorded")
     ready = accumulate((median(column) for column in zip(*fractions, strict=True)), max)

@@ -1,7 +1,7 @@
-"""Joins what torch's profiler saw on several ranks to one trace, with steps, phases and buckets by name.
+"""Joins the traces of torch's profiler from several ranks, with steps, phases and buckets by name.
 
-The format is Chrome's Trace Event Format, which Perfetto and chrome://tracing read. All ranks are on one time axis,
-that of their clocks: on several nodes it is as exact as these agree.
+The format is Chrome's Trace Event Format, which Perfetto and chrome://tracing read. All ranks share a time axis, by
+their nodes' clocks: with several nodes it is only as exact as the clocks agree.
 """
 
 import json
@@ -68,7 +68,7 @@ def _events_of(directory: Path, rank: int) -> Iterator[Event]:
             step = sum(begin <= event["ts"] for _, begin in steps) - 1
             if step < 0:
                 continue
-            # exchanges overlap, and events of one row must not
+            # exchanges overlap, but events of a row must not, so each takes the first free lane
             lane = next((at for at, end in enumerate(until) if end <= event["ts"]), len(until))
             until[lane : lane + 1] = [event["ts"] + event["dur"]]
             rows[_BUCKETS + lane] = f"exchange {lane}"
@@ -83,7 +83,7 @@ def _events_of(directory: Path, rank: int) -> Iterator[Event]:
 
 
 def _size_of(event: Event) -> str:
-    """Of the tensor that an event exchanges, where the profiler has noted its shape."""
+    """The size of the exchanged tensor in words; "" if the profiler has not recorded its shape."""
     facts = event.get("args", {})
     shape: Sequence[Any] = next(filter(None, facts.get("Input Dims", [])), [])
     while shape and isinstance(shape[0], list):

@@ -1,7 +1,7 @@
-"""A measurement as tables, as one HTML page that needs nothing else, and as plots.
+"""Writes a measurement as tables, as a self-contained HTML page, and as plots.
 
-The plots need matplotlib (the extra `plot`). They can be told apart without colours: parts by their hatching, lines by
-their dashes and marks.
+The plots need matplotlib (the extra `plot`). They are readable without colours: parts have different hatching, lines
+have different dashes and marks.
 """
 
 import html
@@ -41,24 +41,24 @@ _LOOKS = {
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said of a measurement."""
+    """The report of a measurement."""
 
     rows: Sequence[Row]
     verdict: str
     predicted: Sequence[Prediction]
 
     def write(self, directory: Path, title: str, document: Mapping[str, object]) -> Path:
-        """Write report.json, report.html and, where matplotlib is installed, the plots as PNG; the page's path."""
+        """Write report.json, report.html and, with matplotlib, the plots as PNG; returns the path of the page."""
         write_atomically(directory / "report.json", json.dumps(document, indent=1).encode(), 0o644)
         plots = plots_of(self.rows, directory)
         figures = "".join(f"<figure>{plot}</figure>" for plot in plots)
         figures = figures or "<p>For plots: pip install 'samestep[plot]', and give the command again.</p>"
         name = html.escape(title)
-        said = "".join(f"<p>{html.escape(text)}</p>" for text in self.said()).replace(" %", "&nbsp;%")
+        sentences = "".join(f"<p>{html.escape(text)}</p>" for text in self.said()).replace(" %", "&nbsp;%")
         text = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<style>{_STYLE}</style><h1>How {name} scales</h1>{said}"
+            f"<style>{_STYLE}</style><h1>How {name} scales</h1>{sentences}"
             f'<div class="plots">{figures}</div>{"".join(map(_html, self.tables()))}'
             "<p>Medians, with the middle half of the runs in brackets. Speed-ups are of runs beside each other.</p>"
             "</html>\n"
@@ -68,14 +68,14 @@ class Report:
         return page
 
     def tables(self) -> list[tuple[str, Sequence[Sequence[str]]]]:
-        """Runs, parts of a step, and what was predicted: by title, rows of which the first has the heads."""
+        """Tables of runs, parts of a step and predictions: titles with rows, of which the first has the headings."""
         parts = [["part of a step", *(str(row.variant) for row in self.rows)]]
         for part in SHOWN:
             parts.append([part, *(percent(row.parts[part] / row.step_s.value) for row in self.rows)])
         hidden = ["" if row.hidden is None else percent(row.hidden) for row in self.rows]
         parts.append(["(of all exchange, hidden)", *hidden])
         parts = [row for row in parts if not {*row[1:]} <= {"", "0 %"}]
-        if any(row.variant.settings for row in self.rows):  # their names are too long for heads of columns
+        if any(row.variant.settings for row in self.rows):  # names of settings are too long for headings
             parts = [list(column) for column in zip(*parts, strict=True)]
         tables: list[tuple[str, Sequence[Sequence[str]]]] = [
             ("Runs", [_RUNS, *map(_run, self.rows)]),
@@ -84,11 +84,11 @@ class Report:
         ]
         if self.predicted:
             heads = ["predicted", "samples/s", "interval", "efficiency", "exchange"]
-            tables.append(("Predicted", [heads, *(one.cells() for one in self.predicted)]))
+            tables.append(("Predicted", [heads, *(prediction.cells() for prediction in self.predicted)]))
         return tables
 
     def said(self) -> list[str]:
-        """The verdict, and which size of bucket would be best at the largest size predicted."""
+        """The verdict, and the best bucket size at the largest predicted size."""
         if not self.predicted:
             return [self.verdict]
         last = self.predicted[-1]
@@ -102,7 +102,7 @@ class Report:
 
 
 def _html(table: tuple[str, Sequence[Sequence[str]]]) -> str:
-    """As an element of a page."""
+    """The HTML of a table."""
     title, (heads, *rows) = table
     cells = ["".join(f"<th>{html.escape(cell)}</th>" for cell in heads)]
     cells += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
@@ -120,16 +120,16 @@ def _each(row: Row) -> list[str]:
 
 
 def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
-    """Write the plots to the directory as PNG, and give them as SVG elements of a page."""
+    """Write the plots to the directory as PNG, and return them as SVG elements for the page."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except Exception:  # an installation that is broken is none
+    except Exception:  # a broken installation counts as none
         return []
-    found = []
+    plots = []
     sizes = [row.variant.size for row in rows]
-    # sizes are as far apart as they differ, so that the ideal is a straight line; settings are side by side
+    # sizes have a linear axis, so that the ideal is a straight line; settings are side by side
     are_sizes = len({*sizes}) == len(sizes)
     names = [str(row.variant).replace(", ", "\n") for row in rows]
     for name, draw in (("throughput", _throughput), ("speedup", _speedup), ("step", _step)):
@@ -144,11 +144,11 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
         axes.set_xlabel("processes" if are_sizes else "")
         figure.savefig(directory / f"{name}.png", dpi=150)
         written = StringIO()
-        with matplotlib.rc_context({"svg.fonttype": "none"}):  # letters stay letters
+        with matplotlib.rc_context({"svg.fonttype": "none"}):  # keep text as text
             figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
         text = written.getvalue()
-        found.append(text[text.index("<svg") :])
-    return found
+        plots.append(text[text.index("<svg") :])
+    return plots
 
 
 def _throughput(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool) -> None:
@@ -173,12 +173,12 @@ def _step(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool) ->
             axes.bar(at, high, 0.6, base, label=name, color=colour, hatch=hatch, edgecolor="#222")
         base = [low + more for low, more in zip(base, high, strict=True)]
     axes.set(title="Time of a step", ylabel="ms")
-    axes.figure.legend(loc="outside right upper")  # it would cover bars
+    axes.figure.legend(loc="outside right upper")  # inside it would cover bars
 
 
 def _line(axes: Any, at: Sequence[int], spreads: Sequence[Any], form: str, is_joined: bool) -> None:
-    values = [one.value for one in spreads]
-    ends = [[one.value - one.low for one in spreads], [one.high - one.value for one in spreads]]
-    axes.errorbar(at, values, ends, fmt="o-" if is_joined else "o", label="measured", capsize=4)
+    values = [spread.value for spread in spreads]
+    errors = [[each.value - each.low for each in spreads], [each.high - each.value for each in spreads]]
+    axes.errorbar(at, values, errors, fmt="o-" if is_joined else "o", label="measured", capsize=4)
     for place, value in zip(at, values, strict=True):
         axes.annotate(form.format(value), (place, value), (6, 6), textcoords="offset points")

@@ -1,4 +1,4 @@
-"""Reads from files alone what was run in a directory, its state, and what each rank does."""
+"""Reads runs from their files: what was started, the state, and what each rank does."""
 
 import os
 import re
@@ -37,7 +37,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's directory holds, read once; `ended` is how it ended, None where no result is there."""
+    """The content of a run's directory at one time; `ended` is None if there is no result."""
 
     path: Path
     argv: list[str]
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What was run, without the interpreter, on one line."""
+        """The command without the interpreter, on a single line."""
         is_python = len(self.argv) > 1 and Path(self.argv[0]).name.startswith("python")
         text = " ".join(self.argv[1:] if is_python else self.argv)[:_MOST_CHARACTERS]
         return "".join(letter if letter.isprintable() else " " for letter in text)
@@ -70,26 +70,27 @@ class Run:
             return _JOB_ENDS.get(job, job)
         if is_here:
             return "ended without a result"
-        silent = time.time() - max([self.started, self.written, *(one.unix for one in self.pulses.values())])
+        beats = (pulse.unix for pulse in self.pulses.values())
+        silent = time.time() - max([self.started, self.written, *beats])
         return "running" if silent < _SILENT_S else f"silent for {silent / 60:.0f} min"
 
     @property
     def is_over(self) -> bool:
-        """Whether it has surely ended; a silent run on another machine may still be alive."""
+        """Whether it has certainly ended; a silent run on another machine may still be alive."""
         return self.state not in ("running", "pending") and not self.state.startswith("silent")
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return len(self.logs) or self.num_started
 
     @property
     def seconds(self) -> float:
-        """How long it ran, or has been running."""
+        """The time it ran, or has been running."""
         if self.ended and self.ended.seconds is not None:
             return self.ended.seconds
         last = max([self.started, *(pulse.unix for pulse in self.pulses.values())])
-        return max(0.0, (last if self.is_over else time.time()) - self.started)  # a clock may be put back
+        return max(0.0, (last if self.is_over else time.time()) - self.started)  # a clock may be set back
 
     @property
     def step(self) -> int | None:
@@ -98,13 +99,13 @@ class Run:
 
     @cached_property
     def progress(self) -> Progress:
-        """What the first rank's meter says."""
+        """The progress of the first rank."""
         rank = min(self.pulses, default=0)
-        found = read_step_times(rundir.step_times_path(self.path, rank))
-        return found.progress if found else Progress()
+        times = read_step_times(rundir.step_times_path(self.path, rank))
+        return times.progress if times else Progress()
 
     def facts(self) -> dict[str, Any]:
-        """The same as JSON; rates are those of training steps, start-up excluded."""
+        """The facts for JSON; rates are those of training steps without the start-up."""
         step_s = self.progress.step_s or None
         return {
             "run": str(self.path),
@@ -123,12 +124,12 @@ class Run:
 
 
 def root_of(directory: str | None) -> Path:
-    """Where runs are kept."""
+    """The directory of all runs."""
     return Path(directory or os.environ.get("SAMESTEP_RUN_DIR") or "runs")
 
 
 def read_run(path: Path) -> Run | None:
-    """The run in a directory, or None where there is none: other programs keep a run.json in ./runs too."""
+    """The run in a directory; None if it is no run of samestep: other programs write a run.json too."""
     record: Any = rundir.read_record(path / rundir.STARTED) or {}
     argv, size, started, pid = (record.get(name) for name in ("argv", "size", "started", "pid"))
     are_words = isinstance(argv, list) and all(isinstance(word, str) for word in argv)
@@ -139,7 +140,7 @@ def read_run(path: Path) -> Run | None:
     pulses = {rank: rundir.read_pulse(rundir.pulse_path(path, rank)) for rank in numbers}
     read = {rank: _plain(pulse) for rank, pulse in pulses.items() if pulse}
     outputs = [rundir.log_path(path, rank) for rank in logs] or [job_output(path)]
-    written = max((found.st_mtime for one in outputs if (found := _look(one))), default=0.0)
+    written = max((status.st_mtime for path in outputs if (status := _look(path))), default=0.0)
     host, job = printable(record.get("host")), str(record.get("slurm_job") or "")
     ended = _ended(rundir.read_record(path / rundir.RESULT))
     pid = pid if type(pid) is int else 0
@@ -147,7 +148,7 @@ def read_run(path: Path) -> Run | None:
 
 
 def job_output(run: Path) -> Path:
-    """Where Slurm keeps the output of all ranks of a batch job."""
+    """The file with the output of all ranks of a batch job."""
     return run.with_name(f"{run.name}.out")
 
 
@@ -157,12 +158,12 @@ def list_runs(root: Path) -> list[Run]:
         paths = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-    found = [run for path in paths if (run := read_run(path))]
-    return sorted(found, key=lambda run: (run.started, run.path.name), reverse=True)
+    runs = [run for path in paths if (run := read_run(path))]
+    return sorted(runs, key=lambda run: (run.started, run.path.name), reverse=True)
 
 
 def find_run(name: str | None) -> Run:
-    """The run of a directory or of a name below ./runs; the newest where no name is given."""
+    """The run of a directory or of a name below ./runs; without a name, the newest run."""
     root = root_of(None)
     if name is None:
         if newest := list_runs(root)[:1]:
@@ -175,28 +176,28 @@ def find_run(name: str | None) -> Run:
 
 
 def log_of(run: Run, rank: int) -> Path:
-    """Where a rank's output lies."""
+    """The file of a rank's output."""
     if not run.logs and _look(job_output(run.path)):
         return job_output(run.path)
     if rank not in run.logs:
-        there = name_ranks(run.logs) if run.logs else "no log yet"
-        raise UsageError(f"rank {rank} has no log in {run.path}, which has {there}; choose with --rank")
+        existing = name_ranks(run.logs) if run.logs else "no log yet"
+        raise UsageError(f"rank {rank} has no log in {run.path}, which has {existing}; choose with --rank")
     return rundir.log_path(run.path, rank)
 
 
 def _ended(record: dict[str, Any] | None) -> End | None:
-    """What result.json says; code 1 where that is no exit code."""
+    """The content of result.json; code 1 if its exit code is invalid."""
     if record is None:
         return None
     code, seconds, failure = record.get("exit_code"), record.get("seconds"), record.get("failure")
     lines = failure.splitlines()[:_MOST_LINES] if isinstance(failure, str) else []
-    said = "\n".join(printable(line, _MOST_CHARACTERS) for line in lines)
+    text = "\n".join(printable(line, _MOST_CHARACTERS) for line in lines)
     exit_code = code if type(code) is int and abs(code) < 256 else 1
-    return End(exit_code, seconds if _is_time(seconds) else None, said or None)
+    return End(exit_code, seconds if _is_time(seconds) else None, text or None)
 
 
 def _plain(pulse: rundir.PulseReading) -> rundir.PulseReading:
-    """A pulse that can be printed and reckoned with, whatever its file holds."""
+    """A pulse with safe texts and times, whatever its file contains."""
     device, phase, call = (printable(text) for text in (pulse.device, pulse.phase, pulse.call))
     unix = pulse.unix if _is_time(pulse.unix) else 0.0
     return pulse._replace(device=device, phase=phase, call=call, unix=unix)
@@ -207,7 +208,7 @@ def _is_time(seconds: Any) -> bool:
 
 
 def _lives(pid: int, started: float) -> bool:
-    """Whether the process that began a run lives: another one may have its number now."""
+    """Whether the process that began a run lives; a later process may have the same number."""
     try:
         return bool(psutil.Process(pid).create_time() < started + _CLOCK_SECONDS)
     except (psutil.Error, ValueError, OverflowError):
@@ -215,12 +216,12 @@ def _lives(pid: int, started: float) -> bool:
 
 
 def _look(path: Path) -> os.stat_result | None:
-    """A regular file's facts, not those of what a link leads to."""
+    """The status of a regular file; None if it is missing, a link, or something else."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return found if stat.S_ISREG(found.st_mode) else None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def _numbers(folder: Path, before: str, after: str) -> list[int]:

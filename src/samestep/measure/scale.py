@@ -1,7 +1,7 @@
-"""Runs a script at several sizes or settings in turns, and keeps what each run's meter says.
+"""Runs a script at several sizes or settings in turns, and keeps the step times of each run.
 
-Covered: an interrupted measurement goes on where it was; what disturbs the machine disturbs all variants alike,
-because each repeat takes them all. Not covered: two measurements of one script at the same time.
+Covered: an interrupted measurement continues where it was; disturbances of the machine affect all variants equally,
+because each repeat runs all of them. Not covered: two measurements of the same script at the same time.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _MPI = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Variant:
-    """How a script is run: on how many processes, with how many cores each, and what is set besides."""
+    """A way to run a script: the number of processes, the cores of each, and further settings."""
 
     size: int
     cores: int
@@ -57,12 +57,12 @@ class Variant:
 
     @property
     def processes(self) -> int:
-        """One process drives all devices of DataParallel."""
+        """The number of processes; with DataParallel a single process drives all devices."""
         return 1 if self.asked.get("method") == "dataparallel" else self.size
 
     @property
     def launcher(self) -> list[str]:
-        """What stands before the script where samestep's own launcher does not start it."""
+        """The words before the script for another launcher; empty for samestep's own launcher."""
         python, size = scripts_python(), self.processes
         nodes = [f"--nodes={self.asked['nodes']}"] if "nodes" in self.asked else []
         return {
@@ -74,7 +74,7 @@ class Variant:
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables that make the settings so."""
+        """The variables that apply the settings."""
         env, ddp = dict(_MPI), {}
         for name, value in self.settings:
             if name in ("backend", "method"):
@@ -89,16 +89,16 @@ class Variant:
 
     @property
     def lacks(self) -> str | None:
-        """Why it cannot be measured here, as a sentence."""
-        have, need = len(visible_devices(os.environ)), max(2, self.size)
-        if self.asked.get("method") != "dataparallel" or have >= need:
+        """A sentence why it cannot be measured here; None if it can."""
+        visible, needed = len(visible_devices(os.environ)), max(2, self.size)
+        if self.asked.get("method") != "dataparallel" or visible >= needed:
             return None
-        return f"{self.in_words} was not measured: it needs {need} devices, and {have} are visible"
+        return f"{self.in_words} was not measured: it needs {needed} devices, and {visible} are visible"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of a variant, as its meter saw it."""
+    """A measured run of a variant."""
 
     variant: Variant
     repeat: int
@@ -108,7 +108,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured."""
+    """The script and variants to measure."""
 
     script: Sequence[str]
     variants: Sequence[Variant]
@@ -118,24 +118,24 @@ class Plan:
 
     @cached_property
     def directory(self) -> Path:
-        """Where what was measured is kept: the same for the same plan."""
+        """The directory of the results; the same plan has the same directory."""
         facts = json.dumps(
-            [os.getcwd(), list(self.script), [asdict(one) for one in self.variants], self.steps, self.weak]
+            [os.getcwd(), list(self.script), [*map(asdict, self.variants)], self.steps, self.weak]
         )
         root = Path(os.environ.get("SAMESTEP_RUN_DIR") or "runs")
         name = next((Path(word).stem for word in self.script if word != "-m"), "script")
         return root / f"scale-{name}-{hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
     def trial(self, variant: Variant, directory: Path, env: Mapping[str, str]) -> Trial:
-        """One run of a variant, which ends after the plan's steps."""
-        told = {"SAMESTEP_METER": "0", "SAMESTEP_MEASURE_STEPS": str(self.steps), **variant.env, **env}
-        told |= {"SAMESTEP_WEAK": "1"} if self.weak else {}
+        """A run of a variant, which ends after the plan's steps."""
+        variables = {"SAMESTEP_METER": "0", "SAMESTEP_MEASURE_STEPS": str(self.steps), **variant.env, **env}
+        variables |= {"SAMESTEP_WEAK": "1"} if self.weak else {}
         cores = min(variant.cores * variant.size, len(usable_cores()))
-        return Trial(self.script, variant.processes, directory, told, cores, launcher=variant.launcher)
+        return Trial(self.script, variant.processes, directory, variables, cores, launcher=variant.launcher)
 
 
 def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> list[Variant]:
-    """Every size with every combination of the settings; at all sizes a process has as many cores."""
+    """Every size with every combination of the settings; a process has the same number of cores at all sizes."""
     choices = []
     for text in vary:
         name, _, values = text.partition("=")
@@ -158,11 +158,11 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
     return [Variant(size, cores, settings) for size in sizes for settings in product(*choices)]
 
 
-def measure(plan: Plan, told: Callable[[int, str, str], None]) -> list[Measured]:
-    """All runs of the plan, those of an interrupted measurement included.
+def measure(plan: Plan, report: Callable[[int, str, str], None]) -> list[Measured]:
+    """All runs of the plan, including those of an interrupted measurement.
 
-    Before each run `told` hears how many are done, which is next, and how long they will take.
-    Raises WorkerFailed where a run fails, UsageError where a script takes no steps that can be measured.
+    Before each run, `report` gets the number of finished runs, the next run, and the time left.
+    Raises WorkerFailed if a run fails, UsageError if the script takes no steps that can be measured.
     """
     kept = plan.directory / "runs.jsonl"
     if (plan.directory / "report.json").exists():
@@ -170,31 +170,31 @@ def measure(plan: Plan, told: Callable[[int, str, str], None]) -> list[Measured]
     plan.directory.mkdir(parents=True, exist_ok=True)
     for failed in plan.directory.glob("run-*"):
         shutil.rmtree(failed)
-    found = [_from_json(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {(one.variant, one.repeat) for one in found}
+    measured = [_from_json(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {(run.variant, run.repeat) for run in measured}
     order = []
     for repeat in range(plan.repeat):
         first = repeat % len(plan.variants)
-        order += [(one, repeat) for one in (*plan.variants[first:], *plan.variants[:first])]
+        order += [(run, repeat) for run in (*plan.variants[first:], *plan.variants[:first])]
     with kept.open("a") as file:
         for number, (variant, repeat) in enumerate(order, 1):
             if (variant, repeat) in done:
                 continue
             left = ""
-            if found:
-                mean_s = sum(one.seconds for one in found) / len(found)
+            if measured:
+                mean_s = sum(run.seconds for run in measured) / len(measured)
                 left = f", about {duration(mean_s * (len(order) - number + 1))} left"
-            told(number - 1, f"run {number} of {len(order)}: {variant.in_words}", left)
-            found.append(_run(plan, variant, repeat))
-            print(json.dumps(asdict(found[-1])), file=file, flush=True)
-    return found
+            report(number - 1, f"run {number} of {len(order)}: {variant.in_words}", left)
+            measured.append(_run(plan, variant, repeat))
+            print(json.dumps(asdict(measured[-1])), file=file, flush=True)
+    return measured
 
 
 def _run(plan: Plan, variant: Variant, repeat: int) -> Measured:
     directory, is_to_keep = Path(tempfile.mkdtemp(prefix="run-", dir=plan.directory)), False
     try:
         result = plan.trial(variant, directory, {}).run()
-        is_to_keep = result.code != 0  # its report names its logs
+        is_to_keep = result.code != 0  # keep it: its report names the logs
         return measured_of(plan.script[0], result.checked().run.path, variant, repeat, result.seconds)
     finally:
         if not is_to_keep:
@@ -202,20 +202,20 @@ def _run(plan: Plan, variant: Variant, repeat: int) -> Measured:
 
 
 def measured_of(name: str, run: Path, variant: Variant, repeat: int, seconds: float) -> Measured:
-    """What the meters of a run's directory say."""
+    """The measurement in a run's directory."""
     paths = [step_times_path(run, rank) for rank in range(variant.processes)]
-    readings = {rank: one for rank, path in enumerate(paths) if (one := read_step_times(path))}
-    said = breakdown(readings) if len(readings) == variant.processes else None
-    if said is None:
+    readings = {rank: times for rank, path in enumerate(paths) if (times := read_step_times(path))}
+    times_together = breakdown(readings) if len(readings) == variant.processes else None
+    if times_together is None:
         raise UsageError(
             f"{name} took too few steps over samestep.loader or samestep.steps with {variant.in_words} to be measured; "
             "give it more to do, or convert it first"
         )
-    return Measured(variant, repeat, seconds, said)
+    return Measured(variant, repeat, seconds, times_together)
 
 
 def _from_json(line: str) -> Measured:
     facts = json.loads(line)
-    of = facts["variant"]
-    variant = Variant(of["size"], of["cores"], tuple((name, value) for name, value in of["settings"]))
+    size, cores, settings = (facts["variant"][name] for name in ("size", "cores", "settings"))
+    variant = Variant(size, cores, tuple((name, value) for name, value in settings))
     return Measured(variant, facts["repeat"], facts["seconds"], Breakdown(**facts["said"]))

@@ -1,4 +1,4 @@
-"""As a script on two ranks: prints whether they use Gloo, and the bytes and seconds of all-reduces of several sizes."""
+"""A script for two ranks: prints whether they use Gloo, and the bytes and seconds of all-reduces of several sizes."""
 
 import json
 import statistics
@@ -12,8 +12,8 @@ import samestep
 _SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
 _TIMES = 7
 
-device = samestep.init().device  # each rank's own
-found = []
+device = samestep.init().device
+rows = []
 for size in _SIZES:
     tensor = torch.zeros(size // 4, device=device)
     took = []
@@ -23,6 +23,6 @@ for size in _SIZES:
         dist.all_reduce(tensor)
         tensor[0].item()
         took.append(time.perf_counter() - began)
-    found.append((size, statistics.median(took[1:])))
+    rows.append((size, statistics.median(took[1:])))
 if dist.get_rank() == 0:
-    print(json.dumps([dist.get_backend() == "gloo", found]), flush=True)
+    print(json.dumps([dist.get_backend() == "gloo", rows]), flush=True)

@@ -1,6 +1,6 @@
-"""Runs a script at a size with settings, under `samestep run` or another launcher, and returns what came out.
+"""Runs a script with settings, under `samestep run` or another launcher, and returns the result.
 
-Covered: the script, its launcher and all that they start end with the trial: when it is over, at an exception such
+Covered: the script, its launcher and all their processes end with the trial: when it is over, after an exception such
 as Ctrl-C, and, under `samestep run`, when this process is killed.
 """
 
@@ -27,7 +27,7 @@ from samestep.start.script import Script, run_script
 from samestep.start.signals import handled
 from samestep.start.worker import bound
 
-_STOP_S = 2.0  # what workers have to end in once they are told to
+_STOP_S = 2.0  # workers must end within this time after a request
 _LAUNCHER_STOP_S = 10.0
 _MOST_LINES = 20
 _NO_EXCEPTION = re.compile(r"^exit code \d+$", re.MULTILINE)
@@ -36,11 +36,11 @@ _LAST_LINES = 5
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of a trial."""
+    """The result of a trial."""
 
     code: int
-    seconds: float  # with the start of Python and torch
-    text: str  # what rank 0 and the launcher printed
+    seconds: float  # including the start of Python and torch
+    text: str  # the output of rank 0 and of the launcher
     run: Run
 
     @property
@@ -50,7 +50,7 @@ class Result:
 
     @property
     def report(self) -> str | None:
-        """That report; without an exception, as of argparse, with the last lines that were printed before it."""
+        """The failure; if it has no exception (argparse exits without), with the last lines printed before."""
         failure = self.failure
         if failure and _NO_EXCEPTION.search(failure):
             last_words = self.text.partition(failure)[0].rstrip().splitlines()[-_LAST_LINES:]
@@ -58,9 +58,9 @@ class Result:
         return failure
 
     def checked(self) -> "Result":
-        """The same; a WorkerFailed with the report where the script failed."""
+        """This result; raises WorkerFailed with the report if the script failed."""
         if self.code:
-            # under another launcher a rank reports itself, and the launcher's own words are long
+            # under another launcher the rank prints its report, and the launcher's output is long
             own = re.search(rf"^.* failed on rank (.*\n){{1,{_MOST_LINES}}}", self.text, re.MULTILINE)
             raise WorkerFailed(self.report or (own[0] if own else self.text))
         return self
@@ -72,25 +72,25 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """A script to run: a file, or `-m` and a module, and its arguments; and how to run it."""
+    """A script to run (a file, or `-m` and a module, with arguments), and how to run it."""
 
     script: Sequence[str]
     size: int
-    directory: Path  # where the run's directory with its logs is made
+    directory: Path  # the parent of the run's directory
     env: Mapping[str, str] = field(default_factory=dict)
-    cores: int | None = None  # for all processes together; None: all that this process may use
-    through: Sequence[str] = ()  # a module that runs the script, such as a recorder, and its own arguments
-    launcher: Sequence[str] = ()  # what stands before the script on another launcher's command line
+    cores: int | None = None  # for all processes together; None: all usable cores
+    through: Sequence[str] = ()  # a module that runs the script, such as a recorder, with its arguments
+    launcher: Sequence[str] = ()  # the words before the script for another launcher
 
-    def run(self, heard: Callable[[str], None] = lambda line: None) -> Result:
-        """Run it to its end; `heard` gets each line of rank 0 and of the launcher as it is printed."""
+    def run(self, on_line: Callable[[str], None] = lambda line: None) -> Result:
+        """Run the script to its end; `on_line` gets each line of rank 0 and of the launcher as it is printed."""
         began = time.monotonic()
         lines = []
         with self._started() as launcher:
             assert launcher.stdout is not None
             for line in launcher.stdout:
                 lines.append(line)
-                heard(line.rstrip("\n"))
+                on_line(line.rstrip("\n"))
             code = launcher.wait()
         text = "".join(lines)
         runs = [run for path in self.directory.glob("*") if (run := read_run(path))]
@@ -100,8 +100,8 @@ class Trial:
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen[str]]:
-        """The launcher, in a process group of its own, which ends on leaving."""
-        # -P: a file in the user's directory must not be imported instead of a module.
+        """While entered, the launcher runs in its own process group; it is ended at the exit."""
+        # -P: do not import modules from the user's directory.
         command, env = [sys.executable, "-P", "-m", "samestep.measure.trial"], dict(os.environ)
         if self.launcher:
             command, run = [*self.launcher, *self.script], self.directory.absolute() / "run"
@@ -132,11 +132,11 @@ class Trial:
 
     @property
     def _env(self) -> dict[str, str]:
-        """Its commits are its own: it starts at the first step, and the script's commits stay as they are."""
+        """The variables; a trial has its own commits, so it starts at step 0 and leaves the script's commits alone."""
         return {"SAMESTEP_CHECKPOINTS": str(self.directory.absolute() / "commits"), **self.env}
 
     def _order(self) -> dict[str, object]:
-        """What the launcher process reads from its stdin."""
+        """The order that the launcher process reads from its stdin."""
         through = ["-m", *self.through] if self.through else []
         return {
             "name": self.script[1] if self.script[0] == "-m" else self.script[0],
@@ -150,7 +150,7 @@ class Trial:
 
 @contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Meanwhile SIGTERM and SIGHUP end this process as an exception, so that trials and their files end with it."""
+    """While entered, SIGTERM and SIGHUP raise SystemExit, so that trials end and their files are removed."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -160,15 +160,15 @@ def end_on_signals() -> Iterator[None]:
 
 
 def _cores_apart(count: int | None) -> set[int]:
-    """So many cores that are far apart, or none to have them all; under a quota all cores are as good."""
+    """`count` cores that are far apart; an empty set means all cores, as with None or under a quota."""
     shares, _ = share_cores(max(2, count or 0))
     chosen = {share[0] for share in shares[:count] if share}
     return set() if count is None or len(chosen) < count else chosen
 
 
 def main() -> int:
-    """In the launcher process: run the script that is described on stdin, until stdin is closed."""
-    # The workers get an empty stdin; the pipe tells this process when the trial's own process is gone.
+    """The launcher process: run the script that stdin describes, and end when stdin is closed."""
+    # The workers get an empty stdin; the pipe tells this process when the trial's process has ended.
     pipe = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with open(pipe, encoding="utf-8", closefd=False) as lines:

@@ -1,4 +1,4 @@
-"""What measured runs say: throughput, speed-up and efficiency with their spread, what limits them, what would help."""
+"""Judges measured runs: throughput, speed-up and efficiency with their spread, what limits them, and what helps."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,9 @@ from samestep.steptimes import PARTS, SHOWN
 from samestep.text import counted, duration, percent
 
 _LEAST = 0.1  # a part below a tenth of the step is no limit
-_WORTH = 1.3  # what a doubling has to gain
-_NOISE = 0.3  # a larger difference between equal runs is said
-# Of each part of a step: what it means that it takes the most, and what helps.
+_WORTH = 1.3  # the speed-up that makes a doubling worth it
+_NOISE = 0.3  # a larger difference between equal runs is reported
+# For each part of a step: the sentence if it takes the most time, and what helps.
 _LIMITS = {
     "data": (
         "The loader limits {them}: the loop waits for data",
@@ -50,7 +50,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the middle half around it."""
+    """A median, and the quartiles around it."""
 
     value: float
     low: float
@@ -68,7 +68,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """All runs of one variant, beside those of the first one."""
+    """All runs of a variant, and the runs of the first variant for comparison."""
 
     variant: Variant
     runs: Sequence[Measured]
@@ -94,7 +94,7 @@ class Row:
         return self.over(self.base)
 
     def over(self, others: Sequence[Measured]) -> Spread:
-        """Times as fast: formed within each repeat, so that what disturbs the machine for long cancels out."""
+        """The speed-up over other runs; computed within each repeat, so that long disturbances cancel out."""
         base = {run.repeat: run.said.samples_per_second for run in others}
         paired = [run for run in self.runs if run.repeat in base]
         return Spread.of(run.said.samples_per_second / base[run.repeat] for run in paired)
@@ -106,9 +106,9 @@ class Row:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part, scaled to the median step."""
-        found = {name: median(run.said.parts[name] for run in self.runs) for name in SHOWN}
-        factor = self.step_s.value / (sum(found.values()) or 1.0)
-        return {name: seconds * factor for name, seconds in found.items()}
+        medians = {name: median(run.said.parts[name] for run in self.runs) for name in SHOWN}
+        factor = self.step_s.value / (sum(medians.values()) or 1.0)
+        return {name: seconds * factor for name, seconds in medians.items()}
 
     def of_rank(self, rank: int) -> dict[str, float]:
         """Seconds of a step that this rank spends in each of PARTS."""
@@ -116,8 +116,8 @@ class Row:
 
     @property
     def hidden(self) -> float | None:
-        found = [run.said.hidden for run in self.runs if run.said.hidden is not None]
-        return median(found) if found else None
+        fractions = [run.said.hidden for run in self.runs if run.said.hidden is not None]
+        return median(fractions) if fractions else None
 
     @property
     def device_s(self) -> float:
@@ -143,15 +143,15 @@ class Row:
 
 
 def rows_of(measured: Sequence[Measured], variants: Sequence[Variant], weak: bool = False) -> list[Row]:
-    """By variant, in the order of the plan."""
-    runs = {one: [run for run in measured if run.variant == one] for one in variants}
+    """The rows by variant, in the order of the plan."""
+    runs = {variant: [run for run in measured if run.variant == variant] for variant in variants}
     base = runs[variants[0]]
-    return [Row(one, runs[one], base, weak) for one in variants if runs[one] and base]
+    return [Row(variant, runs[variant], base, weak) for variant in variants if runs[variant] and base]
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The part of a step that takes the most, besides compute that more processes would share."""
+    """The part of a step that takes the most time, without the compute that more processes divide."""
 
     name: str
     seconds: float
@@ -171,51 +171,52 @@ class Limit:
 
 
 def limit_of(row: Row, first: Row) -> Limit | None:
-    """What limits a variant; None where it is compute, of which each process has an equal part."""
-    found = dict(row.parts)
-    found["compute"] -= first.parts["compute"] * (1.0 if row.weak else first.variant.size / row.variant.size)
+    """What limits a variant; None if it is compute, which the processes divide equally."""
+    parts = dict(row.parts)
+    parts["compute"] -= first.parts["compute"] * (1.0 if row.weak else first.variant.size / row.variant.size)
     slow = Counter(run.said.slowest for run in row.runs).most_common(1)[0][0]
-    if slow is not None:  # all others wait for it, and it for none of them
-        found["slowest rank"] *= row.variant.size / (row.variant.size - 1)
-    name = max(found, key=lambda name: found[name])
-    if found[name] < _LEAST * row.step_s.value:
+    if slow is not None:  # the mean includes the slow rank, which waits for no other
+        parts["slowest rank"] *= row.variant.size / (row.variant.size - 1)
+    name = max(parts, key=lambda name: parts[name])
+    if parts[name] < _LEAST * row.step_s.value:
         return None
-    named = _slow_rank(row, slow) if name == "slowest rank" and slow is not None else ()
-    return Limit(name, found[name], row.step_s.value, row.variant.in_words, *named)
+    names = _slow_rank(row, slow) if name == "slowest rank" and slow is not None else ()
+    return Limit(name, parts[name], row.step_s.value, row.variant.in_words, *names)
 
 
 def _slow_rank(row: Row, rank: int) -> tuple[str, str]:
-    """Its name, and which part takes it longer than the others."""
+    """The name of a slow rank, and which part takes longer there than on other ranks."""
     own = row.of_rank(rank)
-    ranks = [row.of_rank(at) for at in range(row.variant.processes) if at != rank]
-    others = {name: median(one[name] for one in ranks) for name in PARTS}
+    ranks = [row.of_rank(other) for other in range(row.variant.processes) if other != rank]
+    others = {name: median(times[name] for times in ranks) for name in PARTS}
     part = max(PARTS, key=lambda name: own[name] - others[name])
     return f"rank {rank}", f"; its {part} takes {_ms(own[part])}, that of the others {_ms(others[part])}"
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """In words: what the extra processes bring, up to where they are worth it, what limits, and what would help."""
+    """In words: what more processes gain, up to which number they are worth it, what limits, and what helps."""
     first, judged = rows[0], rows[-1]
     if any(row.variant.settings for row in rows):
         best, *others = sorted(rows, key=lambda row: -row.throughput.value)
-        judged, said = best, [_best(best, others)]
+        judged, sentences = best, [_best(best, others)]
     else:
-        said = [*_gains(rows)] if len(rows) > 1 else []
+        sentences = [*_gains(rows)] if len(rows) > 1 else []
     noise = max((row.step_s.high - row.step_s.low) / row.step_s.value for row in rows)
     if noise > _NOISE:
-        said.append(f"Equal runs differ by up to {percent(noise)}: measure again when the machine is idle.")
+        differ = f"Equal runs differ by up to {percent(noise)}"
+        sentences.append(f"{differ}: measure again when the machine is idle.")
     if len(judged.runs) == 1:
-        said.append("Each was run once: --repeat 5 shows how far equal runs differ.")
+        sentences.append("Each was run once: --repeat 5 shows how far equal runs differ.")
     compute = f"{percent(judged.parts['compute'] / judged.step_s.value)} of each step"
     limit = (
         limit_of(judged, first)
         or f"Only the model's own compute limits {judged.variant.in_words} ({compute})."
     )
-    return " ".join([*said, str(limit)])
+    return " ".join([*sentences, str(limit)])
 
 
 def _gains(rows: Sequence[Row]) -> Iterable[str]:
-    """How much faster the last size is, how much each doubling gained, and the last size that was worth it."""
+    """Sentences: how much faster the last size is, what the last step gained, and the last size that is worth it."""
     first, last = rows[0], rows[-1]
     speed = last.speedup
     how = "slower than" if speed.high < 1 else "no faster than" if speed.low <= 1 else "faster than"
@@ -241,15 +242,15 @@ def _gains(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _best(best: Row, others: Sequence[Row]) -> str:
-    """Whether the fastest setting is that by more than the noise."""
+    """A sentence: whether the fastest setting is faster by more than the noise."""
     second = next((row for row in others if row.variant.size == best.variant.size), None)
     if second is None:
         return f"{best.variant} is fastest."
     ratio = best.over(second.runs)
-    said = f"{ratio} times as fast as {second.variant}"
+    comparison = f"{ratio} times as fast as {second.variant}"
     if ratio.low <= 1.0:
-        return f"No setting is clearly faster than the others: {best.variant} is {said}."
-    return f"{best.variant} is fastest: {said}."
+        return f"No setting is clearly faster than the others: {best.variant} is {comparison}."
+    return f"{best.variant} is fastest: {comparison}."
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What this machine offers to workers: devices that they may open, and its cores, near each worker's device."""
+"""The resources of this machine: devices that a worker may open, and cores near its device."""
 
 import os
 import re
@@ -10,9 +10,9 @@ from typing import NamedTuple
 from samestep.errors import UsageError
 from samestep.files import read_text
 
-# cuBLAS reads it once, at the first matmul; with these values it computes the same bits each time
+# cuBLAS reads this variable at the first matmul; with these values it is deterministic
 CUBLAS, FIXED_CUBLAS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-COUNTED = "SAMESTEP_DEVICES"  # set by `samestep run` where it started a process for each device
+COUNTED = "SAMESTEP_DEVICES"  # set by `samestep run` if it starts a process for each device
 _OF_AMD = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # as torch reads them
 _INTEL, _DISPLAYS = "0x8086", ("0x0300", "0x0380")
 _ON_BOARD = ":00:02.0"
@@ -20,14 +20,14 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class _Device(NamedTuple):
-    """One that this process may open: its PCI address and UUID, as far as they are known."""
+    """A device that this process may open: its PCI address and UUID, as far as they are known."""
 
     address: str = ""
     uuid: str = ""
 
 
 def visible_devices(env: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """The devices torch would see here, as its masking variable names them; torch itself is not asked."""
+    """The devices that torch would see, as its masking variable names them; found without torch."""
     variable, present = _present(env, root)
     mask = _mask(env, variable)
     if mask is None:
@@ -36,12 +36,12 @@ def visible_devices(env: Mapping[str, str], root: Path = Path("/")) -> list[str]
 
 
 def masking_variable(env: Mapping[str, str], root: Path = Path("/")) -> str:
-    """The variable that hides devices of the kind that is here."""
+    """The variable that hides devices of this machine's kind."""
     return _present(env, root)[0]
 
 
 def masked(env: Mapping[str, str], devices: str, root: Path = Path("/")) -> tuple[dict[str, str], int]:
-    """The variable that leaves only these devices visible, and how many they are."""
+    """The variable that makes only these devices visible, and their number."""
     visible = visible_devices(env, root)
     wanted = [part.strip() for part in devices.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in wanted):
@@ -63,7 +63,7 @@ def masked(env: Mapping[str, str], devices: str, root: Path = Path("/")) -> tupl
 
 
 def own_instance(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """The mask of a process that was given several MIG instances: CUDA shows a process only the first of its mask."""
+    """The mask for a process with several MIG instances: CUDA only shows a process the first of its mask."""
     mask = _mask(env, "CUDA_VISIBLE_DEVICES") or []
     if len(mask) < 2 or not all(entry.startswith("MIG-") for entry in mask) or local_rank >= len(mask):
         return {}
@@ -71,7 +71,7 @@ def own_instance(env: Mapping[str, str], local_rank: int) -> dict[str, str]:
 
 
 def cores(pid: int = 0) -> list[int]:
-    """The CPUs this process (or another) may use: its affinity, cut to the CPU quota of our control group."""
+    """The CPUs that a process may use: its affinity, limited to the CPU quota of our control group."""
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))
     allowed = sorted(os.sched_getaffinity(pid))
@@ -79,19 +79,19 @@ def cores(pid: int = 0) -> list[int]:
 
 
 def _quotas() -> list[int]:
-    """How many CPUs each control group around this process lets it keep busy."""
-    found = []
+    """The number of CPUs that each control group around this process allows."""
+    quotas = []
     for folder in control_groups("cpu"):
         quota, _, period = read_text(folder / "cpu.max").partition(" ")
         if not quota:  # version 1
             quota, period = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-        if quota.strip().isdigit():  # else there is no limit here: no such file, `max` or -1
-            found.append(int(quota) // int(period))
-    return found
+        if quota.strip().isdigit():  # otherwise there is no limit: no file, `max` or -1
+            quotas.append(int(quota) // int(period))
+    return quotas
 
 
 def control_groups(controller: str) -> list[Path]:
-    """The control groups around this process that may limit or count this, the innermost first."""
+    """The control groups around this process for this controller, the innermost first."""
     folders = []
     for _, controllers, path in (line.split(":", 2) for line in read_text(_OWN_GROUPS).splitlines()):
         if not controllers or controller in controllers.split(","):
@@ -104,15 +104,15 @@ def control_groups(controller: str) -> list[Path]:
 def share_cores(
     count: int, env: Mapping[str, str] | None = None, root: Path = Path("/")
 ) -> tuple[list[list[int] | None], int]:
-    """Each worker's own cores (None: not bound) and the number of threads that keeps all of them equal.
+    """Each worker's cores (None: not bound), and a number of threads that is the same for all workers.
 
-    A worker's cores are near its device, where the machine says which those are.
+    A worker's cores are near its device, if the machine tells which those are.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [None] * count, max(1, len(cores()) // count)
     usable, allowed = cores(), os.sched_getaffinity(0)
     threads = max(1, len(usable) // count)
-    # Under a quota every core may be used part of the time: picking some would crowd all containers there.
+    # Under a quota every core may be used for a part of the time: if containers picked cores, they would collide.
     if count == 1 or len(usable) < count or len(usable) < len(allowed):
         return [None] * count, threads
     near = [sorted(set(usable) & local) for local in _near_devices(os.environ if env is None else env, root)]
@@ -123,14 +123,14 @@ def share_cores(
 
 
 def _cut(usable: Sequence[int], count: int) -> list[list[int]]:
-    """Equal neighbouring shares."""
+    """Equal shares of neighbouring cores."""
     near = sorted(usable, key=_neighbourhood)
     cuts = [len(near) * rank // count for rank in range(count + 1)]
     return [near[start:end] for start, end in pairwise(cuts)]
 
 
 def _cut_near(near: Sequence[Sequence[int]]) -> list[list[int]] | None:
-    """Each worker's share of the cores near its device; None where some have too few, or parts of another's."""
+    """Each worker's share of the cores near its device; None if a share is empty, or groups overlap."""
     groups = {tuple(local): [rank for rank, other in enumerate(near) if other == local] for local in near}
     if len({core for local in groups for core in local}) < sum(map(len, groups)):
         return None
@@ -142,7 +142,7 @@ def _cut_near(near: Sequence[Sequence[int]]) -> list[list[int]] | None:
 
 
 def _neighbourhood(core: int) -> tuple[int, int, int]:
-    # Two hardware threads of one core are far apart by number on most machines.
+    # On most machines the numbers of a core's two hardware threads are far apart.
     topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
         package = int((topology / "physical_package_id").read_text())
@@ -152,26 +152,26 @@ def _neighbourhood(core: int) -> tuple[int, int, int]:
 
 
 def _near_devices(env: Mapping[str, str], root: Path) -> Iterator[set[int]]:
-    """For each visible device the cores of its NUMA node."""
+    """The cores of the NUMA node of each visible device."""
     present = _present(env, root)[1]
     for entry in visible_devices(env, root):
         if entry.isdigit():
-            found = present[int(entry) : int(entry) + 1]
+            matching = present[int(entry) : int(entry) + 1]
         else:
-            found = [device for device in present if device.uuid and device.uuid.startswith(entry)]
-        address = found[0].address.lower() if found else ""
+            matching = [device for device in present if device.uuid and device.uuid.startswith(entry)]
+        address = matching[0].address.lower() if matching else ""
         cores_near = root / "sys/bus/pci/devices" / address / "local_cpulist"
         yield _numbers(read_text(cores_near)) if address else set()
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Of `0-3,8`, the numbers."""
+    """The numbers in a list such as `0-3,8`."""
     ends = [part.split("-") for part in ranges.strip().split(",") if part]
     return {number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)}
 
 
 def _present(env: Mapping[str, str], root: Path) -> tuple[str, list[_Device]]:
-    """The masking variable of the kind of device that is here, and those that this process may open."""
+    """The masking variable for this machine's kind of devices, and the devices that this process may open."""
     if (root / "proc/driver/nvidia/gpus").exists() or [*(root / "dev").glob("nvidia[0-9]*")]:
         return "CUDA_VISIBLE_DEVICES", [*_of_nvidia(root)]
     if amd := [*_of_amd(root)]:
@@ -183,9 +183,9 @@ def _present(env: Mapping[str, str], root: Path) -> tuple[str, list[_Device]]:
 def _of_nvidia(root: Path) -> Iterator[_Device]:
     described = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
     for folder in described:
-        said = read_text(folder / "information")
-        minor = re.search(r"^Device Minor:\s*(\d+)", said, re.MULTILINE)
-        uuid = re.search(r"^GPU UUID:\s*(\S+)", said, re.MULTILINE)
+        information = read_text(folder / "information")
+        minor = re.search(r"^Device Minor:\s*(\d+)", information, re.MULTILINE)
+        uuid = re.search(r"^GPU UUID:\s*(\S+)", information, re.MULTILINE)
         if minor is None or _opens(root / f"dev/nvidia{minor[1]}"):
             yield _Device(folder.name, uuid[1] if uuid else "")
     if not described:
@@ -205,7 +205,7 @@ def _of_amd(root: Path) -> Iterator[_Device]:
 
 
 def _of_intel(root: Path) -> Iterator[_Device]:
-    """Cards, and not what is built into a processor."""
+    """Intel's cards, without the graphics inside a processor."""
     for node in sorted((root / "sys/class/drm").glob("renderD*")):
         device = node / "device"
         address = device.resolve().name
@@ -216,7 +216,7 @@ def _of_intel(root: Path) -> Iterator[_Device]:
 
 
 def _opens(path: Path) -> bool:
-    """Whether this process may use the device: a container may see one in /proc that it cannot open."""
+    """Whether this process may use the device: /proc in a container may list devices that it cannot open."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError:
@@ -225,7 +225,7 @@ def _opens(path: Path) -> bool:
 
 
 def _mask(env: Mapping[str, str], variable: str) -> list[str] | None:
-    """The entries of a masking variable up to the first that names no device, as CUDA reads it."""
+    """The entries of a masking variable before the first invalid entry, as CUDA reads it."""
     if variable not in env:
         return None
     entries = [entry.strip() for entry in env[variable].split(",")]

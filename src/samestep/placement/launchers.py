@@ -1,4 +1,4 @@
-"""What each launcher leaves in the environment: who this process is, and where its ranks could meet."""
+"""Reads the variables of each launcher: who this process is, and where its ranks could meet."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ FIELDS = ("rank", "size", "local_rank", "local_size", "node", "nodes")
 
 
 class Fact(NamedTuple):
-    """A number, and `VARIABLE=value` or the words that say where it comes from."""
+    """A number and its origin: `VARIABLE=value`, or words."""
 
     number: int
     origin: str
@@ -34,7 +34,7 @@ Facts = dict[str, Fact]
 
 
 class LauncherFacts(NamedTuple):
-    """What started this process, as far as its variables say."""
+    """The launcher of this process, and the facts in its variables."""
 
     launcher: str
     facts: Facts
@@ -42,16 +42,16 @@ class LauncherFacts(NamedTuple):
 
 
 class _Launcher(NamedTuple):
-    """A launcher, the variable that shows it was there, its names of the FIELDS, and of the run."""
+    """A launcher, the variable that reveals it, and its names for the FIELDS and for the run."""
 
     name: str
     sign: str
-    fields: str  # in the order of FIELDS; of `A|B` the first that is set
+    fields: str  # in the order of FIELDS; `A|B` means the first that is set
     run: str = ""
 
 
-# The nearest to the process first: mpirun starts its daemons as a Slurm step, whose variables its processes inherit,
-# and srun sets those that follow when it serves MPI (--mpi=pmi2, pmix, cray_shasta), where its own say more.
+# The launcher nearest to the process comes first. mpirun starts its daemons as a Slurm step, so its processes inherit
+# Slurm's variables. srun sets the variables after its own if it serves MPI (--mpi=...), but its own say more.
 _LAUNCHERS = tuple(
     _Launcher(*row)
     for row in (
@@ -68,19 +68,19 @@ _LAUNCHERS = tuple(
         ("pmix", "PMIX_RANK", "PMIX_RANK", "PMIX_NAMESPACE"),
     )
 )  # fmt: skip
-_RUN_NAMES = {known.name: known.run for known in reversed(_LAUNCHERS) if known.name != "slurm"}
+_RUN_NAMES = {launcher.name: launcher.run for launcher in reversed(_LAUNCHERS) if launcher.name != "slurm"}
 _TORCH = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
 
-# Slurm counts the steps for its own use (interactive, batch, extern) down from 2**32.
+# Slurm numbers its own steps (interactive, batch, extern) downwards from 2**32.
 _FIRST_PSEUDO_STEP = (1 << 32) - 16
 BATCH_STEP = str((1 << 32) - 5)
 
-# Below Linux' ephemeral ports, of which an outgoing connection may hold any, and below torch's 29400, 29500.
+# Below Linux' ephemeral ports, which outgoing connections may use, and below torch's 29400 and 29500.
 _FIRST_PORT, _NUM_PORTS = 10_000, 18_999
 
 
 def recognise(env: Env) -> LauncherFacts:
-    """The nearest launcher; torch's variables win where they describe a world of their own."""
+    """The nearest launcher; torch's variables win if they describe another world than the launcher's."""
     torch = _read(env, _TORCH)
     rank, size = torch.get("rank"), torch.get("size")
     if rank and size and text(env, "SAMESTEP_RUN"):
@@ -106,7 +106,7 @@ def recognise(env: Env) -> LauncherFacts:
 
 
 def without_leftovers(env: Env) -> Env:
-    """Without what `init` exported in another Slurm step, one of whose ranks then called sbatch or srun."""
+    """The environment without what `init` exported in another Slurm step, whose rank then called sbatch or srun."""
     run = env.get("TORCHELASTIC_RUN_ID", "")
     is_changed = any(env.get(name) != env.get(f"ROLE_{name}") for name in ("RANK", "WORLD_SIZE"))
     if not run.startswith("job ") or is_changed or not text(env, "SLURM_JOB_ID"):
@@ -119,28 +119,28 @@ def without_leftovers(env: Env) -> Env:
 
 
 def meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
-    """Address and port that every rank derives alike, as far as the launcher's variables allow."""
+    """The address and port that every rank derives equally, as far as the launcher's variables allow."""
     nodes = found.facts["nodes"].number
     if found.launcher == "slurm":
-        # A host file may begin with any node, and the list is sorted: it does not say which.
+        # With a host file any node may be the first, and the sorted list does not show which.
         is_sorted = text(env, "SLURM_DISTRIBUTION") == "arbitrary" and nodes > 1
         name, value = _first(env, "SLURM_STEP_NODELIST|SLURM_JOB_NODELIST|SLURM_NODELIST")
         first = (expand_nodes(value)[0], f"{name}={printable(value)}") if value and not is_sorted else None
         job, step = fact(env, "SLURM_JOB_ID|SLURM_JOBID"), fact(env, "SLURM_STEP_ID")
         if job is None or step is None:
             return first, None
-        # 64 and the number of ports have no common divisor: 296 jobs in a row differ, each in 64 steps.
+        # 64 and the number of ports are coprime: 296 jobs in a row have different ports, each for 64 steps.
         return first, Fact(_port(64 * job.number + step.number), f"{job.origin} {step.origin}")
     if found.launcher not in _RUN_NAMES:
         return None, None
     name, value = _first(env, _RUN_NAMES[found.launcher])
-    told, origin = (value, f"{name}={printable(value)}") if value else (run, run)
-    port = Fact(_port(crc32(told.encode(errors="replace"))), str(origin)) if told else None
+    name_of_run, origin = (value, f"{name}={printable(value)}") if value else (run, run)
+    port = Fact(_port(crc32(name_of_run.encode(errors="replace"))), str(origin)) if name_of_run else None
     return ("127.0.0.1", "one node") if nodes == 1 else None, port
 
 
 def run_name(env: Env, launcher: str, run: str | None) -> str | None:
-    """What only the processes of this run know, as far as the launcher's variables allow."""
+    """A name that only the processes of this run share, as far as the launcher's variables allow."""
     if launcher == "slurm":
         job, step = text(env, "SLURM_JOB_ID"), text(env, "SLURM_STEP_ID")
         return f"job {printable(f'{job}.{step}')}{_again(env, 'SLURM_RESTART_COUNT')}"
@@ -152,12 +152,12 @@ def run_name(env: Env, launcher: str, run: str | None) -> str | None:
 
 
 def port_choices(first: int) -> list[int]:
-    """A derived port and where to look when it is taken, for both sides in the same order."""
+    """A derived port and its alternatives if it is taken, in the same order for all ranks."""
     return [_port(first - _FIRST_PORT + 2_371 * turn) for turn in range(8)]
 
 
 def hosts_of_ranks(env: Env, size: int) -> list[str]:
-    """Where each rank of a Slurm step is to run; nothing where that is not to be known."""
+    """The node of each rank of a Slurm step; empty if that is not known."""
     nodes, tasks = text(env, "SLURM_STEP_NODELIST"), text(env, "SLURM_STEP_TASKS_PER_NODE")
     layout = re.split("[:,]", env.get("SLURM_DISTRIBUTION", "block"))[0]
     if not nodes or not tasks or layout not in ("block", "cyclic"):
@@ -170,7 +170,7 @@ def hosts_of_ranks(env: Env, size: int) -> list[str]:
 
 
 def in_step(env: Env) -> bool:
-    """Whether this is in a step that srun started, and not one of Slurm's own."""
+    """Whether this process is in a step that srun started, not in Slurm's own steps."""
     return bool(re.fullmatch("[0-9]{1,8}", env.get("SLURM_STEP_ID", "")) and text(env, "SLURM_PROCID"))
 
 
@@ -188,12 +188,12 @@ def fact(env: Env, names: str) -> Fact | None:
 
 
 def text(env: Env, name: str) -> str | None:
-    """A variable that is empty is one that is not set."""
+    """A variable's value; None if it is not set or empty."""
     return env.get(name, "").strip() or None
 
 
 def count(env: Env, name: str) -> int:
-    """A number that is only good for advice: 0 where there is none."""
+    """A variable's number, for advice only; 0 if it is none."""
     value = env.get(name, "")
     return int(value) if re.fullmatch("[0-9]{1,7}", value) else 0
 
@@ -203,34 +203,34 @@ def _first(env: Env, names: str) -> tuple[str, str]:
 
 
 def _read(env: Env, fields: str) -> Facts:
-    found = {field: fact(env, names) for field, names in zip(FIELDS, fields.split(), strict=False)}
-    return {field: known for field, known in found.items() if known is not None}
+    facts = {field: fact(env, names) for field, names in zip(FIELDS, fields.split(), strict=False)}
+    return {field: value for field, value in facts.items() if value is not None}
 
 
 def _nearest(env: Env) -> tuple[str, Facts]:
-    known = next((known for known in _LAUNCHERS if text(env, known.sign)), None)
-    if known is None:
+    launcher = next((launcher for launcher in _LAUNCHERS if text(env, launcher.sign)), None)
+    if launcher is None:
         return "alone", {}
-    if known.name != "slurm":
-        return known.name, _read(env, known.fields)
-    step = fact(env, known.sign)
-    # In a step of Slurm's own runs a shell, and so it does in one of a single task with a terminal.
+    if launcher.name != "slurm":
+        return launcher.name, _read(env, launcher.fields)
+    step = fact(env, launcher.sign)
+    # Slurm's own steps run a shell, and so does a step of a single task with a terminal.
     if step is None or step.number >= _FIRST_PSEUDO_STEP or not text(env, "SLURM_PROCID"):
         return "alone", {}
-    facts = _step(env, _read(env, known.fields))
+    facts = _step(env, _read(env, launcher.fields))
     is_shell = text(env, "SLURM_PTY_PORT") and "size" in facts and facts["size"].number == 1
     return ("alone", {}) if is_shell else ("slurm", facts)
 
 
 def _is_another_world(rank: Fact, size: Fact, outer: Facts) -> bool:
-    """A launcher unknown to us may have started more processes below each of the outer one's."""
+    """Whether torch's variables differ: an unknown launcher may have started processes inside the outer launcher's."""
     if "size" not in outer or size.number == outer["size"].number:
         return False
     return rank.number == 0 or rank.number != outer["rank"].number
 
 
 def _torchrun(env: Env, torch: Facts, write: str) -> LauncherFacts:
-    """With a note where a task that is not the first of its step has begun a run of one node."""
+    """The facts of torchrun, with a note if another task than the first starts a run of a single node."""
     nodes, task = torch.get("nodes", torch["size"]), count(env, "SLURM_PROCID")
     if not in_step(env) or task == 0 or torch["rank"].number != 0 or nodes.number != 1:
         return LauncherFacts("torchrun", torch)
@@ -240,7 +240,7 @@ def _torchrun(env: Env, torch: Facts, write: str) -> LauncherFacts:
 
 
 def _alone(env: Env) -> tuple[str, ...]:
-    """What is said where one process runs in a job that may have been given more."""
+    """A note for a process that runs alone in a Slurm job."""
     if (task := count(env, "SLURM_PROCID")) and not text(env, "SLURM_STEP_ID"):
         raise PlacementError(
             f"SLURM_PROCID is {task} but SLURM_STEP_ID is not set; "
@@ -256,7 +256,7 @@ def _alone(env: Env) -> tuple[str, ...]:
 
 
 def _step(env: Env, facts: Facts) -> Facts:
-    """The facts of a step, with how many of its tasks are on this node."""
+    """The facts of a step, with the number of its tasks on this node."""
     name, value = _first(env, "SLURM_STEP_TASKS_PER_NODE|SLURM_TASKS_PER_NODE")
     if not value or not {"size", "node"} <= facts.keys():
         return facts

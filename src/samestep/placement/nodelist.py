@@ -1,4 +1,4 @@
-"""Slurm's short forms written out in Slurm's own order: node lists, and tasks per node."""
+"""Expands Slurm's short forms in Slurm's order: node lists, and tasks per node."""
 
 import re
 from itertools import product
@@ -44,17 +44,17 @@ def tasks_per_node(text: str) -> list[int]:
     """`4(x2),3` as 4 4 3."""
     counts: list[int] = []
     for item in text.split(","):
-        found = _TASKS.fullmatch(item)
-        if not found or len(counts) + int(found[2] or 1) > _MOST_NODES:
+        match = _TASKS.fullmatch(item)
+        if not match or len(counts) + int(match[2] or 1) > _MOST_NODES:
             raise PlacementError(
                 f"{printable(text)} does not say how many tasks each node has; write it like 4(x2),3"
             )
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def device_count(text: str) -> int:
-    """`a100:2,v100:1`, or just `3`, as 3; 0 where it says no number."""
+    """`a100:2,v100:1`, or just `3`, as 3; 0 if there is no number."""
     numbers = [item.rpartition(":")[2] for item in text.split(",")]
     return sum(int(number) for number in numbers if re.fullmatch("[0-9]{1,6}", number))
 
@@ -62,13 +62,13 @@ def device_count(text: str) -> int:
 def _numbers(brackets: str, text: str) -> list[str]:
     numbers: list[str] = []
     for item in brackets.split(","):
-        found = _RANGE.fullmatch(item)
-        if not found or int(found[2] or found[1]) < int(found[1]):
+        match = _RANGE.fullmatch(item)
+        if not match or int(match[2] or match[1]) < int(match[1]):
             raise _refused(text, f"has {printable(item) or 'nothing'} in brackets, which is not a range")
-        low, high = int(found[1]), int(found[2] or found[1])
+        low, high = int(match[1]), int(match[2] or match[1])
         if len(numbers) + high - low >= _MOST_NODES:
             raise _too_many(text)
-        numbers += [f"{number:0{len(found[1])}}" for number in range(low, high + 1)]
+        numbers += [f"{number:0{len(match[1])}}" for number in range(low, high + 1)]
     return numbers
 
 

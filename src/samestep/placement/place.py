@@ -1,4 +1,4 @@
-"""Which of how many processes this one is, read from the environment that whatever started it left."""
+"""The placement of this process (rank, size, node), read from the environment that its launcher set."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ from samestep.placement import launchers
 from samestep.placement.launchers import FIELDS, Env, Fact, Facts, LauncherFacts
 from samestep.text import counted, printable
 
-# The file in memory with a run's key, which its launcher holds open, is named so and by the number of ranks.
+# The name of the memory file with a run's key, which the launcher holds open, followed by the number of ranks.
 KEY_NAME = "samestep-key-of-"
 _GET_PARENT_DEATH_SIGNAL = 2
 ASSUMED = "one node, assumed"
@@ -28,7 +28,7 @@ _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 
 @dataclass(frozen=True)
 class Placement:
-    """Who this process is, what said so, and what its user may want to know about it."""
+    """Who this process is, where each fact comes from, and notes for the user."""
 
     rank: int
     size: int
@@ -45,9 +45,9 @@ class Placement:
 
 
 def place(env: Env, *, run: str | None = None, usable: int | None = None, cores: int = 1) -> Placement:
-    """What an environment says of a process that may use `usable` of its machine's `cores`.
+    """The placement that an environment describes, for a process that may use `usable` of its machine's `cores`.
 
-    `run` is what only the processes of this run share, for launchers that name no run.
+    `run` is a name that only the processes of this run share, for launchers that name no run.
     """
     env = launchers.without_leftovers(env)
     found = launchers.recognise(env)
@@ -68,10 +68,10 @@ def place(env: Env, *, run: str | None = None, usable: int | None = None, cores:
 
 
 def this_process() -> Placement:
-    """The placement of the process that asks."""
+    """The placement of this process."""
     env = launchers.without_leftovers(os.environ)
     if launchers.in_step(env) and _is_batch_script():
-        # sbatch hands on the variables of the step that it was called in.
+        # sbatch passes on the variables of the step in which it was called.
         env = {**env, "SLURM_STEP_ID": launchers.BATCH_STEP}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     here = place(env, run=_mpi_daemon(), usable=usable, cores=os.cpu_count() or 1)
@@ -79,7 +79,7 @@ def this_process() -> Placement:
 
 
 def _began_with_more() -> tuple[str, ...]:
-    """What is said of a lone process where a launcher's variables were removed, by its script or its parents'."""
+    """A note for a process that runs alone because a script removed its launcher's variables."""
     sizes = [(os.getpid(), _size_of_parent())]
     for pid, _ in _ancestors():
         variables = read_text(Path(f"/proc/{pid}/environ")).split("\0")
@@ -98,7 +98,7 @@ def _began_with_more() -> tuple[str, ...]:
 
 
 def _size_of_parent() -> int:
-    """How many ranks its parent started where this process is one of them, also after `os.execve`; else 1."""
+    """The number of ranks if its parent started this process as a rank, even before `os.execve`; else 1."""
     number = ctypes.c_int()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_GET_PARENT_DEATH_SIGNAL, ctypes.byref(number))
@@ -107,27 +107,27 @@ def _size_of_parent() -> int:
     with suppress(OSError):
         folder = Path(f"/proc/{os.getppid()}/fd")
         names = "\n".join(os.readlink(descriptor) for descriptor in folder.iterdir())
-        if found := re.search(f"/memfd:{KEY_NAME}([0-9]+)", names):
-            return int(found[1])
+        if match := re.search(f"/memfd:{KEY_NAME}([0-9]+)", names):
+            return int(match[1])
     return 1
 
 
 def by_hand(rank: int | None, size: int | None, rendezvous: str) -> dict[str, str]:
-    """torch's variables of a process that its script has started and numbered."""
+    """torch's variables for a process that its script has started and numbered."""
     if type(rank) is not int or type(size) is not int:
         given, missing = ("rank", "size") if size is None else ("size", "rank")
         raise PlacementError(f"init got {given}= without {missing}=; give both, as whole numbers")
-    found = re.fullmatch(r"tcp://(.+):([0-9]{1,5})|env://", rendezvous)
-    if not found:
+    match = re.fullmatch(r"tcp://(.+):([0-9]{1,5})|env://", rendezvous)
+    if not match:
         raise PlacementError(
             f"rendezvous={rendezvous!r} is not a meeting point; write tcp://HOST:PORT or env://"
         )
-    said = {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    return said | ({"MASTER_ADDR": found[1].strip("[]"), "MASTER_PORT": found[2]} if found[1] else {})
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    return variables | ({"MASTER_ADDR": match[1].strip("[]"), "MASTER_PORT": match[2]} if match[1] else {})
 
 
 def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """torch's variables as torchrun sets them; what `env` already says of roles and restarts stays."""
+    """torch's variables as torchrun sets them; values of `env` about roles and restarts are kept."""
     here = {
         "RANK": p.rank,
         "LOCAL_RANK": p.local_rank,
@@ -153,7 +153,7 @@ def exports(p: Placement, env: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def device_index(p: Placement, visible: int) -> int | None:
-    """Which of the devices this process sees is its own; None where it sees none."""
+    """The index of this process's device among the visible devices; None if none is visible."""
     if visible < 2:
         return 0 if visible else None
     if p.local_rank >= visible:
@@ -165,7 +165,7 @@ def device_index(p: Placement, visible: int) -> int | None:
 
 
 def idle_devices(p: Placement, visible: int, script: str) -> str | None:
-    """What rank 0 says, for all, of devices of its node that no process uses."""
+    """A remark of rank 0 about devices of its node that no process uses; None if there are none."""
     size = p.local_size
     if p.rank != 0 or visible <= size:
         return None
@@ -177,7 +177,7 @@ def idle_devices(p: Placement, visible: int, script: str) -> str | None:
 
 
 def _complete(known: Facts) -> tuple[Facts, tuple[str, ...]]:
-    """The facts that follow from the others, and a note where one had to be assumed."""
+    """All facts, with those that follow from others, and a note if a fact had to be assumed."""
     facts = dict(known) or {"rank": Fact(0, "nothing is set"), "size": Fact(1, "nothing is set")}
     for name, unknown in (("rank", "which of them this is"), ("size", "how many processes there are")):
         if name not in facts:
@@ -214,9 +214,9 @@ def _check(facts: Facts) -> None:
     size, local_size, nodes = facts["size"], facts["local_size"], facts["nodes"]
     if size.number > _MOST_PROCESSES:
         raise size.wrong(f", which is more than {_MOST_PROCESSES} processes; set the real number")
-    for name, of in (("rank", size), ("local_rank", local_size), ("node", nodes)):
-        if facts[name].number >= of.number:
-            raise facts[name].wrong(f" but {of}; count from 0 to {of.variable} - 1")
+    for name, limit in (("rank", size), ("local_rank", local_size), ("node", nodes)):
+        if facts[name].number >= limit.number:
+            raise facts[name].wrong(f" but {limit}; count from 0 to {limit.variable} - 1")
     if nodes.number == 1:
         fits = local_size.number == size.number
     else:
@@ -253,16 +253,16 @@ def _meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str
 
 
 def _core_note(env: Env, found: LauncherFacts, usable: int | None, cores: int) -> tuple[str, ...]:
-    """srun and mpirun may bind a process to one core, which slows every step and shows nowhere."""
+    """A note if srun or mpirun has bound this process to too few cores, which slows every step silently."""
     if usable is None or found.launcher in ("alone", *_BELOW_TASKS):
         return ()
-    # srun, since Slurm 22.05, does not read it from sbatch.
-    asked = launchers.count(env, "SLURM_CPUS_PER_TASK") if found.launcher == "slurm" else 0
-    asked = asked or (cores // found.facts["local_size"].number if usable == 1 else 0)
-    if usable >= asked:
+    # since Slurm 22.05, srun does not read it from sbatch
+    wanted = launchers.count(env, "SLURM_CPUS_PER_TASK") if found.launcher == "slurm" else 0
+    wanted = wanted or (cores // found.facts["local_size"].number if usable == 1 else 0)
+    if usable >= wanted:
         return ()
     how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(found.launcher)
-    write = f"write `{how}={asked}`" if how else f"bind each to {asked}"
+    write = f"write `{how}={wanted}`" if how else f"bind each to {wanted}"
     return (f"{found.launcher} lets this process use {usable} of {counted(cores, 'core')}; {write}",)
 
 
@@ -274,16 +274,16 @@ def _is_batch_script() -> bool:
 
 
 def _mpi_daemon() -> str | None:
-    """MPICH names no run in its processes' variables, but their ancestor knows where mpirun listens."""
+    """A name of the run for MPICH, which sets no variable with one: the address in its ancestor's command line."""
     for pid, name in _ancestors():
         if name.startswith(("hydra_", "mpispawn")):
-            found = re.search(r"--control-port\0([^\0]+)", read_text(Path(f"/proc/{pid}/cmdline")))
-            return f"mpirun at {found[1]}" if found else f"the mpirun daemon, process {pid}"
+            match = re.search(r"--control-port\0([^\0]+)", read_text(Path(f"/proc/{pid}/cmdline")))
+            return f"mpirun at {match[1]}" if match else f"the mpirun daemon, process {pid}"
     return None
 
 
 def _ancestors() -> Iterator[tuple[int, str]]:
-    """This process, what started it, and so on, with their names."""
+    """This process, its parent, and so on, with their names."""
     pid = os.getpid()
     while pid > 1:
         name, _, status = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")
