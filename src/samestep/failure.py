@@ -165,7 +165,6 @@ def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> No
 
 
 def failure_of(error: BaseException, code: int) -> Failure:
-    """The record of this exception."""
     first = error
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

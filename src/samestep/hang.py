@@ -43,7 +43,6 @@ class RankState(NamedTuple):
 
     @property
     def wait(self) -> str:
-        """Where it waits, in words."""
         if self.phase == "call":
             return self.call
         at = f" ({self.line})" if self.line else ""
@@ -51,7 +50,6 @@ class RankState(NamedTuple):
 
     @property
     def doing(self) -> str:
-        """What it does, in words."""
         if self.waits_now:
             return f"is in {self.wait}"
         if self.phase == "end" and self.call:

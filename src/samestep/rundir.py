@@ -116,7 +116,6 @@ def pulse_in(file: int) -> PulseReading | None:
 
 
 def log_path(run: Path, rank: int) -> Path:
-    """The file with all output of a rank."""
     return run / "logs" / f"rank-{rank}.log"
 
 
@@ -126,12 +125,10 @@ def stack_path(run: Path, rank: int) -> Path:
 
 
 def pulse_path(run: Path, rank: int) -> Path:
-    """The file of a rank's pulse."""
     return run / "pulse" / f"rank-{rank}"
 
 
 def failure_path(run: Path, rank: int) -> Path:
-    """The file with the failure record of a rank."""
     return run / "failures" / f"rank-{rank}.json"
 
 
@@ -142,7 +139,6 @@ def pulse_of(env: Mapping[str, str], rank: int) -> Path | None:
 
 
 def step_times_path(run: Path, rank: int) -> Path:
-    """The file of a rank's step times."""
     return pulse_path(run, rank).with_name(f"steps-{rank}")
 
 
@@ -159,7 +155,6 @@ def own_run(env: Mapping[str, str], folder: str) -> Path | None:
 
 
 def start_record(argv: Sequence[str], size: int, began: float) -> dict[str, object]:
-    """The content of run.json for a start."""
     return {
         "argv": list(argv),
         "size": size,
@@ -218,7 +213,6 @@ def better_place(run: Path, env: Mapping[str, str]) -> str | None:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write run.json or result.json."""
     files.write_atomically(path, (json.dumps(record, indent=1) + "\n").encode(), 0o600)
 
 

@@ -115,7 +115,6 @@ class StepTimes:
     def add(
         self, step: int, began: float, ended: float, mine: int, batch: int, parts: Sequence[float]
     ) -> None:
-        """Add a finished step."""
         now = self.progress
         row = (step, began, mine, batch, *parts)
         _ROW.pack_into(self._memory, _AT_ROWS + now.rows % KEPT_STEPS * _ROW.size, *row)

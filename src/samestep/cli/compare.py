@@ -134,7 +134,7 @@ def _print(comparisons: Sequence["Comparison"], limit: int | None, width: int) -
 
 
 def _table(comparison: "Comparison", limit: int | None, width: int) -> Iterator[str]:
-    """The largest differences in the order of the first file, by layer; tensors that one of the files lacks come last."""
+    """The largest differences in the order of the first file, by layer; tensors that a file lacks come last."""
     ordered = sorted(comparison.differences, key=lambda difference: difference.kind == "missing")
     largest = sorted(ordered, key=lambda difference: (difference.kind == "missing", -difference.relative))
     kept = set(map(id, largest[:limit]))

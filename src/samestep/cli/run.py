@@ -65,7 +65,6 @@ _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def _seconds(name: str, help: str, default: float | None = None, *, not_0: bool = False) -> _Decorator:
-    """An option for a number of seconds."""
     kind = click.FloatRange(0, min_open=not_0)
     return click.option(name, metavar="S", type=kind, default=default, help=f"Seconds {help}")
 

@@ -125,7 +125,6 @@ class Prediction:
     link: str
 
     def cells(self) -> list[str]:
-        """The row of a table."""
         rates = [f"{self.samples_per_second:,.0f}", f"{self.low:,.0f}-{self.high:,.0f}"]
         return [str(self.size), *rates, percent(self.efficiency), percent(self.waits)]
 
@@ -163,7 +162,6 @@ class Model:
         return own * self._slowest_of(size) + waits, waits
 
     def predict(self, size: int) -> Prediction:
-        """Predict a size."""
         step, waits = self.step_s(size)
         by_cap = {cap: self.step_s(size, cap)[0] for cap in CAPS_MB}
         best = min(by_cap, key=lambda cap: by_cap[cap])

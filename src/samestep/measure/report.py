@@ -102,7 +102,6 @@ class Report:
 
 
 def _html(table: tuple[str, Sequence[Sequence[str]]]) -> str:
-    """The HTML of a table."""
     title, (heads, *rows) = table
     cells = ["".join(f"<th>{html.escape(cell)}</th>" for cell in heads)]
     cells += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]

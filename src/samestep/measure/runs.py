@@ -81,7 +81,6 @@ class Run:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return len(self.logs) or self.num_started
 
     @property
@@ -176,7 +175,6 @@ def find_run(name: str | None) -> Run:
 
 
 def log_of(run: Run, rank: int) -> Path:
-    """The file of a rank's output."""
     if not run.logs and _look(job_output(run.path)):
         return job_output(run.path)
     if rank not in run.logs:

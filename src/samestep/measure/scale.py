@@ -74,7 +74,6 @@ class Variant:
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables that apply the settings."""
         env, ddp = dict(_MPI), {}
         for name, value in self.settings:
             if name in ("backend", "method"):

@@ -125,7 +125,6 @@ class Row:
         return self.variant.size * self.runs[0].said.samples_per_epoch / self.throughput.value
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "processes": self.variant.size,
             "cores_each": self.variant.cores,

@@ -68,7 +68,6 @@ def place(env: Env, *, run: str | None = None, usable: int | None = None, cores:
 
 
 def this_process() -> Placement:
-    """The placement of this process."""
     env = launchers.without_leftovers(os.environ)
     if launchers.in_step(env) and _is_batch_script():
         # sbatch passes on the variables of the step in which it was called.

@@ -60,7 +60,6 @@ def source_for(peer: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == address for entry in addresses):
             return str(name)

@@ -77,7 +77,6 @@ class Meeting:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all members have come."""
         return self._count >= self._me.size
 
     def answer(self) -> dict[str, Any] | None:
@@ -317,7 +316,6 @@ class Meeting:
         channel.close()
 
     def absent(self) -> list[int]:
-        """The numbers that have not come."""
         there = {number for number, _ in self._arrived()}
         return [number for number in range(self._me.size) if number not in there]
 

@@ -71,7 +71,6 @@ class Warm:
         return started(spec)
 
     def close(self) -> None:
-        """End all warm processes."""
         while self._all:
             self._remove(self._all[0])
 

@@ -335,7 +335,6 @@ def _peers(where: NodeMeeting) -> Tree:
 
 
 def _is_here(name: str) -> bool:
-    """Whether this machine has that name."""
     try:
         named = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:

@@ -73,7 +73,6 @@ class Terminal:
             self._unfinished[line] = owner
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher itself."""
         self.show(ERR, text.encode(errors="backslashreplace") + b"\n", "the launcher")
 
     @property
@@ -150,7 +149,6 @@ class Log:
                 self._lost(reason_of(error))
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -69,7 +69,6 @@ class Job:
 
     @property
     def tasks(self) -> int:
-        """Processes on each node."""
         return self.profile.tasks_per_node or self.profile.gpus_per_node or 1
 
     @property

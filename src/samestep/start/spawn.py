@@ -117,7 +117,6 @@ class _Caller:
         self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
 
     def show(self, kind: int, data: bytes, owner: object, prefix: bytes = b"") -> None:
-        """Write and flush."""
         stream = sys.stdout if kind == OUT else sys.stderr
         stream.write(self._decoders[kind - OUT].decode(data))
         stream.flush()

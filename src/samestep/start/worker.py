@@ -100,7 +100,6 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not been seen to end."""
         return self.status is None
 
     @property

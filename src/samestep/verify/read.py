@@ -112,7 +112,6 @@ class Run:
 
     @property
     def steps(self) -> list[Step]:
-        """The steps of rank 0."""
         return self.ranks[0]
 
     @property
@@ -138,7 +137,6 @@ class Run:
 
     @property
     def samples(self) -> int:
-        """The number of samples of all steps."""
         return sum(map(self.num_samples, range(self.length)))
 
     def fact(self, name: str) -> Any:
@@ -187,7 +185,6 @@ def alike(rows: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def record_path(directory: Path, rank: int) -> Path:
-    """The file of a rank's record."""
     return directory / f"rank-{rank}.jsonl"
 
 

@@ -90,7 +90,6 @@ class Recorder:
         self._of_earlier_runs = (began, time.time())
 
     def begin(self) -> None:
-        """Install all hooks."""
         self._removed.begin()
         self._told.begin()
         Said(self._write, self._where).begin()

@@ -46,7 +46,6 @@ class Removed:
         return self._values.get("world", [])
 
     def begin(self) -> None:
-        """Replace functions of samestep and torch."""
         if "seeds" in self:
             _seed()
         if "sum" in self or "counts" in self:
