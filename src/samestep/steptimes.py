@@ -184,14 +184,14 @@ class Breakdown:
         notes = {"slowest rank": f" (rank {self.slowest})"} if self.slowest is not None else {}
         if self.hidden is not None:
             notes["exchange"] = f" ({percent(self.hidden)} of all exchange hidden)"
-        said = [
+        texts = [
             f"{name} {percent(seconds / self.step_s)}{notes.get(name, '')}"
             for name, seconds in self.parts.items()
             if seconds >= 0.005 * self.step_s
         ]
         rate, batch = self.samples_per_second, round(self.samples_per_second * self.step_s)
         return (
-            f"{rate:,.0f} samples/s, step {1e3 * self.step_s:.3g} ms of {batch:,} samples: {', '.join(said)}"
+            f"{rate:,.0f} samples/s, step {1e3 * self.step_s:.3g} ms of {batch:,} samples: {', '.join(texts)}"
         )
 
 

@@ -65,8 +65,8 @@ def _table(rows: list[dict[str, Any]]) -> None:
         meta = row.get("meta", {})
         facts = {key: value for key, value in meta.items() if key not in _IN_COLUMNS and value != ""}
         shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in facts.items()}
-        made = " ".join(f"{key}={value}" for key, value in shown.items())
-        text = printable(row.get("why", made))
+        origin = " ".join(f"{key}={value}" for key, value in shown.items())
+        text = printable(row.get("why", origin))
         table.append((row["step"], _when(meta), size(row.get("bytes", 0)), row["state"], text))
     print_table(table)
 

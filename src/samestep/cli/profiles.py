@@ -26,26 +26,26 @@ def command(as_json: bool, name: str | None) -> None:
     `base = "idris-v100"` it contains only the differences from that profile, whose name it may have.
     """
     paths = profile_paths(os.environ)
-    found, code = {}, 0
+    loaded, code = {}, 0
     for profile_name in [name] if name else paths:
         try:
-            found[profile_name] = load_profile(profile_name, os.environ)
+            loaded[profile_name] = load_profile(profile_name, os.environ)
         except UsageError as error:
             click.echo(f"samestep profiles: {error}", err=True)
             code = 2
-    if not found:
+    if not loaded:
         raise SystemExit(code)
     if as_json:
-        profiles = {key: {"path": str(paths[key]), **asdict(profile)} for key, profile in found.items()}
+        profiles = {key: {"path": str(paths[key]), **asdict(profile)} for key, profile in loaded.items()}
         print_json({"profiles": profiles})
     elif name:
-        for key, value in asdict(found[name]).items():
+        for key, value in asdict(loaded[name]).items():
             if value not in (None, "", (), {}):
                 written = json.dumps(value, ensure_ascii=False)
                 click.echo(f"{key.replace('_', '-')} = {written}  # {MEANS[key]}")
         click.echo(paths[name])
     else:
-        jobs = {key: Job(profile, "script.py") for key, profile in found.items()}
+        jobs = {key: Job(profile, "script.py") for key, profile in loaded.items()}
         rows = [(key, job.tasks, job.cores or "-", job.profile.about) for key, job in jobs.items()]
         print_table([("profile", "processes/node", "cores/process", "for"), *rows])
     raise SystemExit(code)

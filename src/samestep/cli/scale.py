@@ -94,7 +94,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
         for _, rows_of_table in report.tables():
             print_table(rows_of_table)
             click.echo()
-        for text in report.said():
+        for text in report.sentences():
             unbroken = text.replace(" %", "\xa0%")  # keeps `5 %` on a single line
             click.echo(fill(unbroken, room()).replace("\xa0", " ") + "\n")
         click.echo(f"Report: {written}")

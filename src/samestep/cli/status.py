@@ -21,31 +21,31 @@ def command(run: str | None, as_json: bool) -> None:
 
     RUN is a directory, or a name that `samestep runs` lists  [the newest].
     """
-    found = find_run(run)
+    target = find_run(run)
     now = time.time()
-    facts = found.facts()
+    facts = target.facts()
     # by the wall clock: the ranks may run on other machines
     states = [
         state_of(rank, pulse, now - pulse.unix + pulse.monotonic - pulse.phase_began)
-        for rank, pulse in found.pulses.items()
+        for rank, pulse in target.pulses.items()
     ]
-    hang = None if found.is_over else find_hang(states, found.size, LEAST_S)
+    hang = None if target.is_over else find_hang(states, target.size, LEAST_S)
     if as_json:
         ranks = [
             {"rank": rank, "device": pulse.device, "step": pulse.step, "epoch": pulse.epoch + 1}
             | {"age_s": now - pulse.unix}
-            for rank, pulse in found.pulses.items()
+            for rank, pulse in target.pulses.items()
         ]
         print_json({**facts, "by_rank": ranks, "hang": hang and hang.sentence()})
         return
-    per_second = f", {facts['steps_per_second']:.3g} steps/s" if facts["steps_per_second"] else ""
+    speed = f", {facts['steps_per_second']:.3g} steps/s" if facts["steps_per_second"] else ""
     if facts["samples_per_second"]:
-        per_second += f", {facts['samples_per_second']:,.0f} samples/s"
-    click.echo(f"{harmless(found.path)}: {found.state}, {found.command} on {found.size} ranks{per_second}")
-    for rank, pulse in found.pulses.items():
-        none = "no step" if found.is_over else "no step yet"
+        speed += f", {facts['samples_per_second']:,.0f} samples/s"
+    click.echo(f"{harmless(target.path)}: {target.state}, {target.command} on {target.size} ranks{speed}")
+    for rank, pulse in target.pulses.items():
+        none = "no step" if target.is_over else "no step yet"
         step = none if pulse.step < 0 else f"epoch {pulse.epoch + 1}, step {pulse.step}"
-        age = "" if found.is_over else f", {now - pulse.unix:.0f} s ago"
+        age = "" if target.is_over else f", {now - pulse.unix:.0f} s ago"
         click.echo(f"  rank {rank:<4} {pulse.device:<8} {step}{age}")
     if hang:
         click.echo(hang.sentence())

@@ -24,12 +24,12 @@ def command(run: str | None) -> None:
     RUN is a directory, or a name that `samestep runs` lists  [the newest]. The script must have a
     samestep.Checkpoint. The command works on any machine that sees the directory.
     """
-    found = find_run(run)
-    if found.is_over:
-        raise UsageError(f"{harmless(found.path)} is {found.state}, so there is nothing to stop")
+    chosen_run = find_run(run)
+    if chosen_run.is_over:
+        raise UsageError(f"{harmless(chosen_run.path)} is {chosen_run.state}, so there is nothing to stop")
     # in its directory, not where a link leads
-    with open_directory(found.path) as dir_fd, suppress(FileExistsError):
+    with open_directory(chosen_run.path) as dir_fd, suppress(FileExistsError):
         os.close(os.open(STOP, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
     click.echo(
-        f"{harmless(found.path)} was asked to stop; `samestep status {harmless(found.path)}` says when it has"
+        f"{harmless(chosen_run.path)} was asked to stop; `samestep status {harmless(chosen_run.path)}` says when it has"
     )

@@ -55,34 +55,32 @@ def convert(script: Path, is_written: bool = False) -> Conversion:
         base = by.parents[level - 1] if level else script.parent
         place = base.joinpath(*module.split(".")) if module else base
         files = (place.with_name(f"{place.name}.py"), place / "__init__.py")
-        found = next((path for path in files if path.is_file()), None)
-        if found is None or found == script:
+        path = next((path for path in files if path.is_file()), None)
+        if path is None or path == script:
             return None
-        is_ours = re.search(rb"^\s*(?:from|import) samestep\b", found.read_bytes(), re.M)
-        return None if is_ours else read(found)
+        is_ours = re.search(rb"^\s*(?:from|import) samestep\b", path.read_bytes(), re.M)
+        return None if is_ours else read(path)
 
     followed = follow(read(script), find)
     _replicate(followed, sources[script])
     for source in sources.values():
         finish(followed, source, is_script=source.path == script)
-    found = followed.found
-    gaps = sorted((source.path, line, reason) for (source, line), reason in found.gaps.items())
-    changed = {edit.source for edit in found.edits}
-    files = {
-        path: (source.edited(()).encode(source.encoding), source.edited(found.edits).encode(source.encoding))
-        for path, source in sources.items()
-        if source in changed
-    }
-    for path, (_, after) in files.items():
-        check_parses(path, after)
+    findings = followed.found
+    gaps = sorted((source.path, line, reason) for (source, line), reason in findings.gaps.items())
+    files = {}
+    for path, source in sources.items():
+        before, after = (source.edited(edits).encode(source.encoding) for edits in ((), findings.edits))
+        if any(edit.source is source for edit in findings.edits):
+            check_parses(path, after)
+            files[path] = (before, after)
     gap_lines = [f"{path.name}:{line}: {reason}" for path, line, reason in gaps]
     named = {path.name: source for path, source in sources.items()}
-    line, edits = rf"\b({'|'.join(map(re.escape, named))}):(\d+)", found.edits if is_written else ()
+    line, edits = rf"\b({'|'.join(map(re.escape, named))}):(\d+)", findings.edits if is_written else ()
 
     def placed(text: str) -> str:
         return re.sub(line, lambda at: f"{at[1]}:{named[at[1]].line_after(int(at[2]), edits)}", text)
 
-    return Conversion(files, tuple(map(placed, gap_lines)), tuple(map(placed, found.notes)))
+    return Conversion(files, tuple(map(placed, gap_lines)), tuple(map(placed, findings.notes)))
 
 
 def check_parses(path: Path, after: bytes) -> None:
@@ -99,12 +97,12 @@ def check_parses(path: Path, after: bytes) -> None:
 
 def _check_serial(source: Source, script: Path) -> None:
     names = set(imported(source.tree))
-    found = {name.partition(".")[0] for name in names} & JOINS - _BESIDE
-    found |= {
+    others = {name.partition(".")[0] for name in names} & JOINS - _BESIDE
+    others |= {
         name for name in names if name.startswith("torch.distributed") or name == "transformers.Trainer"
     }
-    if found:
-        uses = min(found, key=len)
+    if others:
+        uses = min(others, key=len)
         remedy = (
             "it needs no conversion"
             if uses == "samestep"
@@ -126,18 +124,18 @@ def conversion(script: Path) -> str:
 
 def _replicate(followed: Follower, script: Source) -> None:
     """Replicate each model that an optimizer steps."""
-    found, adds = followed.found, "sum" in followed.found.losses
-    if adds and "mean" in found.losses:
+    findings, adds = followed.found, "sum" in followed.found.losses
+    if adds and "mean" in findings.losses:
         reason = "one loss is a sum over samples and another a mean; make both means"
-        found.gap(*found.losses["sum"], reason)
-    if not found.sites:
+        findings.gap(*findings.losses["sum"], reason)
+    if not findings.sites:
         reason = "no optimizer gets the parameters of a torch.nn.Module, so there is no model to replicate"
-        found.gap(script, script.tree, reason)
-    if not any(edit.text == "samestep.loader" for edit in found.edits):
+        findings.gap(script, script.tree, reason)
+    if not any(edit.text == "samestep.loader" for edit in findings.edits):
         reason = "there is no DataLoader to share, so each process would train on all samples"
-        found.gap(script, script.tree, reason)
+        findings.gap(script, script.tree, reason)
     done = set()
-    for site in found.sites:
+    for site in findings.sites:
         calls = [pair for pair in reversed(site.names) if pair[1] in followed.called]
         name, key = (*calls, site.names[-1])[0]
         if key is None or key not in done:

@@ -25,7 +25,7 @@ _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 def finish(followed: Follower, source: Source, is_script: bool) -> None:
     """Edit devices, writers and the import, and note functions and loaders that were not reached."""
-    found, devices = followed.found, []
+    findings, devices = followed.found, []
     imports = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
     imported = (alias for node in imports for alias in node.names if alias.name == "DataLoader")
     loaders = {"DataLoader", *(alias.asname or alias.name for alias in imported)}
@@ -34,11 +34,12 @@ def finish(followed: Follower, source: Source, is_script: bool) -> None:
             devices.append(source.replaced(node.value, device))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loaders:
             if node not in followed.reached:
-                found.gap(source, node, "no line of the script leads to this DataLoader; change it by hand")
+                reason = "no line of the script leads to this DataLoader; change it by hand"
+                findings.gap(source, node, reason)
         elif rule := _RULES.get(type(node)):
             rule(followed, source, node)
-    found.edit(*devices)
-    changed = [edit.text for edit in found.edits if edit.source is source]
+    findings.edit(*devices)
+    changed = [edit.text for edit in findings.edits if edit.source is source]
     begins = b"cuda" in source.data and not devices and bool(changed) and is_script
     if begins or any("samestep." in text for text in changed):
         _import(followed, source, loaders, begins)
@@ -96,8 +97,8 @@ def _written(followed: Follower, source: Source, node: ast.Call) -> None:
             followed.found.gap(source, node, reason.format(name))
     if name in ("os.mkdir", "os.makedirs") and len(node.args) == 1 and not node.keywords:
         # another process may make it after this process has tested for it
-        found, end = followed.found, source.end(node.args[0])
-        found.edit(source.replaced(node.func, "os.makedirs"), Edit(source, end, end, ", exist_ok=True"))
+        findings, end = followed.found, source.end(node.args[0])
+        findings.edit(source.replaced(node.func, "os.makedirs"), Edit(source, end, end, ", exist_ok=True"))
     if not _writes(node):
         return
     if (line := _read_at(followed, followed.path_of(node.args[0]))) is not None:

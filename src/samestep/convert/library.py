@@ -93,8 +93,8 @@ class Library(Rewrites, Expressions):
         values = [self.value(part.value if isinstance(part, ast.Starred) else part) for part in node.args]
         values += [self.value(part.value) for part in node.keywords]
         last, first = name.rpartition(".")[2], (*values, Value())[0]
-        if made := self._file_or_dict(name, node, values, first):
-            return made
+        if value := self._file_or_dict(name, node, values, first):
+            return value
         if name in LOADERS:
             return self.made_loader(node)
         if name == "torch.save":

@@ -21,8 +21,8 @@ class Scope:
     elsewhere: dict[str, "Scope"] = field(default_factory=dict)  # for global and nonlocal names
 
     def find(self, name: str) -> Value | None:
-        found = self.names.get(name)
-        return self.parent.find(name) if found is None and self.parent is not None else found
+        value = self.names.get(name)
+        return self.parent.find(name) if value is None and self.parent is not None else value
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Class:
 
     def find(self, name: str) -> Value | None:
         inherited = (base.of.find(name) for base in self.bases if base.kind == "class")
-        return self.scope.names.get(name) or next((found for found in inherited if found), None)
+        return self.scope.names.get(name) or next((value for value in inherited if value), None)
 
     def above(self, node: ast.ClassDef, name: str) -> Value | None:
         """A method of super() in the class `node`, which is this class or a base of it."""

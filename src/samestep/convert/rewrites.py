@@ -16,39 +16,39 @@ class Rewrites(Totals):
     """Edits calls; the same edit counts once, however often its line is followed."""
 
     def made_loader(self, node: ast.Call) -> Value:
-        source, given = self.source, arguments(node, _OF_LOADER)
+        source, by_name = self.source, arguments(node, _OF_LOADER)
         self.reached.add(node)
-        if reason := self.learnt.serial.get(node) or _unshared(node, given):
+        if reason := self.learnt.serial.get(node) or _unshared(node, by_name):
             text = f"this DataLoader {reason}; it stays as it is, and every process takes all of it"
             self.found.note(source, node, text)
             return Value()
-        size = given.get("batch_size", node)
+        size = by_name.get("batch_size", node)
         if isinstance(size, ast.Name | ast.Attribute | ast.Subscript):
             self.sizes.add(ast.unparse(size))
         self.found.edit(source.replaced(node.func, "samestep.loader"))
         for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:]:
             self.found.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
-        has_own_order = bool({"sampler", "batch_sampler"} & {*given}) or getattr(
-            given.get("shuffle"), "value", 0
+        has_own_order = bool({"sampler", "batch_sampler"} & {*by_name}) or getattr(
+            by_name.get("shuffle"), "value", 0
         ) not in (0, False)
-        made = None if has_own_order else (node, source, ())
+        origin = None if has_own_order else (node, source, ())
         # batches of two loaders have the same sizes only if both drop the last batch
-        drops = getattr(given.get("drop_last"), "value", False) is True
-        return Value("loader", made=made, text=ast.unparse(size) if drops else str(self.key(node)))
+        drops = getattr(by_name.get("drop_last"), "value", False) is True
+        return Value("loader", made=origin, text=ast.unparse(size) if drops else str(self.key(node)))
 
     def saved(self, node: ast.Call) -> Value:
-        source, given = self.source, arguments(node, ["obj", "f"])
+        source, by_name = self.source, arguments(node, ["obj", "f"])
         self.reached.add(node)
-        if "f" in given and self.value(given["f"]).kind == "file":
-            self.total(given["obj"])
+        if "f" in by_name and self.value(by_name["f"]).kind == "file":
+            self.total(by_name["obj"])
             return Value()
-        is_plain = given.keys() == {"obj", "f"} and len(node.args) + len(node.keywords) == 2
+        is_plain = by_name.keys() == {"obj", "f"} and len(node.args) + len(node.keywords) == 2
         is_for_all = self.may_total() and not self._asks_for_file(node)
-        if not (is_plain and is_for_all) or self.value(given["f"]).is_shared:
+        if not (is_plain and is_for_all) or self.value(by_name["f"]).is_shared:
             reason = "write samestep.save(path, state), with no other arguments and no test for a file, for all ranks"
             self.gap(node, f"this torch.save is not converted; {reason}")
             return Value()
-        state, path = given["obj"], source.text(given["f"])
+        state, path = by_name["obj"], source.text(by_name["f"])
         self.total(state)
         start, end = source.start(state), source.end(state)
         self.found.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))

@@ -54,11 +54,11 @@ class Report:
         figures = "".join(f"<figure>{plot}</figure>" for plot in plots)
         figures = figures or "<p>For plots: pip install 'samestep[plot]', and give the command again.</p>"
         name = html.escape(title)
-        sentences = "".join(f"<p>{html.escape(text)}</p>" for text in self.said()).replace(" %", "&nbsp;%")
+        body = "".join(f"<p>{html.escape(text)}</p>" for text in self.sentences()).replace(" %", "&nbsp;%")
         text = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<style>{_STYLE}</style><h1>How {name} scales</h1>{sentences}"
+            f"<style>{_STYLE}</style><h1>How {name} scales</h1>{body}"
             f'<div class="plots">{figures}</div>{"".join(map(_html, self.tables()))}'
             "<p>Medians, with the middle half of the runs in brackets. Speed-ups are of runs beside each other.</p>"
             "</html>\n"
@@ -87,7 +87,7 @@ class Report:
             tables.append(("Predicted", [heads, *(prediction.cells() for prediction in self.predicted)]))
         return tables
 
-    def said(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """The verdict, and the best bucket size at the largest predicted size."""
         if not self.predicted:
             return [self.verdict]

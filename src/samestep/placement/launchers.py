@@ -118,10 +118,10 @@ def without_leftovers(env: Env) -> Env:
     return {name: env[name] for name in kept}
 
 
-def meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
+def meeting(env: Env, launch: LauncherFacts, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
     """The address and port that every rank derives equally, as far as the launcher's variables allow."""
-    nodes = found.facts["nodes"].number
-    if found.launcher == "slurm":
+    nodes = launch.facts["nodes"].number
+    if launch.launcher == "slurm":
         # With a host file any node may be the first, and the sorted list does not show which.
         is_sorted = text(env, "SLURM_DISTRIBUTION") == "arbitrary" and nodes > 1
         name, value = _first(env, "SLURM_STEP_NODELIST|SLURM_JOB_NODELIST|SLURM_NODELIST")
@@ -131,9 +131,9 @@ def meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str,
             return first, None
         # 64 and the number of ports are coprime: 296 jobs in a row have different ports, each for 64 steps.
         return first, Fact(_port(64 * job.number + step.number), f"{job.origin} {step.origin}")
-    if found.launcher not in _RUN_NAMES:
+    if launch.launcher not in _RUN_NAMES:
         return None, None
-    name, value = _first(env, _RUN_NAMES[found.launcher])
+    name, value = _first(env, _RUN_NAMES[launch.launcher])
     name_of_run, origin = (value, f"{name}={printable(value)}") if value else (run, run)
     port = Fact(_port(crc32(name_of_run.encode(errors="replace"))), str(origin)) if name_of_run else None
     return ("127.0.0.1", "one node") if nodes == 1 else None, port

@@ -50,20 +50,20 @@ def place(env: Env, *, run: str | None = None, usable: int | None = None, cores:
     `run` is a name that only the processes of this run share, for launchers that name no run.
     """
     env = launchers.without_leftovers(env)
-    found = launchers.recognise(env)
-    facts, notes = _complete(found.facts)
+    launch = launchers.recognise(env)
+    facts, notes = _complete(launch.facts)
     _check(facts)
-    found = LauncherFacts(found.launcher, facts, found.notes + notes)
-    address, port = _meeting(env, found, run)
+    launch = LauncherFacts(launch.launcher, facts, launch.notes + notes)
+    address, port = _meeting(env, launch, run)
     known = facts | {"master_addr": address, "master_port": port}
     return Placement(
         **{name: facts[name].number for name in FIELDS},
-        launcher=found.launcher,
+        launcher=launch.launcher,
         master_addr=address[0] if address else None,
         master_port=port.number if port else None,
         origin={name: fact[1] for name, fact in known.items() if fact},
-        notes=found.notes + _core_note(env, found, usable, cores),
-        run=launchers.run_name(env, found.launcher, run),
+        notes=launch.notes + _core_note(env, launch, usable, cores),
+        run=launchers.run_name(env, launch.launcher, run),
     )
 
 
@@ -229,8 +229,8 @@ def _check(facts: Facts) -> None:
         raise PlacementError(f"{local_size} and {nodes}, but {size}; make the three agree")
 
 
-def _meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
-    if found.launcher == "alone":
+def _meeting(env: Env, launch: LauncherFacts, run: str | None) -> tuple[tuple[str, str] | None, Fact | None]:
+    if launch.launcher == "alone":
         return None, None
     host, port = launchers.text(env, "MASTER_ADDR"), launchers.fact(env, "MASTER_PORT")
     if host and not _HOST.fullmatch(host):
@@ -240,29 +240,29 @@ def _meeting(env: Env, found: LauncherFacts, run: str | None) -> tuple[tuple[str
         )
     if port and not 0 < port.number < 1 << 16:
         raise port.wrong(", which is not a port; set one from 1 to 65535")
-    size = found.facts["size"]
-    if found.launcher in _BELOW_TASKS and size.number > 1 and not (host and port):
+    size = launch.facts["size"]
+    if launch.launcher in _BELOW_TASKS and size.number > 1 and not (host and port):
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
         raise PlacementError(
             f"{size} but {missing} is not set; start this with `samestep run` or set both MASTER_ADDR and MASTER_PORT",
             variable=missing,
         )
-    derived_address, derived_port = launchers.meeting(env, found, run)
+    derived_address, derived_port = launchers.meeting(env, launch, run)
     return (host, f"MASTER_ADDR={host}") if host else derived_address, port or derived_port
 
 
-def _core_note(env: Env, found: LauncherFacts, usable: int | None, cores: int) -> tuple[str, ...]:
+def _core_note(env: Env, launch: LauncherFacts, usable: int | None, cores: int) -> tuple[str, ...]:
     """A note if srun or mpirun has bound this process to too few cores, which slows every step silently."""
-    if usable is None or found.launcher in ("alone", *_BELOW_TASKS):
+    if usable is None or launch.launcher in ("alone", *_BELOW_TASKS):
         return ()
     # since Slurm 22.05, srun does not read it from sbatch
-    wanted = launchers.count(env, "SLURM_CPUS_PER_TASK") if found.launcher == "slurm" else 0
-    wanted = wanted or (cores // found.facts["local_size"].number if usable == 1 else 0)
+    wanted = launchers.count(env, "SLURM_CPUS_PER_TASK") if launch.launcher == "slurm" else 0
+    wanted = wanted or (cores // launch.facts["local_size"].number if usable == 1 else 0)
     if usable >= wanted:
         return ()
-    how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(found.launcher)
+    how = {"slurm": "srun --cpus-per-task", "openmpi": "mpirun --map-by slot:PE"}.get(launch.launcher)
     write = f"write `{how}={wanted}`" if how else f"bind each to {wanted}"
-    return (f"{found.launcher} lets this process use {usable} of {counted(cores, 'core')}; {write}",)
+    return (f"{launch.launcher} lets this process use {usable} of {counted(cores, 'core')}; {write}",)
 
 
 def _is_batch_script() -> bool:

@@ -289,8 +289,8 @@ class Meeting:
 
     def _arrived(self) -> Iterator[tuple[int, str]]:
         """The numbers that have come, with their hosts."""
-        for told in self._reports.values():
-            for name, spans in told["hosts"].items():
+        for report in self._reports.values():
+            for name, spans in report["hosts"].items():
                 yield from ((number, name) for first, last in spans for number in range(first, last + 1))
 
     def _check_twice(self) -> None:

@@ -35,10 +35,10 @@ def ending(
     if outcome.cause is None:
         after = f"after {duration(seconds)}"
         if outcome.status == CHECKPOINTED:
-            code = "" if outcome.asked == signal.SIGINT else f"exit code {CHECKPOINTED}: "
+            code = "" if outcome.stop_signal == signal.SIGINT else f"exit code {CHECKPOINTED}: "
             how = f"stopped at a checkpoint {after} ({code}run it again)."
-        elif outcome.asked is not None:
-            how = f"was stopped by {signal.Signals(outcome.asked).name} {after}."
+        elif outcome.stop_signal is not None:
+            how = f"was stopped by {signal.Signals(outcome.stop_signal).name} {after}."
         else:
             return None
         return f"{name} {how} {logs}"

@@ -55,6 +55,6 @@ def _first_number(names: Sequence[str], pattern: str) -> int | None:
     """The first number that the innermost control groups have in a file of version 2 or 1."""
     for group in control_groups("memory"):
         for name in names:
-            if found := re.search(pattern, read_text(group / name), re.MULTILINE):
-                return int(found[1])
+            if match := re.search(pattern, read_text(group / name), re.MULTILINE):
+                return int(match[1])
     return None

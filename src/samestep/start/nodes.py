@@ -30,7 +30,7 @@ from samestep.rendezvous.listen import addresses_for, listen, listen_at
 from samestep.rendezvous.member import Member
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import CHECKPOINTED, STARTED, read_record
-from samestep.start.signals import Asked, ending_signals
+from samestep.start.signals import StopRequested, ending_signals
 
 _SILENCE_S = 10.0
 _TORCHRUN_PORT = 29_400
@@ -76,7 +76,7 @@ class End(NamedTuple):
     code: int
     text: str | None
     place: str | None  # equal for two failures that are the same
-    asked: int | None
+    stop_signal: int | None
     is_echo: bool
     at: float  # on node 0's clock and this one's: seconds after the attempt began
     step: int = -1  # the furthest step of the node's ranks
@@ -258,7 +258,7 @@ class Launchers:
             if isinstance(news, list):
                 self._states_elsewhere[node] = now, news
                 continue
-            is_follow_up = news.is_echo or news.asked
+            is_follow_up = news.is_echo or news.stop_signal
             wait_s = _LONE_S if news.code == CHECKPOINTED else _ECHO_S if is_follow_up else 0.0
             self._stop_at = min(self._stop_at, now + wait_s)
         return now >= self._stop_at
@@ -285,14 +285,14 @@ class Launchers:
                     ends = self._gather(mine, partial(as_kind, End), _END_S if mine.code else inf)
                 node = min(range(self.nodes), key=lambda node: _blame(ends[node]))
                 return node, ends[node]
-        except Asked as asked:
-            return self.node, mine._replace(code=128 + asked.number, asked=asked.number)
+        except StopRequested as request:
+            return self.node, mine._replace(code=128 + request.number, stop_signal=request.number)
         except RankMissing as error:
             self.lost = error
-        if (mine.code or mine.asked) and not mine.is_echo:
+        if (mine.code or mine.stop_signal) and not mine.is_echo:
             return self.node, mine
         lost = str(self.lost)
-        return -1, End(1, lost, None, mine.asked, False, mine.at, mine.step, lost)
+        return -1, End(1, lost, None, mine.stop_signal, False, mine.at, mine.step, lost)
 
     def close(self) -> None:
         if self._peers:
@@ -310,7 +310,7 @@ def _news_from(message: Any) -> End | list[RankState]:
 
 def _blame(end: End) -> tuple[bool, bool, bool, bool, float]:
     """Sort key; the smallest is the cause: prefer failures, then requested ends, own errors, no commits, early ends."""
-    return not end.code, not end.asked, end.is_echo, end.code == CHECKPOINTED, end.at
+    return not end.code, not end.stop_signal, end.is_echo, end.code == CHECKPOINTED, end.at
 
 
 def _this_node(number: int, count: int, run: str, limit_s: float) -> Member:

@@ -25,7 +25,7 @@ from samestep.start.nodes import End, Launchers, NodeMeeting, Past
 from samestep.start.output import Log, Terminal
 from samestep.start.python import scripts_python
 from samestep.start.scan import names_early_variable
-from samestep.start.signals import PASSED_ON, Asked, ending_signals, signals_as_bytes
+from samestep.start.signals import PASSED_ON, StopRequested, ending_signals, signals_as_bytes
 from samestep.start.supervise import GRACE_S, Outcome, WorkerGroup
 from samestep.start.watch import Watch
 from samestep.start.worker import Guardian, WorkerSpec, fill_standard_descriptors
@@ -117,9 +117,9 @@ class _Run:
             try:
                 if self._launchers.lost:
                     self._go_on_without()
-                node, end, group = self._attempt(group.asked_late)
-            except Asked as asked:
-                return self._finish(node, end._replace(code=128 + asked.number), end.text or "", group)
+                node, end, group = self._attempt(group.late_stop_signal)
+            except StopRequested as request:
+                return self._finish(node, end._replace(code=128 + request.number), end.text or "", group)
             except RankMissing as error:
                 return self._finish(node, end, str(error), group)
         return self._finish(node, end, text, group)
@@ -132,7 +132,7 @@ class _Run:
             self._directory = _directory(self._script, self._launchers, self._began, self._directory)
         self._terminal.say(f"samestep: going on with {counted(self._launchers.nodes, 'node')}")
 
-    def _attempt(self, asked: int | None = None) -> tuple[int, End, WorkerGroup]:
+    def _attempt(self, stop_signal: int | None = None) -> tuple[int, End, WorkerGroup]:
         """Start all ranks and wait for their end; returns the node of the cause, that node's End, and the workers."""
         script, run, launchers, kills = self._script, self._directory, self._launchers, kills_for_memory()
         with ExitStack() as stack:
@@ -143,11 +143,11 @@ class _Run:
             is_again = self._restarts.past.generation > 0
             about_hangs = (script.hang_timeout_s, launchers.share, is_again)
             watch = stack.enter_context(closing(Watch(run, total, say, *about_hangs)))
-            if asked is not None:
-                watch.ask_to_stop(asked)  # this start commits the state that was kept in memory, and ends
+            if stop_signal is not None:
+                watch.ask_to_stop(stop_signal)  # this start commits the state in memory, and ends
             # a restart continues from a commit, so work that the ranks still do is lost anyway
             grace_s = 0.0 if script.max_restarts else GRACE_S
-            about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s, asked)
+            about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s, stop_signal)
             group = WorkerGroup(specs, self._guardian, self._terminal, *about)
             outcome = group.watch()
         seconds = time.monotonic() - self._began_at
@@ -157,7 +157,7 @@ class _Run:
 
     def _finish(self, node: int, end: End, text: str, group: WorkerGroup) -> int:
         """Write the result to the run's directory and print it."""
-        code = 128 + signal.SIGINT if end.asked == signal.SIGINT else end.code
+        code = 128 + signal.SIGINT if end.stop_signal == signal.SIGINT else end.code
         record = {
             "exit_code": code,
             "seconds": round(time.monotonic() - self._began_at, 3),
@@ -249,7 +249,7 @@ class Restarts:
     def are_over(self, end: End) -> str | None:
         """The report with which the run ends after this attempt; None to restart."""
         report = end.text or ""
-        if end.asked is not None or end.code == 0:
+        if end.stop_signal is not None or end.code == 0:
             return report
         if self._codes and end.code not in self._codes:
             return report
@@ -312,17 +312,17 @@ def _progress(run: Path) -> str:
 
 def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:
     """How an attempt ended on this node; code 0 if its workers were only stopped because another node failed."""
-    code, asked = exit_code(outcome.status), outcome.asked
+    code, stop_signal = exit_code(outcome.status), outcome.stop_signal
     stop_requested = any((run / name).exists() for name in (rundir.STOP, rundir.TIME_UP))
-    if asked is None and code == rundir.CHECKPOINTED and stop_requested:
-        asked = signal.SIGTERM
+    if stop_signal is None and code == rundir.CHECKPOINTED and stop_requested:
+        stop_signal = signal.SIGTERM
     ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]
-    is_own = outcome.cause is not None or outcome.asked is not None or bool(ends)
+    is_own = outcome.cause is not None or outcome.stop_signal is not None or bool(ends)
     is_echo = outcome.traceback is not None and outcome.traceback.is_echo
     steps = [step for worker in group.workers if (step := step_of(run, worker.rank)) is not None]
     place, at = _place(run, outcome, text, group), min(ends, default=time.monotonic())
     summary = summarised(outcome, run)
-    return End(code if is_own else 0, text, place, asked, is_echo, at, max(steps, default=-1), summary)
+    return End(code if is_own else 0, text, place, stop_signal, is_echo, at, max(steps, default=-1), summary)
 
 
 def _place(run: Path, outcome: Outcome, text: str | None, group: WorkerGroup) -> str | None:

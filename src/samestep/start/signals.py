@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Asked(Exception):
+class StopRequested(Exception):
     """A signal asked this process to end while it waited for something else."""
 
     def __init__(self, number: int) -> None:
@@ -18,10 +18,10 @@ class Asked(Exception):
 
 @contextmanager
 def ending_signals() -> Iterator[None]:
-    """While entered, SIGINT, SIGTERM and SIGHUP raise Asked."""
+    """While entered, SIGINT, SIGTERM and SIGHUP raise StopRequested."""
 
     def end(number: int, _: object) -> None:
-        raise Asked(number)
+        raise StopRequested(number)
 
     with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end):
         yield

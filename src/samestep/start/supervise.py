@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     status: int
     cause: Worker | None
     traceback: Traceback | None
-    asked: int | None
+    stop_signal: int | None
 
 
 class WorkerGroup:
@@ -54,11 +54,11 @@ class WorkerGroup:
         watch: Watch | None = None,
         warm: Warm | None = None,
         grace_s: float = GRACE_S,
-        asked: int | None = None,
+        stop_signal: int | None = None,
     ) -> None:
         """Raises OSError if a worker cannot be started.
 
-        Signals arrive as bytes from the descriptor `signals`; `asked` is a signal that arrived before this start.
+        Signals arrive as bytes from the descriptor `signals`; `stop_signal` arrived before this start.
         """
         self.began = time.monotonic()
         self.workers: list[Worker] = []
@@ -67,10 +67,10 @@ class WorkerGroup:
         self._hang: Hang | None = None
         limits = (grace_s, _PATIENCE_S, STUCK_S) if patience_s is None else [patience_s] * 3
         self._grace_s, self._patience_s, self._stuck_s = limits
-        self._asked = asked
-        self.asked_late: int | None = None  # after a worker had failed
-        self._asked_at = inf if asked is None else self.began
-        self._stop_at, self._kill_at = self._asked_at + self._patience_s, inf
+        self._stop_signal = stop_signal
+        self.late_stop_signal: int | None = None  # after a worker had failed
+        self._requested_at = inf if stop_signal is None else self.began
+        self._stop_at, self._kill_at = self._requested_at + self._patience_s, inf
         self._stopping = self._was_killed = False
         try:
             for spec in specs:
@@ -142,13 +142,13 @@ class WorkerGroup:
         if self._warm and (watch.has_stepped or now - self.began > _SETTLED_S):
             self._warm.tend(now)
         is_over = watch.look(self.workers, now)
-        if self._asked_at == inf and watch.is_asked_to_stop:
-            self._asked_at = now
-        is_late = now - self._asked_at >= self._stuck_s and watch.is_stuck
+        if self._requested_at == inf and watch.is_asked_to_stop:
+            self._requested_at = now
+        is_late = now - self._requested_at >= self._stuck_s and watch.is_stuck
         if is_over or is_late:
             self._hang = watch.hang
-            if is_late and self._asked is None:
-                self._asked = signal.SIGTERM
+            if is_late and self._stop_signal is None:
+                self._stop_signal = signal.SIGTERM
             self._stopping = True
             self.kill()
 
@@ -174,9 +174,10 @@ class WorkerGroup:
         failed = [worker for worker in watched if worker.look() and worker.status]
         for worker in () if self._stopping else failed:
             wait_s = 0.0
-            if worker.status == -signal.SIGKILL and self._asked in (signal.SIGTERM, signal.SIGHUP):
-                self._asked, self.asked_late = None, self._asked  # no request to end leads to SIGKILL
-            if self._asked is not None or worker.status == CHECKPOINTED:
+            if worker.status == -signal.SIGKILL and self._stop_signal in (signal.SIGTERM, signal.SIGHUP):
+                # no request to end leads to SIGKILL, so this is a failure
+                self._stop_signal, self.late_stop_signal = None, self._stop_signal
+            if self._stop_signal is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
             # its exception may name a rank that is about to raise the same exception
             elif worker.is_echo or any(other.rank in worker.blamed for other in self._alive()):
@@ -203,7 +204,7 @@ class WorkerGroup:
     def _read_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-                self._asked_at = min(self._asked_at, time.monotonic())
+                self._requested_at = min(self._requested_at, time.monotonic())
             if number == signal.SIGINT:
                 self._interrupt()
             else:
@@ -214,9 +215,9 @@ class WorkerGroup:
         if number in (signal.SIGTERM, signal.SIGHUP):
             ended = [worker.status for worker in self.workers if worker.look() and not worker.was_stopped]
             if set(ended) - {0, CHECKPOINTED}:
-                self.asked_late = number
+                self.late_stop_signal = number
             else:
-                self._asked = number
+                self._stop_signal = number
                 if self._watch and self._watch.is_recovering:
                     self._watch.ask_to_stop(number)
                     self._stop_at = time.monotonic() + self._patience_s
@@ -225,10 +226,10 @@ class WorkerGroup:
             worker.send(number)
 
     def _interrupt(self) -> None:
-        if self._asked == signal.SIGINT:
+        if self._stop_signal == signal.SIGINT:
             self.kill()
             return
-        self._asked = signal.SIGINT
+        self._stop_signal = signal.SIGINT
         if self._terminal:
             self._terminal.say("stopping; press Ctrl-C again to stop at once")
         for worker in self._alive():
@@ -250,13 +251,13 @@ class WorkerGroup:
         if self._watch and self._hang:
             rank = self._hang.cause.rank
             cause = next((worker for worker in self.workers if worker.rank == rank), self.workers[0])
-            status = 1 if self._asked is None else -self._asked
+            status = 1 if self._stop_signal is None else -self._stop_signal
             hang = self._watch.failure(self._hang)
             traceback = cause.traceback() if cause.failure and not cause.is_echo else hang
-            return Outcome(status, cause, traceback, self._asked)
+            return Outcome(status, cause, traceback, self._stop_signal)
         if not failed:
             killed = any(worker.was_stopped for worker in self.workers)
-            return Outcome(-signal.SIGKILL if killed else 0, None, None, self._asked)
+            return Outcome(-signal.SIGKILL if killed else 0, None, None, self._stop_signal)
         cause = min(failed, key=_blame)
         left = next((worker for worker in self.workers if not worker.status and self._way_out(worker)), None)
         if left and cause.is_echo:
@@ -265,7 +266,7 @@ class WorkerGroup:
             code += f" while others waited for it{' in this line' if traceback.frame else ''}"
             why = f"rank {left.rank} {self._way_out(left)}{code}"
             calls = [line for line in traceback.exception if "different calls" in line]
-            return Outcome(1, left, Traceback(traceback.frame, (why, *calls)), self._asked)
+            return Outcome(1, left, Traceback(traceback.frame, (why, *calls)), self._stop_signal)
         if cause.is_echo:
             # A rank may print its traceback and then hang while it exits: it is still the cause.
             since = cause.failed_at - _HANG_S
@@ -275,11 +276,11 @@ class WorkerGroup:
         cause = next((worker for worker in failed if worker.rank in cause.blamed), cause)
         status = 1 if cause.was_stopped else cause.status or 0
         traceback = cause.traceback() if status > 0 or status in _WITH_TRACEBACK else None
-        was_asked = self._asked is not None and not _is_own_fault(status, traceback)
-        if was_asked or status == CHECKPOINTED or self._asked == signal.SIGINT:
+        was_asked = self._stop_signal is not None and not _is_own_fault(status, traceback)
+        if was_asked or status == CHECKPOINTED or self._stop_signal == signal.SIGINT:
             first = min(failed, key=lambda worker: worker.ended_at)
-            return Outcome(first.status or 0, None, None, self._asked)
-        return Outcome(status, cause, traceback, self._asked)
+            return Outcome(first.status or 0, None, None, self._stop_signal)
+        return Outcome(status, cause, traceback, self._stop_signal)
 
 
 def _blame(worker: Worker) -> tuple[bool, float]:

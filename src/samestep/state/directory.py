@@ -81,7 +81,7 @@ class CheckpointDirectory:
         self.directory = Path(directory)
         self._at = self.directory.absolute()  # absolute: the script may change its working directory
         self.keep = keep
-        self._made = False
+        self._is_made = False
         self._good: dict[str, tuple[int, int, int]] = {}
         self._lease: lease.Lease | None = None
         self._me = lease.this_process()
@@ -208,9 +208,9 @@ class CheckpointDirectory:
 
     def _make(self) -> None:
         # only once: after an unmount the same path would be on another disk
-        if not self._made:
+        if not self._is_made:
             make_private_directory(self._at)
-            self._made = True
+            self._is_made = True
 
     def _hold(self, dir_fd: int) -> lease.Lease:
         if self._lease is not None:
@@ -299,7 +299,7 @@ class CheckpointDirectory:
         return os.fstat(dir_fd).st_mtime - os.stat(name, dir_fd=dir_fd).st_mtime > _ABANDONED_SECONDS
 
     def _why(self, error: OSError, num_bytes: int) -> str:
-        if self._made and not self._at.is_dir():
+        if self._is_made and not self._at.is_dir():
             return f"{self.directory} is gone"
         if error.errno == errno.ENOSPC:
             with suppress(OSError):

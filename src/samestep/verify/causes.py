@@ -140,33 +140,33 @@ def _numbers_of_the_share(compared: Compared) -> str:
     return "numbers"
 
 
-def _shown(found: Compared) -> tuple[str, str]:
+def _shown(compared: Compared) -> tuple[str, str]:
     """What the records show to differ, where it is no number of the training: its name in the tables, and in words."""
-    first, other, difference = found.first, found.run, found.difference
+    first, other, difference = compared.first, compared.run, compared.difference
     assert difference is not None
     name, rank = difference.name, difference.rank
     match difference.kind:
         case "batch" | "samples":
-            return _samples(found)
+            return _samples(compared)
         case "hyper":
-            return _hyper(found)
+            return _hyper(compared)
         case "uneven":
             return ("uneven" if other.length else "no steps"), name
         case "apart" if name.startswith("optimizer"):
             return "own", f"{name} belongs to no replicated model, so each rank trains its own"
-        case "weights" if not found.step:
+        case "weights" if not compared.step:
             return "first weights", f"the first weights are not those {first.at}"
         # what other inputs do to a buffer is no change of its own
-        case "buffer" if found.is_in_a_step and _rows_differ(found, "rows"):
+        case "buffer" if compared.is_in_a_step and _rows_differ(compared, "rows"):
             return "", ""
     words = {
         "failed": failure_of(other)[1],
         "mode": f"rank {rank} is in another mode (training or evaluation) than rank 0",
-        "steps": f"{first.length} steps {first.at} and {other.length} {_at(found)}",
+        "steps": f"{first.length} steps {first.at} and {other.length} {_at(compared)}",
         "apart": f"{name} of rank {rank} is not that of rank 0",
         "buffer": f"forward changes the buffer {name} from each rank's share",
     }
-    return (found.kind, words[found.kind]) if found.kind in words else ("", "")
+    return (compared.kind, words[compared.kind]) if compared.kind in words else ("", "")
 
 
 def _at(compared: Compared) -> str:

@@ -157,7 +157,7 @@ def verify(
     steps: int | None = None,
     against: Sequence[str] = (),
     run: Callable[[Trial], Result] = Trial.run,
-    progress: Callable[[str], None] = lambda said: None,
+    progress: Callable[[str], None] = lambda run: None,
 ) -> Report:
     """Run `script` at each size; compare with the first size, or with the untouched script `against`."""
     directory, lock = _directory()

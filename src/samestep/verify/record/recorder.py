@@ -48,9 +48,9 @@ from samestep.verify.record.facts import (
     precision_of,
     rows_of,
 )
+from samestep.verify.record.outputs import Outputs
+from samestep.verify.record.reads import Reads
 from samestep.verify.record.remove import Removed
-from samestep.verify.record.said import Said
-from samestep.verify.record.told import Told
 
 _WRITES = os.O_WRONLY | os.O_RDWR
 
@@ -71,7 +71,7 @@ class Recorder:
     ) -> None:
         """`nudge` changes the last bits of weights and gradients; unless `untouched`, a serial script ends at once."""
         self._removed = Removed(without)
-        self._told = Told(self._removed, timeout_s)
+        self._reads = Reads(self._removed, timeout_s)
         self._most_steps, self._untouched = steps, untouched
         self._nudge = torch.Generator().manual_seed(0) if nudge else None
         rank = int(os.environ.get("RANK", "0"))
@@ -91,8 +91,8 @@ class Recorder:
 
     def begin(self) -> None:
         self._removed.begin()
-        self._told.begin()
-        Said(self._write, self._where).begin()
+        self._reads.begin()
+        Outputs(self._write, self._where).begin()
         sys.addaudithook(self._audit)
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, always_call=True)
@@ -114,9 +114,9 @@ class Recorder:
         self._facts |= {
             "serial": not is_parallel(),
             "optimizers": len(self._taken),
-            "told": self._told.lines,
-            "clock": self._told.clock,
-            "seeded": self._told.seeded,
+            "told": self._reads.lines,
+            "clock": self._reads.clock,
+            "seeded": self._reads.seeded,
             "whole_batches": "shares" in self._removed,
             "own": sorted(self._own, reverse=True),
             "param": digests_of(self._named(nn.Module.named_parameters)),

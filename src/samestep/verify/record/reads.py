@@ -35,7 +35,7 @@ _FOR_ITSELF = (str(Path(world.__file__).parents[2]), _TORCH, str(Path(psutil.__f
 _PYTHONS = sysconfig.get_path("stdlib")
 
 
-class Told:
+class Reads:
     """The lines that read the rank or size, each with what it reads."""
 
     def __init__(self, removed: Removed, timeout_s: float | None) -> None:

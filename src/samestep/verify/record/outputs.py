@@ -19,7 +19,7 @@ _MOST_LINES = 10_000
 _MOST_LETTERS = 500
 
 
-class Said:
+class Outputs:
     """Writes a record of each printed line and each saved file."""
 
     def __init__(
