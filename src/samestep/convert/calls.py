@@ -141,14 +141,14 @@ class Calls(Library):
 
     def optimizes(self, *values: Value) -> Value:
         sites = sorted(models_of(*values), key=lambda site: (site.statement.lineno, site.names[0][0]))
-        self.found.sites.update(dict.fromkeys(sites))
+        self.findings.sites.update(dict.fromkeys(sites))
         return Value("optimizer", models=models_of(*values))
 
     def run(self, function: Function, arguments: Values, named: Named, call: ast.Call | None) -> Value:
         """The return value of a function, whose body is followed with these arguments."""
         node = function.node
         if self.followed > MOST_STATEMENTS:
-            self.found.gap(function.source, node, "the script is too long to be followed")
+            self.findings.gap(function.source, node, "the script is too long to be followed")
         is_recursive = any(frame.function is node for frame in self.frames)
         if is_recursive or len(self.frames) > _DEEPEST or self.followed > MOST_STATEMENTS:
             return join(*arguments)

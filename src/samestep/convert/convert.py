@@ -65,7 +65,7 @@ def convert(script: Path, is_written: bool = False) -> Conversion:
     _replicate(followed, sources[script])
     for source in sources.values():
         finish(followed, source, is_script=source.path == script)
-    findings = followed.found
+    findings = followed.findings
     gaps = sorted((source.path, line, reason) for (source, line), reason in findings.gaps.items())
     files = {}
     for path, source in sources.items():
@@ -124,7 +124,7 @@ def conversion(script: Path) -> str:
 
 def _replicate(followed: Follower, script: Source) -> None:
     """Replicate each model that an optimizer steps."""
-    findings, adds = followed.found, "sum" in followed.found.losses
+    findings, adds = followed.findings, "sum" in followed.findings.losses
     if adds and "mean" in findings.losses:
         reason = "one loss is a sum over samples and another a mean; make both means"
         findings.gap(*findings.losses["sum"], reason)
@@ -147,7 +147,7 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
     source, statement = site.source, site.statement
     model = _in_comprehension(statement, name) or _made_before(source, statement, name)
     if model is not None:
-        followed.found.edit(*source.wrapped(model, "samestep.replicate(", f"{options})"))
+        followed.findings.edit(*source.wrapped(model, "samestep.replicate(", f"{options})"))
         return
     outer: ast.AST = statement
     while not isinstance(outer := source.parents[outer], ast.Module | ast.FunctionDef | ast.ClassDef):
@@ -156,7 +156,7 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
         targets = map(ast.unparse, ast.walk(getattr(outer, "target", ast.Constant(0))))
         if is_loop and name not in targets and not (outer.lineno <= key[1] <= outer.end_lineno):  # type: ignore[attr-defined, index]
             statement = outer  # type: ignore[assignment]
-    followed.found.edit(source.line_before(statement, f"samestep.replicate({name}{options})"))
+    followed.findings.edit(source.line_before(statement, f"samestep.replicate({name}{options})"))
 
 
 def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:

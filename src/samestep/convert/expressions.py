@@ -26,7 +26,7 @@ class Expressions(Names):
             value = replace(value, of=ast.unparse(node))
         self.known[node] = value
         if value.is_shared and not self.may_total():
-            self.found.alone[self.source, self.source.start(node)] = None
+            self.findings.alone[self.source, self.source.start(node)] = None
         if value.is_shared and value.edits is None:
             self.known[node] = value = replace(value, edits=self.edits_of(node, value))
         return value

@@ -25,7 +25,7 @@ _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 def finish(followed: Follower, source: Source, is_script: bool) -> None:
     """Edit devices, writers and the import, and note functions and loaders that were not reached."""
-    findings, devices = followed.found, []
+    findings, devices = followed.findings, []
     imports = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
     imported = (alias for node in imports for alias in node.names if alias.name == "DataLoader")
     loaders = {"DataLoader", *(alias.asname or alias.name for alias in imported)}
@@ -49,7 +49,7 @@ def _without_module(followed: Follower, source: Source, node: ast.Attribute) -> 
     """Remove `.module` of a model if its DataParallel is removed."""
     is_model = followed.is_model(followed.known.get(node.value, Value()))
     if node.attr == "module" and followed.unwraps and is_model:
-        followed.found.edit(Edit(source, source.end(node.value), source.end(node), ""))
+        followed.findings.edit(Edit(source, source.end(node.value), source.end(node), ""))
 
 
 def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None:
@@ -58,11 +58,11 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
     methods = [item for item in getattr(cls, "body", ()) if getattr(item, "name", "__init__") != "__init__"]
     if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(item)) for item in methods):
         remark = "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
-        followed.found.note(source, node, remark)
+        followed.findings.note(source, node, remark)
     is_used = sum(item.data.count(node.name.encode()) for item in followed.modules) > 1
     if is_used and node not in followed.reached and re.search(r"\.(item|backward)\(|torch\.save", text):
         reason = f"nothing that was followed leads to {node.name}; look at it by hand"
-        followed.found.gap(source, node, reason)
+        followed.findings.gap(source, node, reason)
 
 
 def _device_of(value: ast.expr) -> str | None:
@@ -82,11 +82,11 @@ def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> 
     """Remove the number of "cuda:0": after init(), "cuda" is this process's device."""
     if node.value == "CUDA_VISIBLE_DEVICES":
         reason = "CUDA_VISIBLE_DEVICES gives all processes the same device; leave it out"
-        followed.found.gap(source, node, reason)
+        followed.findings.gap(source, node, reason)
     if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
         assigned = source.statement_of(node)
         if not (isinstance(assigned, ast.Assign) and _device_of(assigned.value)):
-            followed.found.edit(source.replaced(node, re.sub(r":\d+", "", source.text(node))))
+            followed.findings.edit(source.replaced(node, re.sub(r":\d+", "", source.text(node))))
 
 
 def _written(followed: Follower, source: Source, node: ast.Call) -> None:
@@ -94,20 +94,20 @@ def _written(followed: Follower, source: Source, node: ast.Call) -> None:
     name = ast.unparse(node.func)
     for listed, reason in _LISTED.items():
         if f".{name}".endswith((f".{listed}", f"_{listed}")):
-            followed.found.gap(source, node, reason.format(name))
+            followed.findings.gap(source, node, reason.format(name))
     if name in ("os.mkdir", "os.makedirs") and len(node.args) == 1 and not node.keywords:
         # another process may make it after this process has tested for it
-        findings, end = followed.found, source.end(node.args[0])
+        findings, end = followed.findings, source.end(node.args[0])
         findings.edit(source.replaced(node.func, "os.makedirs"), Edit(source, end, end, ", exist_ok=True"))
     if not _writes(node):
         return
     if (line := _read_at(followed, followed.path_of(node.args[0]))) is not None:
         reason = f"every process would write this file, which {line} reads; {_FIRST}"
-        followed.found.gap(source, node, reason)
+        followed.findings.gap(source, node, reason)
     elif name == "open":
         opens, closes = "()" if isinstance(node.args[0], ast.IfExp) else ("", "")
         no_file = f'{closes} if samestep.init().rank == 0 else "/dev/null"'
-        followed.found.edit(*source.wrapped(node.args[0], opens, no_file))
+        followed.findings.edit(*source.wrapped(node.args[0], opens, no_file))
 
 
 def _writes(node: ast.Call) -> bool:
@@ -130,21 +130,21 @@ def _read_at(followed: Follower, path: str) -> str | None:
 def _import(followed: Follower, source: Source, loaders: set[str], begins: bool) -> None:
     """Add `import samestep`, in the place of an import of DataLoader that is not used any more."""
     uses = sum(isinstance(node, ast.Name) and node.id in loaders for node in ast.walk(source.tree))
-    uses -= sum(edit.source is source and edit.text == "samestep.loader" for edit in followed.found.edits)
+    uses -= sum(edit.source is source and edit.text == "samestep.loader" for edit in followed.findings.edits)
     statements = source.tree.body[ast.get_docstring(source.tree) is not None :]
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     unused = [node for node in imports if ast.unparse(node) == "from torch.utils.data import DataLoader"]
     after = [node for node in imports or statements if getattr(node, "module", "") != "__future__"]
     if unused and uses <= 0:
-        followed.found.edit(source.replaced(unused[0], "import samestep"))
+        followed.findings.edit(source.replaced(unused[0], "import samestep"))
     elif after:
-        followed.found.edit(source.line_before(after[0], "import samestep"))
+        followed.findings.edit(source.line_before(after[0], "import samestep"))
     first = next((node for node in statements if not isinstance(node, _DEFINITIONS)), None)
     if isinstance(first, ast.If) and "__name__" in ast.unparse(first.test):
         first = first.body[0]
     if begins and first is not None:
         # init() must set the device before the script uses one
-        followed.found.edit(source.line_before(first, "samestep.init()"))
+        followed.findings.edit(source.line_before(first, "samestep.init()"))
 
 
 _RULES: dict[type, Callable[[Follower, Source, Any], None]] = {

@@ -33,14 +33,14 @@ def follow(script: Source, find: Find) -> "Follower":
     follower = _followed(script, find, Learnt())
     for call in dict.fromkeys(loop.call for loop in follower.passes):
         trains = any(loop.trains for loop in follower.passes if loop.call is call)
-        if trains or call is None or not (gaps := follower.found.gaps):
+        if trains or call is None or not (gaps := follower.findings.gaps):
             continue
         (source, line), reason = next(iter(gaps.items()))
         first = f"{source.path.name}:{line}: {reason}; see docs/convert.md"
         text = f"is of an evaluation with numbers that have no total ({first})"
         learnt = Learnt(serial={**follower.learnt.serial, call: text})
         serial_follower = _followed(script, find, learnt)
-        follower = serial_follower if len(serial_follower.found.gaps) < len(gaps) else follower
+        follower = serial_follower if len(serial_follower.findings.gaps) < len(gaps) else follower
     return follower
 
 
@@ -53,7 +53,7 @@ def _followed(script: Source, find: Find, learnt: Learnt) -> "Follower":
             follower.check_totals()
             return follower
     reason = "what the script shows in its loops could not be followed to an end"
-    follower.found.gap(script, script.tree, reason)
+    follower.findings.gap(script, script.tree, reason)
     return follower
 
 
@@ -72,7 +72,7 @@ class Follower(Calls):
 
     def check_totals(self) -> None:
         """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
-        found = self.found
+        found = self.findings
         kinds: dict[tuple[Source, int], str] = {}
         for edit in found.edits:
             source, kind = edit.source, edit.text.partition("(")[0]
@@ -287,11 +287,11 @@ class Follower(Calls):
         """Follow a loop's body twice: values at its end reach its beginning. Only the second findings count."""
         place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
-        found, eager = copied(self.found), set(self.learnt.eager)
+        found, eager = copied(self.findings), set(self.learnt.eager)
         self._follow_turn(node, loop)
         self.learnt.trains[place] = loop.trains = loop.found_training
         if self.followed < MOST_STATEMENTS:
-            self.found, self.learnt.eager = found, eager
+            self.findings, self.learnt.eager = found, eager
             self._follow_turn(node, loop)
         self.frame.had_batches |= loop.kind == "batches"
         for name, value in self.frame.scope.names.items():
@@ -350,7 +350,7 @@ class Follower(Calls):
         if loss.kind == Kind.OTHER and loss.edits and self.may_total():
             self.apply(loss.edits)
         elif loss.kind == Kind.MEAN or (loss.kind in NUMBERS and self.batches is not None):
-            self.found.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
+            self.findings.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
         elif loss.is_shared:
             reason = f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
             self.gap(node, reason)

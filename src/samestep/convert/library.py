@@ -256,13 +256,13 @@ class Library(Rewrites, Expressions):
 
     def _uses(self, values: Values, node: ast.Call) -> Iterator[Value]:
         """The results of lambdas among the arguments that depend on a share, as they capture values."""
-        known = dict(self.found.alike)
+        known = dict(self.findings.alike)
         for function in [value.of for value in values if value.kind == "function"]:
             result = self.run(function, [function.bound] if function.bound else [], {}, node)
             if isinstance(function.node, ast.Lambda) and result.is_shared:
                 self.known[function.node] = replace(result, edits=None)
                 yield result
-        self.found.alike = known
+        self.findings.alike = known
 
     def opaque(self, node: ast.Call, values: Values) -> Value:
         """The value of an unknown function; a call whose result is unused gets totals as its arguments."""
@@ -282,7 +282,7 @@ class Library(Rewrites, Expressions):
             self.seen_alike(node)
             return Value(models=models_of(*values))
         if name_of(node) in NAMED["bar"] and not self.may_total():
-            self.found.note(self.source, node, "the progress bar shows numbers of rank 0's share")
+            self.findings.note(self.source, node, "the progress bar shows numbers of rank 0's share")
             return Value()
         if is_statement:
             for value in expressions:

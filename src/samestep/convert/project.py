@@ -153,7 +153,7 @@ class Following:
     backward: Callable[[ast.Call, Value], Value]
 
     def __init__(self, learnt: Learnt) -> None:
-        self.learnt, self.found = learnt, Findings()
+        self.learnt, self.findings = learnt, Findings()
         self.frames: list[Frame] = []
         self.loops: list[Loop] = []
         self.passes: list[Loop] = []  # loops over loaders without a sampler or shuffle
@@ -183,7 +183,7 @@ class Following:
         return next((loop for loop in reversed(self.loops) if loop.kind == "batches"), None)
 
     def gap(self, node: ast.AST, reason: str) -> None:
-        self.found.gap(self.source, node, reason)
+        self.findings.gap(self.source, node, reason)
 
     def key(self, node: ast.AST) -> Any:
         """An identity of an object: the place of its call, and of the calls that lead there."""
@@ -196,7 +196,7 @@ class Following:
     def seen_alike(self, node: ast.AST) -> None:
         """Note that an expression is equal on all ranks, if no part of it depends on a share."""
         if not any(self.known[part].is_shared for part in ast.walk(node) if part in self.known):
-            self.found.alike[self.span(node)] = None
+            self.findings.alike[self.span(node)] = None
 
     def comes_together(self) -> None:
         """Note that all ranks must reach this statement: it calls or trains a model."""
@@ -208,8 +208,8 @@ class Following:
         loop.number, loop.depth, loop.frame = self.loops_made, self.depth, self.frame
         loop.lends = loop.kind == "batches" and not (self.without_gradients or self.in_eval)
         self.loops.append(loop)
-        if self.found.over.setdefault(self.span(node), loop.kind) != loop.kind:
-            self.found.mixed[self.span(node)] = None
+        if self.findings.over.setdefault(self.span(node), loop.kind) != loop.kind:
+            self.findings.mixed[self.span(node)] = None
         if loop.call is not None:
             self.passes.append(loop)
 

@@ -20,14 +20,14 @@ class Rewrites(Totals):
         self.reached.add(node)
         if reason := self.learnt.serial.get(node) or _unshared(node, by_name):
             text = f"this DataLoader {reason}; it stays as it is, and every process takes all of it"
-            self.found.note(source, node, text)
+            self.findings.note(source, node, text)
             return Value()
         size = by_name.get("batch_size", node)
         if isinstance(size, ast.Name | ast.Attribute | ast.Subscript):
             self.sizes.add(ast.unparse(size))
-        self.found.edit(source.replaced(node.func, "samestep.loader"))
+        self.findings.edit(source.replaced(node.func, "samestep.loader"))
         for name, argument in list(zip(_OF_LOADER, node.args, strict=False))[2:]:
-            self.found.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
+            self.findings.edit(Edit(source, source.start(argument), source.start(argument), f"{name}="))
         has_own_order = bool({"sampler", "batch_sampler"} & {*by_name}) or getattr(
             by_name.get("shuffle"), "value", 0
         ) not in (0, False)
@@ -51,8 +51,8 @@ class Rewrites(Totals):
         state, path = by_name["obj"], source.text(by_name["f"])
         self.total(state)
         start, end = source.start(state), source.end(state)
-        self.found.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))
-        self.found.edit(Edit(source, end, source.end(node) - 1, ""))
+        self.findings.edit(Edit(source, source.start(node), start, f"samestep.save({path}, "))
+        self.findings.edit(Edit(source, end, source.end(node) - 1, ""))
         return Value()
 
     def _asks_for_file(self, node: ast.AST) -> bool:
@@ -64,8 +64,8 @@ class Rewrites(Totals):
 
     def unwrapped(self, node: ast.Call, model: Value) -> Value:
         source, inner = self.source, node.args[0]
-        self.found.edit(Edit(source, source.start(node), source.start(inner), ""))
-        self.found.edit(Edit(source, source.end(inner), source.end(node), ""))
+        self.findings.edit(Edit(source, source.start(node), source.start(inner), ""))
+        self.findings.edit(Edit(source, source.end(inner), source.end(node), ""))
         self.unwraps = True
         return model
 
@@ -75,7 +75,7 @@ class Rewrites(Totals):
         if name in ("tqdm", "trange") and node.args and not is_set:
             end = max(map(source.end, (*node.args, *(option.value for option in node.keywords))))
             if not (isinstance(node.args[-1], ast.GeneratorExp) and end == source.end(node)):
-                self.found.edit(Edit(source, end, end, ", disable=samestep.init().rank > 0"))
+                self.findings.edit(Edit(source, end, end, ", disable=samestep.init().rank > 0"))
 
     def squeezed(self, node: ast.Call, value: Value, rows: ast.expr) -> None:
         """Keep the samples' dimension, which squeeze() would drop if a process has a single sample."""
@@ -84,16 +84,17 @@ class Rewrites(Totals):
         name = next((name_node.id for name_node in (rows, target) if isinstance(name_node, ast.Name)), None)
         if name is None or self.in_forward or value.kind != Kind.ROWS:
             text = "squeeze() drops the samples' dimension where a process has one sample; name the dimension"
-            self.found.note(source, node, text)
+            self.findings.note(source, node, text)
             return
         text, is_named = f".squeeze(tuple(range(1, {name}.ndim)))", isinstance(rows, ast.Name)
         start, end = source.start(rows), source.end(rows)
         if rows not in node.args:  # there may be parentheses around it
             start, end = source.start(node), source.end(node.func) - len(".squeeze")
-        self.found.edit(Edit(source, source.start(node), start, ""))
-        self.found.edit(Edit(source, end, source.end(node), text if is_named else ""))
+        self.findings.edit(Edit(source, source.start(node), start, ""))
+        self.findings.edit(Edit(source, end, source.end(node), text if is_named else ""))
         if not is_named:
-            self.found.edit(Edit(source, source.end(around), source.end(around), f"; {name} = {name}{text}"))
+            end = source.end(around)
+            self.findings.edit(Edit(source, end, end, f"; {name} = {name}{text}"))
 
     def sized(self, node: ast.Call, receiver: ast.expr | None) -> bool:
         """Replace the batch size at the beginning of a shape by the number of this rank's rows; whether it was done."""
@@ -105,7 +106,7 @@ class Rewrites(Totals):
         rows = receiver.id if isinstance(receiver, ast.Name) else loop.rows
         if not loop.is_full or rows is None or loop.frame is not self.frame:
             return False
-        self.found.edit(self.source.replaced(shape, f"len({rows})"))
+        self.findings.edit(self.source.replaced(shape, f"len({rows})"))
         return True
 
 

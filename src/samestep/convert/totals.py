@@ -42,12 +42,12 @@ class Totals(Following):
         if value.edits is None:
             reason = value.of if isinstance(value.of, str) else "is made of a share"
             part, source = self._cause(node, reason)
-            self.found.gap(source, part, f"`{ast.unparse(part)}` {reason}")
+            self.findings.gap(source, part, f"`{ast.unparse(part)}` {reason}")
         elif self.may_total():
             self.apply(value.edits)
             names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
             totals = [name for name in names if self.known.get(name, value).of == _TOTAL]
-            self.found.alike.update(dict.fromkeys(map(self.span, totals)))
+            self.findings.alike.update(dict.fromkeys(map(self.span, totals)))
         elif self.uneven or self.in_forward or (batch := self.batches) is None:
             where = "in a model" if self.in_forward else "where only some ranks may come"
             self.gap(node, f"{text} is of this process's share, and no total can be taken {where}")
@@ -58,7 +58,7 @@ class Totals(Following):
                 f"{text} is of this process's share, and no total can be taken in an evaluation: ranks may have "
                 "different numbers of batches there"
             )
-            self.found.gap(batch.frame.source, shown, reason)
+            self.findings.gap(batch.frame.source, shown, reason)
         return Value(of=_TOTAL, models=value.models)
 
     def _cause(self, node: ast.AST, reason: str) -> tuple[ast.AST, Source]:
@@ -81,12 +81,12 @@ class Totals(Following):
             if value.kind not in ROWS:
                 continue
             values = [*values[:index], self.total(node) if is_over else value, *values[index + 1 :]]
-            if self.found.over.setdefault(self.span(node), kind) != kind:
+            if self.findings.over.setdefault(self.span(node), kind) != kind:
                 self.gap(node, ALSO_ALIKE)
         return values
 
     def apply(self, edits: Edits) -> None:
-        self.found.edit(*(edit for edit in edits if isinstance(edit, Edit)))
+        self.findings.edit(*(edit for edit in edits if isinstance(edit, Edit)))
         self.learnt.eager.update(edit for edit in edits if not isinstance(edit, Edit))
 
     def kept(self, value: Value) -> Value:
@@ -210,7 +210,7 @@ class Totals(Following):
             after = f" * {share})" if kind == Kind.MEAN else f" * bool({share}))"
         added = value.of.loop if isinstance(value.of, Sum) else None
         if added is not None and not added.trains and added not in self.loops and self.batches is not None:
-            self.found.note(self.source, node, _AT_A_STEP)
+            self.findings.note(self.source, node, _AT_A_STEP)
         added_nodes = value.of.nodes if added is not None and added.trains and added in self.loops else ()
         return (*self.source.wrapped(node, before, after), *added_nodes)
 
@@ -226,7 +226,7 @@ class Totals(Following):
         if loop.text is None or not (is_sum and is_alone):
             return False
         start = source.start(statement)
-        self.found.edit(Edit(source, start, start, f"if {loop.text}.share: "))
+        self.findings.edit(Edit(source, start, start, f"if {loop.text}.share: "))
         return True
 
     def around(self, value: Value) -> tuple[Loop | None, bool]:
@@ -283,7 +283,7 @@ class Totals(Following):
         is_sum = isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Mult | ast.Div)
         share = f" * {loop.text}.share"
         edits = self.source.wrapped(node, "(", f"){share}") if is_sum or isinstance(node, _LOOSE) else ()
-        self.found.edit(*(edits or self.source.wrapped(node, "", share)))
+        self.findings.edit(*(edits or self.source.wrapped(node, "", share)))
         return True
 
     def passed(self, node: ast.expr) -> Value:
@@ -326,7 +326,7 @@ class Totals(Following):
         if not is_ratio or not self.may_total():
             return result
         text = f" = samestep.sum({source.text(node.target)}) / "
-        self.found.edit(Edit(source, source.end(node.target), source.start(node.value), text))
+        self.findings.edit(Edit(source, source.end(node.target), source.start(node.value), text))
         return self.total(node.value)
 
 
