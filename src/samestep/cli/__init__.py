@@ -37,7 +37,7 @@ _VERBS = {
         "completion": "Complete commands and options in bash, zsh or fish.",
     },
 }
-# what others call it
+# names of other tools, and our command
 _MEANT = dict.fromkeys(("launch", "torchrun", "python", "start", "train", "mpirun", "srun"), "run") | {
     "ls": "runs", "list": "runs", "ps": "status", "kill": "stop", "cancel": "stop", "scancel": "stop",
     "test": "verify", "sbatch": "submit", "bench": "scale", "diff": "compare",

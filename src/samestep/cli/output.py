@@ -124,7 +124,7 @@ def progress(total: int | None) -> Iterator[Callable[[int, str, str], None]]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Meanwhile a terminal shows what is done."""
+    """While entered, a terminal shows what is being done."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""The digits that come with the package: 1,797 handwritten ones, read without a download."""
+"""The dataset of the package: 1,797 handwritten digits, read without a download."""
 
 import gzip
 from importlib.resources import files

@@ -1,1 +1,1 @@
-"""Reads what runs wrote, and says what differs and where the time went."""
+"""Runs scripts to measure them, reads their results, and explains where the time goes."""

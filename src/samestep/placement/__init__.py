@@ -1,1 +1,1 @@
-"""Which process of how many this one is, and what of the machine is its own; no torch."""
+"""The placement of a process: its rank, size and node, and its devices and cores; no torch."""

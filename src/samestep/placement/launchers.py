@@ -51,7 +51,7 @@ class _Launcher(NamedTuple):
 
 
 # The launcher nearest to the process comes first. mpirun starts its daemons as a Slurm step, so its processes inherit
-# Slurm's variables. srun sets the variables after its own if it serves MPI (--mpi=...), but its own say more.
+# Slurm's variables. When srun serves MPI (--mpi=...), it also sets the variables below its own, which say less.
 _LAUNCHERS = tuple(
     _Launcher(*row)
     for row in (

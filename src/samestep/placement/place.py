@@ -273,7 +273,7 @@ def _is_batch_script() -> bool:
 
 
 def _mpi_daemon() -> str | None:
-    """A name of the run for MPICH, which sets no variable with one: the address in its ancestor's command line."""
+    """A name of the run for MPICH, which sets none: the address in the command line of its ancestor."""
     for pid, name in _ancestors():
         if name.startswith(("hydra_", "mpispawn")):
             match = re.search(r"--control-port\0([^\0]+)", read_text(Path(f"/proc/{pid}/cmdline")))

@@ -1,1 +1,1 @@
-"""How processes that were started apart find each other; no torch."""
+"""Connects processes that were started separately; no torch."""

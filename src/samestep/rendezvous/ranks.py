@@ -1,4 +1,4 @@
-"""Connects the ranks of a run: by a private socket on one machine, by a port, or by a note; no torch."""
+"""Connects the ranks of a run: by a private socket on a single machine, by a port, or by a note; no torch."""
 
 import os
 import zlib

@@ -348,13 +348,13 @@ class Tree:
 
     def _say(self, kind: int, *words: Any) -> None:
         if kind == _CHANGE and self._parent is None:
-            self._own_changes.append(_framed(kind, *words))  # the thread puts the changes of all in one order
+            self._own_changes.append(_framed(kind, *words))  # the thread orders the changes of all processes
             self._wake_thread()
         else:
             self._act(self.number, _framed(kind, *words))
 
     def _wake_thread(self) -> None:
-        with suppress(OSError):  # full: it wakes anyhow
+        with suppress(OSError):  # the socket is full, so the thread wakes anyway
             self._wake.send(b"x")
 
     def _send(self, numbers: Collection[int], body: bytes) -> None:
@@ -364,13 +364,15 @@ class Tree:
                 self._flush(number)
 
     def _flush(self, number: int) -> None:
-        """Send a neighbour what it can take now; the thread sends the rest."""
+        """Send as much to a neighbour as possible without blocking; the thread sends the rest."""
         try:
             if not self._channels[number].flush():
                 self._unsent.add(number)
                 self._wake_thread()
         except OSError:
-            self._channels[number].shut()  # the thread hears the end, after what came before it
+            self._channels[
+                number
+            ].shut()  # the thread reads the end of the connection after its last messages
 
 
 def _framed(kind: int, *words: Any) -> bytes:

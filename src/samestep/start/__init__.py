@@ -1,1 +1,1 @@
-"""Outside the workers: starting, watching and ending them; no torch."""
+"""Starts, watches and ends workers, from outside; no torch."""

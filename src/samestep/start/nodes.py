@@ -78,7 +78,7 @@ class End(NamedTuple):
     place: str | None  # equal for two failures that are the same
     stop_signal: int | None
     is_echo: bool
-    at: float  # on node 0's clock and this one's: seconds after the attempt began
+    at: float  # seconds after the attempt began
     step: int = -1  # the furthest step of the node's ranks
     summary: str = ""  # printed before the next attempt
 

@@ -292,7 +292,7 @@ def defaults(threads: int) -> dict[str, str]:
 
 
 def _directory(script: Script, launchers: Launchers, began: float, known: Path | None = None) -> Path:
-    """Node 0 makes the run's directory; another node makes its own only where it does not see node 0's."""
+    """Node 0 makes the run's directory; another node makes its own only if it does not see node 0's."""
     try:
         started = rundir.start_record(script.command, script.size, began)
     except FileNotFoundError as error:

@@ -27,7 +27,7 @@ GRACE_S = 1.0  # between SIGTERM and SIGKILL for the other workers after a failu
 _PATIENCE_S = 30.0
 _TICK_MS, _SOON_MS = 100, 10
 _SETTLED_S = 20.0
-# Python prints a traceback before one of these signals ends it.
+# Python prints a traceback before it ends by one of these signals.
 _WITH_TRACEBACK = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}
 
 

@@ -44,7 +44,7 @@ _ADOPTED_S = 1.0
 
 
 def main() -> None:
-    """Wait for orders until one makes this process a rank, or the launcher has gone."""
+    """Wait for orders until this process becomes a rank, or the launcher has ended."""
     orders = socket.socket(fileno=os.dup(0))
     libc = ctypes.CDLL(None)
     if sys.platform == "linux":

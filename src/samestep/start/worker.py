@@ -113,7 +113,7 @@ class Worker:
         return read_failure(self._record, self.pid) if self._record else None
 
     def traceback(self) -> Traceback | None:
-        """The exception that ended it, by its own record or else by what it printed."""
+        """The exception that ended it, from its record, or else from its stderr."""
         # After writing its record it may have continued or crashed: then its last output tells more.
         if (failure := self.failure) and (self.was_stopped or self.status == failure.code):
             return of_record(failure)

@@ -1,1 +1,1 @@
-"""Whether a script takes the same step at any number of processes: records of its runs, compared and explained."""
+"""Tests whether a script takes the same step with any number of processes: records, compares and explains runs."""

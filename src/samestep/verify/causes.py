@@ -141,7 +141,7 @@ def _numbers_of_the_share(compared: Compared) -> str:
 
 
 def _shown(compared: Compared) -> tuple[str, str]:
-    """What the records show to differ, where it is no number of the training: its name in the tables, and in words."""
+    """A differing fact in the records, not a number of the training: its key in remedies.py, and a sentence."""
     first, other, difference = compared.first, compared.run, compared.difference
     assert difference is not None
     name, rank = difference.name, difference.rank
@@ -156,7 +156,7 @@ def _shown(compared: Compared) -> tuple[str, str]:
             return "own", f"{name} belongs to no replicated model, so each rank trains its own"
         case "weights" if not compared.step:
             return "first weights", f"the first weights are not those {first.at}"
-        # what other inputs do to a buffer is no change of its own
+        # other inputs explain another buffer, so the buffer is no fact of its own
         case "buffer" if compared.is_in_a_step and _rows_differ(compared, "rows"):
             return "", ""
     words = {

@@ -91,9 +91,7 @@ class Run:
     ranks: list[list[Step]]
     facts: list[dict[str, Any]]
     directory: Path
-    printed: list[
-        dict[str, list[Line]]
-    ]  # lines that differ only in their numbers, and blanks, are of one kind
+    printed: list[dict[str, list[Line]]]  # by rank and kind; a kind ignores numbers and blanks
     failure: str = ""
     seconds: float = 0.0
 

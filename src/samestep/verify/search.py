@@ -35,8 +35,8 @@ class Search:
     def by_default(self, size: int) -> Compared:
         """The run of this size in which ranks draw for themselves; rounding that the training amplifies is left out."""
         without = tuple(name for name in self.removed if name != "draws")
-        found = self._experiments.compared(size, without)
-        return replace(found, difference=None) if self._is_amplified(found) else found
+        compared = self._experiments.compared(size, without)
+        return replace(compared, difference=None) if self._is_amplified(compared) else compared
 
     def explain(self, size: int) -> Compared:
         """Find all causes of the difference at this size; returns the comparison without them."""
