@@ -370,9 +370,7 @@ class Tree:
                 self._unsent.add(number)
                 self._wake_thread()
         except OSError:
-            self._channels[
-                number
-            ].shut()  # the thread reads the end of the connection after its last messages
+            self._channels[number].shut()  # the thread notices it, after the last messages
 
 
 def _framed(kind: int, *words: Any) -> bytes:
