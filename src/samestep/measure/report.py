@@ -28,7 +28,7 @@ th, td { padding: .2rem .6rem; border-bottom: 1px solid #999; text-align: right;
 td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem; }
-@media (max-width: 30rem) { table { font-size: .8rem; } th, td { padding: .2rem .25rem; white-space: normal; } }
+@media (max-width: 30rem) { table { font-size: .75rem; } th, td { padding: .2rem; white-space: normal; } }
 svg { width: 100%; height: auto; } figure { margin: 0; break-inside: avoid; }
 @media print { body { max-width: none; padding: 0; } .plots { display: block; } figure { max-width: 13cm; } }
 """
@@ -138,7 +138,7 @@ def plots_of(rows: Sequence[Row], directory: Path) -> list[str]:
         at = sizes if are_sizes and draw is not _step else list(range(len(rows)))
         draw(axes, rows, at, are_sizes)
         axes.set_xticks(at, names, rotation=0 if are_sizes else 90)
-        axes.margins(0.15)
+        axes.margins(0.2)
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for the highest number
         axes.set_xlabel("processes" if are_sizes else "")
         figure.savefig(directory / f"{name}.png", dpi=150)
@@ -180,4 +180,5 @@ def _line(axes: Any, at: Sequence[int], spreads: Sequence[Any], form: str, is_jo
     errors = [[each.value - each.low for each in spreads], [each.high - each.value for each in spreads]]
     axes.errorbar(at, values, errors, fmt="o-" if is_joined else "o", label="measured", capsize=4)
     for place, value in zip(at, values, strict=True):
-        axes.annotate(form.format(value), (place, value), (6, 6), textcoords="offset points")
+        text = axes.annotate(form.format(value), (place, value), (6, 6), textcoords="offset points")
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # lines may pass there
