@@ -59,9 +59,13 @@ class Search:
     def _without_draws(self, compared: Compared, size: int) -> Compared | None:
         """From here on all ranks draw the serial script's random numbers, so that only mistakes make a difference."""
         after = self.without(size, [Cause("", "draws")])
-        if "failed" in (compared.kind, after.kind):
+        if after.kind == "failed":
             return None
         self.removed = (*self.removed, "draws")
+        if compared.kind == "failed":
+            said = f"{failure_of(compared.run)[1]}; with --same, where all ranks draw alike, it does not fail"
+            self.causes.append(Cause(said, "draws"))
+            return after
         # compare facts only: with dropout, a loss differs before the weights that own draws make differ
         before, after_fact = (first_fact(run, run) for run in (compared.run, after.run))
         if before and before.kind == "apart" and not after_fact:

@@ -1,0 +1,22 @@
+"""The data are drawn after replicate, where each rank draws for itself.
+
+verdict: failed
+cause: draw them before replicate; with --same, where all ranks draw alike, it does not fail
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import samestep
+
+torch.manual_seed(2)
+model = samestep.replicate(nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+data = TensorDataset(torch.randn(44, 5), torch.randint(0, 3, (44,)))
+for x, y in samestep.loader(data, batch_size=10, shuffle=True):
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
