@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samestep.measure.trial import Result, Trial
-from samestep.text import counted
+from samestep.text import counted, duration
 from samestep.verify.causes import failure_of
 from samestep.verify.read import Run, read_record
 from samestep.verify.trajectory import SOFT, Compared, Difference, follow
@@ -61,7 +61,9 @@ class Experiments:
             names = {name for name in names if not name.startswith("world=")} | {"world=*"}
         key = (size, tuple(sorted(names)), kind)
         if key not in self._runs:
-            self.progress(_in_words(*key))
+            seconds = [run.seconds for run in self._runs.values()][-1:]
+            time = "".join(f" (run {len(self._runs) + 1}, about {duration(one)})" for one in seconds)
+            self.progress(_in_words(*key) + time)
             self._runs[key] = self._recorded(*key)
         return self._runs[key]
 
