@@ -17,7 +17,8 @@ _SAME = 1e-4
 _APART = 1e-2
 _CLOSE = 1e-5
 _MOST_LINES = 3
-_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*)", re.MULTILINE)
+_BEFORE = r"^(?:\[rank\d+\]: |samestep: rank \d+ of \d+ ended in .*?: )?"
+_EXCEPTION = re.compile(rf"{_BEFORE}(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*)", re.MULTILINE)
 _NOTE = re.compile(r"^(?:\[rank\d+\]: )?samestep: (.*\breplicate\b.*)", re.MULTILINE)
 _WAITED = re.compile(r"RuntimeError: .*\b[Tt]imed out waiting")
 _OF_RANKS = {"RanksDiffer", "RankMissing"}
@@ -91,10 +92,15 @@ def failure_of(run: Run) -> tuple[str, str]:
     return kind, f"{message}; {note[-1]}" if note else message
 
 
+def came_apart(run: Run) -> bool:
+    """Whether a run ended because its ranks were at different calls."""
+    return failure_of(run)[0] in _OF_RANKS
+
+
 def says_its_cause(run: Run) -> bool:
     """Whether the error that ended a run is about lines of the script, not about ranks that differ."""
     kind, message = failure_of(run)
-    return bool(kind) and kind not in _OF_RANKS and ("replicate" in message or "samestep" in message)
+    return bool(kind) and not came_apart(run) and ("replicate" in message or "samestep" in message)
 
 
 def _is_drawn(compared: Compared) -> bool:
@@ -191,8 +197,10 @@ def _hyper(compared: Compared) -> tuple[str, str]:
     first, other, step = compared.first, compared.run, compared.step
     assert compared.difference is not None
     name, rank = compared.difference.name, compared.difference.rank
+    # the first step of a second optimizer is no later one
+    is_later = any(one.param.keys() == first.steps[step].param.keys() for one in first.steps[:step])
     if rank is None:
-        kind = "schedule" if step and not first.is_untouched else "rate"
+        kind = "schedule" if is_later and not first.is_untouched else "rate"
         pair, places = (first.steps[step], other.steps[step]), (first.at, _at(compared))
     else:
         kind = "rate of a rank"
@@ -200,7 +208,7 @@ def _hyper(compared: Compared) -> tuple[str, str]:
     groups = [(a[name], b[name]) for a, b in zip(pair[0].hyper, pair[1].hyper, strict=False) if name in a]
     unlike = next((a, b) for a, b in groups if a != b)
     mine, theirs = (", ".join(f"{number:.4g}" for number in numbers) for numbers in unlike)
-    since = f", from step {step + 1} on" if step else ""
+    since = f", from step {step + 1} on" if is_later else ""
     return kind, f"{name} is {mine} {places[0]} and {theirs} {places[1]}{since}"
 
 

@@ -7,7 +7,7 @@ from there, until nothing differs or no experiment changes anything.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from samestep.verify.causes import Cause, failure_of, says_its_cause, stated, suspects, unstable
+from samestep.verify.causes import Cause, came_apart, failure_of, says_its_cause, stated, suspects, unstable
 from samestep.verify.experiments import Experiments, Removed
 from samestep.verify.read import Run
 from samestep.verify.remedies import OWN_DRAWS, STILL_UNSTABLE
@@ -16,6 +16,7 @@ from samestep.verify.trajectory import SOFT, Compared, first_fact, follow
 _MOST_CAUSES = 8
 _MOST_LINES = 2
 _IsEnough = Callable[[Sequence[Cause]], bool]
+_DRAWN = "draw them before replicate"  # data that each rank draws for itself
 _SCALE = "scale="  # hides the difference, whatever its cause
 
 
@@ -59,12 +60,14 @@ class Search:
     def _without_draws(self, compared: Compared, size: int) -> Compared | None:
         """From here on all ranks draw the serial script's random numbers, so that only mistakes make a difference."""
         after = self.without(size, [Cause("", "draws")])
-        if after.kind == "failed":
+        said = failure_of(compared.run)[1] if compared.kind == "failed" else ""
+        if (said and _DRAWN not in said) or (after.kind == "failed" and (said or not came_apart(after.run))):
             return None
         self.removed = (*self.removed, "draws")
-        if compared.kind == "failed":
-            said = f"{failure_of(compared.run)[1]}; with --same, where all ranks draw alike, it does not fail"
-            self.causes.append(Cause(said, "draws"))
+        if said:
+            self.causes.append(
+                Cause(f"{said}; with --same, where all ranks draw alike, it does not fail", "draws")
+            )
             return after
         # compare facts only: with dropout, a loss differs before the weights that own draws make differ
         before, after_fact = (first_fact(run, run) for run in (compared.run, after.run))
