@@ -17,6 +17,7 @@ from samestep.convert.source import Source
 from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
+_DRAWS = re.compile("rand|perm|shuffle|choice|split|data|loader", re.IGNORECASE)  # ranks draw apart once replicated
 _BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
 
 
@@ -169,13 +170,14 @@ def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:
 
 
 def _made_before(source: Source, statement: ast.stmt, name: str) -> ast.expr | None:
-    """The value assigned to a name in the same block, if the name is not used between there and the statement."""
+    """The value assigned to a name in the same block, if until the statement it is not used and no data are drawn."""
     fields = (part for _, part in ast.iter_fields(source.parents[statement]))
     block = next((part for part in fields if isinstance(part, list) and statement in part), [statement])
     for earlier in reversed(block[: block.index(statement)]):
         if isinstance(earlier, ast.Assign) and [ast.unparse(node) for node in earlier.targets] == [name]:
             return earlier.value if isinstance(earlier.targets[0], ast.Name) else None
         used = {ast.unparse(node) for node in ast.walk(earlier) if isinstance(node, ast.Name | ast.Attribute)}
-        if name in used and not ast.unparse(earlier).startswith("print("):
+        is_used = name in used and not ast.unparse(earlier).startswith("print(")
+        if is_used or _DRAWS.search(ast.unparse(earlier)):
             return None
     return None
