@@ -42,7 +42,7 @@ class Calls(Library):
             return base
         if name == "format" and isinstance(text := node.func.value, ast.Constant):  # type: ignore[attr-defined]
             self.fields(node, text)
-        if base.kind in _DATA or (base.kind == Kind.ALIKE and name in NAMED["list"]):
+        if base.kind in _DATA or (base.kind == Kind.ALIKE and name in NAMED["list"] | NAMED["looked"]):
             return self.method(node, base, name).bare
         callee = self.value(node.func)
         if callee.kind == "external":

@@ -17,7 +17,8 @@ from samestep.convert.source import Source
 from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
-_DRAWS = re.compile("rand|perm|shuffle|choice|split|data|loader", re.IGNORECASE)  # ranks draw apart once replicated
+# ranks draw apart once a model is replicated
+_DRAWS = re.compile("rand|perm|shuffle|choice|split|data|loader", re.IGNORECASE)
 _BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
 
 

@@ -230,8 +230,13 @@ class Library(Rewrites, Expressions):
     def _python_getattr(self, node: ast.Call, values: Values, first: Value) -> Value:
         if first.kind == "external":
             return Value("external", f"{first.of}.{values[1].text}")
-        is_known = first.kind == "instance" and values[1].text
-        return self.of_instance(first, str(values[1].text)) if is_known else self.opaque(node, values)
+        if first.kind != "instance":
+            return self.opaque(node, values)
+        if values[1].text:
+            return self.of_instance(first, str(values[1].text))
+        # "loss_" + name may be any of those that begin so
+        begins = "".join(re.findall(r"^f?'(\w*)(?:' \+ |\{)", ast.unparse(node.args[1])))
+        return join(*(value for name, value in first.of.scope.names.items() if name.startswith(begins)))
 
     def _python_super(self, node: ast.Call, values: Values, first: Value) -> Value:
         function = self.frame.function

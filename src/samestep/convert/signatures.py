@@ -38,6 +38,7 @@ model       to cuda cpu train eval apply float double half requires_grad_
 kept        iter list tuple reversed islice tqdm trange float int abs cycle partial next
 list        append extend add update insert scale items values get pop setdefault copy
 bar         set_postfix set_postfix_str set_description
+looked      gather index_select take take_along_dim
 piece       split chunk unbind
 joined      cat concat concatenate vstack row_stack
 """
