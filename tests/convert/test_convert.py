@@ -248,24 +248,11 @@ EVALUATE = "with torch.no_grad():\n    total = right = n = 0\n    for x, y in te
         (f"{EVALUATE}        total += (out > 0).sum(0)\nprint(total.tolist())", "print(samestep.sum(total).tolist())"),
         (f"{TABLE}for x, y in train:\n{STEP}    table.add('loss', loss.item())",
          "table.add('loss', samestep.mean(loss.item()))"),
-        (f"class Kept:\n    pass\nkept = Kept()\nfor x, y in train:\n{STEP}    kept.loss_a = loss\n"
-         "    print([float(getattr(kept, 'loss_' + name)) for name in 'a'])",
-         "print([samestep.mean(float(getattr(kept, 'loss_' + name))) for name in 'a'])"),
-        ("scale = torch.linspace(0, 1, 9)\nfor x, y in train:\n    by = scale.gather(-1, y)\n"
-         "    loss = (by * model(x)[:, 0]).mean()\n    loss.backward()\n    print(loss.item())",
-         "print(samestep.mean(loss.item()))"),
     ],
 )  # fmt: skip
 def test_numbers_of_a_share_become_those_of_the_whole_batch(lines, becomes):
     assert becomes in _after(f"{BEGIN}{lines}\n")
     assert not _of(f"{BEGIN}{lines}\n").gaps
-
-
-def test_data_that_are_drawn_after_the_model_is_made_are_drawn_before_it_is_replicated():
-    drawn = "part, _ = torch.utils.data.random_split(data, [12, 8])\n"
-    after = _after(BEGIN.replace("optimizer =", f"{drawn}optimizer =") + f"for x, y in train:\n{STEP}")
-    assert "model = nn.Linear(4, 3)\n" in after
-    assert f"{drawn}samestep.replicate(model)\noptimizer =" in after
 
 
 def test_an_evaluation_at_a_training_step_is_noted():

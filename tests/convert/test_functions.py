@@ -16,6 +16,12 @@ def r2(out, y):
 @pytest.mark.parametrize(
     ("lines", "becomes"),
     [
+        (f"class Kept:\n    pass\nkept = Kept()\nfor x, y in train:\n{STEP}    kept.loss_a = loss\n"
+         "    print([float(getattr(kept, 'loss_' + name)) for name in 'a'])",
+         "print([samestep.mean(float(getattr(kept, 'loss_' + name))) for name in 'a'])"),
+        ("scale = torch.linspace(0, 1, 9)\nfor x, y in train:\n    by = scale.gather(-1, y)\n"
+         "    loss = (by * model(x)[:, 0]).mean()\n    loss.backward()\n    print(loss.item())",
+         "print(samestep.mean(loss.item()))"),
         (f"{TRAIN}    out = np.squeeze(model(x) / 2)\n    F.cross_entropy(out, y).backward()",
          "    out = model(x) / 2; out = out.squeeze(tuple(range(1, out.ndim)))\n"),
         (f"losses = {{}}\n{LOOP}    losses[best] = loss.item()\nprint(max(losses, key=losses.get))",
@@ -106,3 +112,10 @@ def test_each_model_of_a_list_is_replicated_in_the_loop_over_them():
         "        F.cross_entropy(net(x), y).backward()\n"
     )
     assert "for net in models:\n    samestep.replicate(net)\n    optimizer = " in _after(text)
+
+
+def test_data_that_are_drawn_after_the_model_is_made_are_drawn_before_it_is_replicated():
+    drawn = "part, _ = torch.utils.data.random_split(data, [12, 8])\n"
+    after = _after(BEGIN.replace("optimizer =", f"{drawn}optimizer =") + f"for x, y in train:\n{STEP}")
+    assert "model = nn.Linear(4, 3)\n" in after
+    assert f"{drawn}samestep.replicate(model)\noptimizer =" in after

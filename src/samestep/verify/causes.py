@@ -198,7 +198,7 @@ def _hyper(compared: Compared) -> tuple[str, str]:
     assert compared.difference is not None
     name, rank = compared.difference.name, compared.difference.rank
     # the first step of a second optimizer is no later one
-    is_later = any(one.param.keys() == first.steps[step].param.keys() for one in first.steps[:step])
+    is_later = any(before.param.keys() == first.steps[step].param.keys() for before in first.steps[:step])
     if rank is None:
         kind = "schedule" if is_later and not first.is_untouched else "rate"
         pair, places = (first.steps[step], other.steps[step]), (first.at, _at(compared))

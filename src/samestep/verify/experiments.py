@@ -62,7 +62,7 @@ class Experiments:
         key = (size, tuple(sorted(names)), kind)
         if key not in self._runs:
             seconds = [run.seconds for run in self._runs.values()][-1:]
-            time = "".join(f" (run {len(self._runs) + 1}, about {duration(one)})" for one in seconds)
+            time = "".join(f" (run {len(self._runs) + 1}, about {duration(last)})" for last in seconds)
             self.progress(_in_words(*key) + time)
             self._runs[key] = self._recorded(*key)
         return self._runs[key]
