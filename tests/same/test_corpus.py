@@ -31,6 +31,7 @@ SAMPLE = {
     "collected": (2,),
     "seq2seq": (5,),
     "maml": (3,),
+    "maml_loop": (2, 3),
     "maml_tasks": (3,),
     "slopes_by_sample": (3,),
     "wgan_gp_norm": (2,),

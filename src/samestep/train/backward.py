@@ -6,6 +6,7 @@ shares in one backward: there only what came through `model(...)` counts by its 
 """
 
 import struct
+import sys
 from binascii import crc32
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.train.digest import bit_sums
+from samestep.train.draw_lines import scripts_frame
+from samestep.train.draw_sizes import is_over_samples
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import Averaged, leaves_before, name_of, nodes_before, reduction_of, weights_in
@@ -129,14 +132,15 @@ class Backward(Member):
     ) -> Any:
         """Collective where gradients of what is equal on all ranks are derived again: the whole batch's are meant.
 
-        Others of such are this rank's own, as the loss is.
+        Others of such are this rank's own, as the loss is, and so are all of a single sample, as of MAML's tasks.
         """
         spine, size = self._spine, self.group.world.size
         share = spine.trained
-        shapes = (
-            {one.shape for one in spine.models.parameters()} if self.group.phase[0] == "forward" else set()
-        )
-        if shapes.issuperset(one.shape for one in inputs):
+        is_of_one = size > 1 and share is not None and _is_over_samples(share)
+        is_in_forward = self.group.phase[0] == "forward"
+        shapes = {one.shape for one in spine.models.parameters()} if is_in_forward or is_of_one else set()
+        are_weights = shapes.issuperset(one.shape for one in inputs)
+        if is_in_forward and are_weights:
             # in a model's call gradients of weights are of some of its samples, as of each of MAML's tasks
             mine = share.mine if create_graph and share and 1 < share.mine < share.all else 0
             terms = self._reduction_of(outputs[0])[1] if mine and outputs[0].numel() == 1 else None
@@ -148,11 +152,18 @@ class Backward(Member):
                 )
             return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
         # ranks may have unlike numbers of microbatches: what is derived there is each one's own
-        is_shared = size > 1 and spine.models.weigh_losses and (share is None or share.microbatch is None)
+        is_whole = not is_of_one and (share is None or share.microbatch is None)
+        is_shared = size > 1 and spine.models.weigh_losses and is_whole
         parameters = {id(one) for one in spine.models.parameters()} if is_shared else set()
         kept = [_is_kept(one, parameters) for one in inputs]
         spine.root = spine.leaves = spine.weight_of_loss()
-        counts = self._counts_for_kept(create_graph) if any(kept) else self._counts_for_inputs(outputs)
+        counts = (
+            self._counts_for_kept(create_graph=create_graph)
+            if any(kept)
+            else self._counts_for_inputs(outputs)
+        )
+        if is_of_one:
+            counts = self._counts_for_kept(create_graph=False) if are_weights else 1.0
         found = run(outputs, _times(gradients, counts), retain_graph, create_graph, inputs, *args, **options)
         if not retain_graph:
             spine.called.clear()
@@ -167,7 +178,7 @@ class Backward(Member):
             for one, is_kept in zip(found, kept, strict=True)
         )
 
-    def _counts_for_kept(self, create_graph: bool) -> float:
+    def _counts_for_kept(self, *, create_graph: bool) -> float:
         """The same where gradients of weights are asked for; those that are derived again are added over ranks."""
         if create_graph:
             return self._spine.root
@@ -293,6 +304,11 @@ def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:
 def is_functional() -> bool:
     """Whether torch.func derives a function, or several gradients are taken at once: those are the script's affair."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def _is_over_samples(share: Share) -> bool:
+    """Whether the script is in a loop over this rank's samples."""
+    return is_over_samples(scripts_frame(sys._getframe(1)), share.mine or share.all)
 
 
 def _is_kept(tensor: Any, parameters: set[int]) -> bool:

@@ -219,10 +219,12 @@ def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
             | ast.Attribute(value=part, attr="shape")
             | ast.Call(args=[part], keywords=[])
             | ast.GeneratorExp(generators=[ast.comprehension(iter=part), *_])
-            | ast.Starred(value=part)
             | ast.Tuple(elts=[part, *_])
         ):
             return first([part])
+        case ast.Starred(value=part):
+            of = first([part])
+            return of[0] if type(of) in (list, tuple) else of  # as in zip(*batch)
         case ast.BinOp(left=one, right=other):
             return first([one, other])
         case ast.Name(id=name) if type(value) in (int, tuple, torch.Size):
@@ -236,7 +238,7 @@ def _rows(value: Any) -> int:
     is_listed = type(value) in (list, tuple)
     one = next(iter(value), None) if is_listed else value
     one = next(iter(one.values()), None) if is_listed and type(one) is dict else one
-    if not isinstance(one, torch.Tensor | np.ndarray):
+    if not isinstance(one, torch.Tensor | np.ndarray) or isinstance(one, torch.nn.Parameter):
         return -1
     return len(value) if is_listed or value.ndim else -1
 
