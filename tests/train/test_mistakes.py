@@ -38,10 +38,10 @@ def look_again():
     group = joined()
     group._said.clear()
     backward = group.the(Backward)
-    group.the(Draws).watching._seen.clear()
+    group.the(Draws).watching._watched_kinds.clear()
     backward._terms = 0.0
-    backward._losses_to_look_at, backward._loose = 3, {}
-    backward._count_of_weights, backward._weights, backward._is_followed = -1, bytes(8), False
+    backward._losses_to_look_at, backward._unreplicated = 3, {}
+    backward._num_weights, backward._weight_digests, backward._is_followed = -1, bytes(8), False
 
 
 @pytest.mark.sizes(2, 3)

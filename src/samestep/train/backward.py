@@ -1,8 +1,11 @@
-"""Where backward begins: a rank's loss counts there by its share, so that gradients add up to the whole batch's.
+"""Weighs a rank's loss by its share where backward begins, so that averaged gradients are the whole batch's.
 
-Covered: `backward()` and `torch.autograd.grad`, on whatever way the loss comes from the parameters: through the model,
-through its parts, as a penalty on weights. Not covered: gradients under `torch.func`, and several batches of unlike
-shares in one backward: there only what came through `model(...)` counts by its share.
+Example: of a batch of 5 samples rank 0 of 2 has 3, and DDP averages over ranks. Rank 0's mean loss is multiplied by
+3 * 2 / 5 and rank 1's by 2 * 2 / 5: the average of both gradients is that of the mean over all 5 samples.
+
+Covered: `backward()` and `torch.autograd.grad`, whether the loss was computed by the model, by its parts or from its
+weights alone. Not covered: gradients under `torch.func`, and one backward through batches with different shares. In
+that only the calls of a replica are weighed.
 """
 
 import struct
@@ -25,7 +28,7 @@ from samestep.train.step import Share, Spine, cut, spine
 from samestep.train.subscriber import Subscriber
 
 _FIRST_LOSSES = _FIRST_BATCHES = 3
-# both ways into the engine, backward() and grad(), look this up; nothing public of torch 2.13 is in both
+# backward() and grad() both look up _engine_run_backward here; torch 2.13 has no public hook for both
 _AUTOGRAD: Any = torch.autograd
 _TERMS = struct.Struct("<d")
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
@@ -36,7 +39,7 @@ _REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Every rank's loss depends on the sum, so its gradient is the sum over ranks too."""
+    """Sum over ranks; its gradient is summed too, since every rank's loss depends on the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, call: str) -> torch.Tensor:
@@ -52,76 +55,76 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class Backward(Member):
-    """Stands in torch's one way into its autograd engine."""
+    """Replaces the function through which torch enters its autograd engine."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
         self._is_running = False
-        # of the first batches, the leaves that no replica holds
-        self._loose: dict[Share, list[torch.Tensor]] = {}
+        # of the first batches: the leaves of the loss that belong to no replica
+        self._unreplicated: dict[Share, list[torch.Tensor]] = {}
         self._losses_to_look_at = _FIRST_LOSSES if group.world.size > 1 else 0
-        # of the latest loss that was looked at: its terms, and the samples of each batch that it may be of
-        self._terms, self._rows = 0.0, set[int]()
+        # of the latest loss that was checked: its number of terms, and the sizes of the batches that are iterated
+        self._terms, self._batch_sizes = 0.0, set[int]()
         group.watch(lambda: _TERMS.pack(self._terms), self._unlike_terms)
-        # how many numbers weigh the first loss, and digests of them and of those of the latest loss with as many
-        self._count_of_weights, self._weights = -1, bytes(8)
-        # after a restart nothing is followed, and what there is to say was said
+        # constants in the loss: how many the first loss has, its digest, and that of the latest loss with as many
+        self._num_weights, self._weight_digests = -1, bytes(8)
+        # whether batch_places.py followed a loss; not after a restart: the first start has printed the remarks
         self._is_followed = group.restarts > 0
-        group.watch(lambda: self._weights, self._unlike_weights)
-        self._run: Callable[..., Any] = _AUTOGRAD._engine_run_backward
-        self._watched = self._watched_run()
-        _AUTOGRAD._engine_run_backward = self._watched
+        group.watch(lambda: self._weight_digests, self._unlike_weights)
+        self._original: Callable[..., Any] = _AUTOGRAD._engine_run_backward
+        self._replacement = self._replaced_run()
+        _AUTOGRAD._engine_run_backward = self._replacement
 
     def close(self) -> None:
-        if _AUTOGRAD._engine_run_backward is self._watched:
-            _AUTOGRAD._engine_run_backward = self._run
+        if _AUTOGRAD._engine_run_backward is self._replacement:
+            _AUTOGRAD._engine_run_backward = self._original
 
-    def _watched_run(self) -> Callable[..., Any]:
-        original = self._run
+    def _replaced_run(self) -> Callable[..., Any]:
+        original = self._original
 
         def run(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
-            # inside of a backward a segment is computed again, and torch.compile runs the engine on no real tensors
+            # a checkpointed segment runs backward inside of backward, torch.compile runs the engine on fake tensors
             if self._is_running or type(outputs[0]) not in _REAL or is_functional():
                 return original(outputs, gradients, *args, **options)
             self._is_running = True
-            way = self._backward if options["accumulate_grad"] else self._grad
+            way = self._run_backward if options["accumulate_grad"] else self._run_grad
             try:
                 return way(original, outputs, gradients, *args, **options)
             finally:
                 self._is_running = False
-                self._spine.root = self._spine.leaves = 1.0
+                self._spine.loss_weight = self._spine.leaf_weight = 1.0
 
         return run
 
-    def _backward(
-        self, run: Any, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
+    def _run_backward(
+        self, original: Any, outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any
     ) -> Any:
         spine, loss = self._spine, outputs[0]
         if loss.numel() > 1 and self._losses_to_look_at and bool((gradients[0] == 1).all()):
             loss = loss.sum()
         spine.tell(Subscriber.backward_begins, loss)
         share = spine.at_hand
-        if share is not None and len(self._loose) <= _FIRST_BATCHES:
-            self._compare_loose(outputs[0], share)
+        if share is not None and len(self._unreplicated) <= _FIRST_BATCHES:
+            self._compare_unreplicated(outputs[0], share)
         is_due = (
             self._losses_to_look_at or (spine.loss and spine.loss.sums) or (share and not share.batch_start)
         )
         if is_due and share is not None and loss.numel() == 1:
             self._losses_to_look_at -= self._losses_to_look_at > 0
             with _disable_current_modes():
-                self._look_at(loss)
+                self._check_loss(loss)
         elif not self._losses_to_look_at:
             self._terms = 0.0
-        spine.root = spine.weight_of_loss()
-        spine.leaves = self._counts_for_inputs(outputs) if spine.asks_for_leaves else 1.0
-        spine.called.clear()
+        spine.loss_weight = spine.weight_of_loss()
+        spine.leaf_weight = self._weight_for_inputs(outputs) if spine.needs_leaf_weight else 1.0
+        spine.call_weights.clear()
         with self.group.within("backward"), spine.models.exchanging():
-            return run(outputs, _times(gradients, spine.root), *args, **options)
+            return original(outputs, _times(gradients, spine.loss_weight), *args, **options)
 
-    def _grad(
+    def _run_grad(
         self,
-        run: Any,
+        original: Any,
         outputs: Sequence[Any],
         gradients: Sequence[Any],
         retain_graph: bool,
@@ -130,18 +133,19 @@ class Backward(Member):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Collective where gradients of what is equal on all ranks are derived again: the whole batch's are meant.
+        """Collective for gradients of equal tensors with create_graph: they become the whole batch's.
 
-        Others of such are this rank's own, as the loss is, and so are all of a single sample, as of MAML's tasks.
+        Without create_graph they stay this rank's own, as its loss is. In a loop over single samples, as over MAML's
+        tasks, all gradients are the rank's own.
         """
         spine, size = self._spine, self.group.world.size
         share = spine.trained
-        is_of_one = size > 1 and share is not None and _is_over_samples(share)
+        is_of_sample = size > 1 and share is not None and _is_over_samples(share)
         is_in_forward = self.group.phase[0] == "forward"
-        shapes = {one.shape for one in spine.models.parameters()} if is_in_forward or is_of_one else set()
-        are_weights = shapes.issuperset(one.shape for one in inputs)
+        weights = spine.models.parameters() if is_in_forward or is_of_sample else ()
+        are_weights = {weight.shape for weight in weights}.issuperset(tensor.shape for tensor in inputs)
         if is_in_forward and are_weights:
-            # in a model's call gradients of weights are of some of its samples, as of each of MAML's tasks
+            # gradients of weights inside of forward are of some samples only, as of each task of MAML
             mine = share.mine if create_graph and share and 1 < share.mine < share.all else 0
             terms = self._reduction_of(outputs[0])[1] if mine and outputs[0].numel() == 1 else None
             if mine and not (terms and terms % mine):
@@ -150,44 +154,45 @@ class Backward(Member):
                     "samples alone; if all samples of the batch are meant, call it outside of forward",
                     what="slopes in forward",
                 )
-            return run(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
-        # ranks may have unlike numbers of microbatches: what is derived there is each one's own
-        is_whole = not is_of_one and (share is None or share.microbatch is None)
-        is_shared = size > 1 and spine.models.weigh_losses and is_whole
-        parameters = {id(one) for one in spine.models.parameters()} if is_shared else set()
-        kept = [_is_kept(one, parameters) for one in inputs]
-        spine.root = spine.leaves = spine.weight_of_loss()
-        counts = (
-            self._counts_for_kept(create_graph=create_graph)
-            if any(kept)
-            else self._counts_for_inputs(outputs)
-        )
-        if is_of_one:
-            counts = self._counts_for_kept(create_graph=False) if are_weights else 1.0
-        found = run(outputs, _times(gradients, counts), retain_graph, create_graph, inputs, *args, **options)
+            return original(outputs, gradients, retain_graph, create_graph, inputs, *args, **options)
+        # ranks may have different numbers of microbatches, so no collective is possible in a microbatch
+        is_whole = not is_of_sample and (share is None or share.microbatch is None)
+        is_shared = size > 1 and spine.models.weighs_losses and is_whole
+        parameters = {id(tensor) for tensor in spine.models.parameters()} if is_shared else set()
+        are_equal = [_is_equal_on_ranks(tensor, parameters) for tensor in inputs]
+        spine.loss_weight = spine.leaf_weight = spine.weight_of_loss()
+        if is_of_sample:
+            weight = self._weight_for_parameters(create_graph=False) if are_weights else 1.0
+        elif any(are_equal):
+            weight = self._weight_for_parameters(create_graph=create_graph)
+        else:
+            weight = self._weight_for_inputs(outputs)
+        weighed = _times(gradients, weight)
+        slopes = original(outputs, weighed, retain_graph, create_graph, inputs, *args, **options)
         if not retain_graph:
-            spine.called.clear()
-        if not create_graph or not any(kept):
+            spine.call_weights.clear()
+        if not create_graph or not any(are_equal):
             if is_shared and outputs[0].numel() == 1:
-                # that of inputs divides by the whole batch: the ranks' slopes of what all share add up
-                spine.tell(Subscriber.slopes_given, (inputs, found, not any(kept)))
-            return found
+                # gradients of inputs are divided by the whole batch's size, so ranks' gradients are terms of a sum
+                spine.tell(Subscriber.slopes_given, (inputs, slopes, not any(are_equal)))
+            return slopes
         call = f"torch.autograd.grad ({users_line()})"
         return tuple(
-            SumOverRanks.apply(one, call) / size if is_kept and one is not None else one  # type: ignore[no-untyped-call]
-            for one, is_kept in zip(found, kept, strict=True)
+            SumOverRanks.apply(slope, call) / size if is_equal and slope is not None else slope  # type: ignore[no-untyped-call]
+            for slope, is_equal in zip(slopes, are_equal, strict=True)
         )
 
-    def _counts_for_kept(self, *, create_graph: bool) -> float:
-        """The same where gradients of weights are asked for; those that are derived again are added over ranks."""
+    def _weight_for_parameters(self, *, create_graph: bool) -> float:
+        """The factor of a loss where `grad` is asked for gradients of parameters."""
         if create_graph:
-            return self._spine.root
+            return self._spine.loss_weight
         return 1 / self.group.world.size if self._spine.models.adds() else 1.0
 
     def _reduction_of(self, loss: torch.Tensor) -> tuple[str | None, float | None]:
-        """Whether it is a mean or a sum, and over how many terms; a sum divided by the whole batch's size is a sum.
+        """The kind of a loss, "mean", "sum" or None, and a mean's number of terms.
 
-        So are as many losses as this rank has samples, which the script has added; divided by that they are a mean.
+        A sum divided by the whole batch's size is a sum. So is a sum of as many mean losses as this rank has samples;
+        divided by that number it is a mean.
         """
         found, share = reduction_of(loss), self._spine.trained
         count, mine = found.get("terms"), share.mine if share is not None else 0
@@ -199,32 +204,31 @@ class Backward(Member):
         is_sum = share is not None and share.mine < share.all == count
         return ("sum", None) if is_sum else ("mean", count)
 
-    def _counts_for_inputs(self, outputs: Sequence[torch.Tensor]) -> float:
-        """What a loss counts for where gradients of its samples are asked for: they divide by the whole batch."""
+    def _weight_for_inputs(self, outputs: Sequence[torch.Tensor]) -> float:
+        """The factor of a loss for gradients of its inputs: those of a mean are divided by the whole batch's size."""
         spine = self._spine
         is_mean = outputs[0].numel() == 1 and self._reduction_of(outputs[0])[0] == "mean"
         if is_mean and not spine.models.adds() and (share := spine.trained) and share.microbatch is None:
-            return spine.root / float(self.group.world.size)
-        return 1.0 if spine.root else 0.0
+            return spine.loss_weight / float(self.group.world.size)
+        return 1.0 if spine.loss_weight else 0.0
 
-    def _look_at(self, loss: torch.Tensor) -> None:
-        """Say once that a loss is a sum, which averaging makes smaller; note a mean's terms, and what weighs it."""
-        at, (reduction, count) = self._spine, self._reduction_of(loss)
-        share, made = at.trained, at.loss or Averaged()
-        adds = at.models.adds(leaves_before(loss))
-        if reduction == "mean" and share is not None and not (share.lent or adds or made.does):
-            self._terms, self._rows = count or 0.0, {one.all for one in at.open_shares}
-        # where ranks are added, a mean is weighed by the number of this rank's terms
-        if not adds:
+    def _check_loss(self, loss: torch.Tensor) -> None:
+        """Print a remark where the reduction does not fit `replicate(loss=...)`; note the loss's terms and factors."""
+        spine, (reduction, count) = self._spine, self._reduction_of(loss)
+        share, averaged = spine.trained, spine.loss or Averaged()
+        adds = spine.models.adds(leaves_before(loss))
+        if reduction == "mean" and share is not None and not (share.lent or adds or averaged.does):
+            self._terms, self._batch_sizes = count or 0.0, {batch.all for batch in spine.open_shares}
+        if not adds:  # else a mean is multiplied by this rank's own number of terms
             weights = weights_in(loss, _NEAR_NODES)
             digest = crc32(repr(weights).encode()).to_bytes(4)
-            if self._count_of_weights < 0:
-                self._count_of_weights, self._weights = len(weights), digest * 2
-            if self._count_of_weights == len(weights):
-                self._weights = self._weights[:4] + digest
-        self._is_followed |= at.loss is not None
-        is_sum = made.sums and not made.does if self._is_followed else reduction == "sum"
-        if is_sum and not adds and self._trains(loss):
+            if self._num_weights < 0:
+                self._num_weights, self._weight_digests = len(weights), digest * 2
+            if self._num_weights == len(weights):
+                self._weight_digests = self._weight_digests[:4] + digest
+        self._is_followed |= spine.loss is not None
+        is_sum = averaged.sums and not averaged.does if self._is_followed else reduction == "sum"
+        if is_sum and not adds and self._has_trained(loss):
             self._losses_to_look_at = 0
             self.group.say(
                 f"the loss ({users_line()}) has a sum over samples, and the gradients of ranks are averaged: it trains "
@@ -232,7 +236,7 @@ class Backward(Member):
                 'replicate(model, loss="sum"), or where the loss has means too, samestep.sum(...) around the sum',
                 what="a sum",
             )
-        if adds and made.means and not made.does:
+        if adds and averaged.means and not averaged.does:
             self.group.say(
                 f"the loss ({users_line()}) has a mean over this rank's samples, and the gradients of ranks are added: "
                 f"it trains with {self.group.world.size} times the serial script's gradient; leave "
@@ -240,13 +244,13 @@ class Backward(Member):
                 what="a mean",
             )
 
-    def _trains(self, loss: torch.Tensor) -> bool:
-        """Without a trained parameter slopes of inputs are asked for, and what all ranks gathered is the batch's."""
+    def _has_trained(self, loss: torch.Tensor) -> bool:
+        """Whether the loss trains parameters on this rank's samples, and not on samples that were gathered."""
         is_of_all = any(name_of(node) == "_MadeByAll" for node in nodes_before(loss.grad_fn, _NEAR_NODES))
-        return not is_of_all and any(one.requires_grad for one in self._spine.models.parameters())
+        return not is_of_all and any(parameter.requires_grad for parameter in self._spine.models.parameters())
 
     def _unlike_weights(self, marks: list[bytes], call: str) -> None:
-        """Say that ranks weigh their losses by numbers of their own samples; those that they drew are theirs."""
+        """Print that constants in the loss differ between ranks; a random constant differs from the first loss on."""
         if self._spine.weighed_by or len({mark[:4] for mark in marks}) == 1:
             where = f" ({line})" if (line := self._spine.weighed_by) else ""
             self.group.say(
@@ -256,14 +260,14 @@ class Backward(Member):
             )
 
     def _unlike_terms(self, marks: list[bytes], call: str) -> None:
-        """Say that a loss is a mean over terms of which ranks have neither as many for each sample nor all of them."""
+        """Print that ranks' numbers of terms are neither equal nor proportional to their shares of a batch."""
         ranks = range(self.group.world.size)
         terms = [_TERMS.unpack(mark)[0] for mark in marks]
-        shares = [[len(range(*cut(rows, len(ranks), rank))) for rank in ranks] for rows in self._rows]
-        for mine in [[1] * len(ranks), *shares]:
-            found = [count / part for count, part in zip(terms, mine, strict=True) if count and part]
-            # what mixes samples is said already
-            if not terms[0] or max(found) - min(found) <= 1e-9 * max(found):
+        shares = [[len(range(*cut(rows, len(ranks), rank))) for rank in ranks] for rows in self._batch_sizes]
+        for parts in [[1] * len(ranks), *shares]:
+            ratios = [count / part for count, part in zip(terms, parts, strict=True) if count and part]
+            # no terms are noted of a loss that mixes samples: another remark was printed
+            if not terms[0] or max(ratios) - min(ratios) <= 1e-9 * max(ratios):
                 return
         self.group.say(
             "the loss is a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
@@ -272,19 +276,21 @@ class Backward(Member):
             what="unlike terms",
         )
 
-    def _compare_loose(self, loss: torch.Tensor, share: Share) -> None:
-        """Collective where a tensor that belongs to no replica gets gradients of a second batch; it has to be equal."""
+    def _compare_unreplicated(self, loss: torch.Tensor, share: Share) -> None:
+        """Collective where a second batch trains a leaf outside of all replicas: it has to be equal on all ranks."""
         if share.microbatch is not None or not 1 < self.group.world.size <= share.all:
             return
-        latest = self._loose.setdefault(share, [])
-        if len(self._loose) > _FIRST_BATCHES:
-            for found in self._loose.values():
-                found.clear()
+        latest = self._unreplicated.setdefault(share, [])
+        if len(self._unreplicated) > _FIRST_BATCHES:
+            for leaves in self._unreplicated.values():
+                leaves.clear()
             return
-        held = {id(one) for one in self._spine.models.parameters()}
-        latest += [one for one in leaves_before(loss) if id(one) not in held]
-        earlier = {id(one) for of, found in self._loose.items() if of is not share for one in found}
-        again = [one for one in latest if id(one) in earlier]
+        replicated = {id(parameter) for parameter in self._spine.models.parameters()}
+        latest += [leaf for leaf in leaves_before(loss) if id(leaf) not in replicated]
+        earlier = {
+            id(leaf) for leaves in self._unreplicated.values() if leaves is not latest for leaf in leaves
+        }
+        again = [leaf for leaf in latest if id(leaf) in earlier]
         if not again:
             return
         digests = self.group.all_gather(f"samestep's check of backward ({users_line()})", bit_sums(again))
@@ -298,11 +304,11 @@ class Backward(Member):
 
 
 def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:
-    return tuple(one if one is None or factor == 1.0 else one * factor for one in gradients)
+    return tuple(grad if grad is None or factor == 1.0 else grad * factor for grad in gradients)
 
 
 def is_functional() -> bool:
-    """Whether torch.func derives a function, or several gradients are taken at once: those are the script's affair."""
+    """Whether torch.func or a batched gradient is running; what they compute is not weighed."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
@@ -311,11 +317,11 @@ def _is_over_samples(share: Share) -> bool:
     return is_over_samples(scripts_frame(sys._getframe(1)), share.mine or share.all)
 
 
-def _is_kept(tensor: Any, parameters: set[int]) -> bool:
-    """Whether all ranks have it: a parameter, what is made of such (MAML's fast weights), a number (IRM's scale)."""
+def _is_equal_on_ranks(tensor: Any, parameters: set[int]) -> bool:
+    """Whether a tensor is equal on all ranks: a parameter, a step from one (MAML's fast weights), a scalar (IRM's)."""
     if not isinstance(tensor, torch.Tensor) or not parameters or tensor.grad_fn is None:
-        is_one = not tensor.dim() or (isinstance(tensor, torch.nn.Parameter) and tensor.numel() == 1)
-        return id(tensor) in parameters or (bool(parameters) and is_one and not tensor._is_view())
+        is_single = not tensor.dim() or (isinstance(tensor, torch.nn.Parameter) and tensor.numel() == 1)
+        return id(tensor) in parameters or (bool(parameters) and is_single and not tensor._is_view())
 
     def is_elementwise(node: Any) -> bool:
         return name_of(node).startswith(_ELEMENTWISE)

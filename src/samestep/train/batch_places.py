@@ -1,9 +1,12 @@
-"""Where the batch is in each tensor that a model draws, found while the model is called.
+"""Finds which dimension of a tensor is the batch, by running every operation a second time at another batch size.
 
-Beside every tensor goes a tensor without values (on torch's meta device) of another batch size: a dimension that
-differs between the two is one of the batch. So a hidden size, a number of heads or a sequence length that happens to
-equal this rank's number of samples is not taken for the batch, and the memory layout of a share of one sample is known.
-Not covered: tensors that an operation of another library makes; there the place is guessed from the shape.
+Every tensor gets a probe (see batch_sizes.py): a meta tensor that goes through the same operations. A dimension whose
+size differs between tensor and probe is the batch. Example: this rank has 8 samples, and a model computes dropout(h)
+with 8 hidden units. `h` has shape (8, 8) and its probe (7919, 8), so the mask is drawn for the whole batch along
+dimension 0. The probe also shows the memory layout that a share of one sample does not show.
+
+Covered: operations of torch. Where they get sizes as numbers, as zeros(8, 3) does, the probe may be a guess. Not
+covered: tensors that another library makes; there the place is guessed from the shape.
 """
 
 import weakref
@@ -14,14 +17,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.train.batch_sizes import Kinds, Other, Place
+from samestep.train.batch_sizes import BatchSizes, Place, Traced
 from samestep.train.draw_sizes import distribution_drawn, fixed_sizes, measured
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
 from samestep.train.mixing import IN_PLACE, averaged, mixed_by_copy, order_kept
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.step import Share
-from samestep.train.views import dim_in_view, key_of, layout_of, meta_of, moved
+from samestep.train.views import dim_after_view, dim_in_view, key_of, layout_of, meta_of
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _GROWN = {"expand", "repeat"}
@@ -30,72 +33,73 @@ _SIZED = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 
 
 class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active: beside each tensor one of another batch size."""
+    """While active, every operation on tensors is also run on their probes."""
 
     def __init__(
         self,
         share: Share,
-        given: Iterable[tuple[torch.Tensor, Place | None]],
-        constant: Iterable[torch.Tensor],
+        inputs: Iterable[tuple[torch.Tensor, Place | None]],
+        constants: Iterable[torch.Tensor],
         is_paused: Callable[[], bool] = lambda: False,
         is_new: Callable[[torch.Tensor], bool] = lambda _: False,
         is_joined: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
-        """`given` are a model's inputs, or a batch, with where the batch is in each, if that is known.
-
-        `is_new` says whether a tensor that was not seen being made, as of NumPy's numbers, may be of this batch, and
-        `is_joined` whether it has the rows of all ranks.
+        """inputs: a model's inputs, or a batch's tensors, each with its place of the batch where that is known.
+        constants: tensors without a batch dimension, such as parameters.
+        is_paused: whether operations are not to be followed now.
+        is_new: whether a tensor that no followed operation made, such as one from NumPy, may be of this batch.
+        is_joined: whether a tensor has the rows of all ranks.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_paused, self._is_new, self._is_joined = is_paused, is_new, is_joined
-        # with what tells whether its memory is still there, which may come to be another tensor's
-        self._others: dict[Any, tuple[Any, ...]] = {}
-        self._to_come: torch.Tensor | None = None
-        self._is_as_guessed = True
-        self._kinds, self._rows = Kinds(share), share.rows
-        # where a number was read of such an average, and where of those that a number then weighed
+        # by key_of(tensor): a weak reference to its memory, which another tensor may get later, and the rest of Traced
+        self._stored: dict[Any, tuple[Any, ...]] = {}
+        # the result's probe while an operation runs: a draw inside of it asks for its place
+        self._coming_probe: torch.Tensor | None = None
+        self._uses_guesses = True
+        self._sizes, self._rows = BatchSizes(share), share.rows
+        # the line that read a model's average as a number, and that line once a number weighed such an average
         self._read_at = self.weighed_by = ""
-        for tensor in constant:
+        for tensor in constants:
             self._note(tensor, meta_of(tensor))
-        self._note_given(share, list(given))
+        self._note_inputs(share, list(inputs))
         for name, laid in share.of.tensors():
-            one = share.of.ragged.get(name)
-            if one is not None and one.rows in self._kinds.ragged:
-                self._note_place(laid, Place(one.dim, ragged=name))
+            ragged = share.of.ragged.get(name)
+            if ragged is not None and ragged.rows in self._sizes.ragged:
+                self._note_place(laid, Place(ragged.dim, ragged=name))
 
-    def _note_given(self, share: Share, given: Sequence[tuple[torch.Tensor, Place | None]]) -> None:
-        """A view of a tensor of the batch has the samples where their stride is; other tensors in front or second."""
-        in_front = any(tensor.dim() and tensor.shape[0] == share.mine for tensor, _ in given)
-        of_batch = {memory_of(tensor): (tensor, share.dim_in(name)) for name, tensor in share.of.tensors()}
+    def _note_inputs(self, share: Share, inputs: Sequence[tuple[torch.Tensor, Place | None]]) -> None:
+        """Inputs that are views of the batch are located by their strides, others by the size of dimension 0 or 1."""
+        in_front = any(tensor.dim() and tensor.shape[0] == share.mine for tensor, _ in inputs)
+        batch = {memory_of(tensor): (tensor, share.dim_in(name)) for name, tensor in share.of.tensors()}
         is_plain = any(
-            place or share.mine in tensor.shape[:2] or memory_of(tensor) in of_batch
-            for tensor, place in given
+            place or share.mine in tensor.shape[:2] or memory_of(tensor) in batch for tensor, place in inputs
         )
-        for tensor, place in given:
-            # as a state that a recurrent layer gave for the batch before
+        for tensor, place in inputs:
+            # the state that a recurrent layer returned has the batch in dimension 1
             is_second = tensor.dim() > 2 and tensor.shape[0] != share.mine == tensor.shape[1]
-            laid, dim = of_batch.get(memory_of(tensor), (None, int(is_second or not in_front)))
-            if place is None and laid is not None and key_of(laid) != key_of(tensor):
-                place = Place(dim_in_view(tensor, laid, dim, share.mine))
+            base, dim = batch.get(memory_of(tensor), (None, int(is_second or not in_front)))
+            if place is None and base is not None and key_of(base) != key_of(tensor):
+                place = Place(dim_in_view(tensor, base, dim, share.mine))
             elif place is None and tensor.shape[dim : dim + 1] == (share.mine,):
                 place = Place(dim)
             if place is None and not is_plain and tensor.dim() and len(tensor) > 1:
-                self._put(Other(tensor, None))
+                self._store(Traced(tensor, None))
             else:
                 self._note_place(tensor, place or Place(None))
 
     def _note_place(self, tensor: torch.Tensor, place: Place) -> None:
         sizes = list(tensor.shape)
         if place.dim is not None and place.dim < len(sizes):
-            kind = self._kinds.at(place)
-            if sizes[place.dim] % (kind.before * kind.mine) == 0:
-                sizes[place.dim] = sizes[place.dim] // kind.mine * kind.size
+            batch = self._sizes.at(place)
+            if sizes[place.dim] % (batch.before * batch.mine) == 0:
+                sizes[place.dim] = sizes[place.dim] // batch.mine * batch.prime
         self._note(tensor, meta_of(tensor, sizes))
 
     def mark(self, tensor: torch.Tensor, dim: int) -> None:
-        """Say where the batch is in what a layer returned, if that was not seen."""
-        other = self._found(tensor).other
-        if tensor.shape[dim] == self._kinds.samples.mine and (other is None or other.shape == tensor.shape):
+        """Note the batch dimension of what a layer returned, where no followed operation has shown it."""
+        probe = self._traced(tensor).probe
+        if tensor.shape[dim] == self._sizes.samples.mine and (probe is None or probe.shape == tensor.shape):
             self._note_place(tensor, Place(dim))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,297 +107,293 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types or self._is_paused():  # a subclass of Tensor computes in its own way
             return func(*args, **kwargs)
         if func._opname == "_local_scalar_dense" and not isinstance(args[0], torch.Tensor):
-            return args[0]  # torch hands on a tensor that it made of a number as the number
-        other, sure = self._computed(func, args, kwargs)
-        before, self._to_come = self._to_come, None
-        if isinstance(other, torch.Tensor) and (sure or any(map(self._kinds.in_size, other.shape))):
-            self._to_come = other
+            return args[0]  # torch passes a wrapped number on as the number itself
+        probe, sure = self._run_probes(func, args, kwargs)
+        outer_probe, self._coming_probe = self._coming_probe, None
+        if isinstance(probe, torch.Tensor) and (sure or any(map(self._sizes.in_probe, probe.shape))):
+            self._coming_probe = probe
         try:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
-            self._to_come = before
-        with suppress(Exception):  # what cannot be followed is not known, and the script goes on
+            self._coming_probe = outer_probe
+        with suppress(Exception):  # the script must not fail because a probe could not be made
             if func._opname == "unbind":
-                self._follow_each(made, *args)
+                self._follow_unbind(result, *args)
             else:
-                self._follow(func, args, kwargs, made, other, sure)
-        return made
+                self._follow(func, args, kwargs, result, probe, sure)
+        return result
 
-    def _follow_each(self, pieces: Sequence[torch.Tensor], of: torch.Tensor, along: int = 0) -> None:
-        """Note the others of what unbind made, each as one that was selected."""
-        for at, one in enumerate(pieces):
-            self._follow(_SELECT, (of, along, at), {}, one, *self._computed(_SELECT, (of, along, at), {}))
+    def _follow_unbind(self, pieces: Sequence[torch.Tensor], source: torch.Tensor, dim: int = 0) -> None:
+        """Treat each piece of unbind as the result of a select."""
+        for index, piece in enumerate(pieces):
+            args = source, dim, index
+            self._follow(_SELECT, args, {}, piece, *self._run_probes(_SELECT, args, {}))
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, made: Any, other: Any, sure: bool) -> None:
-        """Note the other of what an operation made."""
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any, probe: Any, sure: bool) -> None:
+        """Store the probe of an operation's result."""
         if func._overloadname.endswith("out") or func._schema.is_mutable:
             if func._opname == "copy_":
                 self._note_copied(*args[:2])
-            self._note_changed(made, args, other if sure else None)
+            self._note_changed(result, args, probe if sure else None)
             if func._opname not in IN_PLACE:
                 return
-            _, other, sure, *_ = self._found(made)
-        if isinstance(made, torch.Tensor):
-            if not self._makes_sense(made, other):
-                other, sure = self._computed(func, args, kwargs, as_guessed=False)
-            other, sure = self._by_sizes(func._opname, args, made, other, sure)
-        given = [self._found(tensor) for _, tensor in named_tensors((args, kwargs))]
-        if not self._is_as_guessed:
-            given = [one if one.sure else one._replace(other=meta_of(one.tensor)) for one in given]
-        order = order_kept(func._opname, given, Other(made, other).has_batch)
-        if (chosen := self._kinds.chosen(func._opname, args, made, self._found)) is not None:
-            (other, order), sure = chosen, True
-        average = averaged((func, args, kwargs), given, made, other, order, self._rows)
-        if func._opname == "_local_scalar_dense" and given[0].averaged and given[0].averaged.of_model:
+            _, probe, sure, *_ = self._traced(result)
+        if isinstance(result, torch.Tensor):
+            if not self._makes_sense(result, probe):
+                probe, sure = self._run_probes(func, args, kwargs, as_guessed=False)
+            probe, sure = self._without_tensors(func._opname, args, result, probe, sure)
+        operands = [self._traced(tensor) for _, tensor in named_tensors((args, kwargs))]
+        if not self._uses_guesses:
+            operands = [old if old.sure else old._replace(probe=meta_of(old.tensor)) for old in operands]
+        order = order_kept(func._opname, operands, Traced(result, probe).has_batch)
+        if (reordered := self._sizes.reordered(func._opname, args, result, self._traced)) is not None:
+            (probe, order), sure = reordered, True
+        average = averaged((func, args, kwargs), operands, result, probe, order, self._rows)
+        if func._opname == "_local_scalar_dense" and operands[0].averaged and operands[0].averaged.of_model:
             self._read_at = users_line()
-        elif average is not None and any(type(one) is float for one in args):
+        elif average is not None and any(type(arg) is float for arg in args):
             self.weighed_by = self.weighed_by or self._read_at
-        self._note(made, other, sure, average, order)
+        self._note(result, probe, sure, average, order)
 
     def averaged(self, tensor: torch.Tensor) -> Averaged | None:
-        """How it is made of averages over this rank's samples, None where not at all."""
-        return self._found(tensor).averaged
+        """How a tensor depends on averages over this rank's samples, None where it does not."""
+        return self._traced(tensor).averaged
 
     def mark_slopes(self, inputs: Sequence[torch.Tensor], slopes: Sequence[Any], sums: bool) -> None:
-        """Say that slopes of what is none of the batch are averages or sums over this rank's samples, made unseen."""
-        for of, slope in zip(map(self._found, inputs), slopes, strict=True):
-            if slope is not None and of.other is not None and of.other.shape == of.tensor.shape:
-                self._put(self._found(slope)._replace(averaged=Averaged("", True, sums)))
+        """Note that gradients of inputs without a batch dimension are averages, or `sums`, over this rank's samples."""
+        for traced, slope in zip(map(self._traced, inputs), slopes, strict=True):
+            if slope is not None and traced.probe is not None and traced.probe.shape == traced.tensor.shape:
+                self._store(self._traced(slope)._replace(averaged=Averaged("", True, sums)))
 
-    def _note_changed(self, made: Any, args: Any, other: Any) -> None:
-        """Note the other of what an operation changed in place, where that says more than was known."""
-        if isinstance(made, torch.Tensor):
-            other = other if self._makes_sense(made, other) else self._filled(made, args)
-            if other is not None:
-                self._put(self._found(made)._replace(other=other, sure=True))
+    def _note_changed(self, result: Any, args: Any, probe: Any) -> None:
+        """Store the probe of a tensor that was changed in place, where this operation shows one."""
+        if isinstance(result, torch.Tensor):
+            probe = probe if self._makes_sense(result, probe) else self._filled(result, args)
+            if probe is not None:
+                self._store(self._traced(result)._replace(probe=probe, sure=True))
 
-    def _note_copied(self, into: torch.Tensor, of: torch.Tensor) -> None:
-        """Samples in another order, or what mixes them: in a part of a tensor they are in all that has its memory."""
-        there, here = self._found(into), self._found(of)
+    def _note_copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Follow copy_: the target gets the source's order, and a mixture in a part of it goes into all its views."""
+        target, copied = self._traced(into), self._traced(source)
         if into.untyped_storage().nbytes() == into.nbytes:
-            self._put(there := there._replace(order=here.order))
-        if does := mixed_by_copy(there, here):
+            self._store(target := target._replace(order=copied.order))
+        if does := mixed_by_copy(target, copied):
             memory = into.untyped_storage().data_ptr()
-            for key, (held, *known) in self._others.items():
-                if (one := held()) is not None and one.data_ptr() == memory:
-                    self._others[key] = held, *known[:2], Averaged(does), *known[3:]
+            for key, (reference, *known) in self._stored.items():
+                if (storage := reference()) is not None and storage.data_ptr() == memory:
+                    self._stored[key] = reference, *known[:2], Averaged(does), *known[3:]
 
-    def _filled(self, made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
-        """The other of what is filled from a tensor of the batch, as one_hot fills what it made of sizes."""
-        for arg in (one for one in args if isinstance(one, torch.Tensor) and one is not made):
-            _, other, sure, *_ = self._found(arg)
-            if (
-                other is None
-                or not sure
-                or arg.dim() != made.dim()
-                or not (found := self._kinds.batch_in(arg, other))
-            ):
+    def _filled(self, result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
+        """The probe of a tensor that is filled from a tensor of the batch, as one_hot fills the zeros that it made."""
+        for arg in args:
+            if not isinstance(arg, torch.Tensor) or arg is result or arg.dim() != result.dim():
                 continue
-            dim, sizes = found[0], list(made.shape)
+            _, probe, sure, *_ = self._traced(arg)
+            if probe is None or not sure or not (found := self._sizes.batch_in(arg, probe)):
+                continue
+            dim, sizes = found[0], list(result.shape)
             if sizes[dim] == arg.shape[dim]:
-                sizes[dim] = other.shape[dim]
-                return meta_of(made, sizes)
+                sizes[dim] = probe.shape[dim]
+                return meta_of(result, sizes)
         return None
 
-    def _by_sizes(self, name: str, args: Any, made: torch.Tensor, other: Any, sure: bool) -> tuple[Any, bool]:
-        """The same of an operation that got sizes as numbers."""
-        if other is None and name in _VIEWS | _GROWN:
-            of = self._found(args[0])
-            return (
-                self._viewed(made, of) if name in _VIEWS else self._grown(made, of, args[1], name == "repeat")
-            )
-        if other is None and (name in _SIZED or not _has_tensor(args)):
-            return self._sized(made, args)
-        if name == "bincount" and (len(args[0]) == self._rows.mine or len(made) not in self._kinds.sizes()):
-            return meta_of(made), True  # of labels; else perhaps a number for each graph
-        if other is None and all(self._found(tensor).is_constant for _, tensor in named_tensors(args)):
-            return meta_of(made), True
-        return other, sure
+    def _without_tensors(
+        self, name: str, args: Any, result: torch.Tensor, probe: Any, sure: bool
+    ) -> tuple[Any, bool]:
+        """The probe, and whether it is sure, of an operation that got its sizes as numbers."""
+        if probe is None and name in _VIEWS | _GROWN:
+            source = self._traced(args[0])
+            if name in _VIEWS:
+                return self._viewed(result, source)
+            return self._expanded(result, source, args[1], name == "repeat")
+        if probe is None and (name in _SIZED or not _has_tensor(args)):
+            return self._guessed_by_sizes(result, args)
+        if name == "bincount" and (
+            len(args[0]) == self._rows.mine or len(result) not in self._sizes.probes()
+        ):
+            return meta_of(result), True  # counts of labels; other lengths may be counts for each graph
+        if probe is None and all(self._traced(tensor).is_constant for _, tensor in named_tensors(args)):
+            return meta_of(result), True
+        return probe, sure
 
     def place(self, tensor: torch.Tensor) -> Place | None:
-        """Where the batch is in this tensor, None where it is not known."""
-        _, other, sure, *_ = self._known(tensor) or Other(tensor, None)
-        if other is None or (not sure and tensor.shape == other.shape):
-            other = self._to_come
-        if other is None:
-            other = self._measured(tensor)
-        if other is None or not self._makes_sense(tensor, other):
+        """The place of the batch in this tensor, None where it is not known."""
+        _, probe, sure, *_ = self._stored_of(tensor) or Traced(tensor, None)
+        if probe is None or (not sure and tensor.shape == probe.shape):
+            probe = self._coming_probe
+        if probe is None:
+            probe = self._probe_by_script(tensor)
+        if probe is None or not self._makes_sense(tensor, probe):
             return None
-        found = self._kinds.batch_in(tensor, other)
-        if found is None:
-            # a share of the other batch's size is no share that anyone has
+        if (found := self._sizes.batch_in(tensor, probe)) is None:
             return Place(None)
-        dim, kind = found
-        after = tensor.shape[dim] // kind.mine // kind.before
-        return Place(dim, kind.before, after, layout_of(other), kind.ragged)
+        dim, batch = found
+        after = tensor.shape[dim] // batch.mine // batch.before
+        return Place(dim, batch.before, after, layout_of(probe), batch.ragged)
 
-    def _measured(self, made: torch.Tensor, of: Any = None) -> torch.Tensor | None:
-        """The other as that of what it is made of, of the distribution that draws, or of what has its length."""
-        sizes = list(made.shape)
-        for _, like in named_tensors(distribution_drawn() if of is None else of):
-            if (other := self._found(like).other) is not None and like.dim() == made.dim() > 1:
-                # as feature dropout makes its mask
-                pairs = zip(sizes, like.shape, other.shape, strict=True)
-                alike = [one if here == size else size for size, here, one in pairs]
+    def _probe_by_script(self, result: torch.Tensor, source: Any = None) -> torch.Tensor | None:
+        """A probe from a tensor of the same sizes: `source`, a distribution's parameters, or x in randn(len(x), 3)."""
+        sizes = list(result.shape)
+        for _, like in named_tensors(distribution_drawn() if source is None else source):
+            if (probe := self._traced(like).probe) is not None and like.dim() == result.dim() > 1:
+                # feature dropout makes its mask so
+                triples = zip(sizes, like.shape, probe.shape, strict=True)
+                alike = [in_probe if size == in_like else size for size, in_like, in_probe in triples]
                 if alike != sizes:
-                    return meta_of(made, alike)
-        of = measured()
-        if not isinstance(of, torch.Tensor):
+                    return meta_of(result, alike)
+        source = measured()
+        if not isinstance(source, torch.Tensor):
             return None
         behind = zip(sizes[1:], fixed_sizes(len(sizes))[1:], strict=False)
-        if any(size == self._kinds.samples.mine and not is_fixed for size, is_fixed in behind):
+        if any(size == self._sizes.samples.mine and not is_fixed for size, is_fixed in behind):
             return None
-        _, other, sure, *_ = self._found(of)
-        if other is None or not sure:
+        _, probe, sure, *_ = self._traced(source)
+        if probe is None or not sure:
             return None
-        if other.shape[0] == of.shape[0]:
-            return meta_of(made) if other.shape == of.shape else None
-        sizes[0] = other.shape[0]
-        return meta_of(made, sizes) if made.shape[0] == of.shape[0] else None
+        if probe.shape[0] == source.shape[0]:
+            return meta_of(result) if probe.shape == source.shape else None
+        sizes[0] = probe.shape[0]
+        return meta_of(result, sizes) if result.shape[0] == source.shape[0] else None
 
-    def _makes_sense(self, tensor: torch.Tensor, other: Any) -> bool:
-        """Whether these can be the same of two batch sizes."""
-        if not isinstance(other, torch.Tensor) or other.dim() != tensor.dim():
+    def _makes_sense(self, tensor: torch.Tensor, probe: Any) -> bool:
+        """Whether a tensor and a probe have the same dimensions, but for the batch."""
+        if not isinstance(probe, torch.Tensor) or probe.dim() != tensor.dim():
             return False
         with suppress(LookupError):
-            self._kinds.batch_in(tensor, other)
+            self._sizes.batch_in(tensor, probe)
             return True
         return False
 
-    def _computed(self, func: Any, args: Any, kwargs: Any, *, as_guessed: bool = True) -> tuple[Any, bool]:
-        """What the operation makes of the others, and whether that is sure; None where it does not go.
+    def _run_probes(self, func: Any, args: Any, kwargs: Any, *, as_guessed: bool = True) -> tuple[Any, bool]:
+        """The operation's result on probes, None where it fails, and whether it is sure.
 
-        Where what was guessed leads to nothing, it is taken for tensors that have nothing of the batch.
+        Where it fails with guessed probes, it is tried again as if the guessed tensors had no batch dimension.
         """
         if func._opname in _VIEWS | _GROWN | _SIZED or func.namespace not in ("aten", "prims"):
             return None, True
-        found: list[Other] = []
+        operands: list[Traced] = []
 
-        def other_of(value: Any) -> Any:
+        def probe_of(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                if (known := self._found(value)).other is None:
+                if (traced := self._traced(value)).probe is None:
                     raise LookupError
-                found.append(known)
-                return known.other if known.sure or as_guessed else meta_of(value)
+                operands.append(traced)
+                return traced.probe if traced.sure or as_guessed else meta_of(value)
             if isinstance(value, torch.device):
                 return torch.device("meta")
             if isinstance(value, list | tuple):
-                return type(value)(map(other_of, value))
+                return type(value)(map(probe_of, value))
             return value
 
         try:
-            others = [other_of(one) for one in args], {name: other_of(one) for name, one in kwargs.items()}
-            made = self._kinds.computed(func, args, *others) if found else None
+            probes = list(map(probe_of, args)), {name: probe_of(value) for name, value in kwargs.items()}
+            result = self._sizes.run(func, args, *probes) if operands else None
         except Exception:  # the operation needs values, or sizes that were given as numbers
-            if as_guessed and not all(one.sure for one in found):
-                return self._computed(func, args, kwargs, as_guessed=False)
+            if as_guessed and not all(operand.sure for operand in operands):
+                return self._run_probes(func, args, kwargs, as_guessed=False)
             return None, True
-        self._is_as_guessed, is_sure = as_guessed, all(one.sure for one in found)
-        if not is_sure and isinstance(made, torch.Tensor) and any(map(self._kinds.in_size, made.shape)):
-            is_sure = any(
-                one.sure and one.other.shape != one.tensor.shape for one in found if one.other is not None
-            )
-        return made, is_sure
+        self._uses_guesses, is_sure = as_guessed, all(operand.sure for operand in operands)
+        if not is_sure and isinstance(result, torch.Tensor) and any(map(self._sizes.in_probe, result.shape)):
+            is_sure = any(operand.sure and operand.has_batch for operand in operands)
+        return result, is_sure
 
-    def _viewed(self, made: torch.Tensor, of: Other) -> tuple[torch.Tensor | None, bool]:
-        """The other of a view, whose sizes were given as numbers, and whether it is sure."""
-        given, other, sure, *_ = of
-        if other is None or given.shape == made.shape:
-            return other, sure
-        sizes = list(made.shape)
+    def _viewed(self, result: torch.Tensor, source: Traced) -> tuple[torch.Tensor | None, bool]:
+        """The probe of a view, whose sizes were given as numbers, and whether it is sure."""
+        tensor, probe, sure, *_ = source
+        if probe is None or tensor.shape == result.shape:
+            return probe, sure
+        sizes = list(result.shape)
         try:
-            if found := self._kinds.batch_in(given, other):
-                dim, kind = found
-                dim, before = moved(given.shape, made.shape, dim, kind.before, kind.mine)
-                kind = self._kinds.behind(before, kind)
-                sizes[dim] = sizes[dim] // kind.mine * kind.size
-            return other.view(sizes), sure
+            if found := self._sizes.batch_in(tensor, probe):
+                dim, batch = found
+                dim, before = dim_after_view(tensor.shape, result.shape, dim, batch.before, batch.mine)
+                batch = self._sizes.merged(before, batch)
+                sizes[dim] = sizes[dim] // batch.mine * batch.prime
+            return probe.view(sizes), sure
         except LookupError:
             return None, True
         except RuntimeError:
-            return meta_of(made, sizes), sure
+            return meta_of(result, sizes), sure
 
-    def _grown(
-        self, made: torch.Tensor, of: Other, counts: Sequence[int], is_repeated: bool
+    def _expanded(
+        self, result: torch.Tensor, source: Traced, counts: Sequence[int], is_repeated: bool
     ) -> tuple[torch.Tensor | None, bool]:
-        """The other of what was expanded or repeated, and whether it is sure."""
-        given, other, sure, *_ = of
-        if other is None:
+        """The probe of what was expanded or repeated, and whether it is sure."""
+        tensor, probe, sure, *_ = source
+        if probe is None:
             return None, True
-        sizes = list(made.shape)
-        before_it = [1] * (made.dim() - given.dim()) + list(given.shape)
+        sizes = list(result.shape)
+        old_sizes = [1] * (result.dim() - tensor.dim()) + list(tensor.shape)
         try:
-            if found := self._kinds.batch_in(given, other):
-                dim, kind = found
-                dim += made.dim() - given.dim()
+            if found := self._sizes.batch_in(tensor, probe):
+                dim, batch = found
+                dim += result.dim() - tensor.dim()
                 if is_repeated and counts[dim] > 1:
-                    kind = self._kinds.behind(counts[dim] * kind.before, kind)
-                sizes[dim] = sizes[dim] // kind.mine * kind.size
-                return meta_of(made, sizes), sure
+                    batch = self._sizes.merged(counts[dim] * batch.before, batch)
+                sizes[dim] = sizes[dim] // batch.mine * batch.prime
+                return meta_of(result, sizes), sure
         except LookupError:
             return None, True
-        # as a token is put before every sample
-        fits, pairs = self._kinds.sizes(), enumerate(zip(counts, sizes, before_it, strict=True))
-        grown = [
-            dim for dim, (count, size, before) in pairs if before == 1 and count == size and count in fits
-        ]
-        if len(grown) == 1 or (grown and self._kinds.samples.mine == 1):
+        # a class token is expanded to one row for each sample
+        fits, pairs = self._sizes.probes(), enumerate(zip(counts, sizes, old_sizes, strict=True))
+        grown = [dim for dim, (count, size, old) in pairs if old == 1 and count == size and count in fits]
+        if len(grown) == 1 or (grown and self._sizes.samples.mine == 1):
             sizes[grown[0]] = fits[sizes[grown[0]]]
-        return meta_of(made, sizes), sure and not grown
+        return meta_of(result, sizes), sure and not grown
 
-    def _sized(self, made: torch.Tensor, args: Any) -> tuple[torch.Tensor, bool]:
-        """A guess for a tensor whose size was given in numbers; what is computed of it shows whether it is wrong."""
-        sizes = list(made.shape)
-        if (other := self._measured(made, args[0] if _has_tensor(args[:1]) else None)) is not None:
-            return other, True
-        equal = [dim for dim, size in enumerate(sizes) if size == self._kinds.samples.mine]
+    def _guessed_by_sizes(self, result: torch.Tensor, args: Any) -> tuple[torch.Tensor, bool]:
+        """A guess for a tensor whose sizes were given as numbers; a wrong one fails where its probe is used."""
+        sizes = list(result.shape)
+        if (probe := self._probe_by_script(result, args[0] if _has_tensor(args[:1]) else None)) is not None:
+            return probe, True
+        equal = [dim for dim, size in enumerate(sizes) if size == self._sizes.samples.mine]
         fixed = fixed_sizes(len(sizes)) if equal else []
         if any(fixed) and len(fixed) == len(sizes):
-            equal = [dim for dim in equal if not fixed[dim]][:1]  # features come behind the samples
+            equal = [dim for dim in equal if not fixed[dim]][:1]  # samples come before features
         if len(equal) == 1:
-            sizes[equal[0]] = self._kinds.samples.size
+            sizes[equal[0]] = self._sizes.samples.prime
         elif sizes and not equal and not any(fixed):
-            sizes[0] = self._kinds.sizes().get(sizes[0], sizes[0])
-        # where several are equal it is perhaps a mask over time, which may be combined with a tensor of the batch
-        return meta_of(made, sizes), not equal and sizes == list(made.shape)
+            sizes[0] = self._sizes.probes().get(sizes[0], sizes[0])
+        # with several equal sizes it may be a mask over time, which has no batch dimension
+        return meta_of(result, sizes), not equal and sizes == list(result.shape)
 
     def _note(
         self,
-        made: Any,
-        other: Any,
+        result: Any,
+        probe: Any,
         sure: bool = True,
         average: Averaged | None = None,
         order: tuple[int, ...] = (),
     ) -> None:
-        if isinstance(made, list | tuple):
-            has_all = isinstance(other, list | tuple) and len(other) == len(made)
-            for one, its in zip(made, other if has_all else [None] * len(made), strict=True):
-                self._note(one, its, sure, average, order)
-        elif isinstance(made, torch.Tensor):
-            is_like = isinstance(other, torch.Tensor) and other.dim() == made.dim()
-            # what is known stays known where it was changed in place, as by an all-reduce
-            if is_like or self._known(made) is None:
-                self._put(Other(made, other if is_like else None, sure, average, order))
+        if isinstance(result, list | tuple):
+            has_all = isinstance(probe, list | tuple) and len(probe) == len(result)
+            for part, part_probe in zip(result, probe if has_all else [None] * len(result), strict=True):
+                self._note(part, part_probe, sure, average, order)
+        elif isinstance(result, torch.Tensor):
+            is_like = isinstance(probe, torch.Tensor) and probe.dim() == result.dim()
+            # a result without a probe, as of an all-reduce in place, does not replace what is known
+            if is_like or self._stored_of(result) is None:
+                self._store(Traced(result, probe if is_like else None, sure, average, order))
 
-    def _put(self, found: Other) -> None:
-        tensor, *known = found
+    def _store(self, traced: Traced) -> None:
+        tensor, *known = traced
         memory = tensor.untyped_storage() if tensor.layout == torch.strided else tensor
-        self._others[key_of(tensor)] = weakref.ref(memory), *known
+        self._stored[key_of(tensor)] = weakref.ref(memory), *known
 
-    def _known(self, tensor: torch.Tensor) -> Other | None:
-        held, *known = self._others.get(key_of(tensor), (lambda: None,))
-        return None if held() is None else Other(tensor, *known)
+    def _stored_of(self, tensor: torch.Tensor) -> Traced | None:
+        reference, *known = self._stored.get(key_of(tensor), (lambda: None,))
+        return None if reference() is None else Traced(tensor, *known)
 
-    def _found(self, tensor: torch.Tensor) -> Other:
-        """What was made before the call and is not of the batch is constant."""
+    def _traced(self, tensor: torch.Tensor) -> Traced:
+        """What is known of a tensor; a tensor that was made before and is not the batch's has no batch dimension."""
         if self._is_joined(tensor):
-            return Other(tensor, meta_of(tensor))
-        if known := self._known(tensor):
+            return Traced(tensor, meta_of(tensor))
+        if known := self._stored_of(tensor):
             return known
         if self._is_new(tensor):
-            return Other(tensor, *self._sized(tensor, ()))
-        return Other(tensor, meta_of(tensor))
+            return Traced(tensor, *self._guessed_by_sizes(tensor, ()))
+        return Traced(tensor, meta_of(tensor))
 
 
 def _has_tensor(args: Sequence[Any]) -> bool:
-    return any(isinstance(one, torch.Tensor) for one in args)
+    return any(isinstance(arg, torch.Tensor) for arg in args)

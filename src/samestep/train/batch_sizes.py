@@ -1,4 +1,9 @@
-"""Sizes that stand for a batch, so that a dimension of it is known from one that happens to be as large."""
+"""Sizes that stand for a batch, so that a batch dimension is told from another dimension of the same size.
+
+A *probe* is a tensor without values, on torch's meta device. It goes through the operations of a real tensor with
+another batch size. Example: this rank has 8 samples, and `x` has shape (8, 8). The probe of `x` has (7919, 8), so the
+first dimension is the batch and the second is not. The probe of `x.t()` has (8, 7919): there the batch is the second.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -11,8 +16,8 @@ from samestep.train.loss import Averaged
 from samestep.train.step import Share
 from samestep.train.views import meta_of
 
-# Primes are no products of the sizes of layers. The first stands for the samples, the next ones for nodes of graphs and
-# the like, the last ones for a batch that is merged behind another dimension, as in a view of (length * batch, …).
+# Primes, because no product of layer sizes equals a prime. _SAMPLES stands for samples, _RAGGED for rows that are not
+# samples (nodes of graphs), _MERGED for samples merged with a dimension before them: a view of (length * batch, …).
 _SAMPLES = 7919
 _RAGGED = (7841, 7853, 7867, 7873, 7877, 7879, 7883, 7901, 7907)
 _MERGED = (7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)
@@ -21,10 +26,12 @@ _CUTS = {"slice", "split", "split_with_sizes"}
 
 @dataclass(frozen=True)
 class Place:
-    """The dimension of the batch, None for a draw that is one for all ranks, and the memory's order.
+    """Where a tensor has the batch.
 
-    The dimension may be merged of several: `before` the batch, and `after` it. It is that of the
-    samples, or of nodes of graphs and the like, whose name in the batch is in `ragged`.
+    dim: the dimension, None where the tensor is the same on all ranks.
+    before, after: the sizes that are merged with the batch into that dimension, before and after it.
+    layout: the dimensions in the order of memory.
+    ragged: where the rows are not samples, such as nodes of graphs: the name of a batch's tensor with the same rows.
     """
 
     dim: int | None
@@ -34,35 +41,39 @@ class Place:
     ragged: str = ""
 
 
-class Kind(NamedTuple):
-    """The size that stands for this rank's `mine` samples, or for its nodes of graphs and the like."""
+class BatchSize(NamedTuple):
+    """The prime that stands for this rank's `mine` samples, or for its `ragged` rows, behind a merged size `before`."""
 
-    size: int
+    prime: int
     mine: int
     before: int = 1
     ragged: str = ""
 
 
-class Other(NamedTuple):
-    """A tensor, and the same of another batch size; None where that is not known.
+class Traced(NamedTuple):
+    """A tensor and what is known of it.
 
-    Its samples may be in another `order` than the batch's; of a single sample, without their dimension, it is that one.
+    probe: the same tensor at another batch size, None where that is not known.
+    sure: whether the probe is more than a guess.
+    averaged: how the tensor depends on averages over this rank's samples, None where it does not.
+    order: the samples in the tensor, if they are not all there in the batch's order; a single index where the tensor is
+        one sample without a batch dimension.
     """
 
     tensor: torch.Tensor
-    other: torch.Tensor | None
+    probe: torch.Tensor | None
     sure: bool = True
     averaged: Averaged | None = None
     order: tuple[int, ...] = ()
 
     @property
     def has_batch(self) -> bool:
-        return isinstance(self.other, torch.Tensor) and self.other.shape != self.tensor.shape
+        return isinstance(self.probe, torch.Tensor) and self.probe.shape != self.tensor.shape
 
     @property
     def is_constant(self) -> bool:
-        """Whether it surely has nothing of the batch."""
-        return self.sure and self.other is not None and not self.has_batch
+        """Whether it is certain that no dimension is the batch's."""
+        return self.sure and self.probe is not None and not self.has_batch
 
 
 def _unless_in_order(rows: Iterable[int]) -> tuple[int, ...]:
@@ -71,158 +82,164 @@ def _unless_in_order(rows: Iterable[int]) -> tuple[int, ...]:
 
 
 def stands_for_samples(size: int) -> bool:
-    """Whether it stands for samples, and not for nodes of graphs and the like."""
-    return any(size and size % one == 0 for one in (_SAMPLES, *_MERGED))
+    """Whether a size in a probe stands for samples, and not for ragged rows."""
+    return any(size and size % probe == 0 for probe in (_SAMPLES, *_MERGED))
 
 
-class Kinds:
-    """The kinds of sizes in a call: the samples, what is ragged, and batches merged behind another dimension."""
+class BatchSizes:
+    """The batch sizes in a call: of the samples, of ragged rows, and of samples merged with a dimension before them."""
 
     def __init__(self, share: Share) -> None:
-        self.samples = Kind(_SAMPLES, share.mine)
-        # tensors of equal rows, such as those of nodes and of the graph that each is in, are of one kind
-        self._laid = share.of.ragged
-        names = {one.rows: name for name, one in reversed(self._laid.items()) if one.rows != share.rows}
+        self.samples = BatchSize(_SAMPLES, share.mine)
+        # tensors with equal rows share a prime: a graph's nodes, and the number of the graph that each is in
+        self._ragged = share.of.ragged
+        names = {
+            ragged.rows: name for name, ragged in reversed(self._ragged.items()) if ragged.rows != share.rows
+        }
         self.ragged = {
-            rows: Kind(size, rows.mine, 1, name)
+            rows: BatchSize(size, rows.mine, 1, name)
             for size, (rows, name) in zip(_RAGGED, names.items(), strict=False)
         }
         self._all = [self.samples, *self.ragged.values()]
 
-    def sizes(self) -> dict[int, int]:
-        """For as many rows as this rank has of a kind, the size that stands for them."""
-        return {one.before * one.mine: one.before * one.size for one in reversed(self._all)}
+    def probes(self) -> dict[int, int]:
+        """For each size of a batch dimension on this rank, its size in a probe."""
+        return {batch.before * batch.mine: batch.before * batch.prime for batch in reversed(self._all)}
 
-    def at(self, place: Place) -> Kind:
-        """What is at a place, as it was found in another batch too."""
-        laid = self._laid.get(place.ragged)
-        return self.behind(place.before, self.ragged.get(laid.rows, self.samples) if laid else self.samples)
+    def at(self, place: Place) -> BatchSize:
+        """The batch size at a place, which may have been found in an earlier batch."""
+        ragged = self._ragged.get(place.ragged)
+        return self.merged(
+            place.before, self.ragged.get(ragged.rows, self.samples) if ragged else self.samples
+        )
 
-    def in_size(self, size: int) -> list[Kind]:
-        return [kind for kind in self._all if size and size % kind.size == 0]
+    def in_probe(self, size: int) -> list[BatchSize]:
+        return [batch for batch in self._all if size and size % batch.prime == 0]
 
-    def batch_in(self, tensor: torch.Tensor, other: torch.Tensor) -> tuple[int, Kind] | None:
-        """The dimension of the batch, None where there is none; LookupError where the sizes are no such two."""
-        unlike = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim]]
-        if not unlike:
+    def batch_in(self, tensor: torch.Tensor, probe: torch.Tensor) -> tuple[int, BatchSize] | None:
+        """The dimension of the batch, None where there is none; LookupError where the probe does not fit the tensor."""
+        differing = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != probe.shape[dim]]
+        if not differing:
             return None
-        dim = unlike[0]
-        for kind in self.in_size(other.shape[dim]):
-            if len(unlike) == 1 and other.shape[dim] // kind.size * kind.mine == tensor.shape[dim]:
-                return dim, kind
+        dim = differing[0]
+        for batch in self.in_probe(probe.shape[dim]):
+            if len(differing) == 1 and probe.shape[dim] // batch.prime * batch.mine == tensor.shape[dim]:
+                return dim, batch
         raise LookupError
 
-    def chosen(
-        self, name: str, args: Sequence[Any], made: Any, found: Callable[[torch.Tensor], Other]
+    def reordered(
+        self, name: str, args: Sequence[Any], made: Any, traced: Callable[[torch.Tensor], Traced]
     ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-        """The other of a batch's samples in another order, and that order; of a single sample, which one it is."""
+        """The probe and the samples' order where an operation permutes, stacks or selects samples, else None."""
         if name in ("flip", "roll"):
-            return self._turned(name, found(args[0]), *args[1:])
+            return self._flipped(name, traced(args[0]), *args[1:])
         if name == "stack":
-            return self._stacked(made, [found(one).order for one in args[0]], *args[1:])
+            return self._stacked(made, [traced(index).order for index in args[0]], *args[1:])
         if name in ("select", "index_select"):
-            at, rows = args[1] % args[0].dim(), args[2]
-        elif name == "index" and sum(one is not None for one in args[1]) == 1:
-            at, rows = next((at, one) for at, one in enumerate(args[1]) if one is not None)
+            dim, rows = args[1] % args[0].dim(), args[2]
+        elif name == "index" and sum(index is not None for index in args[1]) == 1:
+            dim, rows = next((dim, index) for dim, index in enumerate(args[1]) if index is not None)
         else:
             return None
-        of, count = found(args[0]), self.samples.mine
+        source, count = traced(args[0]), self.samples.mine
         with suppress(LookupError):
-            if of.other is None or self._dim_of_samples(of) != at:
+            if source.probe is None or self._dim_of_samples(source) != dim:
                 return None
             if name == "select":
-                return meta_of(made), ((of.order or range(count))[rows],)
-            # in what was filled piece by piece, as pad_packed_sequence does, their order is not known
+                return meta_of(made), ((source.order or range(count))[rows],)
+            # a tensor that is filled piece by piece, as pad_packed_sequence does, has samples in an unknown order
             are_numbers = not rows.is_floating_point() and rows.dtype != torch.bool
-            if of.sure and are_numbers and rows.shape == (count,):
-                return of.other, _unless_in_order((of.order or range(count))[row] for row in rows.tolist())
+            if source.sure and are_numbers and rows.shape == (count,):
+                return source.probe, _unless_in_order(
+                    (source.order or range(count))[row] for row in rows.tolist()
+                )
         return None
 
-    def _turned(
-        self, name: str, of: Other, by: Any, dims: Sequence[int] = ()
+    def _flipped(
+        self, name: str, source: Traced, by: Any, dims: Sequence[int] = ()
     ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-        """What flip or roll makes of a batch's samples."""
-        at = self._dim_of_samples(of)
-        along = [dim % of.tensor.dim() for dim in (by if name == "flip" else dims)]
-        if of.other is None or at is None or at not in along:
+        """The same of flip and roll."""
+        dim = self._dim_of_samples(source)
+        turned = [dim % source.tensor.dim() for dim in (by if name == "flip" else dims)]
+        if source.probe is None or dim is None or dim not in turned:
             return None
-        rows = list(of.order or range(self.samples.mine))
-        start = -by[along.index(at)] % len(rows) if name == "roll" else 0
-        return of.other, _unless_in_order(rows[::-1] if name == "flip" else rows[start:] + rows[:start])
+        rows = list(source.order or range(self.samples.mine))
+        start = -by[turned.index(dim)] % len(rows) if name == "roll" else 0
+        return source.probe, _unless_in_order(rows[::-1] if name == "flip" else rows[start:] + rows[:start])
 
-    def _dim_of_samples(self, of: Other) -> int | None:
-        """The dimension that has each sample once; None where there is none."""
+    def _dim_of_samples(self, traced: Traced) -> int | None:
+        """The dimension in which each sample is once; None where there is none."""
         with suppress(LookupError):
-            if of.other is not None and (found := self.batch_in(of.tensor, of.other)):
+            if traced.probe is not None and (found := self.batch_in(traced.tensor, traced.probe)):
                 return found[0] if found[1] == self.samples else None
         return None
 
     def _stacked(
         self, made: torch.Tensor, orders: Sequence[tuple[int, ...]], dim: int = 0
     ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-        """Of the batch's samples, each on its own, in a dimension that this makes for them."""
-        rows, count = [one[0] for one in orders if len(one) == 1], self.samples.mine
+        """The same of stack, where it makes a batch dimension of all single samples."""
+        rows, count = [order[0] for order in orders if len(order) == 1], self.samples.mine
         if len(orders) != count or sorted(rows) != list(range(count)):
             return None
         sizes = list(made.shape)
-        sizes[dim] = self.samples.size
+        sizes[dim] = self.samples.prime
         return meta_of(made, sizes), _unless_in_order(rows)
 
-    def behind(self, before: int, kind: Kind) -> Kind:
-        """The same of a batch that is merged behind a dimension of this size; of samples only."""
-        if kind.before == before:
-            return kind
-        if kind.ragged:
+    def merged(self, before: int, batch: BatchSize) -> BatchSize:
+        """This batch size with a size `before` merged in front of it; LookupError for ragged rows."""
+        if batch.before == before:
+            return batch
+        if batch.ragged:
             raise LookupError
-        known = [one for one in self._all if not one.ragged]
-        for one in known:
-            if one.before == before:
-                return one
-        self._all.append(self.samples._replace(size=_MERGED[len(known) - 1 :][0], before=before))
+        sizes = [size for size in self._all if not size.ragged]
+        for size in sizes:
+            if size.before == before:
+                return size
+        self._all.append(self.samples._replace(prime=_MERGED[len(sizes) - 1 :][0], before=before))
         return self._all[-1]
 
-    def computed(self, func: Any, args: Sequence[Any], others: list[Any], kwargs: Any) -> Any:
-        """What the operation makes of the others; LookupError where it takes some of the samples."""
+    def run(self, func: Any, args: Sequence[Any], probes: list[Any], kwargs: Any) -> Any:
+        """The result of the operation on probes; LookupError where it takes only some of the samples."""
         name = func._opname
-        if name in _CUTS and (pieces := self._cut(name, args[0], others[0], args)):
+        if name in _CUTS and (pieces := self._pieces(name, args[0], probes[0], args)):
             return pieces[0] if name == "slice" else pieces
         if name == "native_group_norm":
-            others[3] = others[0].shape[0]
+            probes[3] = probes[0].shape[0]
         elif name == "affine_grid_generator":
-            others[1] = [others[0].shape[0], *others[1][1:]]
-        made = func(*others, **kwargs)
-        return self._end_to_end(made, args[0], others[0], *args[1:]) if name == "cat" else made
+            probes[1] = [probes[0].shape[0], *probes[1][1:]]
+        made = func(*probes, **kwargs)
+        return self._concatenated(made, args[0], probes[0], *args[1:]) if name == "cat" else made
 
-    def _end_to_end(
-        self, made: torch.Tensor, parts: Sequence[torch.Tensor], others: Sequence[torch.Tensor], dim: int = 0
+    def _concatenated(
+        self, made: torch.Tensor, parts: Sequence[torch.Tensor], probes: Sequence[torch.Tensor], dim: int = 0
     ) -> torch.Tensor:
-        """The other of tensors one behind the other, each of which may have the whole batch."""
+        """The probe of concatenated tensors, each of which may have the whole batch."""
         dim %= made.dim()
-        found = [self.batch_in(part, other) for part, other in zip(parts, others, strict=True)]
-        kinds = [one[1] for one in found if one is not None and one[0] == dim]
-        if not kinds or any(kind.ragged for kind in kinds):
+        found = [self.batch_in(part, probe) for part, probe in zip(parts, probes, strict=True)]
+        batches = [place[1] for place in found if place is not None and place[0] == dim]
+        if not batches or any(batch.ragged for batch in batches):
             return made
-        rows = {part.shape[dim] // kind.before for part, kind in zip(parts, kinds, strict=False)}
-        if len(kinds) < len(parts) or len(rows) > 1:
+        rows = {part.shape[dim] // batch.before for part, batch in zip(parts, batches, strict=False)}
+        if len(batches) < len(parts) or len(rows) > 1:
             raise LookupError
-        kind = self.behind(sum(one.before for one in kinds), kinds[0])
+        batch = self.merged(sum(place.before for place in batches), batches[0])
         sizes = list(made.shape)
-        sizes[dim] = kind.before * rows.pop() // kind.mine * kind.size
+        sizes[dim] = batch.before * rows.pop() // batch.mine * batch.prime
         return meta_of(made, sizes)
 
-    def _cut(
-        self, name: str, tensor: torch.Tensor, other: torch.Tensor, args: Sequence[Any]
+    def _pieces(
+        self, name: str, tensor: torch.Tensor, probe: torch.Tensor, args: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """The others of pieces of a batch, each with all samples; none where the batch is in no dimension that is cut.
+        """The probes of pieces that each have all samples; none where the operation does not cut the batch dimension.
 
-        LookupError where a piece has some of the samples: they are not alike on all ranks.
+        LookupError where a piece has only some of the samples: ranks would get different pieces.
         """
         dim = int((*args[1 if name == "slice" else 2 :], 0)[0]) % tensor.dim()
-        found = self.batch_in(tensor, other)
+        found = self.batch_in(tensor, probe)
         if found is None or found[0] != dim:
             return []
-        size, kind = tensor.shape[dim], found[1]
-        rows = size // kind.before
+        size, batch = tensor.shape[dim], found[1]
+        rows = size // batch.before
         if name == "slice":
             taken = range(size)[slice(*(*args[2:], None, None, None)[:3])]
             if taken.step != 1 or taken.start % rows:
@@ -236,8 +253,8 @@ class Kinds:
         for length in lengths:
             if length % rows:
                 raise LookupError
-            of = kind if length == size else self.behind(length // rows, kind)
-            sizes = list(other.shape)
-            sizes[dim] = length // of.mine * of.size
+            piece = batch if length == size else self.merged(length // rows, batch)
+            sizes = list(probe.shape)
+            sizes[dim] = length // piece.mine * piece.prime
             pieces.append(meta_of(tensor, sizes))
         return pieces

@@ -1,4 +1,4 @@
-"""Short sums of tensors, by which two tensors are compared without sending or storing them."""
+"""Short sums of tensors, for comparing tensors without sending or storing them."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache

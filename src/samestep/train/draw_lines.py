@@ -1,4 +1,4 @@
-"""Where in the script a random draw is made, and what its call names there."""
+"""Finds the script's line that makes a random draw, and the variables that its call names."""
 
 import ast
 import contextlib
@@ -23,52 +23,53 @@ _CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 def line_of_draw() -> tuple[Any, ...]:
-    """Where the script draws: the calls from its own line, or from a checkpointed segment, down to the draw."""
+    """A key of the draw: the calls from the script's line, or from a checkpointed segment, down to the draw."""
     frame: FrameType | None = sys._getframe(1)
-    found: list[Any] = []
+    calls: list[Any] = []
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _CHECKPOINT:
             break
         if not file.startswith(_NOT_THE_MODELS):
-            found += (frame.f_code, frame.f_lasti)
+            calls += (frame.f_code, frame.f_lasti)
             if not file.startswith(_LAYERS):
                 break
         frame = frame.f_back
-    return tuple(found)
+    return tuple(calls)
 
 
 def named_in_call() -> list[Any]:
-    """The values of variables that the script's line names in its draw, such as p and p.grad in randn_like(p.grad)."""
+    """The values of the variables in the script's call, such as p and p.grad in randn_like(p.grad)."""
     frame = scripts_frame(sys._getframe(2))
     call = call_in(frame)
     return [value_of(node, frame) for node in ast.walk(call)] if call and frame else []
 
 
 def value_of(node: ast.AST, frame: FrameType) -> Any:
-    """What stands there, as far as looking it up runs no code of the script; else None."""
+    """The value of an expression, if it can be looked up without running code of the script; else None."""
     match node:
         case ast.Name(id=name):
             return frame.f_locals.get(name, frame.f_globals.get(name))
         case ast.Attribute(value=inner, attr=name):
-            of = value_of(inner, frame)
-            if isinstance(of, torch.Tensor):
-                return getattr(of, name) if name in ("data", "grad", "shape") else None
-            held = getattr(of, "__dict__", {})
-            kinds = (held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")))
-            return next((kind[name] for kind in kinds if name in kind), None)
+            holder = value_of(inner, frame)
+            if isinstance(holder, torch.Tensor):
+                return getattr(holder, name) if name in ("data", "grad", "shape") else None
+            attributes = getattr(holder, "__dict__", {})
+            modules = [attributes.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")]
+            return next((named[name] for named in (attributes, *modules) if name in named), None)
         case (
-            ast.Subscript(value=inner, slice=at)
-            | ast.Call(func=ast.Attribute(value=inner, attr="size"), args=[at])
+            ast.Subscript(value=inner, slice=index)
+            | ast.Call(func=ast.Attribute(value=inner, attr="size"), args=[index])
         ):
-            of = value_of(inner, frame)
-            of = of.shape if isinstance(node, ast.Call) and isinstance(of, torch.Tensor) else of
-            key: Any = at.value if isinstance(at, ast.Constant) else value_of(at, frame)
+            holder = value_of(inner, frame)
+            if isinstance(node, ast.Call) and isinstance(holder, torch.Tensor):
+                holder = holder.shape
+            key: Any = index.value if isinstance(index, ast.Constant) else value_of(index, frame)
             with contextlib.suppress(LookupError, TypeError):
-                return of[key] if type(of) in (list, tuple, dict, torch.Size) else None
+                return holder[key] if type(holder) in (list, tuple, dict, torch.Size) else None
         case ast.Call(func=ast.Name(id="len"), args=[inner]):
-            of = value_of(inner, frame)
-            return len(of) if isinstance(of, torch.Tensor) and of.dim() else None
+            holder = value_of(inner, frame)
+            return len(holder) if isinstance(holder, torch.Tensor) and holder.dim() else None
     return None
 
 
@@ -80,13 +81,13 @@ def scripts_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def call_in(frame: FrameType | None) -> ast.AST | None:
-    """What this frame evaluates now."""
+    """The expression that this frame evaluates now."""
     return _call_at(frame.f_code, frame.f_lasti) if frame else None
 
 
 @functools.cache
 def _call_at(code: CodeType, instruction: int) -> ast.AST | None:
-    """The expression that this instruction evaluates, or the statement, as of `loss /= 2`."""
+    """The expression that this instruction evaluates; for `loss /= 2` the statement."""
     lines = linecache.getlines(code.co_filename)
     first, last, begin, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
     if not lines or first is None or last is None or last > len(lines):
@@ -94,7 +95,7 @@ def _call_at(code: CodeType, instruction: int) -> ast.AST | None:
     encoded = [line.encode() for line in lines[first - 1 : last]]
     encoded[-1] = encoded[-1][:end]
     try:
-        (found,) = ast.parse(b"".join([encoded[0][begin:], *encoded[1:]]).decode()).body
+        (statement,) = ast.parse(b"".join([encoded[0][begin:], *encoded[1:]]).decode()).body
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return None
-    return found.value if isinstance(found, ast.Expr) else found
+    return statement.value if isinstance(statement, ast.Expr) else statement

@@ -1,5 +1,10 @@
-"""Which part of a whole batch's random draw is this rank's."""
+"""Which part of a whole batch's random draw is this rank's.
 
+Example: a draw of shape (5, 4, 3) has this rank's 4 samples in dimension 1, and they are samples 8 to 11 of 16. The
+whole draw is (5, 16, 3), and this rank's part is Part(1, Rows(mine=4, start=8, all=16)).
+"""
+
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,16 +20,16 @@ from samestep.train.views import layout_of
 Line = tuple[str, int, tuple[Any, ...]]
 Memory = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 _Draw = Callable[[torch.Tensor, torch.Generator | None], object]
-# those that take as many of the generator's numbers for each of theirs, whatever they are given
+# these take the same count of the generator's values for every value that they draw
 _STEADY = ("bernoulli_.float", "uniform_", "exponential_")
 _AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's rows of a whole draw, along `dim`; one row of the batch is `after` elements of that dimension.
+    """This rank's rows of a whole draw, along `dim`; each row is `after` elements of that dimension.
 
-    Ahead of the batch in that dimension may be another one. With `chosen` it is these elements, of `rows.all`.
+    Another dimension may be merged before the batch. With `chosen` the part is these elements, out of `rows.all`.
     """
 
     dim: int
@@ -42,21 +47,24 @@ class Part:
         return self._split(drawn, self.rows.all).narrow(self.dim + 1, self.rows.start, self.rows.mine)
 
     def _split(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        """With a dimension of their own for these rows."""
+        """A view in which the rows have a dimension of their own, dim + 1."""
         before, after = tensor.shape[: self.dim], tensor.shape[self.dim + 1 :]
         return tensor.view(*before, -1, rows, self.after, *after)
 
     def enlarged(
         self, tensor: torch.Tensor, fill: float | None = None, memory: Memory | None = None
     ) -> torch.Tensor:
-        """A tensor of the whole draw's size, laid out in memory like this one; with fill, around its values."""
+        """A tensor of the whole draw's size, laid out in memory like this one.
+
+        With `fill` it holds this tensor's values in this rank's part, and `fill` elsewhere.
+        """
         sizes = list(tensor.shape)
         sizes[self.dim] = sizes[self.dim] // self.rows.mine * self.rows.all
         # the strides of a share of one sample do not tell how the whole batch lies in memory
-        layout, found = layout_of(tensor), self.layout
-        wide = [[dim for dim in order if tensor.shape[dim] > 1] for order in (layout, found)]
-        if found and wide[0] == wide[1]:
-            layout = found
+        layout, known_layout = layout_of(tensor), self.layout
+        wide = [[dim for dim in order if tensor.shape[dim] > 1] for order in (layout, known_layout)]
+        if known_layout and wide[0] == wide[1]:
+            layout = known_layout
         if memory is not None:
             return _in_memory(memory, sizes, layout, tensor)
         whole = torch.empty_permuted(sizes, layout, dtype=tensor.dtype, device=tensor.device)
@@ -69,7 +77,7 @@ class Part:
         return whole
 
     def beside(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """How many numbers of the whole draw are ahead of this rank's and behind them; None if among them too."""
+        """How many values of the whole draw come before and after this rank's; None if this rank's are not adjacent."""
         is_one_piece = self.dim == 0 and tensor.shape[0] == self.rows.mine * self.after
         is_plain = tensor.is_contiguous() and list(self.layout) == sorted(self.layout)
         if self.chosen is not None or not (is_one_piece and is_plain):
@@ -78,24 +86,24 @@ class Part:
         return self.rows.start * row, (self.rows.all - self.rows.start - self.rows.mine) * row
 
 
-# one draw for all ranks, of which each has all
+# for a draw without a batch dimension: all ranks make the same draw and use all of it
 FOR_ALL = Part(-1, Rows(0, 0, 0))
 
 
 def _in_memory(
     memory: Memory, sizes: Sequence[int], layout: Sequence[int], like: torch.Tensor
 ) -> torch.Tensor:
-    """A tensor in memory that is kept: fresh memory of this size costs as much as a part of the draw."""
+    """A tensor in memory that is used again: a new allocation would cost as much as a part of the draw."""
     count = math.prod(sizes)
     kept = memory.get((like.dtype, like.device))
     if kept is None or kept.numel() < count:
         kept = memory[like.dtype, like.device] = torch.empty(count, dtype=like.dtype, device=like.device)
-    found = kept[:count].view([sizes[dim] for dim in layout])
-    return found.permute([layout.index(dim) for dim in range(len(layout))])
+    view = kept[:count].view([sizes[dim] for dim in layout])
+    return view.permute([layout.index(dim) for dim in range(len(layout))])
 
 
 def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
-    """This rank's part of a draw that has the batch in that place; None where a draw of this shape cannot."""
+    """This rank's part of a draw that has the batch in that place; None where the shape does not fit the place."""
     if place.dim is None:
         return FOR_ALL
     ragged = share.of.ragged.get(place.ragged)
@@ -103,64 +111,64 @@ def part_at(place: Place, shape: torch.Size, share: Share) -> Part | None:
     times, rest = divmod(shape[place.dim], rows.mine)
     if rest or (place.before * place.after == 1) != (times == 1) or bool(place.ragged) != bool(ragged):
         return None
-    # the size ahead of the batch, or where there is none that behind it, may be another than where it was found
+    # the size merged before the batch, or else that after it, may have changed since the place was found
     return Part(place.dim, rows, times if place.before == 1 else place.after, place.layout)
 
 
 def of_permutation(whole: Any, rows: Rows) -> Any:
-    """Of a permutation of the whole batch, that of this rank's rows."""
+    """The order of this rank's rows in a permutation of the whole batch."""
     return whole[(whole >= rows.start) & (whole < rows.start + rows.mine)] - rows.start
 
 
 class Places:
-    """Where draws have the batch: by their line, and by the kind of the model's call, which begins with the model.
+    """Where draws have the batch, by their line and by the kind of the model's call.
 
-    Several layers may draw at one line of a model, each with other sizes.
+    Several layers may draw at the same line of a model, each with another shape.
     """
 
     def __init__(self) -> None:
         self._by_line: dict[Line, dict[Any, list[tuple[torch.Size, Place]]]] = {}
 
     def note(self, line: Line, kind: Any, shape: torch.Size, place: Place | None) -> None:
-        """What was found in a call; what an earlier one showed stays where this one shows nothing."""
-        found = self._by_line.setdefault(line, {}).setdefault(kind, [])
-        if place is not None and (shape, place) not in found:
-            found.append((shape, place))
+        """Add the place that a call has shown, None where it has shown nothing; earlier places stay."""
+        places = self._by_line.setdefault(line, {}).setdefault(kind, [])
+        if place is not None and (shape, place) not in places:
+            places.append((shape, place))
 
     def has(self, line: Line, kind: Any) -> bool:
         return kind in self._by_line.get(line, ())
 
     def part(self, line: Line, kind: Any, shape: torch.Size, share: Share) -> Part | None:
-        """This rank's, by the place that was found for this shape, but for the batch, or else one that fits it."""
+        """This rank's part, by the place of a draw whose other sizes were the same, or else by a place that fits."""
         kinds = self._by_line.get(line, {})
-        # a checkpointed segment draws again in backward, beside the call
-        found = kinds.get(kind, []) if kind else [one for some in kinds.values() for one in some]
-        fits = [(of, one, part) for of, one in found if (part := part_at(one, shape, share))]
+        # a checkpointed segment draws again in backward, outside of a call
+        places = kinds.get(kind, []) if kind else list(itertools.chain(*kinds.values()))
+        fits = [(seen, place, part) for seen, place in places if (part := part_at(place, shape, share))]
 
         def unlike(fit: tuple[torch.Size, Place, Part]) -> int:
-            of, place, _ = fit
-            return 0 if _beside(place, of) == _beside(place, shape) else 1 + (place.dim is None)
+            seen, place, _ = fit
+            return 0 if _others(place, seen) == _others(place, shape) else 1 + (place.dim is None)
 
         return min(fits, key=unlike)[2] if fits else None
 
 
-def _beside(place: Place, shape: torch.Size) -> list[int]:
-    """The sizes beside the batch."""
+def _others(place: Place, shape: torch.Size) -> list[int]:
+    """The sizes of the dimensions other than the batch's."""
     return [size for dim, size in enumerate(shape) if dim != place.dim]
 
 
 class Skipping:
-    """Draws this rank's numbers alone where they are in one piece; the generator goes on by those of the others.
+    """Draws only this rank's values where they are adjacent, and lets the generator skip those of the other ranks.
 
-    That is cheaper than to draw them. It is done where it was tried that the numbers are those of the whole draw,
-    since this is another with each build of torch and with each processor.
+    Skipping is cheaper than drawing. It depends on the build of torch and on the processor, so it is done only where a
+    trial has given the values of the whole draw.
     """
 
     def __init__(self) -> None:
         self._each: dict[tuple[str, torch.dtype], int] = {}
 
     def drew(self, name: str, tensor: torch.Tensor, part: Part, draw: _Draw) -> bool:
-        """Whether the tensor holds this rank's part of the draw now; if not, nothing was drawn."""
+        """Try to fill the tensor with this rank's part; False, with nothing drawn, where that is not possible."""
         beside = part.beside(tensor) if name in _STEADY and tensor.is_cpu else None
         if beside is None:
             return False
@@ -175,24 +183,25 @@ class Skipping:
 
 
 def _skip(count: int, generator: torch.Generator | None = None) -> None:
-    """Let the CPU's generator go on by so many of its own numbers."""
+    """Let the CPU's generator skip `count` of its own values."""
     numbers = torch.empty(min(count, _AT_ONCE), dtype=torch.uint8, device="cpu")
     for at in range(0, count, _AT_ONCE):
         numbers[: count - at].random_(generator=generator)
 
 
 def _own_numbers(draw: _Draw, dtype: torch.dtype) -> int:
-    """How many of the CPU's generator's own numbers each number of this draw takes; 0 where that differs."""
+    """How many of the CPU generator's own values each value of this draw takes; 0 where that is not constant."""
     ahead, mine, behind = 37, 50, 41
     for each in (1, 2):
-        one, other = (torch.Generator("cpu").manual_seed(0) for _ in range(2))
+        first, second = (torch.Generator("cpu").manual_seed(0) for _ in range(2))
         whole, part = (
             torch.empty(count, dtype=dtype, device="cpu") for count in (ahead + mine + behind, mine)
         )
-        draw(whole, one)
-        _skip(each * ahead, other)
-        draw(part, other)
-        _skip(each * behind, other)
-        if torch.equal(whole[ahead : ahead + mine], part) and torch.equal(one.get_state(), other.get_state()):
+        draw(whole, first)
+        _skip(each * ahead, second)
+        draw(part, second)
+        _skip(each * behind, second)
+        is_same = torch.equal(whole[ahead : ahead + mine], part)
+        if is_same and torch.equal(first.get_state(), second.get_state()):
             return each
     return 0

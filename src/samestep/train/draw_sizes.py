@@ -1,7 +1,8 @@
-"""Whether the sizes of a random draw are of the batch, or are set to numbers that the script writes out.
+"""Reads from the script's text whether a size of a random draw is the batch's or is written out.
 
-A number of samples to show, of particles or of features may be as large as this rank's share by chance. Read from the
-script's text; where that does not tell, a size may be of the batch.
+A number of features may equal this rank's number of samples by chance. Examples: in `randn(len(x), 8)` the second size
+is fixed, and so it is in `randn(len(x), n)` where the script sets n = 8. Where the text does not tell, a size counts as
+one that may be the batch's.
 """
 
 import ast
@@ -21,7 +22,7 @@ from samestep.train.draw_lines import call_in, scripts_frame, value_of
 
 _SAMPLED = {"sample", "rsample"}
 _SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"}
-# NumPy's functions by the number of arguments ahead of the size, as the first line of their texts has them
+# for each of NumPy's draws the position of `size`, read from the signature in the first line of its docstring
 SIZE_AT = {"ranf": 0, "sample": 0} | {
     name: names.index("size")
     for name in np.random.__all__
@@ -33,61 +34,61 @@ _Sizes = ast.Tuple | ast.List
 
 
 def fixed_sizes(count: int) -> list[bool]:
-    """Of each of `count` sizes that the script's line draws with, whether it is none of the batch, as in rand(1, n).
+    """For each of `count` sizes of the script's draw, whether it is fixed, and not the batch's.
 
-    There may be more where other arguments stand before the sizes. Those of a distribution's event are none.
+    The list may be longer, where other arguments stand before the sizes. A distribution's event dimensions are fixed.
     """
-    of_event = len(getattr(distribution_drawn(), "event_shape", ()))
+    event_dims = len(getattr(distribution_drawn(), "event_shape", ()))
     frame = scripts_frame(sys._getframe(1))
     call = call_in(frame)
-    # in torch.empty(3).normal_() the size stands in the first call
+    # torch.empty(3).normal_() has its size in the first call
     while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         if not isinstance(call.func.value, ast.Call):
             break
         call = call.func.value
-    if not isinstance(call, ast.Call) or not (given := _sizes_in(call)):
-        return [at >= count - of_event for at in range(count)]
-    sizes = list(next((one.elts for one in given if isinstance(one, _Sizes)), given))
-    # *x.shape stands for several sizes, and behind the shape of samples are those of their distribution
-    found, lacking = [_is_fixed(one, frame, 0) for one in sizes], count - len(sizes)
-    if _name_of(call.func) in _SAMPLED:
-        return found + [False] * lacking
-    at = next((at for at, one in enumerate(sizes) if isinstance(one, ast.Starred)), len(sizes) - 1)
-    return found[:at] + found[at : at + 1] * (lacking + 1) + found[at + 1 :]
+    if not isinstance(call, ast.Call) or not (size_args := _sizes_in(call)):
+        return [index >= count - event_dims for index in range(count)]
+    sizes = list(next((size.elts for size in size_args if isinstance(size, _Sizes)), size_args))
+    are_fixed, missing = [_is_fixed(size, frame, 0) for size in sizes], count - len(sizes)
+    if _name_of(call.func) in _SAMPLED:  # sample_shape is followed by the distribution's own sizes
+        return are_fixed + [False] * missing
+    # *x.shape stands for several sizes
+    at = next((at for at, size in enumerate(sizes) if isinstance(size, ast.Starred)), len(sizes) - 1)
+    return are_fixed[:at] + are_fixed[at : at + 1] * (missing + 1) + are_fixed[at + 1 :]
 
 
 def _sizes_in(call: ast.Call) -> list[ast.expr]:
-    """What a call draws with as its size or sizes; nothing where it is no such call or has none."""
+    """The arguments that are a draw's size or sizes; none for other calls."""
     name, is_numpys = _name_of(call.func), _name_of(getattr(call.func, "value", None)) == "random"
-    named = [word.value for word in call.keywords if word.arg in ("size", "sample_shape")]
+    by_keyword = [keyword.value for keyword in call.keywords if keyword.arg in ("size", "sample_shape")]
     if name == "normal" or (is_numpys and name in SIZE_AT):
-        return named or call.args[SIZE_AT[name] :][:1]
+        return by_keyword or call.args[SIZE_AT[name] :][:1]
     if name not in _SIZED_CALLS | _SAMPLED:
         return []
     if name == "randint":
-        return named or call.args[-1:]
-    return named or call.args[: 1 if name == "full" else None]
+        return by_keyword or call.args[-1:]
+    return by_keyword or call.args[: 1 if name == "full" else None]
 
 
-def is_written_out(*ats: int | str) -> bool:
-    """Whether this argument of the script's call, by one of its names or places, is none of the batch."""
+def is_written_out(*keys: int | str) -> bool:
+    """Whether an argument of the script's call, given by its names or positions, is fixed, and not the batch's."""
     frame = scripts_frame(sys._getframe(1))
     call = call_in(frame)
     if not isinstance(call, ast.Call):
         return False
     given: dict[int | str | None, ast.expr] = dict(enumerate(call.args))
-    given |= {word.arg: word.value for word in call.keywords}
-    found = [given[at] for at in ats if at in given]
+    given |= {keyword.arg: keyword.value for keyword in call.keywords}
+    found = [given[key] for key in keys if key in given]
     return bool(found) and _is_fixed(found[0], frame, 0)
 
 
 def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
-    """Whether this is written out, or made of variables and attributes that are set to such sizes alone."""
+    """Whether an expression is a constant, or is made of variables and attributes that are only set to such."""
     if frame is None or depth == _DEEPEST:
         return False
 
-    def are(nodes: Iterable[ast.AST]) -> bool:
-        return all(_is_fixed(one, frame, depth + 1) for one in nodes)
+    def are_fixed(nodes: Iterable[ast.AST], at: FrameType | None = frame) -> bool:
+        return all(_is_fixed(part, at, depth + 1) for part in nodes)
 
     match node:
         case ast.Constant():
@@ -97,42 +98,39 @@ def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
             | ast.List(elts=parts)
             | ast.Call(func=ast.Name(id="int" | "range" | "list"), args=parts)
         ):
-            return are(parts)
+            return are_fixed(parts)
         case ast.Starred(value=part) | ast.UnaryOp(operand=part):
-            return are([part])
-        case ast.BinOp(left=one, right=other) | ast.IfExp(body=one, orelse=other):
-            return are([one, other])
-        case ast.Attribute(value=held_by, attr=name) if name not in _MEASURES:
-            # as in args.n, or self.n where it is not set to a size of something
-            is_tensor = isinstance(value_of(held_by, frame), torch.Tensor)
-            set_to = _set_to(frame.f_code.co_filename, name, ast.Attribute)
-            used = {_name_of(one) for value in set_to or () for one in ast.walk(value)}
+            return are_fixed([part])
+        case ast.BinOp(left=left, right=right) | ast.IfExp(body=left, orelse=right):
+            return are_fixed([left, right])
+        case ast.Attribute(value=holder, attr=name) if name not in _MEASURES:
+            # args.n, or self.n where no assignment to an n measures a tensor
+            is_tensor = isinstance(value_of(holder, frame), torch.Tensor)
+            set_to = _assigned_to(frame.f_code.co_filename, name, ast.Attribute)
+            used = {_name_of(part) for value in set_to or () for part in ast.walk(value)}
             return not is_tensor and used.isdisjoint(_MEASURES)
         case ast.Name(id=name):
-            set_to, given = _set_to(frame.f_code.co_filename, name, ast.Name), _given(frame, name)
-            caller = scripts_frame(frame.f_back)
-            is_known = set_to is not None and given is not None and bool(set_to or given)
-            return (
-                is_known
-                and are(set_to or ())
-                and all(_is_fixed(one, caller, depth + 1) for one in given or ())
-            )
+            set_to = _assigned_to(frame.f_code.co_filename, name, ast.Name)
+            arguments = _arguments_for(frame, name)
+            if set_to is None or arguments is None or not (set_to or arguments):
+                return False
+            return are_fixed(set_to) and are_fixed(arguments, scripts_frame(frame.f_back))
     return False
 
 
 def is_over_samples(frame: FrameType | None, count: int) -> bool:
-    """Whether a line of the script that runs is in a loop over so many samples."""
+    """Whether this frame, or a caller of it in the script, is in a loop over `count` samples."""
     while frame is not None:
         line = frame.f_lineno
-        for lines, through in _loops_in(frame.f_code.co_filename):
-            if line in lines and _rows(_measured(through, frame, 0)) == count:
+        for lines, iterable in _loops_in(frame.f_code.co_filename):
+            if line in lines and _rows(_source_of_length(iterable, frame, 0)) == count:
                 return True
         frame = scripts_frame(frame.f_back)
     return False
 
 
 def distribution_drawn() -> Any:
-    """The distribution of torch's that makes the draw; None if none does."""
+    """The torch distribution whose method makes the draw, None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not scripts_frame(frame):
         if isinstance(found := frame.f_locals.get("self"), torch.distributions.Distribution):
@@ -142,51 +140,55 @@ def distribution_drawn() -> Any:
 
 
 def measured() -> Any:
-    """Of which the script's draw has the length, or a size made of it, as x in randn(len(x), 3); None if not known."""
+    """The tensor that the first size of the script's draw measures, as x in randn(len(x), 3); None if not known."""
     frame = scripts_frame(sys._getframe(1))
     call = call_in(frame)
     sizes = _sizes_in(call) if isinstance(call, ast.Call) else []
-    return _measured(sizes[0], frame, 0) if sizes else None
+    return _source_of_length(sizes[0], frame, 0) if sizes else None
 
 
 def number_in_line(mine: int) -> tuple[bool, int]:
-    """Of a product or quotient in the script: whether one side is written out, and how the number of this rank's
-    samples, `mine`, goes into its number: 1 as in len(x), -1 as in 1 / len(x), 0 where it does not or is not known."""
+    """Of the script's product or quotient: whether a side is a constant, and the power of `mine` in its number.
+
+    `mine` is the number of this rank's samples. The power is 1 for len(x), -1 for 1 / len(x), and 0 where the number
+    does not depend on it or is not known.
+    """
     frame = scripts_frame(sys._getframe(1))
     node = call_in(frame)
     found = (getattr(node, side, None) for side in ("right", "value", "left"))
-    sides = [one for one in found if one is not None]
-    return any(isinstance(one, ast.Constant) for one in sides), _first_power(sides, frame, mine, 0)
+    sides = [side for side in found if side is not None]
+    return any(isinstance(side, ast.Constant) for side in sides), _first_power(sides, frame, mine, 0)
 
 
 def _first_power(nodes: Iterable[ast.AST], frame: FrameType | None, mine: int, depth: int) -> int:
-    """The first that is not 0."""
-    for one in nodes:
+    """The first power of `mine` in these expressions that is not 0."""
+    for node in nodes:
         with suppress(LookupError):
-            if power := _power(one, frame, mine, depth + 1):
+            if power := _power(node, frame, mine, depth + 1):
                 return power
     return 0
 
 
 def _power(node: ast.AST, frame: FrameType | None, mine: int, depth: int) -> int:
-    """The same of an expression of numbers; LookupError of others, and of those with the number of ranks."""
+    """The power of `mine` in an expression; LookupError if it is no number, or depends on the number of ranks."""
     if frame is None or depth == _DEEPEST:
         return 0
     match node:
-        case ast.BinOp(left=one, op=op, right=other):
-            before, behind = (_power(side, frame, mine, depth + 1) for side in (one, other))
+        case ast.BinOp(left=left, op=op, right=right):
+            first, second = (_power(side, frame, mine, depth + 1) for side in (left, right))
             sign = {ast.Mult: 1, ast.Div: -1}.get(type(op))
-            return before + sign * behind if sign else before or behind
+            return first + sign * second if sign else first or second
         case ast.Call(func=ast.Name(id="float" | "int" | "max" | "min"), args=parts):
             return _first_power(parts, frame, mine, depth)
         case (
             ast.Call(func=ast.Name(id="len" | "sum") | ast.Attribute(attr="size" | "numel"))
             | ast.Subscript(value=ast.Attribute(attr="shape"))
         ):
-            return int(_rows(_measured(node, frame, depth)) == mine)
+            return int(_rows(_source_of_length(node, frame, depth)) == mine)
         case ast.Name(id=name) if name != "world_size" and isinstance(value_of(node, frame), int | float):
-            found = _first_power(_set_to(frame.f_code.co_filename, name, ast.Name) or (), frame, mine, depth)
-            return found or _first_power(_given(frame, name) or (), scripts_frame(frame.f_back), mine, depth)
+            values = _assigned_to(frame.f_code.co_filename, name, ast.Name) or ()
+            arguments, caller = _arguments_for(frame, name) or (), scripts_frame(frame.f_back)
+            return _first_power(values, frame, mine, depth) or _first_power(arguments, caller, mine, depth)
         case ast.Attribute(attr=name) if name != "size" and isinstance(value_of(node, frame), int | float):
             return 0
         case ast.Constant():
@@ -194,18 +196,18 @@ def _power(node: ast.AST, frame: FrameType | None, mine: int, depth: int) -> int
     raise LookupError
 
 
-def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
-    """The tensor, array or list of such that this has the length of, or goes through."""
+def _source_of_length(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
+    """The tensor, array or list of them whose length an expression is, or whose items it yields."""
     if frame is None or depth == _DEEPEST:
         return None
 
     def first(nodes: Iterable[ast.AST], at: FrameType | None = frame) -> Any:
-        found = (_measured(one, at, depth + 1) for one in nodes)
-        return next((one for one in found if one is not None), None)
+        sources = (_source_of_length(child, at, depth + 1) for child in nodes)
+        return next((source for source in sources if source is not None), None)
 
     caller, value = scripts_frame(frame.f_back), value_of(node, frame)
     if value is None and caller is not None and frame.f_code.co_name.startswith("<"):
-        value = value_of(node, caller)  # what a comprehension goes through is looked up around it
+        value = value_of(node, caller)  # a comprehension's first iterable belongs to the frame around it
     if _rows(value) >= 0:
         return value
     match node:
@@ -223,77 +225,81 @@ def _measured(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
         ):
             return first([part])
         case ast.Starred(value=part):
-            of = first([part])
-            return of[0] if type(of) in (list, tuple) else of  # as in zip(*batch)
-        case ast.BinOp(left=one, right=other):
-            return first([one, other])
+            source = first([part])
+            return source[0] if type(source) in (list, tuple) else source  # zip(*batch) iterates the items
+        case ast.BinOp(left=left, right=right):
+            return first([left, right])
         case ast.Name(id=name) if type(value) in (int, tuple, torch.Size):
-            found = first(_set_to(frame.f_code.co_filename, name, ast.Name) or ())
-            return first(_given(frame, name) or (), caller) if found is None else found
+            found = first(_assigned_to(frame.f_code.co_filename, name, ast.Name) or ())
+            return first(_arguments_for(frame, name) or (), caller) if found is None else found
     return None
 
 
 def _rows(value: Any) -> int:
-    """The rows of a tensor, array or list of such or of dicts of them; -1 of anything else."""
+    """The length of a tensor, an array, or a list of them or of dicts of them; -1 for anything else."""
     is_listed = type(value) in (list, tuple)
-    one = next(iter(value), None) if is_listed else value
-    one = next(iter(one.values()), None) if is_listed and type(one) is dict else one
-    if not isinstance(one, torch.Tensor | np.ndarray) or isinstance(one, torch.nn.Parameter):
+    item = next(iter(value), None) if is_listed else value
+    item = next(iter(item.values()), None) if is_listed and type(item) is dict else item
+    if not isinstance(item, torch.Tensor | np.ndarray) or isinstance(item, torch.nn.Parameter):
         return -1
     return len(value) if is_listed or value.ndim else -1
 
 
-def _given(frame: FrameType, name: str) -> list[ast.expr] | None:
-    """What the call of this function gives for a parameter; nothing for other variables, None where not known."""
+def _arguments_for(frame: FrameType, name: str) -> list[ast.expr] | None:
+    """What the caller passes for the parameter `name`; nothing for other variables, None where that is not known."""
     code = frame.f_code
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if name not in parameters:
         return []
     call = call_in(scripts_frame(frame.f_back))
-    if not isinstance(call, ast.Call) or any(isinstance(one, ast.Starred) for one in call.args):
+    if not isinstance(call, ast.Call) or any(isinstance(arg, ast.Starred) for arg in call.args):
         return None
     called = _name_of(call.func)
     if called != code.co_name and code.co_name not in ("forward", "__call__", "__init__"):
         return None
     is_method = called != code.co_name or code.co_varnames[0] == "self"
     at = parameters.index(name) - is_method
-    given = [word.value for word in call.keywords if word.arg in (name, None)] or call.args[at : at + 1]
-    return given or [ast.Constant(None)]  # a default is written out
+    by_keyword = [keyword.value for keyword in call.keywords if keyword.arg in (name, None)]
+    return by_keyword or call.args[at : at + 1] or [ast.Constant(None)]  # a default counts as written out
 
 
 @functools.cache
 def _loops_in(file: str) -> list[tuple[range, ast.expr]]:
-    """The lines of each loop and comprehension, and what it goes through."""
-    tree: Any = ast.walk(_tree(file))
-    return [(range(loop.lineno, loop.end_lineno + 1), one) for loop in tree for one in _gone_through(loop)]
+    """The lines of each loop and comprehension in a file, and what it iterates."""
+    nodes: Any = ast.walk(_tree(file))
+    return [
+        (range(node.lineno, node.end_lineno + 1), iterable)
+        for node in nodes
+        for iterable in _iterables_of(node)
+    ]
 
 
-def _gone_through(loop: ast.AST) -> list[ast.expr]:
+def _iterables_of(loop: ast.AST) -> list[ast.expr]:
     match loop:
-        case ast.For(iter=one):
-            return [one]
-        case ast.While(test=ast.Compare(comparators=of)) | ast.Call(func=ast.Name(id="map"), args=[_, *of]):
-            return of
-    return [one.iter for one in getattr(loop, "generators", [])]
+        case ast.For(iter=iterable):
+            return [iterable]
+        case ast.While(test=ast.Compare(comparators=some)) | ast.Call(func=ast.Name("map"), args=[_, *some]):
+            return some
+    return [generator.iter for generator in getattr(loop, "generators", [])]
 
 
 @functools.cache
-def _set_to(file: str, name: str, kind: type[ast.Name] | type[ast.Attribute]) -> list[ast.expr] | None:
-    """What variables, or attributes, of this name are set to in this file; None where that is not known of each."""
+def _assigned_to(file: str, name: str, kind: type[ast.Name] | type[ast.Attribute]) -> list[ast.expr] | None:
+    """All values that a file assigns to variables, or attributes, of this name; None where some are not known."""
     nodes = list(ast.walk(_tree(file)))
     values = [
         value
-        for one in nodes
-        for target, value in _settings(one)
+        for node in nodes
+        for target, value in _assignments(node)
         if isinstance(target, kind) and _name_of(target) == name
     ]
-    stores = (one for one in nodes if isinstance(one, kind) and isinstance(one.ctx, ast.Store))
-    is_all = len(values) == sum(_name_of(one) == name for one in stores)
-    return [one for one in values if one is not None] if is_all else None
+    stores = (node for node in nodes if isinstance(node, kind) and isinstance(node.ctx, ast.Store))
+    is_all = len(values) == sum(_name_of(store) == name for store in stores)
+    return [value for value in values if value is not None] if is_all else None
 
 
-def _settings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """What a statement sets, and to what; of what it unpacks, each to its part."""
+def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """The targets of a statement with their values; each target of an unpacking with its part of the value."""
     if isinstance(node, ast.For):
         yield node.target, node.iter
     elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):

@@ -1,9 +1,11 @@
-"""The serial script's random numbers on every rank: a draw of the share's shape is this rank's part of the whole draw.
+"""Gives every rank its part of the serial script's random numbers (`replicate(same=True)`).
 
-All ranks keep the same random streams. Where an operation draws a tensor with the share's length in its first
-dimension (in the second in sequence-first layouts), the numbers of the whole batch are drawn and this rank's are taken.
-On CUDA it is done by the same means, and was not tried.
-Not covered, and said once where it happens: draws whose number depends on their input (gamma, Poisson, …), a
+All ranks keep the same random streams. Example: of a batch of 8 samples rank 0 of 2 has 4, and a dropout draws a mask
+of shape (4, 100). The replaced kernel draws (8, 100), as the serial script does, and uses rows 0 to 3. Rank 1 draws the
+same (8, 100) and uses rows 4 to 7. A draw that does not have the batch, such as a new weight, stays as it is.
+
+Covered: torch's kernels, and NumPy's and Python's functions (draws_of_host.py). The same code was not tried on CUDA.
+Not covered, with a remark where it happens: draws whose number of values depends on their input (gamma, Poisson, …), a
 permutation of the share's length, fused attention with dropout, compiled graphs.
 """
 
@@ -39,13 +41,13 @@ _DEPENDENT = (
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_"),
     *("_cudnn_rnn", *_ATTENTION),
 )
-# of which the parameters' own noise is none
+# operations that draw for activations, and never to initialise or disturb weights
 _OF_ACTIVATIONS = ("bernoulli_.float", "native_dropout", "multinomial")
 _CALL = "samestep's random streams"
 
 
 class Draws(Member):
-    """Off until a model is replicated with same=True at more than one rank."""
+    """Replaces kernels that draw; inactive until a model is replicated with same=True on several ranks."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -65,19 +67,19 @@ class Draws(Member):
         self._skipping = Skipping()
 
     def begin(self) -> None:
-        """Collective. From here on all ranks draw the numbers of the serial script."""
+        """Collective. From now on all ranks draw the serial script's numbers."""
         if self.active or self.group.world.size == 1:
             return
         self.adopt_first()
         self.active = self.watching.finds_draws = True
         if self._library is None:
-            self.group.watch(self._digest, self._parted)
+            self.group.watch(self._digest, self._streams_differ)
         self._of_host.stand_in()
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is meant
             for key in {"CPU", torch._C._dispatch_key_for_device(self.group.world.device.type)}:
-                self._override(key)
+                self._replace_all(key)
 
     def close(self) -> None:
         if self._library is not None:
@@ -102,12 +104,12 @@ class Draws(Member):
         finally:
             self._is_unwatched = False
 
-    def _parted(self, digests: list[bytes], call: str) -> None:
-        """Collective. Say that ranks drew different amounts, and go on in rank 0's streams."""
+    def _streams_differ(self, digests: list[bytes], call: str) -> None:
+        """Collective. Print that ranks drew different amounts, and adopt rank 0's streams."""
         with self._unwatched():
-            kept = self.group.all_gather(_CALL, streams.capture())
-        names = streams.different(kept[0], next(other for other in kept if other != kept[0]))
-        streams.restore(kept[0])
+            captured = self.group.all_gather(_CALL, streams.capture())
+        names = streams.different(captured[0], next(other for other in captured if other != captured[0]))
+        streams.restore(captured[0])
         odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         self.group.say(
             f"the random stream of {' and '.join(names)} on {name_ranks(odd)} differs from rank 0's at "
@@ -116,18 +118,18 @@ class Draws(Member):
             what="parted streams",
         )
 
-    def _override(self, key: str) -> None:
+    def _replace_all(self, key: str) -> None:
         for name in _FILLS:
             self._replace(name, key, self._fill(name))
-        self._replace("bernoulli_.Tensor", key, self._of_whole("bernoulli_", 0.5, 0.5))
+        self._replace("bernoulli_.Tensor", key, self._drawn_whole("bernoulli_", 0.5, 0.5))
         for kinds in ("Tensor_float", "float_Tensor", "Tensor_Tensor"):
-            self._replace(f"normal.{kinds}", key, self._of_whole("normal", 0.0, 1.0))
+            self._replace(f"normal.{kinds}", key, self._drawn_whole("normal", 0.0, 1.0))
         self._replace("multinomial", key, self._multinomial)
         self._replace("native_dropout", key, self._native_dropout)
         self._replace("native_batch_norm", key, self._batch_norm)
         self._replace("randperm.generator_out", key, self._randperm)
         for name in _DEPENDENT:
-            self._replace(name, key, self._dependent(name))
+            self._replace(name, key, self._remarked(name))
 
     def _replace(self, name: str, key: str, function: Callable[..., Any]) -> None:
         try:
@@ -167,15 +169,15 @@ class Draws(Member):
 
         return fill
 
-    def _of_whole(self, name: str, *fills: float) -> Callable[..., Any]:
-        """A draw whose first arguments have an element for each of its numbers, or are one number for all."""
+    def _drawn_whole(self, name: str, *fills: float) -> Callable[..., Any]:
+        """A draw whose first arguments are its parameters: a tensor with one element for each number, or a number."""
 
         def draw(original: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-            given, others = args[: len(fills)], args[len(fills) :]
-            tensors = [one for one in given if isinstance(one, torch.Tensor)]
+            leading, rest = args[: len(fills)], args[len(fills) :]
+            tensors = [argument for argument in leading if isinstance(argument, torch.Tensor)]
             like = torch.broadcast_tensors(*tensors)[0]  # type: ignore[no-untyped-call]
             shape = like.shape
-            # of tensors that were there before the batch, as of a prior's mean, it is one for all ranks
+            # parameters that are older than the batch, such as a prior's mean, make a draw that is equal on all ranks
             is_own = generator is None and not self.watching.is_older(like, self._spine.at_hand)
             part = self._part(name, like) if is_own else None
             if name == "multinomial" and part is not None and part.dim:
@@ -184,12 +186,12 @@ class Draws(Member):
                 if part is None:
                     return original(*args, generator=generator, **kwargs)
                 whole = (
-                    part.enlarged(one.expand(shape).contiguous(), fill)
-                    if isinstance(one, torch.Tensor)
-                    else one
-                    for one, fill in zip(given, fills, strict=True)
+                    part.enlarged(argument.expand(shape).contiguous(), fill)
+                    if isinstance(argument, torch.Tensor)
+                    else argument
+                    for argument, fill in zip(leading, fills, strict=True)
                 )
-                mine = part.of(original(*whole, *others, **kwargs))
+                mine = part.of(original(*whole, *rest, **kwargs))
             return args[0].copy_(mine) if name.endswith("_") else mine.clone()
 
         return draw
@@ -198,21 +200,21 @@ class Draws(Member):
         self, original: Any, weights: torch.Tensor, count: int, *args: Any, **kwargs: Any
     ) -> Any:
         share = self._spine.at_hand
-        is_ours = kwargs.get("generator") is None and share is not None and 0 < share.mine < share.all
-        if weights.dim() > 1 or not is_ours:
-            return self._of_whole("multinomial", 1.0)(original, weights, count, *args, **kwargs)
+        is_shared = kwargs.get("generator") is None and share is not None and 0 < share.mine < share.all
+        if weights.dim() > 1 or not is_shared:
+            return self._drawn_whole("multinomial", 1.0)(original, weights, count, *args, **kwargs)
         assert share is not None
         rows, named = share.rows, named_in_call()
         if len(weights) == rows.mine and not self._is_of_weights("multinomial", weights.shape, share):
             self.say_other("multinomial", "a choice among this rank's samples is none among the whole batch")
-        elif count == rows.mine and count in [one for one in named if type(one) is int]:
+        elif count == rows.mine and count in [value for value in named if type(value) is int]:
             return original(weights, rows.all, *args, **kwargs)[rows.start :][:count].clone()
         else:
             self._look_for_multiple("multinomial", torch.Size([count]), rows)
         return original(weights, count, *args, **kwargs)
 
     def _native_dropout(self, original: Any, input: torch.Tensor, p: float, train: bool | None) -> Any:
-        """CUDA's fused dropout: its mask for the whole batch, of which this rank's part is used."""
+        """CUDA's fused dropout, with this rank's part of the whole batch's mask."""
         part = self._part("native_dropout", input) if train in (None, True) and 0 < p < 1 else None
         if part is None:
             return original(input, p, train)
@@ -221,7 +223,7 @@ class Draws(Member):
         return input * mask * (1 / (1 - p)), mask
 
     def _batch_norm(self, original: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Say that it is of a model that is no replica; InstanceNorm has samples and channels in one dimension."""
+        """Print a remark on a BatchNorm outside of a replica; InstanceNorm calls it with a batch of one."""
         share, is_training = self._spine.at_hand, args[4] if len(args) > 4 else kwargs["training"]
         if is_training and input.shape[0] > 1 and share is not None and share.mine < share.all:
             self.group.say(
@@ -237,22 +239,23 @@ class Draws(Member):
         if generator is not None or share is None or n != share.mine or is_written_out(0, "n"):
             return original(n, *args, generator=generator, **kwargs)
         self.say_other("randperm", "a permutation of this rank's share is none of the whole batch")
-        # all ranks draw that of the whole batch, so that their streams stay alike
+        # all ranks draw the whole batch's permutation, so that their streams stay equal
         whole = original(share.all, generator=None, out=torch.empty_like(kwargs["out"]))
         return kwargs["out"].resize_(n).copy_(of_permutation(whole, share.rows))
 
-    def _dependent(self, name: str) -> Callable[..., Any]:
+    def _remarked(self, name: str) -> Callable[..., Any]:
         def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
             given = arguments_of(getattr(torch.ops.aten, name).default, args, kwargs)
             if given.get("dropout_p", given.get("dropout", 1.0)) and self._part(name, args[0]) is not None:
-                why = "how many numbers it draws depends on its input or is its kernel's secret"
-                self.say_other(name, why)
+                self.say_other(
+                    name, "how many numbers it draws depends on its input or is its kernel's secret"
+                )
             return original(*args, **kwargs)
 
         return draw
 
     def say_other(self, name: str, why: str, does_not: str = "does not") -> str:
-        """Say of a draw that it is not the serial script's; returns what is said."""
+        """Print that a draw is not the serial script's; returns the text."""
         text = f"{name} ({users_line()}) {does_not} draw the serial script's numbers under same=True: {why}"
         self.group.say(text, what=f"{name} under same=True")
         return text
@@ -269,12 +272,12 @@ class Draws(Member):
         return self._paused or self._spine.is_reading or os.getpid() != self._pid
 
     def _share_drawn(self) -> Share | None:
-        """The batch at hand, where this rank's draws are to be its part of the whole batch's."""
+        """The batch at hand if it is shared, so that a draw may be a part of the whole batch's; else None."""
         share = self._spine.at_hand
         return None if self._is_unseen() or share is None or not 0 < share.mine < share.all else share
 
     def _part_by_shape(self, name: str, shape: torch.Size) -> Part | None:
-        """Of a draw of which only the shape is known."""
+        """The same as `_part` for a draw of which only the shape is known."""
         share = self._share_drawn()
         if share is None or not all(shape):
             return None
@@ -282,7 +285,7 @@ class Draws(Member):
         return None if part is FOR_ALL else part
 
     def _part(self, name: str, tensor: torch.Tensor) -> Part | None:
-        """Which part of the whole batch's draw this one is; None where it is one draw for all ranks."""
+        """Which part of the whole batch's draw this draw is; None where all ranks make the same draw."""
         share, shape = self._share_drawn(), tensor.shape
         if share is None or not tensor.numel() or not shape:
             return None
@@ -290,33 +293,32 @@ class Draws(Member):
             return packed
         line = name, tensor.dim(), line_of_draw()
         self._watch(line, tensor, share)
-        part = self._places.part(line, self.watching.in_model, shape, share)
-        part = part or self._guessed(line, shape, share)
-        if part is not FOR_ALL:
+        known = self._places.part(line, self.watching.in_model, shape, share)
+        if (part := known or self._guessed(line, shape, share)) is not FOR_ALL:
             return part
         self._one_by_one.note(name)
         return None
 
     def _watch(self, line: Line, tensor: torch.Tensor, share: Share) -> None:
-        """Note where the batch is, in a call of the model, or a batch of the loop, that is watched."""
+        """Note where a draw has the batch, if this call or batch is watched."""
         watching = self.watching
         if watching.places is None:
             if not self._places.has(line, watching.in_model):
                 watching.watch_again()
             return
-        found = Place(None) if all(fixed_sizes(tensor.dim())) else watching.places.place(tensor)
-        self._places.note(line, watching.in_model, tensor.shape, found)
+        place = Place(None) if all(fixed_sizes(tensor.dim())) else watching.places.place(tensor)
+        self._places.note(line, watching.in_model, tensor.shape, place)
 
     def _guessed(self, line: Line, shape: torch.Size, share: Share) -> Part:
-        """The part by the shape alone, of a draw outside the model or after what its calls cannot be followed in."""
+        """The part by the shape alone, where no watched call has shown the place of the batch."""
         if all(sizes := fixed_sizes(len(shape))):
             return FOR_ALL
-        fits = (one for one in self._spine.open_shares if one.mine in shape[:2])
+        fits = (fit for fit in self._spine.open_shares if fit.mine in shape[:2])
         rows, name, known = next(fits, share).rows, line[0], (tuple(shape), line)
         in_model, is_beside = self.watching.in_model, not self.watching.is_in_call
-        kinds = {one.rows for one in share.of.ragged.values() if one.rows.mine == shape[0] != rows.mine}
-        if len(kinds) == 1:
-            return Part(0, kinds.pop())
+        ragged = {laid.rows for laid in share.of.ragged.values() if laid.rows.mine == shape[0] != rows.mine}
+        if len(ragged) == 1:
+            return Part(0, ragged.pop())
         is_known = sizes[:2] == [True, False]
         if in_model and shape[:2] == (rows.mine, rows.mine) and not is_known and name not in _DEPENDENT:
             why = "its first two dimensions have the size of this rank's share, and which is the batch's is not known"
@@ -341,27 +343,26 @@ class Draws(Member):
 
     @staticmethod
     def _is_second(shape: torch.Size, rows: Rows, sizes: list[bool], share: Share) -> bool:
-        """Whether the batch is in the second dimension: where a batch has the time in front, so has what is drawn."""
+        """Whether the batch is in the second of two equal dimensions, as where the batch itself has time first."""
         if shape[1:2] != shape[:1]:
             return False
-        has_time = any(one.dim == 1 and one.rows == rows for one in share.of.ragged.values())
+        has_time = any(ragged.dim == 1 and ragged.rows == rows for ragged in share.of.ragged.values())
         return has_time or (sizes[:2] == [True, False] and len(sizes) == len(shape))
 
     def _is_of_weights(self, name: str, shape: torch.Size, share: Share) -> bool:
-        """Whether a draw beside the model is for weights, though it has a size of this rank's share: what its call
-        names tells it, and where that may be both, it is said."""
-        all_named = named_in_call()
-        named = [one for one in all_named if isinstance(one, torch.Tensor)]
+        """Whether the variables in a call show that its draw is for weights; prints a remark where they do not tell."""
+        values = named_in_call()
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         batch = [tensor for _, tensor in share.of.tensors()]
-        is_sized = len(shape) == 1 and shape[0] in [one for one in all_named if type(one) is int]
-        if is_sized or any(one is given for one in named for given in batch):
+        is_sized = len(shape) == 1 and shape[0] in [value for value in values if type(value) is int]
+        if is_sized or any(tensor is given for tensor in tensors for given in batch):
             return False
         weights = list(self._spine.models.parameters())
-        memory = {memory_of(one) for weight in weights for one in (weight, weight.grad) if one is not None}
-        others = [one for one in named if memory_of(one) not in memory]
-        if named and not others:
+        memory = {memory_of(held) for weight in weights for held in (weight, weight.grad) if held is not None}
+        others = [tensor for tensor in tensors if memory_of(tensor) not in memory]
+        if tensors and not others:
             return True
-        is_computed = any(one.grad_fn is not None for one in others)
+        is_computed = any(other.grad_fn is not None for other in others)
         is_sized = isinstance(sized := measured(), torch.Tensor) and memory_of(sized) not in memory
         if is_computed or is_sized or shape not in {weight.shape for weight in weights}:
             return False
@@ -376,21 +377,21 @@ class Draws(Member):
         return is_of_weights
 
     def _look_for_multiple(self, name: str, shape: torch.Size, rows: Rows) -> None:
-        """Say that a draw has several numbers for each sample in an order that is not known, or is counted by them."""
+        """Print a remark where a draw has several numbers for each sample in unknown order, or counts samples."""
         if rows.mine < 2 or shape[0] == rows.mine:
             return
-        weights = {memory_of(one) for one in self._spine.models.parameters()}
+        weights = {memory_of(weight) for weight in self._spine.models.parameters()}
         if shape[0] < rows.mine or shape[0] % rows.mine:
-            of = measured()
-            is_counted = isinstance(of, torch.Tensor) and of.shape[:1] == (rows.mine,)
-            if is_counted and memory_of(of) not in weights:
+            source = measured()
+            is_counted = isinstance(source, torch.Tensor) and source.shape[:1] == (rows.mine,)
+            if is_counted and memory_of(source) not in weights:
                 why = f"its {shape[0]} numbers are counted by this rank's samples, and are not one for each"
                 self.say_other(name, f"{why}; draw as many as there are samples, as in torch.rand(len(x))")
             return
-        named = named_in_call()
-        is_sized = rows.mine in [one for one in named if type(one) is int]
-        alike = [one for one in named if isinstance(one, torch.Tensor) and one.shape == shape]
-        if is_sized or any(memory_of(one) not in weights for one in alike):
+        values = named_in_call()
+        is_sized = rows.mine in [value for value in values if type(value) is int]
+        alike = [value for value in values if isinstance(value, torch.Tensor) and value.shape == shape]
+        if is_sized or any(memory_of(value) not in weights for value in alike):
             times = shape[0] // rows.mine
             why = (
                 f"{shape[0]} numbers are {times} for each of this rank's {rows.mine} samples, in an order that is not "

@@ -1,7 +1,8 @@
-"""NumPy's and Python's random numbers under same=True: of a draw of the share's length this rank takes its rows.
+"""Gives every rank its rows of the serial script's draws from NumPy and Python (`replicate(same=True)`).
 
-The functions of the modules `numpy.random` and `random` are stood in for; what is not the serial script's is said once.
-Not covered: generators of the script's own (`numpy.random.default_rng`), and names that were imported from the modules.
+It replaces the functions of the modules `numpy.random` and `random`, and prints a remark where a draw is not the serial
+script's. Not covered: generators of the script's own (`numpy.random.default_rng`), and functions that were imported by
+name (`from random import random`) before.
 """
 
 import functools
@@ -21,7 +22,7 @@ from samestep.train.one_by_one import OneByOne
 from samestep.train.step import Rows, Share
 
 _SIZES_ALONE = {"rand": "random_sample", "randn": "standard_normal"}
-# they take as much of the stream for each number, whatever their parameters are
+# these take the same part of the stream for each number, whatever their parameters are
 _SCALED = {
     *("normal", "lognormal", "uniform", "exponential", "rayleigh", "laplace", "logistic", "gumbel"),
     *("weibull", "pareto", "power", "triangular"),
@@ -31,7 +32,7 @@ _NO_DRAWS = {"seed", "getstate", "setstate", "Random", "SystemRandom"}
 
 
 class DrawsOfHost:
-    """In place of the modules' functions while it stands in."""
+    """Replaces the modules' functions from `stand_in` to `close`."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class DrawsOfHost:
         one_by_one: OneByOne,
         say_other: Callable[[str, str], str],
     ) -> None:
-        """`share` is the batch's where its draws are to be the whole batch's, `part` this rank's of a draw's shape."""
+        """share: the batch at hand where it is shared, else None. part: this rank's part of a draw of this shape."""
         self._share, self._part, self._one_by_one, self._say_other = share, part, one_by_one, say_other
         self._originals: list[tuple[ModuleType, str, Any]] = []
 
@@ -78,13 +79,14 @@ class DrawsOfHost:
         if name in _SIZES_ALONE:
             name = _SIZES_ALONE[name]
             original, args = getattr(np.random.mtrand, name), (args or None,)
-        at = "size" if len(args) <= SIZE_AT[name] else SIZE_AT[name]
-        given: dict[Any, Any] = dict(enumerate(args)) | dict(kwargs)
-        size = given.pop(at, None)
-        by_row = {key: one for key, one in given.items() if np.ndim(one) and name not in _OF_WHOLES}
+        size_key = "size" if len(args) <= SIZE_AT[name] else SIZE_AT[name]
+        arguments: dict[Any, Any] = dict(enumerate(args)) | dict(kwargs)
+        size = arguments.pop(size_key, None)
+        arrays = {key: value for key, value in arguments.items() if np.ndim(value)}
+        by_row = {} if name in _OF_WHOLES else arrays
         if size is None and not by_row:
             return self._single(named, original, rows, args, kwargs)
-        is_choice = name == "choice" and _length(given.get(0, given.get("a"))) == rows.mine
+        is_choice = name == "choice" and _length(arguments.get(0, arguments.get("a"))) == rows.mine
         if is_choice and not is_written_out(0, "a"):
             self._say_other(named, "a choice among this rank's samples is none among the whole batch")
             return original(*args, **kwargs)
@@ -96,45 +98,48 @@ class DrawsOfHost:
         part = self._part(named, torch.Size(shape))
         if part is None:
             return self._single(named, original, rows, args, kwargs)
-        for key, one in by_row.items():
-            dim = part.dim - len(shape) + np.ndim(one)
-            if dim < 0 or np.shape(one)[dim] != part.rows.mine:
+        for key, parameter in by_row.items():
+            dim = part.dim - len(shape) + np.ndim(parameter)
+            if dim < 0 or np.shape(parameter)[dim] != part.rows.mine:
                 continue
             if name not in _SCALED:
                 self._say_other(named, "how many numbers it draws depends on the parameters of each sample")
                 return original(*args, **kwargs)
-            given[key] = replace(part, dim=dim).enlarged(torch.as_tensor(np.array(one)), 1.0).numpy()
-        given[at] = tuple(part.rows.all if dim == part.dim else one for dim, one in enumerate(shape))
-        in_places = [given.pop(key) for key in range(len(args))]
-        whole = original(*in_places, **given)
+            tensor = torch.as_tensor(np.array(parameter))
+            arguments[key] = replace(part, dim=dim).enlarged(tensor, 1.0).numpy()
+        arguments[size_key] = (*shape[: part.dim], part.rows.all, *shape[part.dim + 1 :])
+        by_position = [arguments.pop(key) for key in range(len(args))]
+        whole = original(*by_position, **arguments)
         return whole.take(range(part.rows.start, part.rows.start + part.rows.mine), part.dim)
 
     def _several(self, named: str, original: Any, rows: Rows, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Python's choices of so many, which may be as many as this rank's samples."""
-        given = inspect.signature(original).bind(*args, **kwargs)
-        if len(given.arguments["population"]) == rows.mine and not is_written_out(0, "population"):
+        """Python's sample and choices; their population, or their number k, may be this rank's samples."""
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        if len(bound.arguments["population"]) == rows.mine and not is_written_out(0, "population"):
             self._say_other(named, "a choice among this rank's samples is none among the whole batch")
-        elif given.arguments.get("k") == rows.mine and not is_written_out("k", 1):
-            given.arguments["k"] = rows.all
-            return original(*given.args, **given.kwargs)[rows.start :][: rows.mine]
+        elif bound.arguments.get("k") == rows.mine and not is_written_out("k", 1):
+            bound.arguments["k"] = rows.all
+            return original(*bound.args, **bound.kwargs)[rows.start :][: rows.mine]
         return self._single(named, original, rows, args, kwargs)
 
     def _permuting(self, named: str, original: Any, rows: Rows, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Of so many numbers, or of a list or array."""
-        of = args[0] if args else kwargs["x"]
-        if _length(of) != rows.mine or is_written_out(0, "x"):
+        """shuffle and permutation, of a number, a list or an array."""
+        values = args[0] if args else kwargs["x"]
+        if _length(values) != rows.mine or is_written_out(0, "x"):
             return self._single(named, original, rows, args, kwargs)
         self._say_other(named, "a permutation of this rank's share is none of the whole batch")
-        # all ranks draw that of the whole batch, so that their streams stay alike
+        # all ranks draw the whole batch's permutation, so that their streams stay equal
         whole = np.arange(rows.all)
         is_shuffled = (drawn := original(whole)) is None
         order = of_permutation(whole if is_shuffled else drawn, rows)
-        moved = order if np.ndim(of) == 0 else [of[at] for at in order] if type(of) is list else of[order]
+        permuted = order
+        if np.ndim(values):
+            permuted = [values[at] for at in order] if type(values) is list else values[order]
         if not is_shuffled:
-            return np.asarray(moved)
-        of[:] = moved
+            return np.asarray(permuted)
+        values[:] = permuted
         return None
 
 
-def _length(of: Any) -> int:
-    return int(of) if isinstance(of, int | np.integer) else len(of)
+def _length(value: Any) -> int:
+    return int(value) if isinstance(value, int | np.integer) else len(value)

@@ -1,7 +1,7 @@
-"""Hooks of the script on activations get the gradient that the serial script's get, and may change it.
+"""Gives the script's hooks on activations the gradient that the serial script's hooks get.
 
-On its way back a rank's gradient counts by the rank's share, so that the average over ranks is the whole batch's. A
-hook that clips an activation's gradient has to see it without that. Not covered: hooks on modules, and `retain_grad`.
+In backward a rank's gradient is multiplied by the share's weight. A hook that clips the gradient of an activation has
+to see it without that weight. Not covered: hooks on modules, and `retain_grad`.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from samestep.train.step import Spine
 
 
 class Hooks(Member):
-    """Stands in torch.Tensor.register_hook."""
+    """Replaces torch.Tensor.register_hook."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -32,12 +32,12 @@ class Hooks(Member):
         def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
             if tensor.grad_fn is None or torch.compiler.is_compiling():
                 return register_hook(tensor, hook)
-            spine.asks_for_leaves = True
-            # the losses of a model with loss="sum" count within its call
+            spine.needs_leaf_weight = True
+            # with loss="sum" the weight is applied inside of the model's call
             is_counted_here = spine.inside_model > 0 and spine.models.adds()
 
             def counted(gradient: torch.Tensor) -> torch.Tensor | None:
-                factor = spine.leaves / spine.root if spine.root else 1.0
+                factor = spine.leaf_weight / spine.loss_weight if spine.loss_weight else 1.0
                 factor = 1 / size if is_counted_here else factor
                 changed = hook(gradient * factor)
                 return None if changed is None else changed / factor

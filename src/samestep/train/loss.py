@@ -11,11 +11,11 @@ _NEAR = 8
 
 
 class Averaged(NamedTuple):
-    """How a tensor is made of averages over this rank's samples.
+    """How a tensor depends on reductions over this rank's samples.
 
-    `does`: what was done to them, and where, so that it is no average over samples; `of_model`: whether a model's
-    outputs are in it; `sums`, `means`: whether some of it is a sum over samples that nothing divides by their number,
-    or an average over this rank's samples.
+    `does`: the operation that made it differ from an average over samples, with its line; "" where it is an average.
+    `of_model`: whether it depends on a model's outputs. `sums`: whether it has a sum over samples that is not divided
+    by their number. `means`: whether it has a mean over this rank's samples.
     """
 
     does: str = ""
@@ -25,41 +25,43 @@ class Averaged(NamedTuple):
 
 
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
-    """The last reduction (mean or sum), the count it divides by, the terms of a mean, and of how many it is one."""
+    """The last reduction of a loss: its kind, its divisor, a mean's number of terms, and how many losses are added."""
     return _reduction_at(loss.grad_fn)
 
 
-def weights_in(loss: torch.Tensor, nodes: int) -> list[float]:
-    """The numbers that it and its parts are multiplied with or divided by, the nearest first; no counts."""
-    found = []
+def weights_in(loss: torch.Tensor, most: int) -> list[float]:
+    """The scalars that multiply or divide the loss or its parts, the nearest first. Counts are left out."""
+    weights = []
     for node in nodes_before(
-        loss.grad_fn, nodes, lambda node: name_of(node).startswith((*_PASSED, "Sum", "Stack"))
+        loss.grad_fn, most, lambda node: name_of(node).startswith((*_PASSED, "Sum", "Stack"))
     ):
         is_product = name_of(node) == "Mul"
         for name in ("_saved_self", "_saved_other") if is_product or name_of(node) == "Div" else ():
-            one = getattr(node, name, None)
-            if isinstance(one, torch.Tensor) and not one.dim() and not one.requires_grad:
-                found += [float(one)] if is_product or one % 1 else []
-    return found
+            factor = getattr(node, name, None)
+            if isinstance(factor, torch.Tensor) and not factor.dim() and not factor.requires_grad:
+                weights += [float(factor)] if is_product or factor % 1 else []
+    return weights
 
 
-def leaves_before(tensor: torch.Tensor, nodes: int = 1000) -> Iterator[torch.Tensor]:
-    """What it is made of, as far as that is found in so many steps."""
+def leaves_before(tensor: torch.Tensor, most: int = 1000) -> Iterator[torch.Tensor]:
+    """The leaves of a tensor's graph, as far as `most` nodes reach."""
     if tensor.is_leaf:
         yield tensor
-    variables = (getattr(node, "variable", None) for node in nodes_before(tensor.grad_fn, nodes))
+    variables = (getattr(node, "variable", None) for node in nodes_before(tensor.grad_fn, most))
     yield from (leaf for leaf in variables if leaf is not None)
 
 
-def nodes_before(node: Any, most: int, through: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
-    """The autograd graph from there, the nearest operations first, as far as it goes through such."""
-    seen, to_do = {node}, [node]
-    for node in itertools.islice(to_do, most):
+def nodes_before(
+    start: Any, most: int, goes_through: Callable[[Any], bool] = lambda _: True
+) -> Iterator[Any]:
+    """At most `most` nodes of the autograd graph from `start`, breadth first, that `goes_through` leads to."""
+    seen, queue = {start}, [start]
+    for node in itertools.islice(queue, most):
         yield node
-        for before, _ in getattr(node, "next_functions", ()) if through(node) else ():
-            if before is not None and before not in seen:
-                seen.add(before)
-                to_do.append(before)
+        for child, _ in getattr(node, "next_functions", ()) if goes_through(node) else ():
+            if child is not None and child not in seen:
+                seen.add(child)
+                queue.append(child)
 
 
 def _reduction_at(node: Any) -> dict[str, Any]:
@@ -68,9 +70,9 @@ def _reduction_at(node: Any) -> dict[str, Any]:
     while node is not None:
         name = name_of(node)
         reduction = getattr(node, "_saved_reduction", {"Mean": 1, "Sum": 2}.get(name))
-        behind = nodes_before(node, _NEAR, lambda one: name_of(one).startswith((*_PASSED, "Sum")))
-        stack = next((one for one in behind if name == "Sum" and name_of(one) == "Stack"), None)
-        # a sum of several losses, perhaps with weights, is what each of them is
+        behind = nodes_before(node, _NEAR, lambda child: name_of(child).startswith((*_PASSED, "Sum")))
+        stack = next((child for child in behind if name == "Sum" and name_of(child) == "Stack"), None)
+        # a sum of several losses, perhaps weighted, is reduced as its first loss is
         if (
             stack is not None
             and (found := _reduction_at(stack.next_functions[0][0]))["reduction"] is not None
@@ -85,13 +87,13 @@ def _reduction_at(node: Any) -> dict[str, Any]:
             return {**found, "terms": float(terms.numel()) if is_counted and terms is not None else count}
         if not name.startswith((*_PASSED, "Mean", "Sum")) or not node.next_functions:
             break
-        other = getattr(node, "_saved_other", None) if name == "Div" else None
-        if isinstance(other, torch.Tensor) and other.requires_grad:
-            break  # no count: it is made of the model's outputs too
-        divisor = _single(other) if name == "Div" else divisor
-        before = [one for one, _ in node.next_functions if one is not None or name != "Add"]
-        losses += name == "Add" and len(before) > 1
-        node = before[0] if before else None
+        denominator = getattr(node, "_saved_other", None) if name == "Div" else None
+        if isinstance(denominator, torch.Tensor) and denominator.requires_grad:
+            break  # not a count: it depends on the model's outputs
+        divisor = _single(denominator) if name == "Div" else divisor
+        children = [child for child, _ in node.next_functions if child is not None or name != "Add"]
+        losses += name == "Add" and len(children) > 1
+        node = children[0] if children else None
     return {"reduction": None}
 
 
@@ -100,7 +102,7 @@ def name_of(node: Any) -> str:
 
 
 def _count(node: Any) -> float | None:
-    """What a mean divides by: cross entropy divides by the weights of the targets that it does not ignore."""
+    """The divisor of a mean; cross entropy divides by the weights of the targets that it does not ignore."""
     return _single(getattr(node, "_saved_total_weight", getattr(node, "_saved_self_sym_numel", None)))
 
 

@@ -1,7 +1,7 @@
-"""Measures where the time of each training step goes, and keeps it for those outside, at the price of a few stores.
+"""Measures where the time of each training step goes, and writes it to memory that other processes read.
 
-Covered: loops over `loader` and `steps`, on CPU and, with events instead of synchronisation, on CUDA. Not covered:
-the time of loops over anything else, and of a copy to a device that is neither.
+Covered: loops over `loader` and `steps`, on CPU and on CUDA, where it records events instead of synchronising. Not
+covered: loops over anything else, and copies to other devices.
 """
 
 import os
@@ -26,7 +26,7 @@ _AT = {name: at for at, name in enumerate((*PARTS, "user"))}
 _DATA = _AT["data"]
 _REST = _AT["rest"]
 _EVALUATION = _AT["evaluation"]
-_USER = _AT["user"]  # becomes forward or rest, as what follows says
+_USER = _AT["user"]  # counts as forward or rest, depending on the next phase
 _LEADS_TO = {_AT["forward"]: _AT["forward"], _AT["backward"]: _AT["forward"]}
 _LOSS_S = 0.5
 _EXCHANGE_EVERY = 32
@@ -57,7 +57,7 @@ class Meter(Member, Subscriber):
             group.the(Profile)
 
     def plan(self, epochs: int) -> None:
-        """So many epochs are asked for, which tells how long the run will take."""
+        """Note how many epochs the script asked for, to tell how long the run will take."""
         self._planned = epochs
 
     def pass_begins(self, begun: Pass) -> None:
@@ -90,14 +90,14 @@ class Meter(Member, Subscriber):
                 raise SystemExit(0)  # every rank has come to the end of this step
 
     def backward_begins(self, loss: torch.Tensor) -> None:
-        """Keep the loss for the line that says how far the run is; other devices than the CPU would be waited for."""
+        """Keep the loss for the line of progress; only on CPU, since reading it waits for other devices."""
         if self._clock.since > self._loss_at:
             self._loss_at = self._clock.since + _LOSS_S
             if self.times is not None and loss.numel() == 1 and loss.device.type == "cpu":
                 self.times.progress.loss = loss.item()
 
     def _note(self, began: float, ended: float, parts: Sequence[float], facts: _Facts) -> None:
-        """The times of a step are known."""
+        """Write the times of a step, and now and then the line of progress."""
         assert self.times is not None
         number, mine, batch = facts
         progress = self.times.progress
@@ -117,14 +117,16 @@ class Meter(Member, Subscriber):
             self._say_breakdown(self.times)
 
     def _say_breakdown(self, times: StepTimes) -> None:
-        """The last line of a run that was not short: where the time of its steps went."""
+        """Print where the time of the steps went, at the end of a run that was not short."""
         now = times.progress
         if self._asked != "1" and now.last - now.first < _SHORT_S:
             return
         paths = {rank: step_times_of(os.environ, rank) for rank in range(self.group.world.size)}
-        found = {rank: read_step_times(path) for rank, path in paths.items() if path is not None}
-        # outside of a run's directory, or without a shared one, this rank speaks for all
-        readings = {rank: one for rank, one in found.items() if one is not None} | {0: times.read()}
+        by_rank = {rank: read_step_times(path) for rank, path in paths.items() if path is not None}
+        # without a shared run directory only this rank's times are known
+        readings = {rank: reading for rank, reading in by_rank.items() if reading is not None} | {
+            0: times.read()
+        }
         if said := breakdown(readings):
             say(str(said))
             if self._spare_workers and said.parts["data"] > _MUCH * said.step_s:
@@ -133,7 +135,7 @@ class Meter(Member, Subscriber):
 
 
 class _Clock:
-    """Marks where each part of a step begins, and tells the times of all parts when the step is over."""
+    """Marks where each part of a step begins, and reports the times of all parts at the end of the step."""
 
     def __init__(self, done: _Done) -> None:
         self._done = done
@@ -141,12 +143,12 @@ class _Clock:
         self.since = time.monotonic()
 
     def begin(self) -> None:
-        """A pass begins, and with it the wait for its first batch."""
+        """A pass begins, with the wait for its first batch."""
         self._marks = []
         self._set(_DATA)
 
     def mark(self, slot: int) -> None:
-        """The time from here on belongs to this part."""
+        """The time from now on belongs to this part."""
         if not self._marks or slot != self._marks[-1][1]:
             self._set(slot)
 
@@ -175,7 +177,7 @@ class _Clock:
 
 
 class _DeviceClock(_Clock):
-    """By the device's own clock: an event at each mark, read when the device has passed it."""
+    """A clock that records a device event at each mark, and reads it when the device has passed it."""
 
     def __init__(self, done: _Done) -> None:
         super().__init__(done)

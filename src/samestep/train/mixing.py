@@ -1,7 +1,8 @@
-"""What makes a number of one sample from others of its batch, so that on a share it is not the serial script's.
+"""Finds losses that mix the samples of a batch: on a share of the batch they are not the serial script's.
 
-The average of ranks' losses is the whole batch's where each is an average over samples. So averages over this rank's
-samples may be added and weighed, and not multiplied with each other, compared or put under a root.
+Ranks average their gradients. That is exact where a loss is an average over samples, and it stays exact where such
+averages are added or multiplied by constants. Examples: with e = error(x) on this rank's samples, `e.mean() + 0.1 *
+h.mean()` is exact. `e.mean().sqrt()`, `e.mean() * h.mean()` and `e.softmax(0)` are not: they need all samples at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from samestep.train.batch_sizes import Other, stands_for_samples
+from samestep.train.batch_sizes import Traced, stands_for_samples
 from samestep.train.draw_sizes import number_in_line
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
@@ -21,10 +22,10 @@ _MOVING = {"flip", "roll"}
 _COMPARING = {"sort", "topk", "kthvalue", "median", "cumsum", "_softmax", "_log_softmax"}
 _PICKS = {
     *("select", "slice", "split", "split_with_sizes", "unbind", "index", "index_select", "gather"),
-    "_pack_padded_sequence",  # which takes lengths that were sorted with the samples
+    "_pack_padded_sequence",  # its lengths were sorted together with the samples
 }
 IN_PLACE = {"add_", "sub_", "mul_", "div_"}
-# of averages over samples these are such, and of two of them products are none
+# these make averages over samples of averages over samples; a product does so with a single average among its factors
 _LINEAR = {
     *("add", "sub", "rsub", "neg", "sum", "mean", "clone", "detach", "alias", "nan_to_num", "_to_copy"),
     *("view", "_unsafe_view", "_reshape_alias", "expand", "repeat", "squeeze", "unsqueeze", "stack", "cat"),
@@ -32,83 +33,84 @@ _LINEAR = {
 }
 _PRODUCTS = {"mul", "mm", "bmm", "dot", "mv", "addmm"}
 _COUNTS = {"sum", "bincount"}
-# as of a count that may be 0
+# for a divisor: a count that may be 0
 _BOUNDS = {"clamp", "clamp_min", "maximum"}
 
 
 def averaged(
     call: tuple[Any, Sequence[Any], dict[str, Any]],
-    given: Sequence[Other],
-    made: Any,
-    other: Any,
+    operands: Sequence[Traced],
+    result: Any,
+    probe: Any,
     order: tuple[int, ...],
     rows: Rows,
 ) -> Averaged | None:
-    """How what it made depends on averages over this rank's samples, None where not at all."""
+    """How an operation's result depends on averages over this rank's samples, None where it does not."""
     func, args, kwargs = call
-    name, made, other = func._opname.removesuffix("_"), _first(made), _first(other)
-    # what only has the sizes of another has none of its numbers, and slopes are another rule's affair
-    if _is_of_sizes(name) or torch._C._current_autograd_node() is not None:
+    name, result, probe = func._opname.removesuffix("_"), _first(result), _first(probe)
+    # zeros_like uses no values of its operand; gradients are checked in backward.py
+    if _uses_only_sizes(name) or torch._C._current_autograd_node() is not None:
         return None
-    known = [one.averaged for one in given if one.averaged is not None]
-    is_batch = [one.has_batch for one in given]
-    # of what is no number of the loss, only a choice among samples goes into it
-    if not isinstance(made, torch.Tensor):
+    averages = [operand.averaged for operand in operands if operand.averaged is not None]
+    have_batch = [operand.has_batch for operand in operands]
+    if not isinstance(result, torch.Tensor):
         return None
-    is_count = name in _COUNTS or (known and (any(is_batch) or name in {"mul", *_LINEAR, *_BOUNDS}))
-    if not (made.is_floating_point() or is_count):
+    # an integer is no term of a loss, but it may be the count that divides it
+    is_count = name in _COUNTS or (averages and (any(have_batch) or name in {"mul", *_LINEAR, *_BOUNDS}))
+    if not (result.is_floating_point() or is_count):
         return None
-    if mixed := next((one for one in known if one.does), None):
+    if mixed := next((average for average in averages if average.does), None):
         return mixed
     arguments = arguments_of(func, args, kwargs)
-    if does := _mixes(name, arguments, given, other, order, rows.mine):
+    if does := _mixes(name, arguments, operands, probe, order, rows.mine):
         return Averaged(f"{does} ({users_line()})")
-    is_sure = any(is_batch) and all(one.sure for one in given)
-    is_reduced = is_sure and isinstance(other, torch.Tensor) and other.shape == made.shape
-    if not known and (not is_reduced or name in _PICKS):
+    is_sure = any(have_batch) and all(operand.sure for operand in operands)
+    is_reduced = is_sure and isinstance(probe, torch.Tensor) and probe.shape == result.shape
+    if not averages and (not is_reduced or name in _PICKS):
         return None
-    of_model = any(one.of_model for one in known) or any(one.tensor.requires_grad for one in given)
-    sums, means = any(one.sums for one in known), any(one.means for one in known)
-    if not known:
+    of_model = any(average.of_model for average in averages)
+    of_model |= any(operand.tensor.requires_grad for operand in operands)
+    sums, means = any(average.sums for average in averages), any(average.means for average in averages)
+    if not averages:
         sums = arguments.get("reduction", 1 + (name in {*_COUNTS, *_PRODUCTS})) == 2
         means = not sums
-    if not _is_average(name, given, is_batch, of_model=of_model):
-        # what is no output, as a mask, is divided by the share's own number perhaps
+    if not _is_average(name, operands, have_batch, of_model=of_model):
+        # a sum that depends on no output, as of a mask, may be divided by this rank's own count
         sums &= of_model
         does = f"computes with {'sums' if sums else 'averages'} over the samples of a batch"
-    elif known and name in ("mul", "div"):
+    elif averages and name in ("mul", "div"):
         does, sums, means = _weighed(name, args[1], sums, means, rows)
     return Averaged(f"{does} ({users_line()})" if does else "", of_model, sums, means)
 
 
-def _is_average(name: str, given: Sequence[Other], is_batch: Sequence[bool], *, of_model: bool) -> bool:
-    """Whether it adds and weighs averages and sums, and does nothing else with them."""
-    known = [one.averaged for one in given if one.averaged is not None]
-    if not known:
+def _is_average(name: str, operands: Sequence[Traced], have_batch: Sequence[bool], *, of_model: bool) -> bool:
+    """Whether an operation only adds averages and sums over samples, or multiplies them by constants."""
+    averages = [operand.averaged for operand in operands if operand.averaged is not None]
+    if not averages:
         return "_loss" in name or "cross_entropy" in name or name in _LINEAR | _PRODUCTS | _COUNTS
     if name in _PRODUCTS:
-        others = [has_it for one, has_it in zip(given, is_batch, strict=True) if one.averaged is None]
-        return len(known) == 1 and not any(others)
+        factors_have_batch = [operand.has_batch for operand in operands if operand.averaged is None]
+        return len(averages) == 1 and not any(factors_have_batch)
     if name == "div":
-        above, *below = known
-        if given[0].other is None:  # of terms that were picked, by their count
-            return not above.of_model
-        # of sums by sums that are none of outputs it is compared in backward whether such fit
-        are_counts = all(above.sums and one.sums and not one.of_model for one in below)
-        return given[0].averaged is above and not any(is_batch[1:]) and are_counts
+        numerator, *denominators = averages
+        if operands[0].probe is None:  # a number of terms that a mask chose, divided by their count
+            return not numerator.of_model
+        # a sum divided by a sum of labels or masks: backward compares these counts between ranks
+        are_counts = all(numerator.sums and count.sums and not count.of_model for count in denominators)
+        return operands[0].averaged is numerator and not any(have_batch[1:]) and are_counts
     return name in _LINEAR or (name in _BOUNDS and not of_model)
 
 
-def _weighed(name: str, by: Any, sums: bool, means: bool, rows: Rows) -> tuple[str, bool, bool]:
-    """What a number does to sums and averages, whether there are sums, and averages of this rank's samples, then."""
+def _weighed(name: str, factor: Any, sums: bool, means: bool, rows: Rows) -> tuple[str, bool, bool]:
+    """After a product or quotient with a number: `does`, `sums` and `means` of Averaged."""
     is_written_out, power = number_in_line(rows.mine)
-    number = by if isinstance(by, int | float) else 0.0
+    number = factor if isinstance(factor, int | float) else 0.0
     if is_written_out:
         return "", sums, means
     if number and power:
         is_divided = (power > 0) == (name == "div")
         if is_divided and rows.mine == 1:
-            return "", False, sums or means  # samples that the script took one by one are averages too
+            return "", False, sums or means  # losses of single samples, added by the script, are averages too
         is_twice = is_divided and means
         return "divides an average by the number of samples" if is_twice else "", means, sums and is_divided
     count = number if name == "div" or not number else round(1 / number, 6)
@@ -119,43 +121,44 @@ def _weighed(name: str, by: Any, sums: bool, means: bool, rows: Rows) -> tuple[s
 def _mixes(
     name: str,
     arguments: Mapping[str, Any],
-    given: Sequence[Other],
-    other: Any,
+    operands: Sequence[Traced],
+    probe: Any,
     order: tuple[int, ...],
     mine: int,
 ) -> str:
-    """What it does to the samples along their dimension, which it may make twice."""
-    is_along, of = name in _MOVING | _COMPARING, given[0].other if given else None
-    dims = _dims(arguments, of.dim()) if is_along and of is not None else set()
-    if of is not None and any(stands_for_samples(of.shape[dim]) for dim in dims):
+    """In words, how an operation mixes the samples of a batch; "" where it does not."""
+    is_along, source = name in _MOVING | _COMPARING, operands[0].probe if operands else None
+    dims = _dims(arguments, source.dim()) if is_along and source is not None else set()
+    if source is not None and any(stands_for_samples(source.shape[dim]) for dim in dims):
         if name in _COMPARING:
             return _COMPARES
-        # as long as it is known in which order they are, it shows what comes of it
+        # with a known order it is harmless until samples in another order are combined with it
         return "" if order else _MOVES
-    batches = [one for one in given if one.sure and one.has_batch]
-    if len({one.order for one in batches}) > 1 and name not in _PICKS:
+    batches = [operand for operand in operands if operand.sure and operand.has_batch]
+    if len({batch.order for batch in batches}) > 1 and name not in _PICKS:
         return _MOVES
-    # as of one sample with all others; a share of one sample is that sample
-    are_twice = mine > 1 and bool(batches) and any(one.order and not one.has_batch for one in given)
-    are_twice |= isinstance(other, torch.Tensor) and sum(map(stands_for_samples, other.shape)) > 1
-    return "makes pairs of the samples of a batch" if are_twice else ""
+    # a single sample with all samples; in a share of one sample these are the same
+    has_single = any(operand.order and not operand.has_batch for operand in operands)
+    makes_pairs = mine > 1 and bool(batches) and has_single
+    makes_pairs |= isinstance(probe, torch.Tensor) and sum(map(stands_for_samples, probe.shape)) > 1
+    return "makes pairs of the samples of a batch" if makes_pairs else ""
 
 
-def mixed_by_copy(into: Other, of: Other) -> str:
-    """What it does to samples that a part of a tensor, `into`, gets those of another one."""
-    if of.averaged is not None and of.averaged.does:
-        return of.averaged.does
-    moves = of.sure and of.has_batch and into.has_batch and into.order != of.order
+def mixed_by_copy(target: Traced, source: Traced) -> str:
+    """In words, how a copy into a part of a tensor mixes samples; "" where it does not."""
+    if source.averaged is not None and source.averaged.does:
+        return source.averaged.does
+    moves = source.sure and source.has_batch and target.has_batch and target.order != source.order
     return f"{_MOVES} ({users_line()})" if moves else ""
 
 
-def order_kept(name: str, given: Sequence[Other], has_batch: bool) -> tuple[int, ...]:
-    """The order of the samples in what an operation makes; what only has the sizes of a single sample is none."""
-    kept = () if _is_of_sizes(name) and not has_batch else given
-    return next((one.order for one in kept if one.order and one.has_batch == has_batch), ())
+def order_kept(name: str, operands: Sequence[Traced], has_batch: bool) -> tuple[int, ...]:
+    """The order of the samples in an operation's result; zeros_like of a single sample is not that sample."""
+    sources = () if _uses_only_sizes(name) and not has_batch else operands
+    return next((source.order for source in sources if source.order and source.has_batch == has_batch), ())
 
 
-def _is_of_sizes(name: str) -> bool:
+def _uses_only_sizes(name: str) -> bool:
     return name.endswith("_like") or name.startswith("new_")
 
 
@@ -164,13 +167,13 @@ def _first(value: Any) -> Any:
 
 
 def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """By name, with those that are not given."""
-    known: dict[str, Any] = {argument.name: argument.default_value for argument in func._schema.arguments}
-    return known | dict(zip(known, args, strict=False)) | kwargs
+    """The arguments of an operation by name, with defaults."""
+    arguments: dict[str, Any] = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return arguments | dict(zip(arguments, args, strict=False)) | kwargs
 
 
 def _dims(arguments: Mapping[str, Any], count: int) -> set[int]:
-    """The dimensions that it goes along: those that are given, or all."""
+    """The dimensions that an operation goes along; all where it is given none."""
     given = arguments.get("dim", arguments.get("dims"))
     dims = [given] if isinstance(given, int) else given
     return {dim % count for dim in dims} if dims else {*range(count)}

@@ -1,4 +1,4 @@
-"""Finds draws that a script makes one by one for its samples: a rank's are not the serial script's for them."""
+"""Finds loops that draw one number for each sample: on a rank these are not the serial script's numbers."""
 
 import sys
 from collections import Counter
@@ -19,7 +19,7 @@ class OneByOne:
         self._counts = Counter[tuple[CodeType, int]]()
 
     def note(self, name: str) -> None:
-        """This was drawn for all ranks; where a line has drawn as often as there are samples, say if it is for each."""
+        """Count a draw that has no batch dimension; print a remark where its line is in a loop over the samples."""
         share, frame = self._share(), scripts_frame(sys._getframe(1))
         if share is None or frame is None:
             return

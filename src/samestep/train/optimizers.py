@@ -1,6 +1,6 @@
-"""What an optimizer steps belongs to a replica, and a closure's loss is everyone's; said or made right before a step.
+"""Before an optimizer's step: refuses parameters that differ between ranks, and gives a closure the whole batch's loss.
 
-Covered: parameters that no replica holds and whose gradients differ between ranks, optimizers that branch on the
+Covered: parameters that belong to no replica and whose gradients differ between ranks, optimizers that branch on the
 loss of a closure (LBFGS). Not covered: updates written by hand.
 """
 
@@ -23,7 +23,7 @@ _FIRST_STEPS = 3
 
 
 class Optimizers(Member):
-    """Tells of every optimizer step; at more than one rank it looks at the first ones of a loop."""
+    """Notes every optimizer step as a phase; with several ranks it checks the first steps of each optimizer."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -49,43 +49,43 @@ class Optimizers(Member):
         if isinstance(optimizer, torch.optim.LBFGS):
             # step(self, closure): torch gives the optimizer itself as the first argument
             closure = args[1] if len(args) > 1 else kwargs["closure"]
-            return (args[0], self._everyones(closure)), {}
+            return (args[0], self._of_whole_batch(closure)), {}
         return None
 
     def _check_owners(self, optimizer: Any) -> None:
-        """Collective where a parameter with a gradient belongs to no replica: its gradients have to be equal."""
-        held = {id(one) for one in self._spine.models.parameters()}
-        stepped = [one for group in optimizer.param_groups for one in group["params"]]
-        loose = [one for one in stepped if one.grad is not None and id(one) not in held]
-        if not loose:
+        """Collective where a parameter belongs to no replica: its gradient has to be equal on all ranks."""
+        replicated = {id(parameter) for parameter in self._spine.models.parameters()}
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unowned = [p for p in stepped if p.grad is not None and id(p) not in replicated]
+        if not unowned:
             return
-        digest = bit_sums([one.grad for one in loose if one.grad is not None])
+        digest = bit_sums(p.grad for p in unowned)
         call = f"samestep's check of {type(optimizer).__name__}.step"
         if len(set(self.group.all_gather(call, digest))) > 1:
             raise UsageError(
-                f"{type(optimizer).__name__} steps {_name_of(loose[0])}, which belongs to no replica: its gradient "
+                f"{type(optimizer).__name__} steps {_name_of(unowned[0])}, which belongs to no replica: its gradient "
                 "differs on each rank; write model = samestep.replicate(model) before the loop"
             )
 
-    def _everyones(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """LBFGS decides by the loss, so it has to be that of the whole batch on every rank."""
+    def _of_whole_batch(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose loss is the whole batch's: LBFGS branches on it, so it has to be equal on all ranks."""
         sums = self._spine.models.adds()
 
-        def of_all() -> Any:
+        def averaged() -> Any:
             loss = closure()
             value = loss.detach() if isinstance(loss, torch.Tensor) else loss
             return totals.sum(value) if sums else totals.mean(value)
 
-        return of_all
+        return averaged
 
 
 def _name_of(parameter: torch.Tensor) -> str:
-    """`fc.weight of Net`, found among all living modules."""
-    roots = [one for one in gc.get_objects() if isinstance(one, torch.nn.Module)]
+    """`fc.weight of Net`, found among all modules in memory."""
+    roots = [module for module in gc.get_objects() if isinstance(module, torch.nn.Module)]
     names = [
         (len(name), f"{name} of {type(root).__name__}")
         for root in roots
-        for name, other in root.named_parameters()
-        if other is parameter
+        for name, named in root.named_parameters()
+        if named is parameter
     ]
     return max(names)[1] if names else f"a parameter of shape {list(parameter.shape)}"

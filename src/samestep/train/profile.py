@@ -1,4 +1,4 @@
-"""Records chosen steps of this rank with torch's profiler, and beside them the phases that the run has names for."""
+"""Records chosen steps of this rank with torch's profiler, and the run's phases in these steps."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Where random numbers come from: torch's, Python's and NumPy's streams, set, kept and brought back together."""
+"""Seeds, captures and restores torch's, Python's, NumPy's and the device's random streams together."""
 
 import hashlib
 import json
@@ -27,21 +27,21 @@ def draw_seed() -> int:
 
 
 def draw_as(*facts: int | str) -> None:
-    """Local. From here on random numbers are a function of these facts."""
+    """Local. Seed all streams by these facts."""
     seed = seed_of("draw", *facts)
     torch.manual_seed(seed)
     seed_host(seed)
 
 
 def seed_host(seed: int) -> None:
-    """Local. The same of the host's streams alone."""
+    """Local. Seed the streams of the host."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
 def capture() -> bytes:
-    """Local. Where this process's streams are."""
+    """Local. The states of this process's streams, as bytes for `restore`."""
     name, words, *rest = np.random.get_state(legacy=True)
     kept: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
@@ -56,7 +56,7 @@ def capture() -> bytes:
 
 @contextmanager
 def streams_kept() -> Iterator[None]:
-    """Local. What is drawn inside does not count: the host's streams go on from where they were."""
+    """Local. Context manager that restores the host's streams at its end."""
     before = of_host()
     try:
         yield
@@ -65,20 +65,20 @@ def streams_kept() -> Iterator[None]:
 
 
 def of_host() -> tuple[torch.Tensor, Any, Any]:
-    """Local. Where the host's streams are."""
+    """Local. The states of the host's streams."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
 def set_host(states: tuple[torch.Tensor, Any, Any]) -> None:
-    """Local. Let the host's streams go on from there."""
+    """Local. Set the states of the host's streams."""
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
 
 
 def restore(kept: bytes, names: Collection[str] | None = None) -> None:
-    """Local. Go on drawing where `capture` was called, in these streams or in all."""
-    streams = {name: at for name, at in json.loads(kept).items() if names is None or name in names}
+    """Local. Set all streams, or those named, to the states that `capture` returned."""
+    streams = {name: state for name, state in json.loads(kept).items() if names is None or name in names}
     if "torch" in streams:
         torch.set_rng_state(_tensor(streams["torch"]))
     if "python" in streams:
@@ -91,7 +91,7 @@ def restore(kept: bytes, names: Collection[str] | None = None) -> None:
 
 
 def are_complete(kept: object) -> bool:
-    """Local. Whether `restore` takes this."""
+    """Local. Whether `restore` accepts this value."""
     try:
         streams = json.loads(kept if isinstance(kept, bytes) else b"")
         with streams_kept():
@@ -108,7 +108,7 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def digest() -> bytes:
-    """8 bytes that tell where this process's streams are."""
+    """8 bytes that identify the states of this process's streams."""
     state = hashlib.blake2b(torch.get_rng_state().numpy().data, digest_size=8)
     _, numbers, gauss = random.getstate()
     _, words, *rest = np.random.get_state(legacy=True)
@@ -120,7 +120,7 @@ def digest() -> bytes:
     return state.digest()
 
 
-def different(one: bytes, other: bytes) -> list[str]:
-    """Which streams are at another place in two captured states."""
-    states = json.loads(one), json.loads(other)
+def different(first: bytes, second: bytes) -> list[str]:
+    """The names of the streams whose captured states differ."""
+    states = json.loads(first), json.loads(second)
     return [name for name in states[0] if states[0][name] != states[1].get(name)]

@@ -1,4 +1,4 @@
-"""What is told of every pass, step and microbatch, and what the spine asks of the models."""
+"""The interfaces of the spine: what it tells its subscribers, and what it asks of the models."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 class Subscriber:
-    """Is told of every pass, step and microbatch; what it does not need it leaves out."""
+    """Gets the spine's events; a subclass overrides those that it needs."""
 
     def phase_begins(self, phase: str, call: str) -> None:
-        """This rank does something else from here on: one of rundir's PHASES, and the call with its line."""
+        """This rank enters a phase, one of rundir's PHASES; `call` is the call with its line."""
 
     def backward_begins(self, loss: torch.Tensor) -> None:
         """The script calls backward() of this tensor."""
 
     def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None], bool]) -> None:
-        """Of these tensors torch.autograd.grad gave these slopes; whether those of ranks are added to the batch's."""
+        """torch.autograd.grad returned gradients: its inputs, the gradients, and whether they are terms of a sum."""
 
     def pass_begins(self, begun: "Pass") -> None: ...
     def step_begins(self, share: "Share") -> None: ...
@@ -32,29 +32,29 @@ class Subscriber:
 
 
 class Models(Subscriber):
-    """The models that are kept equal on all ranks; there are none, until the first is replicated."""
+    """What the spine asks of the replicas; these are the answers until the first model is replicated."""
 
     def trains(self, shuffled: bool) -> bool:
-        """Whether a pass that begins now is one of training."""
+        """Whether a pass that begins now trains."""
         return False
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """What is kept equal on all ranks."""
+        """The parameters of all replicas."""
         return ()
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Collective. Around a backward: at its end all gradients are there."""
+        """Collective. Context manager around a backward; at its end all gradients were exchanged."""
         return nullcontext()
 
     def adds(self, leaves: Iterable[torch.Tensor] = ()) -> bool:
-        """Whether the gradients of ranks are added in a model that has one of these leaves; in any, where none has."""
+        """Whether a replica with one of these leaves adds the ranks' gradients (loss="sum"), or without leaves any."""
         return False
 
     @property
-    def weigh_losses(self) -> bool:
-        """Whether a loss counts by its share where backward begins; a tree weighs gradients itself."""
+    def weighs_losses(self) -> bool:
+        """Whether a loss is multiplied by its share's weight where backward begins; a tree weighs gradients itself."""
         return False
 
     def exchanges(self) -> Iterable[tuple[float, float]]:
-        """Seconds that the latest measured exchanges of gradients took, and in how many of them backward went on."""
+        """Of the latest measured exchanges of gradients: their seconds, and for how many of these backward went on."""
         return ()

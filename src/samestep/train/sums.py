@@ -1,6 +1,6 @@
-"""Values of many ranks as bytes: numbers are added exactly, arrays in the widest type of their kind.
+"""Values as bytes that are added over ranks: numbers exactly, arrays in the widest type of their kind.
 
-Exact sums do not depend on the order of their terms; arrays are added in a fixed tree over ranks (Group.total).
+An exact sum does not depend on the order of its terms; arrays are added in a fixed tree over ranks (Group.total).
 """
 
 import json
@@ -29,9 +29,9 @@ def unpack(message: bytes) -> tuple[Any, list[bytes]]:
 
 
 def number(value: Any) -> list[Any]:
-    """A number as a term of a sum: whether it is an integer, how many units, and what is not finite of it.
+    """A number as a term of a sum: whether it is an integer, its units, and its value if it is not finite.
 
-    None is no term.
+    None adds nothing.
     """
     if value is None or isinstance(value, Integral):
         return [1, int(value or 0) * _UNIT, 0.0]
@@ -53,7 +53,7 @@ def value_of(total: Sequence[Any]) -> int | float:
 
 
 def add(left: bytes, right: bytes) -> bytes:
-    """The sums of both; an array that no rank has counted yet has no bytes."""
+    """The sum of two packed terms; an array without bytes adds nothing."""
     (numbers, kinds), arrays = unpack(left)
     (other_numbers, _), other_arrays = unpack(right)
     added = [[a[0] & b[0], a[1] + b[1], a[2] + b[2]] for a, b in zip(numbers, other_numbers, strict=True)]
@@ -65,7 +65,7 @@ def add(left: bytes, right: bytes) -> bytes:
 
 
 def written(value: Any) -> Any:
-    """As JSON: what it has no form for becomes a list that begins with its type."""
+    """A value for JSON; a value that JSON does not have becomes a list that begins with its type."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -83,7 +83,7 @@ def written(value: Any) -> Any:
 
 
 def read(node: Any) -> Any:
-    """What was written."""
+    """The value that `written` was given."""
     if not isinstance(node, list):
         return node
     kind, parts = node[0], [read(part) for part in node[1:]]

@@ -1,6 +1,7 @@
-"""Totals that are everyone's: sum, mean and gather are exact whatever each rank's share was.
+"""`sum`, `mean` and `gather` over all ranks, exact for any shares, and with exact gradients.
 
-So are their gradients: a loss over the gathered batch, or of its mean, trains as it does at one process.
+Example: rank 0 has 3 samples with mean loss 1.0, rank 1 has 2 with mean loss 2.0. `samestep.mean(loss)` is 1.4 on both.
+A loss that is computed from a total or from a gathered batch trains as it does at one process.
 """
 
 import builtins
@@ -104,7 +105,7 @@ def gather(value: Value) -> Value:
     _remark_lent("samestep.gather")
     lent = spine().is_lent
     ranks = _of_all("samestep.gather", {name: leaf[:0] if lent else leaf for name, leaf in named.items()})
-    wholes = [_joined(named[name], [one[name] for one in ranks], lent=lent) for name in named]
+    wholes = [_joined(named[name], [parts[name] for parts in ranks], lent=lent) for name in named]
     for whole in wholes:
         if isinstance(whole, torch.Tensor):
             spine().note_joined(whole)
@@ -112,7 +113,7 @@ def gather(value: Value) -> Value:
 
 
 def _remark_lent(call: str) -> None:
-    """What a rank added up in a loop has what it computed of a batch that was lent to it."""
+    """Print a remark where a total after a training loop may contain lent samples, which other ranks count too."""
     size, left = joined().world.size, spine().evaluated
     if spine().at_hand is not None or left is None or not left.training or size == 1:
         return
@@ -125,23 +126,23 @@ def _remark_lent(call: str) -> None:
 
 
 def _places(parts: Sequence[Any]) -> list[list[int]] | None:
-    """For each rank, where its rows go: in the order of samples where they were collected over a whole pass."""
-    at, size, counts = spine(), len(parts), [len(part) for part in parts]
-    batch = at.at_hand
-    if at.evaluated is None or (
-        batch and counts == [len(range(*cut(batch.all, size, r))) for r in range(size)]
+    """For each rank the positions of its rows in the pass, if they were collected over a whole pass; else None."""
+    evaluated, batch = spine().evaluated, spine().at_hand
+    size, counts = len(parts), [len(part) for part in parts]
+    if evaluated is None or (
+        batch and counts == [len(range(*cut(batch.all, size, rank))) for rank in range(size)]
     ):
         return None
-    places = at.evaluated.places(size)
-    found = [[*chain(*own)] for own in places]
-    if isinstance(parts[0], list | tuple) and [*map(len, found)] != counts:
+    places = evaluated.places(size)
+    rows = [[*chain(*own)] for own in places]
+    if isinstance(parts[0], list | tuple) and [*map(len, rows)] != counts:
         # a list may have an element for each batch, such as its predictions
-        found = [[batch.start for batch in own if batch] for own in places]
-    return found if [*map(len, found)] == counts else None
+        rows = [[batch.start for batch in own if batch] for own in places]
+    return rows if [*map(len, rows)] == counts else None
 
 
 def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
-    """Ranks are added in a fixed tree, so that every rank and every run of so many ranks gets the same bits."""
+    """The weighted sum or mean; ranks are added in a fixed tree, so that all ranks and repeated runs get equal bits."""
     named = dict(_leaves(value))
     for leaf in named.values():
         if not isinstance(leaf, torch.Tensor | Real):
@@ -159,8 +160,8 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     head = [[sums.number(term) for term in (float(weight), *terms)], [_kind_of_sum(leaf) for leaf in small]]
     payload = sums.pack(head, [_array(leaf, weight, divide) for leaf in small])
     kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
-    packed, everyones = joined().total(call, kinds, payload, sums.add)
-    _check_alike(call, everyones)
+    packed, all_kinds = joined().total(call, kinds, payload, sums.add)
+    _check_alike(call, all_kinds)
     (added, _), data = sums.unpack(packed)
     weights, *totals = map(sums.value_of, added)
     whole = (float(weights) or math.nan) if divide else 1.0
@@ -170,20 +171,20 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     def total(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return next(of_numbers) / whole if divide else next(of_numbers)
-        found = (
+        summed = (
             _all_reduced(call, leaf, part if divide else 1.0, counts=bool(weight))
             if _is_large(leaf)
             else _of_array(leaf, next(of_arrays), whole)
         )
-        return _differentiable(call, leaf, found, lambda gradient: gradient * part)
+        return _differentiable(call, leaf, summed, lambda gradient: gradient * part)
 
     return _rebuilt(value, map(total, named.values()))
 
 
 class _MadeByAll(torch.autograd.Function):
-    """What all ranks made together: the loss of each depends on it, so a rank's gradient comes from all of them.
+    """Identity on a total. Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients.
 
-    Each loss has to count by its rank's share on its way to the others, and again as it did on its way on.
+    In backward each rank's gradient is brought to the weight of the rank's share, summed, and brought back.
     """
 
     @staticmethod
@@ -194,9 +195,9 @@ class _MadeByAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        lacks = 1.0 if ctx.weight is None else spine().lacks(ctx.weight)
-        own = ctx.back(_weighted(f"{ctx.call}'s gradient", gradient * lacks, 1.0, divide=False))
-        return (own / lacks if lacks else torch.zeros_like(own), None, None, None)
+        missing = 1.0 if ctx.weight is None else spine().missing_factor(ctx.weight)
+        own = ctx.back(_weighted(f"{ctx.call}'s gradient", gradient * missing, 1.0, divide=False))
+        return (own / missing if missing else torch.zeros_like(own), None, None, None)
 
 
 def _differentiable(call: str, leaf: Any, whole: Any, back: _Back) -> Any:
@@ -214,7 +215,7 @@ def _kind_of_sum(leaf: torch.Tensor) -> str:
 
 
 def _array(leaf: torch.Tensor, weight: float, divide: bool) -> bytes:
-    """A tensor as a term of a sum, without bytes where it does not count."""
+    """The bytes of a tensor as a term of a sum; no bytes with weight 0."""
     wide = leaf.to(_WIDE[_kind_of_sum(leaf)])
     return (wide * weight if divide else wide).contiguous().numpy().tobytes() if weight else b""
 
@@ -255,8 +256,8 @@ def _joined(leaf: Any, parts: Sequence[Any], *, lent: bool) -> Any:
     whole, start = torch.cat(list(parts)), builtins.sum(map(len, parts[:rank]))
     mine: Any = slice(start, start + len(leaf))
     if places is not None:
-        at = torch.tensor([*chain(*places)], dtype=torch.int64, device="cpu")
-        whole, mine = torch.empty_like(whole).index_copy_(0, at, whole), places[rank]
+        index = torch.tensor([*chain(*places)], dtype=torch.int64, device="cpu")
+        whole, mine = torch.empty_like(whole).index_copy_(0, index, whole), places[rank]
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(leaf) if lent else gradient[mine]
@@ -274,43 +275,43 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _rebuilt(value: Value, leaves: Iterator[Any]) -> Value:
     if not isinstance(value, Mapping):
-        # what all ranks made is alike on all, and none of a batch whose samples are followed
+        # a total is equal on all ranks and has no batch dimension to follow
         with _disable_current_modes():
             total = next(leaves)
         return cast(Value, total.numpy() if isinstance(value, np.ndarray) else total)
-    new: Any = copy.copy(value)
+    copied: Any = copy.copy(value)
     for key in value:
-        new[key] = _rebuilt(value[key], leaves)
-    return cast(Value, new)
+        copied[key] = _rebuilt(value[key], leaves)
+    return cast(Value, copied)
 
 
 def _of_all(call: str, named: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Collective. Every rank's leaves by name, after all were found to bring the same kinds."""
+    """Collective. Every rank's leaves by name; raises where ranks brought different kinds."""
     tensors = on_host(leaf for leaf in named.values() if isinstance(leaf, torch.Tensor))
-    left = iter(tensors)
+    remaining = iter(tensors)
     head = []
     for name, leaf in named.items():
         is_tensor = isinstance(leaf, torch.Tensor)
         try:
-            shape_or_value = list(next(left).shape) if is_tensor else sums.written(leaf)
+            shape_or_value = list(next(remaining).shape) if is_tensor else sums.written(leaf)
         except TypeError as error:
             raise UsageError(f"{call} cannot send this to other ranks: {error}") from None
         head.append([name, _kind(leaf, rows=True), shape_or_value])
     data = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
-    ranks = [sums.unpack(said) for said in joined().all_gather(call, sums.pack(head, data))]
+    ranks = [sums.unpack(message) for message in joined().all_gather(call, sums.pack(head, data))]
     _check_alike(call, [[name + kind for name, kind, _ in head] for head, _ in ranks])
     return [_read(named, head, iter(data)) for head, data in ranks]
 
 
 def _read(named: Mapping[str, Any], head: Sequence[Any], data: Iterator[bytes]) -> dict[str, Any]:
-    found = {}
+    leaves = {}
     for name, _, shape_or_value in head:
         if isinstance(own := named[name], torch.Tensor):
-            found[name] = made = torch.empty(shape_or_value, dtype=own.dtype, device="cpu")
-            made.view(-1).view(torch.uint8).numpy().data[:] = next(data)
+            leaves[name] = tensor = torch.empty(shape_or_value, dtype=own.dtype, device="cpu")
+            tensor.view(-1).view(torch.uint8).numpy().data[:] = next(data)
         else:
-            found[name] = sums.read(shape_or_value)
-    return found
+            leaves[name] = sums.read(shape_or_value)
+    return leaves
 
 
 def _kind(leaf: Any, rows: bool = False) -> str:
@@ -321,7 +322,7 @@ def _kind(leaf: Any, rows: bool = False) -> str:
 
 
 def _check_alike(call: str, ranks: Sequence[Sequence[str]]) -> None:
-    """An error that says what the first rank that differs from rank 0 brought."""
+    """Raise where a rank brought other kinds than rank 0."""
     rank = next((rank for rank, kinds in enumerate(ranks) if kinds != ranks[0]), None)
     if rank is None:
         return

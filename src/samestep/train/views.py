@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, and where its samples are after a view."""
+"""How a tensor lies in memory, and in which dimension its samples are after a view."""
 
 import itertools
 import math
@@ -9,10 +9,10 @@ import torch
 
 
 def key_of(tensor: torch.Tensor) -> Any:
-    """What tells tensors apart that are there at once."""
+    """A key that is the same for the same memory seen in the same way, and differs for tensors alive at once."""
     if tensor.layout != torch.strided:
         return id(tensor)
-    # autograd may hand on a view as another object with the same memory
+    # not the id: autograd may pass a view on as another object
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -23,41 +23,47 @@ def meta_of(tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.T
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its dimensions in the order of memory."""
+    """The dimensions of a tensor in the order of memory."""
     strides = tensor.stride() if tensor.layout == torch.strided else range(tensor.dim(), 0, -1)
-    if 0 in strides:  # what was expanded lies as torch would lay out another tensor like it
+    if 0 in strides:  # an expanded dimension has no place in memory: take torch's layout for a new tensor
         strides = torch.empty_like(tensor, device="meta").stride()
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-def moved(given: Sequence[int], made: Sequence[int], dim: int, before: int, mine: int) -> tuple[int, int]:
-    """Where `mine` samples are after a view, and how much is merged before them there; LookupError if nowhere.
+def dim_after_view(
+    old: Sequence[int], new: Sequence[int], dim: int, before: int, mine: int
+) -> tuple[int, int]:
+    """The dimension of `mine` samples after a view, and the size merged before them there; LookupError if none.
 
-    Elements keep their order, so as many elements are before one step of the batch, and after it, as there were.
+    A view keeps the order of elements, so the product of the sizes before the samples stays. Example: 8 samples are in
+    dimension 1 of (5, 8, 3). In a view of (40, 3) they are in dimension 0, behind a merged size of 5.
     """
-    ahead, behind = given[:dim], given[dim + 1 :]
+    ahead, behind = old[:dim], old[dim + 1 :]
     before *= math.prod(ahead)
     passed = 1
-    found = []
-    for at, size in enumerate(made):
-        here, rest = divmod(before, passed)
-        if not rest and size % (here * mine) == 0:
-            found.append((at, here))
+    places = []
+    for place, size in enumerate(new):
+        merged, rest = divmod(before, passed)
+        if not rest and size % (merged * mine) == 0:
+            places.append((place, merged))
         passed *= size
-    if not found:
+    if not places:
         raise LookupError
-    if mine > 1 or len(found) == 1:
-        return found[0]
-    # of a share of one sample the batch may be in several places
-    alone = next(((at, here) for at, here in found if here == 1 and made[at] == 1), None)
-    split = made[: len(ahead)] == ahead and len(made) > len(ahead) + len(behind)
-    return alone or (found[-1] if split else found[0])
+    if mine > 1 or len(places) == 1:
+        return places[0]
+    # a share of one sample fits several dimensions
+    alone = [(place, merged) for place, merged in places if merged == 1 and new[place] == 1]
+    split = new[: len(ahead)] == ahead and len(new) > len(ahead) + len(behind)
+    return alone[0] if alone else places[-1] if split else places[0]
 
 
-def dim_in_view(view: torch.Tensor, of: torch.Tensor, dim: int, mine: int) -> int | None:
-    """Where the samples that are in `dim` of a tensor are in a view of it, or several rows of each: by their stride."""
-    step = of.stride(dim) if of.dim() else 0
-    sizes = list(enumerate(zip(view.shape, view.stride(), strict=True)))
-    exact = (at for at, found in sizes if found == (mine, step))
-    merged = (at for at, (size, by) in sizes if by and step % by == 0 and size == step // by * mine)
+def dim_in_view(view: torch.Tensor, base: torch.Tensor, dim: int, mine: int) -> int | None:
+    """The dimension of a view in which the samples are that `base` has in `dim`, found by its stride.
+
+    In that dimension the view may have several rows of each sample.
+    """
+    step = base.stride(dim) if base.dim() else 0
+    sizes = list(zip(view.shape, view.stride(), strict=True))
+    exact = (at for at, size in enumerate(sizes) if size == (mine, step))
+    merged = (at for at, (size, by) in enumerate(sizes) if by and (size, step % by) == (step // by * mine, 0))
     return next(itertools.chain(exact, merged), None)

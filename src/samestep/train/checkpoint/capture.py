@@ -1,7 +1,7 @@
-"""A state with tensors in it is laid out for a file without a copy, and comes back whole, on the CPU.
+"""Lays a state with tensors out for a file without copying them, and reads it back to the CPU.
 
-Covered: all dtypes models are made of, any strides, tied tensors (written once, and tied again).
-Not covered: sparse, quantised and meta tensors and tensor subclasses; they are refused by their place.
+Covered: the dtypes of models, any strides, tied tensors (written once, and tied again when read).
+Not covered: sparse, quantised and meta tensors and tensor subclasses; the error names their place in the state.
 """
 
 import os
@@ -57,7 +57,7 @@ def pack(
 
 
 def bulk(state: object) -> int:
-    """Local. The bytes that `pack` takes of `into`, found without a copy of anything, from a device say."""
+    """Local. The bytes that `pack` needs in `into`; copies nothing, also not from a device."""
 
     def leaf(value: object, where: Path) -> tuple[Hashable, Blob, Callable[[], memoryview]] | None:
         return (*_key(value, where), lambda: memoryview(b"")) if isinstance(value, Tensor) else None
@@ -68,16 +68,16 @@ def bulk(state: object) -> int:
 
 
 def read(file: str | os.PathLike[str] | int, *, dir_fd: int | None = None) -> tuple[Any, dict[str, Any]]:
-    """Local. The state, its tensors each in memory of its own, and the meta, after every byte was checked."""
+    """Local. The state, each tensor in its own memory, and the meta data, after every byte was checked."""
     return state_file.read(file, _room, dir_fd=dir_fd)
 
 
 def received(size: int, root: str, group: Group) -> Any:
     """Collective. On ranks other than 0: the state in the file that rank 0 hands out, which has this root digest."""
-    # containers often have 64 MB of it, for all ranks of a node together
+    # containers often have only 64 MB of it, for all ranks of a node together
     memory = "/dev/shm"
     fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > size
-    # without a name: nothing is left of it if this process is killed
+    # a file without a name: nothing is left of it if this process is killed
     with tempfile.TemporaryFile(dir=memory if fits else None) as file:
         group.hand_out(file)
         file.flush()
@@ -89,7 +89,7 @@ def received(size: int, root: str, group: Group) -> Any:
 
 
 def message_of(state: object) -> bytes:
-    """Local. A small state as a message, the same bytes where it has the same values."""
+    """Local. A small state as a message; equal values give equal bytes."""
     return state_file.message_of(pack(state))
 
 
@@ -100,7 +100,7 @@ def of_message(message: bytes) -> Any:
 
 def _key(tensor: Tensor, where: Path) -> tuple[Hashable, Blob]:
     _refuse_foreign(tensor, where)
-    # the very same memory seen the same way is one tensor, as with tied weights
+    # tensors with the same memory and the same view are tied, and are written once
     look = (tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg())
     blob = Blob(_NAMES[tensor.dtype], tuple(tensor.shape))
     return (look, blob) if tensor.numel() else None, blob

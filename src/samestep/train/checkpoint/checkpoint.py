@@ -1,7 +1,7 @@
-"""A run that can be stopped, killed and moved: its whole state is committed, and it goes on from there.
+"""`samestep.Checkpoint`: commits the whole state of a run, so that it can be stopped, killed and resumed elsewhere.
 
-Covered: what has a `state_dict`, the random streams of every rank, which samples were consumed (a hash chain),
-and what produced it all. Not covered: variables of the script that are in no part.
+Covered: parts with a `state_dict`, the random streams of every rank, which samples were consumed (a hash chain), and
+the versions of script and libraries. Not covered: variables of the script that belong to no part.
 """
 
 import hashlib
@@ -94,18 +94,18 @@ class Checkpoint:
             )
         self._parts = checked_parts(directory, unnamed, parts, self._group)
         self._loaders = {name: part for name, part in parts.items() if isinstance(part, Loader)}
-        for one in self._loaders.values():
-            one.keep_ledger(self.finish)
-        # a run that is measured or verified must not touch the commits of the script
+        for loader in self._loaders.values():
+            loader.keep_ledger(self.finish)
+        # a run that is measured or verified must not change the script's commits
         elsewhere = os.environ.get("SAMESTEP_CHECKPOINTS")
         directory = Path(elsewhere, os.path.abspath(directory).lstrip("/")) if elsewhere else directory
         self._directory = CheckpointDirectory(directory, keep)
         self._requests = StopRequests()
         others = self._group.the(_Checkpoints).living
-        slots = None if others else slots_of(os.environ)  # they hold the state of one
+        slots = None if others else slots_of(os.environ)  # they have room for one checkpoint's state
         self._writer = Writer(self._directory, self._world.device, self._note_commit, slots)
         self._commit_seconds, self._told_of_limit, self._is_held = 1.0, False, False
-        # random streams at the last commit: this rank's digest, and all that is known of each rank's
+        # random streams at the last commit: the digest of this rank's, and the states of every rank's
         self._drawn, self._streams = b"", [b""] * self._world.size
         self._common = CommonStep(self._group, len(others), lambda pace: any(self._reasons(pace)))
         others.append(self)
@@ -136,7 +136,7 @@ class Checkpoint:
             state, meta = found.value
             kept = meta.get("commit_seconds")
             kept = kept if isinstance(kept, float) and 0 <= kept < _LONGEST_COMMIT else 0.0
-            # the kept one is of the commit before; reading takes about as long as writing
+            # the state holds the time of the commit before it; reading takes about as long as writing
             self._note_commit(max(kept, read_seconds, self._commit_seconds))
             with self._directory.opened(found) as file:
                 self._group.hand_out(file)
@@ -146,7 +146,7 @@ class Checkpoint:
         if found is not None:
             where = "memory" if found.is_memory else path
             self._writer.committed = [0] if found.is_memory else self._place()
-            places = "".join(place_of(*one) for one in self._loaders.items())
+            places = "".join(place_of(*named) for named in self._loaders.items())
             say(f"going on after step {self.steps} from {where}{of_element(meta)}{places}")
         return self.steps
 
@@ -176,7 +176,7 @@ class Checkpoint:
         return self._outcome() if wait else ""
 
     def _commit(self, is_patient: bool) -> None:
-        """Collective. Commit now, or where another commit is being written after it, unless this one waits for it."""
+        """Collective. Commit now; during another commit a patient call waits for it, another call is left out."""
         self._hold()
         self._asked_at = self.steps
         self._group.the(Replicas).settle()
@@ -185,14 +185,14 @@ class Checkpoint:
             self._writer.start(*self._state(), self._place())
 
     def _remember(self, began: float) -> None:
-        """Collective. Keep the state in the launcher's memory, from where a restart takes it."""
+        """Collective. Keep the state in the launcher's memory for a restart."""
         self._group.the(Replicas).settle()
         self._remember_at = self._gather(self._writer.remembers_next(self.steps))
         if self._world.rank == 0 and not self._writer.is_writing:
             self._writer.remember(*self._state(), self.steps, began)
 
     def _hold(self) -> None:
-        """Collective the first time. Be the only run that writes in the directory, or raise on every rank."""
+        """Collective the first time. Take the directory for this run alone, or raise on every rank."""
         if self._is_held:
             return
         failure = ""
@@ -206,7 +206,7 @@ class Checkpoint:
         self._is_held = True
 
     def _gather(self, number: int = 0) -> int:
-        """Collective. Take every rank's values and random streams; an error where ranks consumed other samples.
+        """Collective. Gather every rank's values and random streams; raise if ranks consumed different samples.
 
         Returns rank 0's number.
         """
@@ -236,14 +236,14 @@ class Checkpoint:
             self.commit(wait=True)
 
     def unsaved(self) -> str:
-        """Local. What could not be committed and is lost when this process ends, or ""."""
+        """Local. A sentence on the steps that could not be committed and will be lost, or ""."""
         self._writer.wait()
         if not self._writer.failure:
             return ""
         return f"{self._writer.failure}; the steps since {self._writer.committed[0]} are in no checkpoint"
 
     def _reasons(self, pace: float) -> tuple[str, bool]:
-        """Why this rank should stop now, or "", and whether it is time to commit; the rest is the other ranks' say."""
+        """Why this rank should stop now, or "", and on rank 0 whether it is time to commit."""
         since = time.monotonic() - self._writer.begun_at
         every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
         is_late = self._writer.left_out or (bool(self._writer.failure) and since >= _RETRY_SECONDS)
@@ -255,22 +255,22 @@ class Checkpoint:
         """Collective. What all ranks do next: stop, and why, or commit, or nothing."""
         remembers = self._is_held and self._writer.slots is not None
         mine = [*self._reasons(self._common.pace), remembers]
-        said = self._group.all_gather("samestep.Checkpoint.step", mine)
+        answers = self._group.all_gather("samestep.Checkpoint.step", mine)
         self._common.decided()
-        if said[0][2] and not self._remember_at:
+        if answers[0][2] and not self._remember_at:
             self._remember_at = self.steps + 1
-        return next((stop for stop, *_ in said if stop), ""), said[0][1]
+        return next((stop for stop, *_ in answers if stop), ""), answers[0][1]
 
     def _stop(self, why: str) -> None:
-        # signals came to the newest alone
+        # only the newest checkpoint handles signals, so it commits the others too
         here = self._directory.directory
         others = [
-            one
-            for one in self._group.the(_Checkpoints).living
-            if one.steps != one._asked_at and one._directory.directory != here
+            checkpoint
+            for checkpoint in self._group.the(_Checkpoints).living
+            if checkpoint.steps != checkpoint._asked_at and checkpoint._directory.directory != here
         ]
-        for one in (*others, self):
-            if failure := one.commit(wait=True):
+        for checkpoint in (*others, self):
+            if failure := checkpoint.commit(wait=True):
                 raise CheckpointError(failure)
         self._requests.fulfilled()
         if self._world.rank == 0:
@@ -280,11 +280,11 @@ class Checkpoint:
         sys.exit(CHECKPOINTED)  # not SystemExit: what samestep puts in place of sys.exit notes the code
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is committed, and what is said of it."""
+        """The state to commit, and its meta data."""
         exact = self._group.the(Replicas).exact
         own = {
             "step": self.steps,
-            # ranks of an exact run draw alike, and what they commit does not tell how many they were
+            # ranks of an exact run have equal streams; the commit does not depend on their number
             "streams": self._streams[:1] if exact else self._streams,
             "facts": self._facts,
             "arithmetic": arithmetic() if exact else None,
@@ -300,7 +300,7 @@ class Checkpoint:
         return state, meta
 
     def _note_commit(self, seconds: float) -> None:
-        """How long a commit takes, which a job has to keep free before its time limit."""
+        """Note how long a commit takes: a job needs that time before its time limit."""
         self._commit_seconds = seconds
         if self._requests.job_seconds < 2 * seconds + _LEAVE_SECONDS and not self._told_of_limit:
             self._told_of_limit = True
@@ -328,7 +328,7 @@ class Checkpoint:
         self.steps = self._asked_at = int(own["step"])
         self._meter.counted = self.steps
         self._common.decided(is_first=True)
-        # ranks that draw alike all go on in rank 0's streams
+        # ranks with equal streams all continue rank 0's
         alike = self._group.the(Replicas).exact or self._group.the(Draws).active
         kept, rank = own["streams"], 0 if alike else self._world.rank
         if rank < len(kept):
@@ -337,21 +337,22 @@ class Checkpoint:
             streams.draw_as("rank", rank, streams.seed_of(kept[0].hex()))
 
     def _adjusted(self, name: str, state: Any) -> Any:
-        """A loader's state, whose changed facts are meant; an epoch in another order is begun anew."""
+        """A loader's state with this run's facts, which `accept` allows; with another order the epoch starts again."""
         if name not in self._loaders:
             return state
         now = self._loaders[name].facts()
         of_order = now.keys() - {"batch_size", "microbatch", "drop_last"}
-        position = 0 if any(state[one] != now[one] for one in of_order) else state["position"]
+        position = 0 if any(state[fact] != now[fact] for fact in of_order) else state["position"]
         return {**state, **now, "position": position}
 
     def _place(self) -> list[Any]:
-        return [self.steps, *(one.state_dict() for one in self._loaders.values())]
+        return [self.steps, *(loader.state_dict() for loader in self._loaders.values())]
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
         return {
-            name: {**one.facts(), "fingerprint": one.fingerprint()} for name, one in self._loaders.items()
+            name: {**loader.facts(), "fingerprint": loader.fingerprint()}
+            for name, loader in self._loaders.items()
         }
 
     def _check_facts(self, own: Mapping[str, Any]) -> None:
@@ -371,7 +372,7 @@ class Checkpoint:
 
 
 class _Checkpoints(Member):
-    """All of a group: a stop commits each, and none is left while its commit is being written."""
+    """All checkpoints of a group: a stop commits each of them, and `close` waits for their commits."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

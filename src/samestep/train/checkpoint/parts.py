@@ -1,4 +1,4 @@
-"""What a Checkpoint consists of and how often it is committed, and what a commit holds: checked before it is used."""
+"""The parts of a Checkpoint; checks of its arguments, and of a commit's contents before it is loaded."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from samestep.train.data.loader import Loader
 from samestep.train.group.group import Group
 
 OWN = "samestep"
-# of an optimizer, a scheduler, a scaler, a loader: a copy, into which nothing can be loaded
+# keys of a state_dict of an optimizer, a scheduler, a scaler or a loader: the script passed a copy of a state
 _OF_STATE_DICTS = {"param_groups", "_step_count", "_growth_tracker", "fingerprint"}
 ACCEPTED_AS = {
     "length": "dataset",
@@ -35,27 +35,27 @@ ACCEPTED_AS = {
 
 
 class Part(Protocol):
-    """Anything that can say where it is, and go on from there."""
+    """Anything with state_dict and load_state_dict."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class Values:
-    """A dict of the script's own as a part: every rank's values, once where they are alike."""
+    """A dict of the script as a part: every rank's values, stored once if they are equal."""
 
     def __init__(self, name: str, values: dict[str, Any], group: Group) -> None:
         self._name, self._values, self._group = name, values, group
         self._messages = [capture.message_of({name: values})]
 
     def gather(self) -> None:
-        """Collective. Take every rank's values of now."""
+        """Collective. Gather every rank's present values."""
         mine = capture.message_of({self._name: self._values})
         sent = self._group.all_gather("samestep.Checkpoint.commit", mine)
         self._messages = sent if len(set(sent)) > 1 else sent[:1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of_ranks": [capture.of_message(one)[self._name] for one in self._messages]}
+        return {"of_ranks": [capture.of_message(message)[self._name] for message in self._messages]}
 
     def load_state_dict(self, state: Any) -> None:
         world, of_ranks = self._group.world, state["of_ranks"]
@@ -68,18 +68,18 @@ class Values:
 
 
 def _update(now: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
-    """In place; a tensor goes to where the one is that it replaces, or to the device that the run trains on."""
+    """Update the dict in place; a tensor goes to the device of the tensor that it replaces, or to `device`."""
     for key, value in saved.items():
-        before = now.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            _update(before, value, device)
+        old = now.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            _update(old, value, device)
         else:
-            there = before.device if isinstance(before, Tensor) else device
-            now[key] = value.to(there) if isinstance(value, Tensor) else value
+            target = old.device if isinstance(old, Tensor) else device
+            now[key] = value.to(target) if isinstance(value, Tensor) else value
 
 
 def place_of(name: str, loader: Loader[Any]) -> str:
-    """How much of a loader's data is done, for the author of the loop over it."""
+    """A sentence on how much of a loader's data is done."""
     state, size = loader.state_dict(), loader.batch_size
     length, position, epochs = state.get("length"), state["position"], state["epoch"]
     done, ends = f"{position} samples", ""
@@ -119,20 +119,20 @@ def checked_parts(
         )
     if OWN in parts:
         raise UsageError(f"Checkpoint keeps its own state as {OWN}; give your part another name")
-    made: dict[str, Part] = {}
+    checked: dict[str, Part] = {}
     for name, part in parts.items():
         is_own = type(part) is dict and not part.keys() & _OF_STATE_DICTS
-        made[name] = Values(name, part, group) if is_own else part
-        if not hasattr(made[name], "state_dict") or not hasattr(made[name], "load_state_dict"):
+        checked[name] = Values(name, part, group) if is_own else part
+        if not hasattr(checked[name], "state_dict") or not hasattr(checked[name], "load_state_dict"):
             raise UsageError(
                 f"Checkpoint cannot keep {name}, a {type(part).__name__} without state_dict and load_state_dict; "
                 "give what has both, or a dict of values of your own"
             )
-    return made
+    return checked
 
 
 def load_part(name: str, part: Part, state: Any) -> None:
-    """Give a part its state; whatever it raises of a state that is not its own is a CheckpointError."""
+    """Load a part's state; any error of a state that does not fit becomes a CheckpointError."""
     try:
         part.load_state_dict(state)
     except SamestepError:
@@ -156,7 +156,7 @@ def _lay_out_as_parameters(optimizer: Optimizer) -> None:
 
 
 def check_state(file: str, state: Any, step: int, parts: Mapping[str, Part]) -> None:
-    """A CheckpointError where a file without damage holds no state of a run, or one that no run can have."""
+    """Raise CheckpointError for a file without damage that holds no state of a run, or an impossible state."""
     own = state.get(OWN) if isinstance(state, dict) else None
     if not isinstance(own, dict):
         raise CheckpointError(f"{file} is not damaged, but it holds no state of a run", path=file)
@@ -209,13 +209,13 @@ def _wrong_in_part(part: Part, state: Any) -> list[str]:
         if isinstance(part, Optimizer):
             kept = state.get("state")
             is_right["state"] = isinstance(kept, dict) and all(
-                isinstance(held, dict) for held in kept.values()
+                isinstance(entry, dict) for entry in kept.values()
             )
     return [name for name, right in is_right.items() if not right]
 
 
 def _fits(now: object, saved: object) -> bool:
-    """Whether a saved value is of the kind that is there now; a number may be None or a tensor too."""
+    """Whether a saved value has the kind of the present value; in place of a number, None and tensors fit too."""
     if isinstance(now, int | float) and isinstance(saved, int | float):
         return -(2**63) <= saved < 2**63 or not -math.inf < now < math.inf
     if isinstance(now, int | float | Tensor):
@@ -232,7 +232,7 @@ def _is_count(value: object) -> bool:
 
 
 def _are_facts(facts: object) -> bool:
-    """Whether these are named texts and numbers that can be compared and printed."""
+    """Whether this is a dict of printable texts and numbers."""
     return isinstance(facts, dict) and all(
         value is None or (value.isprintable() if isinstance(value, str) else _fits(0, value))
         for name, value in facts.items()
@@ -246,7 +246,7 @@ def _length(state: Mapping[str, Any]) -> float:
 
 
 def _is_order(order: Any, most: float) -> bool:
-    """The samples of the pass are at most those of the data, which may have grown since the pass began."""
+    """Whether this is the state of an order of at most `most` samples; the data may have grown since the pass began."""
     match order:
         case {"length": length, **rest}:
             return _is_count(length) and length <= most and _is_order(rest, most)

@@ -1,4 +1,4 @@
-"""Who writes the file: one rank, whole or not at all, in a form the serial world reads."""
+"""`save` and `load`: rank 0 writes a file atomically, in a form that `torch.load` reads."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         with joined().within("checkpoint", f"samestep.save ({users_line()})"):
             try:
                 write_atomically(Path(os.path.realpath(path)), lambda file: torch.save(state, file))
-            except Exception as error:  # whatever it is, the others wait to hear of it
+            except Exception as error:  # of any kind: the other ranks wait for the result
                 reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
                 failure = f"{path} cannot be written ({reason}); what was there is intact"
     if failure := joined().broadcast("samestep.save", failure):
@@ -48,7 +48,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 
 
 def _remark_others(path: str | os.PathLike[str]) -> None:
-    """What load refuses is no reason to lose a training's result, but to be told of while it is at hand."""
+    """Print a remark on objects that `load` will refuse, while the script still has them."""
     if others := torch.serialization.get_unsafe_globals_in_checkpoint(path):
         say(
             f"{path} holds {', '.join(sorted(others)[:3])}, which torch.load(weights_only=True) does not "
@@ -78,7 +78,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         ) from error
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there; save it first, or name another file") from error
-    except Exception as error:  # a damaged pickle raises what its bytes happen to spell
+    except Exception as error:  # a damaged pickle may raise any exception
         reason = str(error).partition("\n")[0]
         if " " not in reason:  # a byte or a key
             reason = "its bytes are none of torch.save"
@@ -91,7 +91,7 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 
 def without_prefix(state: Any) -> Any:
-    """Without DDP's prefix, in every dict of which all keys have it."""
+    """The state without DDP's prefix, in every dict in which all keys have it."""
     if not isinstance(state, dict) or not state:
         return state
     has_prefix = all(isinstance(key, str) and key.startswith("module.") for key in state)

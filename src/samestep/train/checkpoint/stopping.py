@@ -1,4 +1,4 @@
-"""How a run is asked to stop: a signal, a time limit or a file raises a flag; nothing is done in a handler."""
+"""Requests to stop a run: a signal, a time limit or a file sets a flag; signal handlers do nothing else."""
 
 import math
 import os
@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequests:
-    """What this process has heard."""
+    """The requests that this process has received."""
 
     def __init__(self) -> None:
         self.heard: int | None = None
@@ -33,18 +33,18 @@ class StopRequests:
         run = os.environ.get("SAMESTEP_RUN")
         self._run = Path(run) if run else None
         if threading.current_thread() is threading.main_thread():
-            # what is ignored from the start (SIGINT in a shell's background job) stays so
-            for one in _SIGNALS:
-                if signal.getsignal(one) is not signal.SIG_IGN:
-                    signal.signal(one, self._hear)
+            # a signal that was ignored from the start (SIGINT in a shell's background job) stays ignored
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, self._hear)
 
     def asked(self, margin_seconds: float) -> str:
-        """Why this process should stop now, or nothing; the job's time limit counts the margin before it."""
+        """Why this process should stop now, or ""; the margin is the time needed before the job's time limit."""
         if self.heard is not None:
             return signal.Signals(self.heard).name
         if self._end is not None and time.time() > self._end - margin_seconds:
             if self._run is not None:
-                # a launcher that started the run again would do it in vain
+                # tells the launcher not to start the run again: the job is about to end
                 with suppress(OSError):
                     (self._run / TIME_UP).touch()
             return "the job's time limit"
@@ -54,9 +54,9 @@ class StopRequests:
         return ""
 
     def fulfilled(self) -> None:
-        """The state is safe: a launcher that now stops the others must not change this process's exit code."""
-        for one in _SIGNALS:
-            signal.signal(one, signal.SIG_IGN)
+        """The state is committed: from now on ignore signals, which would change this process's exit code."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         if note := os.environ.get("SAMESTEP_STOPPED"):  # torchrun loses the exit code
             with suppress(OSError):
                 Path(note).touch()
@@ -68,15 +68,15 @@ class StopRequests:
 
 
 class CommonStep:
-    """The step after which all ranks decide together: the next one when any of them has a reason to.
+    """Finds a step after which all ranks decide together, soon after any rank has a reason to.
 
-    A thread of each rank looks for reasons, its own and in the store. Where there is one it says to which step its rank
-    comes next, and there the rank waits until all have said so. The latest of these steps is the common one: no rank
-    has passed it, whatever their pace, and a step without a reason costs nothing.
+    A thread of each rank looks for reasons, its own and in the store. If there is a reason, it writes into the store
+    which step its rank will finish next, and at that step the rank waits until all ranks have written theirs. The
+    latest of these steps is the common step: no rank has passed it. A step without a reason costs nothing.
     """
 
     def __init__(self, group: Group, number: int, has_reason: Callable[[float], bool]) -> None:
-        """`number` tells it from others of the group; `has_reason` is given the seconds of a step."""
+        """`number` tells it from others of the group; `has_reason` gets the seconds that a step takes."""
         self._group, self._has_reason = group, has_reason
         self._store, self._prefix = group.store, f"samestep/common step/{number}"
         self._lock, self._known, self._closed = threading.Lock(), threading.Event(), threading.Event()
@@ -88,7 +88,7 @@ class CommonStep:
         self._thread.start()
 
     def reached(self, steps: int, *, now: bool) -> bool:
-        """Whether all ranks decide after this step, as they do after the first; `now` is a reason of this rank's."""
+        """Whether all ranks decide after this step, as they do after the first; `now`: this rank has a reason."""
         with self._lock:
             is_first, self._is_counting, self._steps = not self._is_counting, True, steps
             if now and self._next is None and not is_first:
@@ -100,7 +100,7 @@ class CommonStep:
         return steps == self._common
 
     def decided(self, *, is_first: bool = False) -> None:
-        """Collective. The ranks have decided, or with `is_first` begin to count anew."""
+        """Collective. The ranks have decided; with `is_first` they begin to count again."""
         with self._lock:
             self._round += 1
             self._next = self._common = None
@@ -112,7 +112,7 @@ class CommonStep:
         self._thread.join(_LEAVE_S)
 
     def _wait(self, steps: int) -> None:
-        """Until every rank has said to which step it comes next."""
+        """Wait until every rank has written which step it will finish next."""
         with self._group.waiting("samestep.Checkpoint.step"):
             self._known.wait(self._group.timeout.total_seconds())
         if self._common is None:

@@ -1,4 +1,4 @@
-"""Writes commits in the background: a copy of the state is taken at once, the training goes on. Says who writes."""
+"""Writes commits in the background from a copy of the state, and tells who writes them."""
 
 import hashlib
 import math
@@ -24,13 +24,13 @@ from samestep.train.checkpoint import capture
 from samestep.train.group.device import HostMemory, synchronize
 
 _RESTARTS_OF_A_JOB = 1_000_000
-# The state is kept in memory for this share of the time, and for the first times after so many steps.
+# keeping the state in memory may take this share of the time; the first times it is done after so many steps
 _SHARE = 0.01
 _SOON = 5
 
 
 class Writer:
-    """At most one commit is under way; how the last one ended is kept."""
+    """Writes at most one commit at a time, and keeps the outcome of the latest."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Writer:
         on_written: Callable[[float], None],
         slots: Slots | None = None,
     ) -> None:
-        """`on_written` is told in seconds how long a commit took; `slots` keep states in memory."""
+        """`on_written` gets the seconds that a commit took; `slots` keep states in memory."""
         self.slots, self._is_remembering = slots, False
         self._remembered = 0, 0.0  # after which step, and when
         self._cost_s = 0.0  # of keeping the state in memory
@@ -56,33 +56,33 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def remembers_next(self, step: int) -> int:
-        """After which step to keep the state in memory again, at this share of the time; 0 where it is not kept."""
+        """The step after which to keep the state in memory again; 0 if it is not kept."""
         now, (before, then) = time.monotonic(), self._remembered
         self._remembered = step, now
         pace = (now - then) / (step - before) if then else self._cost_s
         return step + max(_SOON, math.ceil(self._cost_s / _SHARE / (pace or 1.0))) if self.slots else 0
 
     def is_free(self, is_patient: bool) -> bool:
-        """Whether a commit can begin; a patient one waits for the one under way, any for what goes into memory."""
+        """Whether a commit can begin; a patient call waits for a running commit, every call for a copy into memory."""
         if self._thread is not None and (is_patient or self._is_remembering):
             self._thread.join()
         self.left_out = self.is_writing
         return not self.left_out
 
     def wait(self) -> None:
-        """Wait for the commit that is under way, if there is one."""
+        """Wait for a running commit."""
         self._is_awaited = True
         if self._thread is not None:
             self._thread.join()
 
     def start(self, state: object, meta: Mapping[str, Any], place: list[Any]) -> None:
-        """Copy the state and write it; `place` is `committed` once that was done, and begins with the step."""
+        """Copy the state and write it; then `committed` becomes `place`, which begins with the step."""
         packed = self._packed(state, meta, capture.bulk(state))
         self.begun_at, self._is_remembering = time.monotonic(), False
         self._in_background(self._write, packed, place)
 
     def remember(self, state: object, meta: Mapping[str, Any], step: int, began: float) -> None:
-        """The same into memory, which has cost time since `began`; `wait` and `committed` are of the disk alone."""
+        """Copy the state into the launcher's memory; its cost counts from `began`. `committed` does not change."""
         size = capture.bulk(state)
         if not self.slots or not self.slots.fit(size):
             self.slots = None
@@ -121,7 +121,7 @@ class Writer:
         try:
             self._directory.commit(packed, place[0])
         except Exception as error:
-            # also an error that nobody foresaw: a failed commit must not pass for one that was written
+            # of any kind: a failed commit must never be taken for a written commit
             if not self.failure:
                 say(f"{error}; training goes on and tries again")
             self.failure = str(error) or type(error).__name__
@@ -133,8 +133,8 @@ class Writer:
 
 
 def holder(env: Mapping[str, str], directory: Path) -> tuple[Holder, Callable[[str], object], str]:
-    """This process as a holder, how it says that it waits, and what a run that is refused should do."""
-    # a job that was requeued has its number again, and its steps have theirs
+    """For the lease: this process, the function that tells that it waits, and the advice to a run that is refused."""
+    # a job that was requeued keeps its number, and its job steps keep theirs
     job = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}" if "SLURM_JOB_ID" in env else ""
     requeues, restarts = (count(env, f"{by}_RESTART_COUNT") for by in ("SLURM", "TORCHELASTIC"))
     remedy = "end that run first, or give each run a directory of its own"
@@ -147,7 +147,7 @@ def holder(env: Mapping[str, str], directory: Path) -> tuple[Holder, Callable[[s
 
 
 def of_element(meta: Mapping[str, Any]) -> str:
-    """What to say of a commit that another element of a job array has made."""
+    """Words on a commit that another element of a job array has made, else ""."""
     element = str(meta.get("element") or "")
     if element in ("", os.environ.get("SLURM_ARRAY_TASK_ID")):
         return ""
@@ -156,7 +156,7 @@ def of_element(meta: Mapping[str, Any]) -> str:
 
 
 def origin() -> dict[str, Any]:
-    """What a commit says of the script and the versions that made it."""
+    """The script, and the versions, that made a commit."""
     script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("-")
     digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12] if script.is_file() else ""
     return {

@@ -1,4 +1,4 @@
-"""A share becomes a batch on this rank's device: gathered from memory or loaded by workers, copied ahead."""
+"""Makes a batch of a share: gathers it from memory or has workers load it, and copies it to the device ahead of use."""
 
 import os
 import signal
@@ -20,38 +20,38 @@ from samestep.train.step import Ragged
 from samestep.train.streams import seed_host, seed_of, streams_kept
 
 _Key = tuple[int, int, int]
-# The samples to read for a batch, and which of them are this rank's where those of others are read too.
+# the samples to read for a batch; and which of them are this rank's, if other ranks' samples are read too
 Planned = tuple[torch.Tensor, slice | None]
 Batch = tuple[Any, dict[str, Ragged]]
 
 
 class FromMemory:
-    """A data set that is tensors in memory: a batch is one gather for each tensor."""
+    """A dataset of tensors in memory: a batch is one index_select for each tensor."""
 
     collates = False
 
     def __init__(self, dataset: TensorDataset, pin: bool) -> None:
         self._dataset, self._pin = dataset, pin
-        devices = {one.device for one in dataset.tensors}
+        devices = {tensor.device for tensor in dataset.tensors}
         self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Batch]:
         for indices, _ in plan:
-            yield [self._gathered(one, indices) for one in self._dataset.tensors], {}
+            yield [self._gathered(tensor, indices) for tensor in self._dataset.tensors], {}
 
     def _gathered(self, tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if not self._pin or tensor.device.type != "cpu" or tensor.requires_grad:
             return tensor.index_select(0, indices.to(tensor.device))
-        # torch gives pinned memory away again only after the copies from it
+        # torch's allocator reuses pinned memory only after the copies from it
         room = torch.empty(len(indices), *tensor.shape[1:], dtype=tensor.dtype, device="cpu", pin_memory=True)
         return torch.index_select(tensor, 0, indices, out=room)
 
     def sample(self, index: int) -> list[torch.Tensor]:
-        return [one[index] for one in self._dataset.tensors]
+        return [tensor[index] for tensor in self._dataset.tensors]
 
 
 class FromWorkers:
-    """Any other data set, through torch's DataLoader."""
+    """Any other dataset, through torch's DataLoader."""
 
     device = torch.device("cpu")
 
@@ -63,23 +63,23 @@ class FromWorkers:
         self.has_workers = bool(options.get("num_workers"))
         options["collate_fn"] = Collated(collate or default_collate)
         options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
-        # Without a generator of its own DataLoader draws from the script's stream at the start of each pass.
+        # without this generator DataLoader would draw from the script's stream at the start of each pass
         self._loader: DataLoader[Any] = DataLoader(
             self._dataset, batch_sampler=self._plan, generator=torch.Generator(), **options
         )
 
     def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Batch]:
         self._plan.keys = (([(seed, epoch, at) for at in indices.tolist()], part) for indices, part in plan)
-        with torch.device("cpu"):  # what DataLoader draws, whatever the script's default device
+        with torch.device("cpu"):  # DataLoader draws on the script's default device, and needs the CPU
             return iter(self._loader)
 
     def sample(self, index: int) -> Any:
-        """One sample as it is under any seed, to know the data set by."""
+        """A sample with fixed random draws, for the fingerprint."""
         return self._dataset.__getitems__(([(0, 0, index)], None))[0][0]
 
 
 class _Plan:
-    """As a batch sampler: the keys of the pass that is being started."""
+    """A batch sampler with the keys of the pass that is being started."""
 
     keys: Iterator[tuple[list[_Key], slice | None]] = iter(())
 
@@ -88,7 +88,7 @@ class _Plan:
 
 
 class _Seeded(Dataset[Any]):
-    """What a sample draws is a function of (seed, epoch, sample): not of the worker or rank that loads it."""
+    """Seeds the random draws of a sample by (seed, epoch, sample), so that no worker or rank changes them."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -104,7 +104,7 @@ class _Seeded(Dataset[Any]):
 
 
 def begin_worker(users: Callable[[int], None] | None, number: int) -> None:
-    """As a worker_init_fn; `users` is the script's own."""
+    """A worker_init_fn; `users` is the script's."""
     _outlive_sigterm()
     torch.set_default_device(None)  # a process that was forked cannot use the rank's device
     sys.exit = _refuse_exit
@@ -113,14 +113,15 @@ def begin_worker(users: Callable[[int], None] | None, number: int) -> None:
 
 
 def _refuse_exit(status: object = None) -> NoReturn:
-    """In place of sys.exit in a loader's worker, which it would end without a word."""
+    """Replaces sys.exit in a loader's worker, where it would end the worker without a message."""
     raise RuntimeError(f"a worker of a loader called sys.exit({status!r}); raise an exception there")
 
 
 def _outlive_sigterm() -> None:
-    """In a loader worker: where its rank hears SIGTERM, end only at the rank's, not at one to all processes of a job.
+    """In a loader's worker: ignore a SIGTERM that a scheduler sends to all processes, if the rank handles SIGTERM.
 
-    torch's own worker ends at any; the rank, which meant to commit, then fails for want of it.
+    Otherwise the worker would end, and the rank, which commits at a SIGTERM, would fail without its worker. The worker
+    still ends at a SIGTERM that its rank sends.
     """
     if not callable(signal.getsignal(signal.SIGTERM)):
         return
@@ -129,14 +130,14 @@ def _outlive_sigterm() -> None:
 
 
 def _end_at_the_ranks_sigterm() -> None:
-    # only what is waited for tells who sent it
+    # only sigwaitinfo tells who sent the signal
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
 
 
 def content(sample: Any) -> bytes:
-    """What a sample consists of, as far as tensors, arrays, numbers and text say; a type's name for the rest."""
+    """The bytes of a sample's tensors, arrays, numbers and text; of other objects the type's name."""
     if isinstance(sample, torch.Tensor):
         with suppress(RuntimeError, TypeError):  # sparse, quantised and nested ones have no array
             sample = (
@@ -154,15 +155,15 @@ def content(sample: Any) -> bytes:
     if hasattr(sample, "tobytes"):
         return bytes(sample.tobytes())
     if isinstance(sample, Mapping):
-        return b"".join(content(one) for pair in sample.items() for one in pair)
+        return b"".join(content(part) for pair in sample.items() for part in pair)
     if isinstance(sample, list | tuple):
-        return b"".join(content(one) for one in sample)
+        return b"".join(content(part) for part in sample)
     plain = isinstance(sample, str | bytes | int | float | None)
     return repr(sample if plain else type(sample).__name__).encode()
 
 
 def on_device(batches: Iterator[Any], device: torch.device, side: torch.Stream | None) -> Iterator[Any]:
-    """The same batches on the device; with a side stream each is copied while the one before is used."""
+    """The batches on the device; with a side stream a batch is copied while the batch before it is used."""
     if device.type == "cpu":
         yield from batches
         return
@@ -171,7 +172,7 @@ def on_device(batches: Iterator[Any], device: torch.device, side: torch.Stream |
         if side is None:
             yield _moved(batch, device)
             continue
-        # What is allocated here may lie where an earlier batch was, whoever allocated that: an object's own `.to` say.
+        # the copy may get the memory of an earlier batch, which the current stream may still read
         side.wait_stream(torch.accelerator.current_stream(device))
         with side:
             copied = _moved(batch, device)
@@ -184,8 +185,8 @@ def on_device(batches: Iterator[Any], device: torch.device, side: torch.Stream |
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    def move(one: Any) -> Any:
-        return moved(one, device) if isinstance(one, torch.Tensor) else one.to(device)
+    def move(item: Any) -> Any:
+        return moved(item, device) if isinstance(item, torch.Tensor) else item.to(device)
 
     return map_tensors(move, batch, movable=True)
 

@@ -1,8 +1,10 @@
-"""A batch of the script's own collate_fn as the serial script has it: made of all samples, then cut into shares.
+"""Collates the whole batch with the script's collate_fn, as the serial script does, and cuts it into shares.
 
-Padding to the longest sample, sorting by length and the like see the whole batch. What has no row for each sample,
-such as graphs laid end to end, is made of this rank's samples alone, and its sizes say which part of the whole it is.
-So is the rest of such a batch, unless it only differs by padding, as sounds do beside labels laid end to end.
+So padding to the longest sample or sorting by length sees the whole batch. Example: 4 texts are padded to (4, 9). This
+rank has the texts 2 and 3 and gets rows 2 and 3 of (4, 9), though alone they would be padded to (2, 7).
+A tensor without a row for each sample, such as the nodes of several graphs in (nodes, features), is collated of this
+rank's samples alone; its sizes tell which rows of the whole batch it has. Then the other tensors are collated so too,
+unless they differ from the whole batch's rows only by padding.
 """
 
 import copy
@@ -19,9 +21,9 @@ from samestep.train.streams import streams_kept
 
 
 class Collated:
-    """As a collate_fn, of samples and which of them are this rank's: its part of the batch, and what is ragged there.
+    """A collate_fn of samples and this rank's part of them; returns its part of the batch, and the ragged tensors.
 
-    Without such a part all samples are this rank's.
+    With None as the part, all samples are this rank's.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
@@ -40,62 +42,66 @@ class Collated:
                 return cut, dict(_across(cut, whole, rows))
             except LookupError:
                 before = self._collate(samples[: part.start]) if part.start else None
-                laid = {name: one for name, one in _laid(before, mine, whole) if one.rows != rows}
+                ragged = {
+                    name: laid for name, laid in _concatenated(before, mine, whole) if laid.rows != rows
+                }
                 try:
-                    cut = _cut(whole, mine, rows, laid)
+                    cut = _cut(whole, mine, rows, ragged)
                 except LookupError:
-                    return mine, laid
-                return cut, dict(_across(cut, whole, rows)) | laid
+                    return mine, ragged
+                return cut, dict(_across(cut, whole, rows)) | ragged
 
 
-def _cut(whole: Any, mine: Any, rows: Rows, laid: Mapping[str, Ragged] | None = None, name: str = "") -> Any:
-    """These rows of a whole batch; LookupError where a part of it has no row for each sample.
+def _cut(
+    whole: Any, mine: Any, rows: Rows, ragged: Mapping[str, Ragged] | None = None, name: str = ""
+) -> Any:
+    """This rank's rows of the whole batch; LookupError where a part of the batch has no row for each sample.
 
-    `mine` is made of this rank's samples alone: a dimension of the samples differs between the two. With `laid`, by
-    their places in the batch, tensors that are laid end to end are taken where they have the same numbers in both.
+    `mine` is collated of this rank's samples alone: the dimension of the samples has another size there. `ragged` are
+    the concatenated tensors by their places; their rows are taken if they have the same values in both batches.
     """
     stop = rows.start + rows.mine
     if type(whole) is not type(mine):
         raise LookupError
     if isinstance(whole, torch.Tensor | np.ndarray):
-        if laid is not None and isinstance(whole, torch.Tensor):
-            return _cut_beside(whole, mine, rows, laid.get(name))
+        if ragged is not None and isinstance(whole, torch.Tensor):
+            return _cut_beside(whole, mine, rows, ragged.get(name))
         return _cut_array(whole, mine, rows)
     if isinstance(whole, Mapping) or (is_dataclass(whole) and hasattr(whole, "__dict__")):
-        return _cut_named(whole, mine, rows, laid, name)
+        return _cut_named(whole, mine, rows, ragged, name)
     if isinstance(whole, list | tuple) and len(whole) == len(mine):
         pairs = enumerate(zip(whole, mine, strict=True))
-        parts = [_cut(*pair, rows, laid, f"{name}.{at}") for at, pair in pairs]
+        parts = [_cut(*pair, rows, ragged, f"{name}.{index}") for index, pair in pairs]
         return type(whole)(*parts) if hasattr(whole, "_fields") else type(whole)(parts)
     if type(whole) in (list, tuple) and len(whole) == rows.all:
         return whole[rows.start : stop]
     if whole == rows.all and mine == rows.mine:
         return mine
-    if isinstance(whole, int | float | str | bytes | None) and (laid is None or whole == mine):
+    if isinstance(whole, int | float | str | bytes | None) and (ragged is None or whole == mine):
         return whole
     raise LookupError
 
 
-def _cut_named(whole: Any, mine: Any, rows: Rows, laid: Mapping[str, Ragged] | None, name: str) -> Any:
-    """The same of a dict or a dataclass."""
+def _cut_named(whole: Any, mine: Any, rows: Rows, ragged: Mapping[str, Ragged] | None, name: str) -> Any:
+    """`_cut` for a dict or a dataclass."""
     is_mapping = isinstance(whole, Mapping)
     parts, others = (whole, mine) if is_mapping else (vars(whole), vars(mine))
     if parts.keys() != others.keys():
         raise LookupError
-    new: Any = {} if type(whole) is dict else copy.copy(whole)
+    copied: Any = {} if type(whole) is dict else copy.copy(whole)
     for key, value in parts.items():
-        part = _cut(value, others[key], rows, laid, f"{name}.{key}")
+        part = _cut(value, others[key], rows, ragged, f"{name}.{key}")
         if is_mapping:
-            new[key] = part
+            copied[key] = part
         else:
-            object.__setattr__(new, key, part)  # a frozen dataclass allows no other way
-    return new
+            object.__setattr__(copied, key, part)  # a frozen dataclass allows no other way
+    return copied
 
 
-def _cut_beside(whole: torch.Tensor, mine: torch.Tensor, rows: Rows, laid: Ragged | None) -> torch.Tensor:
-    """The same beside a tensor laid end to end; numbers that count from the batch's beginning are no such rows."""
-    if laid is not None:
-        part = whole.narrow(laid.dim, laid.rows.start, laid.rows.mine)
+def _cut_beside(whole: torch.Tensor, mine: torch.Tensor, rows: Rows, ragged: Ragged | None) -> torch.Tensor:
+    """`_cut` for a tensor of a batch with concatenated tensors; LookupError for offsets into the whole batch."""
+    if ragged is not None:
+        part = whole.narrow(ragged.dim, ragged.rows.start, ragged.rows.mine)
     else:
         part = _cut_array(whole, mine, rows)
     if part.shape == mine.shape and not torch.equal(part, mine):
@@ -116,27 +122,27 @@ def _cut_array(whole: Any, mine: Any, rows: Rows) -> Any:
 
 
 def _across(cut: Any, whole: Any, rows: Rows) -> Iterator[tuple[str, Ragged]]:
-    """The tensors in which the samples do not lie in front, as in a batch that is padded with the time in front."""
+    """The tensors whose samples are not in the first dimension, as in a batch that is padded with time first."""
     of_all = dict(named_tensors(whole))
     for name, tensor in named_tensors(cut):
         sizes = zip(tensor.shape, of_all[name].shape, strict=True)
-        if dim := next((dim for dim, (mine, every) in enumerate(sizes) if mine != every), 0):
+        if dim := next((dim for dim, (mine, all_) in enumerate(sizes) if mine != all_), 0):
             yield name, Ragged(dim, rows)
 
 
-def _laid(before: Any, mine: Any, whole: Any) -> Iterator[tuple[str, Ragged]]:
-    """Of each tensor that is laid end to end in the whole batch, by its place in the batch, where this rank's part is.
+def _concatenated(before: Any, mine: Any, whole: Any) -> Iterator[tuple[str, Ragged]]:
+    """Each tensor that is concatenated in the whole batch, by its place, with this rank's rows of it.
 
-    `before` is made of the samples ahead of this rank's, None where there are none.
+    `before` is collated of the samples before this rank's; None if there are none.
     """
     ahead, all_of_it = dict(named_tensors(before)), dict(named_tensors(whole))
     for name, tensor in named_tensors(mine):
         of_all, of_ahead = all_of_it.get(name), ahead.get(name)
         if of_all is None or of_all.dim() != tensor.dim() or (of_ahead is None and before is not None):
             continue
-        unlike = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != of_all.shape[dim]]
-        if len(unlike) == 1:
-            (dim,) = unlike
+        differing = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != of_all.shape[dim]]
+        if len(differing) == 1:
+            (dim,) = differing
             rows = Rows(tensor.shape[dim], 0 if of_ahead is None else of_ahead.shape[dim], of_all.shape[dim])
             if rows.start + rows.mine <= rows.all:
                 yield name, Ragged(dim, rows)

@@ -1,4 +1,8 @@
-"""Which samples are mine: this rank's share of every batch of the serial script, already on its device."""
+"""`samestep.loader`: iterates this rank's share of every batch of the serial script, on this rank's device.
+
+Example: with batch_size=8 on 3 ranks, the batch of the samples 0 to 7 becomes 0 to 2, 3 to 5 and 6 to 7. A position is
+counted in samples of all ranks, so a state continues on any number of ranks.
+"""
 
 import hashlib
 import itertools
@@ -86,16 +90,16 @@ def loader(
             "loader(dataset, batch_size=64)"
         )
     shuffle, drop_last = chosen.pop("shuffle"), chosen.pop("drop_last")
-    made: Loader[Any] = Loader(data, batch_size, shuffle, drop_last, seed, chosen, joined())
-    return agree("samestep.loader", made)
+    result: Loader[Any] = Loader(data, batch_size, shuffle, drop_last, seed, chosen, joined())
+    return agree("samestep.loader", result)
 
 
-def agree(call: str, made: Kind) -> Kind:
-    """Collective. What this rank made, after all ranks found that theirs go through the same samples."""
-    indices, floats = chosen(made.dataset)
-    group, mine = joined(), {**made.facts(), "": indices}
-    said = group.all_gather(call, {**mine, "floats": floats})
-    for rank, theirs in enumerate(said):
+def agree(call: str, own: Kind) -> Kind:
+    """Collective. This rank's loader, after a check that all ranks' loaders iterate the same samples."""
+    indices, floats = chosen(own.dataset)
+    group, mine = joined(), {**own.facts(), "": indices}
+    answers = group.all_gather(call, {**mine, "floats": floats})
+    for rank, theirs in enumerate(answers):
         for name, value in mine.items():
             if theirs[name] != value and name:
                 raise RanksDiffer(
@@ -107,16 +111,16 @@ def agree(call: str, made: Kind) -> Kind:
                     f"{call} got other samples on rank {group.world.rank} than on rank {rank}: the indices of a Subset "
                     f"or the labels differ; {_DRAWN_ALIKE}"
                 )
-    if apart := [rank for rank, theirs in enumerate(said) if theirs["floats"] != floats]:
+    if odd := [rank for rank, theirs in enumerate(answers) if theirs["floats"] != floats]:
         group.say(
-            f"the samples of {call} differ between rank 0 and rank {apart[0]}, so each rank trains on data of its own; "
+            f"the samples of {call} differ between rank 0 and rank {odd[0]}, so each rank trains on data of its own; "
             f"{_DRAWN_ALIKE}"
         )
-    return made
+    return own
 
 
 class Loader(Generic[Item]):
-    """Batches of one dataset; where it is, is said in samples, not in ranks.
+    """Iterates a dataset in batches; its position is counted in samples of all ranks.
 
     share: this rank's part of the batch handed out last; the parts of all ranks add up to 1.
     """
@@ -161,7 +165,7 @@ class Loader(Generic[Item]):
 
     @property
     def sampler(self) -> Any:
-        """The script's own, or the one that torch's DataLoader would have made; scripts ask for its length."""
+        """The script's sampler, or the sampler that torch's DataLoader would have made; scripts use its length."""
         of_torch = RandomSampler if self._shuffle else SequentialSampler
         return of_torch(self.dataset) if self._sampler is None else self._sampler
 
@@ -177,7 +181,7 @@ class Loader(Generic[Item]):
         return self._pass(self._spine.is_training(self._shuffle))
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs still to do of count in all; the one this loader is in the middle of comes first."""
+        """The remaining epochs of `count` in all, beginning with the epoch in which this loader is."""
         first = self.epoch + self._begun
         if type(count := share.as_int(count)) is not int:
             raise UsageError(f"epochs({count!r}) is not a number of epochs; write an integer, as epochs(10)")
@@ -193,25 +197,25 @@ class Loader(Generic[Item]):
             call()
 
     def keep_ledger(self, on_done: Callable[[], None]) -> None:
-        """From here on say in the state which samples were consumed; `on_done` is called after the last epoch."""
+        """From now on keep a digest of the consumed samples in the state; call `on_done` after the last epoch."""
         self.ledger = self.ledger or bytes(32)
         self._on_done.append(on_done)
 
     def fingerprint(self) -> str:
-        """A digest of a few samples, which another dataset of the same length does not have."""
+        """A digest of a few samples, which tells datasets of the same length apart."""
         if self._source is None or not (length := len(self.dataset)):
             return ""
         digest = hashlib.blake2b(digest_size=8)
         for index in sorted({0, length // 2, length - 1}):
             once, again = (content(self._source.sample(index)) for _ in range(2))
-            # what draws from a generator of its own is another sample each time
+            # a sample that draws from a generator of its own differs each time
             digest.update(once if once == again else b"varies")
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: the epoch and the samples of it that were handed out, on all ranks."""
+        """The position of this loader: the epoch, and its samples that were handed out on all ranks."""
         ledger = {"ledger": self.ledger} if self.ledger else {}
-        # after an evaluation the loop has nothing left to do in its epoch, as it may have after a pass of training
+        # a finished evaluation is the end of its epoch; after a pass of training the loop may still have work in it
         epoch, position = (self.epoch + 1, 0) if self._has_evaluated else (self.epoch, self._position)
         order = self._order.kept(position) if position else {}
         return {"epoch": epoch, "position": position, **order, **ledger, **self.facts()}
@@ -239,7 +243,7 @@ class Loader(Generic[Item]):
         self._order.go_on(state)
 
     def facts(self) -> dict[str, Any]:
-        """What the order of samples is a function of."""
+        """The facts that determine the order of samples."""
         return {
             **self._order.facts(),
             "batch_size": self.batch_size,
@@ -255,11 +259,11 @@ class Loader(Generic[Item]):
         this.batches = len(steps or ())
         self._spine.begin_pass(this)
         at_once = self._reads_ahead or self._order.draws_at_iter
-        return self._walk(this, self._drawn(this) if at_once else None, steps)
+        return self._walk(this, self._draw_order(this) if at_once else None, steps)
 
     def _steps(self, this: Pass) -> Sequence[Any]:
-        """The batches of a pass; in an evaluation the last one is filled from the one before, or as it is."""
-        # same=True needs it as it is, for what is drawn there, and a backward needs all ranks
+        """The batches of a pass; in an evaluation a small last batch is filled from the batch before."""
+        # same=True needs the serial script's batches for its draws, and a backward needs all ranks
         even = not this.training and (not self._draws.active or torch.is_grad_enabled())
         pieces = self._pieces(self._world.size, self._world.rank, even=even)
         if this.training and not self._shuffle and pieces and pieces[-1].all < self._world.size:
@@ -270,30 +274,30 @@ class Loader(Generic[Item]):
         cuts: Any = {"start": self._position, "drop_last": self.drop_last, "even": even}
         return share.Pieces(self._order.length or 0, self.batch_size or 1, size, rank, **cuts)
 
-    def _found(self, order: TakenBatches | Reading) -> Iterator[Piece]:
-        """The batches of a pass as a batch_sampler or a stream gives them."""
+    def _pieces_of(self, order: TakenBatches | Reading) -> Iterator[Piece]:
+        """The batches of a pass, from a batch_sampler or a stream."""
         stops, world = self._in_phase_data(order.stops(self._position)), self._world
         return share.pieces_at(stops, world.size, world.rank, start=self._position)
 
-    def _drawn(self, this: Pass) -> Drawn:
+    def _draw_order(self, this: Pass) -> Drawn:
         lazily = self._world.size == 1 or self._draws.active
         order = self._order.draw(this.epoch, alike=this.training, lazily=lazily)
         this.take_order(order, self._order.pass_seed)
         return order
 
     def _walk(self, this: Pass, drawn: Drawn | None, steps: Sequence[Any] | None) -> Iterator[Any]:
-        """Hand out step by step, and say so to the spine."""
+        """Yield the batches step by step, and tell the spine."""
         spine = self._spine
-        order = self._drawn(this) if drawn is None else drawn
-        found = self._found(order) if isinstance(order, TakenBatches | Reading) else steps or ()
-        ahead, steps_to_take = itertools.tee(found)
+        order = self._draw_order(this) if drawn is None else drawn
+        pieces = self._pieces_of(order) if isinstance(order, TakenBatches | Reading) else steps or ()
+        ahead, steps_to_take = itertools.tee(pieces)
         batches = self._read(order, ahead, this)
         try:
             for step in steps_to_take:
-                for given, handed_out in self._given(step, batches, this):
-                    self._note(order, handed_out)
+                for batch, handed_out in self._handed_out(step, batches, this):
+                    self._consume(order, handed_out)
                     spine.begin_step(handed_out)
-                    yield given
+                    yield batch
                     spine.tell(Subscriber.step_ends, handed_out)
             next(batches, None)
             if isinstance(order, Taken):
@@ -304,48 +308,43 @@ class Loader(Generic[Item]):
             spine.leave_pass(this)
 
     def _planned(self, order: Drawn, piece: Any, this: Pass) -> Iterator[Planned]:
-        """The samples to read for a batch, none in an evaluation in which this rank has no share of it."""
-        # torch takes a sampler batch by batch, whatever is this rank's share
+        """The samples to read for a batch; none in an evaluation if this rank has no share of it."""
+        # a sampler is asked for the whole batch, as torch does, whatever this rank's share is
         samples = order[piece.start : piece.stop]
         mine = slice(piece.mine_start - piece.start, piece.mine_stop - piece.start)
-        if (
-            self._draws.active
-            and (self._source is None or self._source.collates)
-            and 0 < piece.mine < piece.all
-        ):
-            # what a collate_fn makes of a sample may depend on the other samples of the batch
+        collates = self._source is None or self._source.collates
+        if self._draws.active and collates and 0 < piece.mine < piece.all:
+            # a collate_fn may pad a sample to the longest sample of the whole batch
             yield samples, mine
         elif piece.mine:
             yield samples[mine], None
         elif this.training:
             yield samples, None
 
-    def _given(self, piece: Any, batches: Iterator[Batch], this: Pass) -> Iterator[tuple[Any, Share]]:
-        """A batch and this rank's share of it; in training a rank without a share takes all of it, with weight 0."""
+    def _handed_out(self, piece: Any, batches: Iterator[Batch], this: Pass) -> Iterator[tuple[Any, Share]]:
+        """A batch and this rank's share; in training a rank without a share gets the whole batch with weight 0."""
         self.share = share.weight(piece, self._order.length, self.batch_size or 1)
         this.note(piece.all)
         if piece.mine or this.training:
             batch, ragged = next(batches)
             lent, step = not piece.mine, self._spine.steps
-            handed_out = Share(
-                this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step
-            )
-            self._spine.hand_out(handed_out, batch, ragged)
-            yield batch, handed_out
+            own = Share(this, piece.start, piece.mine_start, piece.mine, piece.all, lent=lent, step=step)
+            self._spine.hand_out(own, batch, ragged)
+            yield batch, own
         self._position = piece.stop
         if self._draws.active and not this.training and piece.all < self._world.size:
-            # ranks without a share of the batch did not draw on it
+            # ranks without a share of the batch drew nothing for it
             self._draws.adopt_first()
 
     def _remark_same_order(self, training: bool) -> None:
-        """A loader made anew for each epoch has the order of epoch 0 each time."""
+        """Print a remark where a script makes a new loader for each epoch: each has the order of epoch 0."""
         if not training or not self._shuffle or self._seed is None or self.epoch or self._position:
             return
         begun = self._group.the(_Begun)
         with suppress(TypeError):  # a list has no weak references
-            of, seed = begun.at.get(self.dataset, (lambda: self, None))
+            first, seed = begun.at.get(self.dataset, (lambda: self, None))
             begun.at[self.dataset] = weakref.ref(self), self._seed
-            if of() is not self and seed == self._seed:
+            if first() is not self and seed == self._seed:
                 self._group.say(
                     f"a second loader over the same data begins at epoch 1 with seed={seed}, in the order that the "
                     "first one had; in a loop over epochs make the loader once, before the loop",
@@ -353,15 +352,15 @@ class Loader(Generic[Item]):
                 )
 
     def _remark_lending(self, count: int) -> None:
-        """It may be an evaluation, in which neither the model nor autograd says so."""
+        """Print a remark on lent samples: the pass may be an evaluation without no_grad() and eval()."""
         self._group.say(
             f"the last batch has {count} samples for {self._world.size} ranks, and the ranks without a sample get all "
             "of it with weight 0, as in training; if this is an evaluation, use torch.no_grad() or model.eval(), and "
             "each sample counts once"
         )
 
-    def _note(self, order: Drawn, given: Share) -> None:
-        """The samples of this batch are consumed, on all ranks."""
+    def _consume(self, order: Drawn, given: Share) -> None:
+        """Count the samples of a batch as consumed, on all ranks."""
         self._position = given.batch_start + given.all
         if self.ledger:
             samples = order[given.batch_start : self._position].numpy().tobytes()
@@ -371,7 +370,7 @@ class Loader(Generic[Item]):
         """The batches on this rank's device."""
         source = order if isinstance(order, Reading) else self._source
         assert source is not None
-        # indices are sent to a device once a pass, not in every step
+        # copy the indices to the data's device once for the pass, not in every step
         near = moved(order, source.device) if isinstance(order, torch.Tensor) else order
         plan = (planned for step in steps for planned in self._planned(near, step, this))
         side = self._group.the(SideStreams).of_copies
@@ -379,7 +378,7 @@ class Loader(Generic[Item]):
         return self._in_phase_data(on_device(batches, self._world.device, side))
 
     def _in_phase_data(self, items: Iterator[Any]) -> Iterator[Any]:
-        """What is drawn while it is read is no draw of the script."""
+        """Yield the items; while one is read, its random draws are not the script's."""
         while True:
             before, self._spine.is_reading = self._spine.is_reading, True
             self._group.enter("data")
@@ -393,7 +392,7 @@ class Loader(Generic[Item]):
 
 
 class _Begun(Member):
-    """The shuffled loaders with a seed that began their first epoch, by their data."""
+    """The shuffled loaders with a seed that have begun their first epoch, by dataset."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

@@ -1,9 +1,9 @@
-"""In which order the samples of an epoch come, alike on every rank, and found again after a resume.
+"""The order of an epoch's samples: the same on every rank, and the same again after a resume.
 
-Without a seed the order comes from the script's own random stream, as torch's DataLoader and RandomSampler draw it;
+Without a seed the order is drawn from the script's random stream, as torch's DataLoader and RandomSampler draw it, and
 rank 0's stream decides. With a seed it is a function of length, seed and epoch.
-Covered: a sampler or batch_sampler that draws from torch's, Python's or NumPy's stream or a generator of its own, one
-that goes on from its last pass, one with `set_epoch`, one with a `state_dict`. Another order than before is an error.
+Covered: samplers and batch_samplers that draw from torch's, Python's or NumPy's stream or their own generator, that
+go on from their last pass, or that have `set_epoch` or `state_dict`. Another order after a resume is an error.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from samestep.train import streams
 from samestep.train.data import share
 from samestep.train.group.group import Group
 
-# of a sampler that ranks ask apart: what they ask at once of an epoch, which most have no more of
+# how many samples ranks ask of a sampler at once, if each asks at its own pace; most epochs are shorter
 _AT_ONCE = 1 << 16
 
 
@@ -32,28 +32,28 @@ class Drawn(Protocol):
 
 
 class Order:
-    """The order of a data set itself, shuffled or not."""
+    """The order of a dataset's indices, shuffled or not."""
 
     draws_at_iter = False
 
     def __init__(self, sized: Sized | None, seed: int | None, shuffle: bool, group: Group) -> None:
-        """`sized` has as many samples as a pass; None where that is known at the end of the pass alone."""
+        """`sized` has the length of a pass; None where the length is known only at the end of the pass."""
         self._sized = sized
-        # of the pass begun last: a data set may grow from pass to pass
+        # of the latest pass: a dataset may grow from pass to pass
         self.length = self._length_now()
         self.pass_seed = seed or 0
         self._seed, self._shuffle, self._group = seed, shuffle, group
         self._expected: dict[str, Any] = {}
 
     def facts(self) -> dict[str, Any]:
-        """What it is a function of, besides the options that all orders have."""
+        """The facts that determine this order, besides the options that all orders have."""
         return {"length": self._length_now()}
 
     def _length_now(self) -> int | None:
         return None if self._sized is None else len(self._sized)
 
     def count(self, batch_size: int | None, *, drop_last: bool) -> int:
-        """The batches of a pass; a TypeError where nobody knows, as of torch's DataLoader."""
+        """The number of batches of a pass; raises TypeError where it is not known, as torch's DataLoader does."""
         full, rest = divmod(self._samples(), batch_size or 1)
         return full + (rest > 0 and not drop_last)
 
@@ -61,9 +61,9 @@ class Order:
         return self._length_now() or 0
 
     def begin(self, *, again: bool) -> None:
-        """A pass begins: draw what a new iterator of torch's DataLoader draws; `again` is one that is kept.
+        """Begin a pass: draw what a new iterator of torch's DataLoader draws; with `again` the iterator is kept.
 
-        Collective where the length is another than in the pass before.
+        Collective where the length has changed since the last pass.
         """
         if self.length != (length := self._expected.get("length", self._length_now())):
             self.length = length
@@ -77,9 +77,9 @@ class Order:
             streams.draw_seed()
 
     def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Drawn":
-        """The samples of this epoch; collective where it is drawn, and where it has to be `alike` on all ranks.
+        """The samples of this epoch. Collective where the order is drawn, and with `alike`: ranks compare it.
 
-        With `lazily`, the ranks' random streams are alike, and a sampler draws from the script's as it is asked.
+        With `lazily` a sampler draws from the script's stream when it is asked; ranks' streams are equal then.
         """
         expected, self._expected = self._expected, {}
         if self._seed is None and self._shuffle:
@@ -89,11 +89,11 @@ class Order:
         return share.order(self.length or 0, self._seed or 0, epoch, self._shuffle)
 
     def _drawn_seed(self) -> int:
-        """As torch's RandomSampler draws it; all ranks draw, so that their streams stay in step."""
+        """The seed that torch's RandomSampler draws; all ranks draw, so that their streams stay equal."""
         return int(self._group.broadcast("samestep.loader's order", streams.draw_seed()))
 
     def kept(self, position: int) -> dict[str, Any]:
-        """What brings this order back: after `go_on` the order that is still to be drawn."""
+        """The state from which `go_on` restores this order; after `go_on` that of the order still to be drawn."""
         if self._expected:
             return {"order": self._expected}
         state = self.state(position)
@@ -102,25 +102,25 @@ class Order:
         return {"order": {**state.get("order", {}), "length": self.length}}
 
     def state(self, position: int) -> dict[str, Any]:
-        """What brings back the order drawn last."""
+        """The state from which `go_on` restores the latest order."""
         if self._seed is None and self._shuffle:
             return {"order": {"seed": self.pass_seed}}
         return {"order": {"drawn": True}} if self._seed is None else {}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Let the next order drawn be the one of this state."""
+        """Draw the order of this state next."""
         self._expected = state.get("order", {})
 
 
 class Sampled(Order):
-    """The order of a sampler of the user's own."""
+    """The order of the user's sampler."""
 
     kind = "sampler"
 
     def __init__(self, sampler: Any, seed: int | None, group: Group) -> None:
         super().__init__(self._sized_of(sampler), seed, shuffle=False, group=group)
         self.sampler = sampler
-        # one without end may draw from what the loop collects, as a replay memory does
+        # a sampler without a length may depend on what the loop collects, as a replay memory does
         self.at_once = _AT_ONCE if hasattr(sampler, "__len__") else 1
         self._passes = 0
         self._begun_in: dict[str, Any] = {}
@@ -139,7 +139,7 @@ class Sampled(Order):
         if "before" in expected:
             self.sampler.load_state_dict(expected["before"])
         elif expected:
-            # a sampler that goes on from its last pass is now where it was
+            # bring a sampler that continues from its last pass to where it was
             while self._passes < epoch:
                 self._take(self._passes, drawn_in, self.length)
         lazily = lazily and self._seed is None
@@ -147,7 +147,7 @@ class Sampled(Order):
             drawn_in = {"streams": streams.capture(), "generator": _state_of(self._own_generator())}
             taken = self._begin(epoch, drawn_in)
         else:
-            # what was not asked for before the resume is drawn from the streams as they are now
+            # samples not asked for before the resume are drawn from the streams as they are now
             asked = expected.get("asked", self.length if lazily else self.at_once)
             taken = self._take(epoch, drawn_in, asked, goes_on=not lazily)
         if expected and _digest(taken[: expected["count"]]) != expected["digest"]:
@@ -169,7 +169,7 @@ class Sampled(Order):
     def _take(
         self, epoch: int, drawn_in: dict[str, Any] | None, count: int | None, *, goes_on: bool = False
     ) -> "Taken":
-        """A pass of the sampler, up to this sample; without a seed it draws from rank 0's stream, as that is or was."""
+        """A pass of the sampler up to `count` samples, drawn from `drawn_in`, the seed or rank 0's stream."""
         with self._drawing(epoch, drawn_in) as drawn_in:
             taken = self._begin(epoch, drawn_in)
             taken.take(count)
@@ -183,22 +183,22 @@ class Sampled(Order):
         if hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict"):
             self._begun_in["before"] = self.sampler.state_dict()
         self._passes += 1
-        self._taken = self._taken_anew()
+        self._taken = self._new_taken()
         return self._taken
 
-    def _taken_anew(self) -> "Taken":
+    def _new_taken(self) -> "Taken":
         return Taken(self, iter(self.sampler), self._group)
 
     def _own_generator(self) -> torch.Generator | None:
         samplers = (self.sampler, getattr(self.sampler, "sampler", None))
-        found = (getattr(sampler, "generator", None) for sampler in samplers)
-        return next((one for one in found if isinstance(one, torch.Generator)), None)
+        generators = (getattr(sampler, "generator", None) for sampler in samplers)
+        return next((generator for generator in generators if isinstance(generator, torch.Generator)), None)
 
     @contextmanager
     def _drawing(self, epoch: int, drawn_in: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Meanwhile the streams are those that the sampler draws from; of the rank's own only rank 0's go on by it."""
+        """Context manager: set the streams that the sampler draws from; only rank 0's own streams advance by it."""
         own, generator = streams.capture(), self._own_generator()
-        brought_back = None
+        changed = None
         if self._seed is not None:
             drawn_in = {}
             streams.draw_as("sampler", self._seed, epoch)
@@ -212,15 +212,15 @@ class Sampled(Order):
             first = self._group.broadcast("samestep.loader's sampler draws", own)
             drawn_in = {"streams": first, "generator": _state_of(generator)}
             streams.restore(first)
-            brought_back = streams.different(first, own)
+            changed = streams.different(first, own)
         try:
             yield drawn_in
         finally:
-            streams.restore(own, brought_back)
+            streams.restore(own, changed)
 
 
 class Batched(Sampled):
-    """The batches of a batch_sampler of the user's own, of any sizes."""
+    """The batches of the user's batch_sampler, of any sizes."""
 
     kind, draws_at_iter = "batch_sampler", True
 
@@ -240,8 +240,8 @@ class Batched(Sampled):
     def _sized_of(self, sampler: Any) -> None:
         return None
 
-    def _taken_anew(self) -> "TakenBatches":
-        # torch's DataLoader draws a seed after it has the iterator, and with new workers it takes another one then
+    def _new_taken(self) -> "TakenBatches":
+        # torch's DataLoader draws a seed after it has made the iterator, and for new workers it makes another iterator
         iterator = iter(self.sampler)
         if self._seed is None and not self._is_again:
             streams.draw_seed()
@@ -250,12 +250,12 @@ class Batched(Sampled):
 
 
 class Taken:
-    """An order that is taken from a sampler as far as it is asked for, as torch's DataLoader takes it."""
+    """An order that is read from a sampler when it is needed, as torch's DataLoader does."""
 
     def __init__(self, of: Sampled, iterator: Iterator[Any], group: Group) -> None:
         self._is_to_compare = False
         self._compared, self._at_once = 0, of.at_once
-        # where its streams are that it goes on drawing from; None where it draws from the script's as it is asked
+        # the state of the streams that the sampler draws on from; None where it draws from the script's streams
         self.left_at: bytes | None = None
         self._name, self._length = f"the {of.kind}, {type(of.sampler).__name__},", of.length
         self._iterator, self._group = iterator, group
@@ -273,21 +273,21 @@ class Taken:
         return len(self._indices)
 
     def ask(self, stop: int) -> None:
-        """Have its samples up to this one."""
+        """Read the samples up to `stop`, from the streams that the sampler draws from."""
         if stop <= self.asked:
             return
         if self.left_at is None:
             return self.take(stop)
         own = streams.capture()
-        # what the script has not drawn from since is one stream for it and the sampler, as in the serial script
-        brought_back = streams.different(own, self.left_at)
+        # a stream that the script has not drawn from since is shared by the sampler and the script, as serially
+        changed = streams.different(own, self.left_at)
         streams.restore(self.left_at)
         self.take(max(stop, self.asked + self._at_once))
         self.left_at = streams.capture()
-        streams.restore(own, brought_back)
+        streams.restore(own, changed)
 
     def take(self, stop: int | None) -> None:
-        """Ask the sampler for its samples up to this one, and at the end for all."""
+        """Read the samples up to `stop`, and at the end all that are left."""
         length = self._length or 0
         stop = min(stop or 0, length)
         is_end = stop == length
@@ -309,13 +309,13 @@ class Taken:
             ) from error
 
     def compare_first(self) -> None:
-        """Collective. Compare what was taken with the other ranks, or else what will be taken first."""
+        """Collective. Compare the samples read so far with the other ranks, or else the first that will be read."""
         self._is_to_compare = True
         if self._indices:
             self._compare()
 
     def compare_last(self) -> None:
-        """Collective. Compare what ranks took apart after the first comparison; a sampler may follow the losses."""
+        """Collective. Compare the samples read since the first comparison; a sampler may depend on the losses."""
         if 0 < self._compared < self.asked and self.left_at is not None:
             self._compare()
 
@@ -332,24 +332,24 @@ class Taken:
 
 
 class TakenBatches(Taken):
-    """An order that is taken batch by batch."""
+    """An order that is read batch by batch."""
 
     def __init__(self, of: Sampled, iterator: Iterator[Any], group: Group) -> None:
         super().__init__(of, iterator, group)
         self._stops: list[int] = []
 
     def stops(self, position: int) -> Iterator[int]:
-        """Where the batches after this position end."""
-        for at in itertools.count():
-            if at == len(self._stops):
+        """The end positions of the batches after `position`."""
+        for number in itertools.count():
+            if number == len(self._stops):
                 self.ask(self.asked + 1)
-            if at == len(self._stops):
+            if number == len(self._stops):
                 return
-            if self._stops[at] > position:
-                yield self._stops[at]
+            if self._stops[number] > position:
+                yield self._stops[number]
 
     def take(self, stop: int | None) -> None:
-        """Ask the batch_sampler for batches up to this sample, or for all."""
+        """Read batches up to the sample `stop`, or all."""
         while stop is None or self.asked < stop:
             batch = next(self._iterator, None)
             if batch is None:

@@ -1,4 +1,4 @@
-"""Which samples of a step are this rank's: a pure function of length, seed, epoch and step, cut evenly."""
+"""Which samples of a step are this rank's: an even cut, and a pure function of length, seed, epoch and step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from samestep.train.streams import seed_of
 
 
 def order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The samples of one epoch, in the order every number of processes takes them."""
+    """The samples of an epoch in their order, which does not depend on the number of ranks."""
     if not shuffle:
         return torch.arange(length, device="cpu")
     generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
@@ -22,7 +22,7 @@ def order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One batch of the whole world as positions in the epoch's order, and this rank's part of it."""
+    """A batch of all ranks as positions in the epoch's order, and this rank's part of it."""
 
     start: int
     stop: int
@@ -39,7 +39,7 @@ class Piece:
 
 
 class Pieces(Sequence[Piece]):
-    """The batches from position start on, each made when it is asked for: an epoch may have 10^8 of them."""
+    """The batches from position `start` on, each computed on access: an epoch may have 10^8 batches."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Pieces(Sequence[Piece]):
         drop_last: bool,
         even: bool,
     ) -> None:
-        """With even, a last batch below size is filled from the one before, or added to it."""
+        """With `even`, a last batch smaller than `size` is filled from the batch before, or added to it."""
         stops = range(start + batch_size, length + 1, batch_size)
         last = [length] if not drop_last and (stops[-1] if stops else start) < length else []
         if even and last and stops and length - stops[-1] < size:
@@ -65,14 +65,14 @@ class Pieces(Sequence[Piece]):
     def __len__(self) -> int:
         return len(self._stops) + len(self._last)
 
-    def __getitem__(self, at: Any) -> Any:
-        at = range(len(self))[at]
-        return piece(self._stop(at - 1), self._stop(at), self._size, self._rank)
+    def __getitem__(self, number: Any) -> Any:
+        number = range(len(self))[number]
+        return piece(self._stop(number - 1), self._stop(number), self._size, self._rank)
 
-    def _stop(self, at: int) -> int:
-        if at < 0:
+    def _stop(self, number: int) -> int:
+        if number < 0:
             return self._start
-        return self._stops[at] if at < len(self._stops) else self._last[at - len(self._stops)]
+        return self._stops[number] if number < len(self._stops) else self._last[number - len(self._stops)]
 
 
 def piece(start: int, stop: int, size: int, rank: int) -> Piece:
@@ -88,13 +88,13 @@ def pieces_at(stops: Iterable[int], size: int, rank: int, *, start: int) -> Iter
         start = stop
 
 
-def weight(of: Piece, length: int | None, batch_size: int) -> float:
-    """This rank's samples as parts of the serial script's batches, also where a last batch is filled."""
+def weight(batch: Piece, length: int | None, batch_size: int) -> float:
+    """This rank's part of the serial script's batch, also where the last batch was filled from the batch before."""
     if length is None:
-        return of.mine / of.all
+        return batch.mine / batch.all
     full = length - length % batch_size
-    of_last = max(0, of.mine_stop - max(of.mine_start, full))
-    return (of.mine - of_last) / batch_size + (of_last / (length - full) if of_last else 0.0)
+    of_last = max(0, batch.mine_stop - max(batch.mine_start, full))
+    return (batch.mine - of_last) / batch_size + (of_last / (length - full) if of_last else 0.0)
 
 
 def check_batch_size(batch_size: int, size: int) -> None:
@@ -110,5 +110,5 @@ def check_batch_size(batch_size: int, size: int) -> None:
 
 
 def as_int(value: Any) -> Any:
-    """NumPy's whole numbers are whole numbers too."""
+    """NumPy's integers as Python's; other values stay."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value

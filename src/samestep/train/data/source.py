@@ -1,4 +1,4 @@
-"""From which source a loader reads: tensors in memory, or torch's DataLoader with the user's options."""
+"""Checks a loader's arguments, and chooses its order and its source: tensors in memory, or torch's DataLoader."""
 
 import hashlib
 import inspect
@@ -34,7 +34,7 @@ Item = TypeVar("Item", covariant=True)
 
 
 class Data(Protocol[Item]):
-    """What a loader takes: samples by index. It needs a length too, which torch's own Dataset does not declare."""
+    """A dataset: samples by index. It needs a length too, which torch's own Dataset does not declare."""
 
     def __getitem__(self, index: int, /) -> Item: ...
 
@@ -61,7 +61,7 @@ _OURS = {"shuffle", "batch_size", "drop_last", "generator", "dataset"}
 
 
 def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a loader that takes the batches of this DataLoader of torch's."""
+    """The arguments for a loader with the same batches as a torch DataLoader."""
     data = dataloader.dataset
     if given:
         raise UsageError(
@@ -128,7 +128,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def reads_ahead(options: dict[str, Any]) -> bool:
-    """Whether torch draws the order before the first batch is asked for, as for the workers of a serial script."""
+    """Whether torch would draw the order before the first batch is requested, as it does for workers."""
     return options.get("num_workers", 0) not in (0, "auto")
 
 
@@ -141,7 +141,7 @@ def order_of(
     options: dict[str, Any],
     group: Group,
 ) -> Order:
-    """Who says which samples come next; what says it is taken out of the options."""
+    """The order of the samples; takes `sampler` and `batch_sampler` out of the options."""
     sampler, batch_sampler = options.pop("sampler", None), options.pop("batch_sampler", None)
     is_stream = isinstance(dataset, IterableDataset)
     others = {
@@ -182,7 +182,7 @@ def order_of(
 
 
 def pin_for(options: dict[str, Any], device: torch.device) -> None:
-    """Elsewhere there is nothing to pin for, and torch may fail at it."""
+    """Pin memory only for devices that copies overlap with; elsewhere torch may fail at it."""
     options["pin_memory"] = bool(options.get("pin_memory", True)) and overlaps(device)
 
 
@@ -201,34 +201,35 @@ def source_of(dataset: Any, options: dict[str, Any], world: World) -> FromMemory
         return FromMemory(dataset, options["pin_memory"])
     if options.get("num_workers") == "auto":
         method = multiprocessing.get_start_method(allow_none=True)
-        # Python 3.14 does not fork unless it is asked to, and no other way takes a script as it is
+        # Python 3.14 forks only on request; other start methods would need changes in the script
         forks = method == "fork" or (method is None and sys.platform == "linux")
         options["num_workers"] = _workers_for(world) if forks else 0
         if forks:
             options.setdefault("multiprocessing_context", "fork")
         if not options["num_workers"]:
-            # said of workers, of which a rank with one core has none
+            # DataLoader refuses these options without workers, and a rank with one core has none
             options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
     return FromWorkers(dataset, options)
 
 
 def chosen(dataset: Any) -> tuple[str, str]:
-    """Digests of what says, without a sample loaded, which ones these are: a Subset's indices, labels in memory; and
-    of a few floats in memory, which ranks may have drawn apart."""
+    """Two digests that identify a dataset without loading a sample: of a Subset's indices and of labels in memory, and
+    of a few floats in memory, which each rank may have drawn for itself."""
     digest, floats = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
     waiting = [dataset]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, ConcatDataset):
-            waiting += one.datasets
-        elif isinstance(one, Subset):
-            waiting.append(one.dataset)
-            # some data sets are indexed by more than whole numbers
+        part = waiting.pop()
+        if isinstance(part, ConcatDataset):
+            waiting += part.datasets
+        elif isinstance(part, Subset):
+            waiting.append(part.dataset)
+            # some datasets have other keys than integers
             with suppress(TypeError, ValueError):
-                digest.update(np.fromiter(map(int, one.indices), np.int64).tobytes())
-        elif isinstance(one, TensorDataset):
-            labels = [part for part in one.tensors if part.dim() == 1 and not part.is_floating_point()]
-            digest.update(b"".join(map(content, labels)))
-            some = [part[:: max(1, len(part) // 2)] for part in one.tensors if part.is_floating_point()]
-            floats.update(b"".join(map(content, some)))
+                digest.update(np.fromiter(map(int, part.indices), np.int64).tobytes())
+        elif isinstance(part, TensorDataset):
+            for tensor in part.tensors:
+                if tensor.is_floating_point():
+                    floats.update(content(tensor[:: max(1, len(tensor) // 2)]))
+                elif tensor.dim() == 1:
+                    digest.update(content(tensor))
     return digest.hexdigest(), floats.hexdigest()

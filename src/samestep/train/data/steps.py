@@ -1,4 +1,8 @@
-"""An optimizer step as named parts: each process iterates its own microbatches of a batch shared by all."""
+"""`samestep.steps`: iterates optimizer steps, and in each step this rank's microbatches of the whole batch.
+
+Example: a batch of 8 samples with microbatch=2 has 4 microbatches. With 3 ranks, rank 0 has the microbatches 0 and 1,
+rank 1 has 2, and rank 2 has 3.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Unpack
@@ -49,14 +53,14 @@ def steps(
             "steps needs to know the batches of a pass before it begins; use samestep.loader for a stream or a "
             "batch_sampler"
         )
-    made: Steps[Item] = Steps(
+    result: Steps[Item] = Steps(
         dataset, batch_size, microbatch, shuffle, drop_last, seed, dict(options), joined()
     )
-    return agree("samestep.steps", made)
+    return agree("samestep.steps", result)
 
 
 class Steps(Loader["Step[Item]"], Generic[Item]):
-    """Batches in microbatches; `share` is the part of the step that the last microbatch is."""
+    """A loader of steps; `share` is the last microbatch's part of its step."""
 
     def __init__(self, dataset: Any, batch_size: int, microbatch: int, *others: Any) -> None:
         super().__init__(dataset, batch_size, *others)
@@ -77,7 +81,7 @@ class Steps(Loader["Step[Item]"], Generic[Item]):
         return {**super().facts(), "microbatch": self.microbatch}
 
     def _steps(self, this: Pass) -> Sequence["Step[Item]"]:
-        """A rank without a share of a tiny last batch takes it on a lent microbatch."""
+        """The steps of a pass; a rank without a share of a small last batch gets a lent microbatch."""
         if self._draws.active and this.training:
             raise UsageError(
                 "samestep.steps cannot draw the serial script's numbers for same=True; use replicate(exact=True) with "
@@ -90,7 +94,7 @@ class Steps(Loader["Step[Item]"], Generic[Item]):
     def _planned(self, order: Drawn, step: "Step[Item]", this: Pass) -> Iterator[Planned]:
         return ((order[start:stop], None) for start, stop in step.parts)
 
-    def _given(
+    def _handed_out(
         self, step: "Step[Item]", batches: Iterator[Batch], this: Pass
     ) -> Iterator[tuple["Step[Item]", Share]]:
         step.number, step.batches = self._spine.steps, batches
@@ -138,7 +142,7 @@ class Step(Generic[Item]):
         self._spine.leave_microbatches(self.share())
 
     def share(self, at: int | None = None, index: int | None = None) -> Share:
-        """This rank's part of the step, or its microbatch number `at`, which is number `index` of all ranks'."""
+        """This rank's part of the step, or of its microbatch number `at`, which is number `index` in the step."""
         mine = self.parts if at is None else self.parts[at : at + 1]
         return Share(
             self._pass,
@@ -155,7 +159,7 @@ class Step(Generic[Item]):
         )
 
     def skip_rest(self) -> None:
-        """What the loop did not take must not be the next step's."""
+        """Read the microbatches that the loop did not take, so that the next step does not get them."""
         while self._left:
             self._left -= 1
             next(self.batches)

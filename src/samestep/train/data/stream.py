@@ -1,8 +1,8 @@
-"""A stream without indices is shared: every rank reads all of an IterableDataset and keeps its share of each batch.
+"""Shares an IterableDataset: every rank reads all of it and keeps its share of each batch.
 
-torch's DataLoader reads it with the script's own options, so the batches are those of the serial script, also where
-workers take turns. What the stream draws is a function of the seed of the pass. A resume reads again up to its sample.
-Not covered: workers that live from pass to pass, as their random streams would too.
+torch's DataLoader reads it with the script's options, so the batches are those of the serial script, also where workers
+take turns. The stream's random draws are a function of the seed of the pass. A resume reads the stream again up to its
+position. Not covered: persistent workers, whose random streams would continue from pass to pass.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from samestep.train.data.order import Order
 from samestep.train.group.group import Group
 from samestep.train.step import cut
 
-# A rank reads at most a few batches ahead of the one that was handed out last.
+# a rank reads at most a few batches ahead of the batch that was handed out last
 _KEPT_DIGESTS = 64
 
 
 class Stream(Order):
-    """The order of what an IterableDataset yields."""
+    """The order in which an IterableDataset yields its samples."""
 
     def __init__(
         self, dataset: IterableDataset[Any], seed: int | None, options: dict[str, Any], group: Group
@@ -56,7 +56,7 @@ class Stream(Order):
         super().begin(again=again)
 
     def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Reading":
-        """Begin to read; with `lazily`, what a collate_fn makes of the whole batch is cut into shares."""
+        """Begin to read; with `lazily` the collate_fn gets the whole batch, which is then cut into shares."""
         expected, self._expected = self._expected, {}
         generator = torch.Generator()
         if self._seed is not None:
@@ -80,16 +80,16 @@ class Stream(Order):
 
 
 class Reading:
-    """The batches of one pass, by the places of their samples in it."""
+    """The batches of a pass, by the positions of their samples."""
 
     device, collates = torch.device("cpu"), True
 
     def __init__(
-        self, of: Stream, epoch: int, generator: torch.Generator, expected: str | None, *, cuts: bool
+        self, stream: Stream, epoch: int, generator: torch.Generator, expected: str | None, *, cuts: bool
     ) -> None:
-        """`expected` is the digest of what was handed out before a resume."""
-        world, options = of._group.world, dict(of.options)
-        self._name, self._epoch, self._expected = type(of.dataset).__name__, epoch, expected
+        """`expected` is the digest of the batches that were handed out before a resume."""
+        world, options = stream._group.world, dict(stream.options)
+        self._name, self._epoch, self._expected = type(stream.dataset).__name__, epoch, expected
         self.digests: dict[int, str] = {}
         self._ahead: deque[tuple[int, Batch]] = deque()
         collate = options.pop("collate_fn", None)
@@ -102,7 +102,7 @@ class Reading:
             streams.seed_host(streams.draw_seed())
             self._streams = streams.of_host()
         with self._drawing(), torch.device("cpu"):
-            self._batches = iter(DataLoader(of.dataset, generator=generator, **options))
+            self._batches = iter(DataLoader(stream.dataset, generator=generator, **options))
         self._first = self._read()
 
     def __getitem__(self, part: slice) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Reading:
                 )
 
     def stops(self, position: int) -> Iterator[int]:
-        """Where the batches after this position end; they are read on the way."""
+        """The end positions of the batches after `position`; reads these batches."""
         stop, digest, read = 0, "", self._first
         self._first = None
         while read is not None and stop < position:
@@ -139,14 +139,14 @@ class Reading:
             read = self._read()
 
     def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Batch]:
-        """Those that are planned; in an evaluation a rank has no share of some that are small."""
+        """The planned batches; in an evaluation small batches are not planned on ranks without a share of them."""
         for positions, _ in plan:
             while self._ahead[0][0] <= positions[-1]:
                 self._ahead.popleft()
             yield self._ahead.popleft()[1]
 
     def _counted(self, read: tuple[Batch, int, str], stop: int, digest: str) -> tuple[Batch, int, str]:
-        """A batch, where it ends, and a digest of all up to there."""
+        """A batch, its end position, and a digest of all batches up to it."""
         batch, count, mark = read
         return batch, stop + count, hashlib.blake2b((digest + mark).encode(), digest_size=8).hexdigest()
 
@@ -156,7 +156,7 @@ class Reading:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Without workers the stream is read here, and draws from random streams of its own."""
+        """Context manager: without workers the dataset is read here, and draws from random streams of its own."""
         if not self._draws_here:
             yield
             return
@@ -169,9 +169,9 @@ class Reading:
 
 
 class _Shares:
-    """As a collate_fn of whole batches: this rank's part, the number of samples, and what tells this batch from others.
+    """A collate_fn of whole batches; returns this rank's part, the number of samples, and a digest of the batch.
 
-    A rank without a share gets all of it, as in training it takes the step too.
+    A rank without a share gets the whole batch, since in training it takes the step too.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which ranks brought which values: what all brought alike is sent once, whatever the number of ranks."""
+"""The ranks' values in a message: a value that several ranks have in common is sent once, with their ranks."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class Item(NamedTuple):
-    """A part of a message: what it is, whose it is, and its bytes."""
+    """A part of a message: its kind, the ranks it is from, and its bytes."""
 
     kind: str
     ranks: Any
@@ -26,7 +26,7 @@ def packed(items: Sequence[Item]) -> bytes:
 
 
 def unpacked(message: bytes, num_ranks: int) -> list[Item]:
-    """The items of a message; one of NONSENSE where it is none."""
+    """The items of a message; raises one of NONSENSE for bytes that are no message."""
     at = 4 + int.from_bytes(message[:4], "big")
     items = []
     for head in json.loads(message[4:at]):
@@ -42,11 +42,11 @@ def unpacked(message: bytes, num_ranks: int) -> list[Item]:
 
 
 def merged(items: Iterable[Item]) -> list[Item]:
-    """Those of one kind and value as one, whose ranks are all of theirs; in the order of the first rank."""
-    found: dict[tuple[str, bytes], Ranks] = {}
+    """The items with those of equal kind and value merged, in the order of their first ranks."""
+    ranks_of: dict[tuple[str, bytes], Ranks] = {}
     for kind, ranks, value in items:
-        found.setdefault((kind, value), []).extend(ranks)
-    joined = [Item(kind, merged_spans(ranks), value) for (kind, value), ranks in found.items()]
+        ranks_of.setdefault((kind, value), []).extend(ranks)
+    joined = [Item(kind, merged_spans(ranks), value) for (kind, value), ranks in ranks_of.items()]
     return sorted(joined, key=lambda item: item.ranks[0][0])
 
 
@@ -55,7 +55,7 @@ def of_kind(kind: str, items: Iterable[Item]) -> list[Item]:
 
 
 def item_of(rank: int, value: Any) -> Item:
-    """What a rank brings: bytes, or else what JSON holds."""
+    """A rank's value as an item: bytes, or a value for JSON."""
     kind, data = ("payload", value) if isinstance(value, bytes) else ("json", json.dumps(value).encode())
     return Item(kind, [[rank, rank]], data)
 
@@ -77,19 +77,21 @@ def by_rank(items: Iterable[Item], size: int) -> list[Any]:
 def added(
     blocks: Mapping[tuple[int, int], Value], size: int, add: Callable[[Value, Value], Value]
 ) -> dict[tuple[int, int], Value]:
-    """Blocks of 2**level ranks or microbatches, by level and number; those that make the next larger block are added.
+    """Add neighbouring blocks of 2**level ranks or microbatches, keyed by level and number, as far as possible.
 
-    Which are added to which depends on the number of all alone, so every way in which they are spread over
-    processes and machines gives the same bits.
+    Example: blocks (0, 2) and (0, 3) become (1, 1). Which blocks are added depends only on `size`, so every
+    distribution over processes and machines gives the same bits.
     """
     done: dict[tuple[int, int], Value] = {}
     todo = sorted(blocks.items(), key=itemgetter(0), reverse=True)
     while todo:
         (level, number), value = todo.pop()
-        other = (level, number ^ 1)
-        if other in done:
-            mine = done.pop(other)
-            todo.append(((level + 1, number // 2), add(mine, value) if number % 2 else add(value, mine)))
+        neighbour = (level, number ^ 1)
+        if neighbour in done:
+            value_there = done.pop(neighbour)
+            todo.append(
+                ((level + 1, number // 2), add(value_there, value) if number % 2 else add(value, value_there))
+            )
         elif number and number % 2 == 0 and (number + 1) << level >= size:
             todo.append(((level + 1, number // 2), value))  # the last block has no neighbour
         else:

@@ -1,8 +1,7 @@
-"""Small messages that all ranks exchange; a rank that brings another call, or never comes, is named.
+"""Exchanges small messages between all ranks; the error names a rank that makes another call or does not come.
 
-Every collective of samestep passes through here first, in a tree of the run's own connections. Its messages cannot be
-mistaken for an exchange of gradients, and each carries the call and the line that made it. What all bring alike goes
-through the tree once.
+Every collective of samestep passes through here first, over the run's own tree of connections, so its messages cannot
+be mixed up with exchanges of gradients. Each message carries the call and its line. Equal values are sent once.
 """
 
 import sys
@@ -23,13 +22,13 @@ Join = Callable[[Sequence[Item]], list[Item]]
 
 
 def exchange(tree: Tree, place: str, mine: Sequence[Item], join: Join, limit_s: float) -> list[Item]:
-    """Collective. What rank 0 made of all ranks' items by `join`, after all were found at one place of the script."""
+    """Collective. The items that rank 0 joined from all ranks' items; raises if ranks are at different calls."""
     own = [Item("place", [[tree.number, tree.number]], place.encode()), *mine]
 
     def joined(parts: Sequence[list[Item]]) -> bytes:
         items = [*own, *(item for part in parts for item in part)]
         places = merged(of_kind("place", items))
-        # Where ranks are at different calls, what they bring cannot be put together, and is not needed.
+        # items of different calls cannot be joined, and an error follows anyway
         rest = [item for item in items if item.kind != "place"] if len(places) == 1 else []
         return packed([*places, *(join(rest) if rest else [])])
 
@@ -57,13 +56,13 @@ def exchange(tree: Tree, place: str, mine: Sequence[Item], join: Join, limit_s: 
 
 
 def place_of(call: str) -> str:
-    """The call and the user's line that makes it."""
+    """The call with the user's line that makes it."""
     line = users_line()
     return (f"{call} ({line})" if line else call)[:_LONGEST_PLACE]
 
 
 def script_frame() -> FrameType | None:
-    """The frame of the script's own lines, from which this is called; None where there is none."""
+    """The frame of the script's module that this is called from; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame and not (
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
@@ -73,7 +72,7 @@ def script_frame() -> FrameType | None:
 
 
 def left_at(script: FrameType | None) -> str:
-    """Where `raise SystemExit` ended this frame, which has ended; "" where its last line did."""
+    """Where `raise SystemExit` ended this frame; "" if the frame ended with its last line."""
     if script is None or opname[script.f_code.co_code[script.f_lasti]].startswith("RETURN"):
         return ""
     return f"{LEFT} {Frame(script.f_code.co_filename, script.f_lineno, '').place}"

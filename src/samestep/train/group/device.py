@@ -1,7 +1,7 @@
-"""What devices do apart from Python, and what single kinds of them lack; the one file of `train` that names kinds.
+"""Chooses and uses this process's device; no other file of `train` names kinds of devices.
 
-Written for anything that torch.accelerator, torch.Stream and torch.Event know. Tried on CPU and on simulated
-streams; docs/devices.md says what was tried where.
+Written for every device of torch.accelerator, torch.Stream and torch.Event. Tried on CPU and on simulated streams;
+docs/devices.md says what was tried where.
 """
 
 import os
@@ -19,12 +19,12 @@ from samestep.placement.place import Placement, device_index, idle_devices
 from samestep.rendezvous.member import say
 from samestep.train.group.group import Group, Member
 
-# On MPS a copy that does not wait may read memory that has been given away, and no group of processes is there.
+# on MPS an asynchronous copy may read memory that was freed; MPS has no process group either
 _IN_ORDER = {"cpu", "mps"}
 
 
 def take_device(here: Placement) -> torch.device:
-    """The device of this process, chosen before any group is made: NCCL binds to the current device."""
+    """The device of this process, chosen before any process group is made: NCCL binds to the current device."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or (found.type == "mps" and here.size > 1):
         _say_unused(here)
@@ -40,16 +40,15 @@ def take_device(here: Placement) -> torch.device:
 
 
 def _say_unused(here: Placement) -> None:
-    """Devices are here, and torch cannot use them: a driver does not match, or torch was built for CPU alone."""
+    """Print, or raise, if devices are visible that torch cannot use: wrong driver, or torch built for CPU only."""
     asked = os.environ.get(COUNTED)
     if not asked and (here.rank or torch.accelerator.is_available()):
         return
     count = int(asked or len(visible_devices(os.environ)))
     if not count:
         return
-    kind = (
-        "xpu" if masking_variable(os.environ) == "ZE_AFFINITY_MASK" else "cuda"
-    )  # torch calls AMD's cuda too
+    # torch calls AMD's devices cuda too
+    kind = "xpu" if masking_variable(os.environ) == "ZE_AFFINITY_MASK" else "cuda"
     why = f"torch.{kind} finds none"
     try:
         getattr(torch, kind).init()
@@ -66,47 +65,47 @@ def _say_unused(here: Placement) -> None:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether copies run on a stream of their own while the script goes on."""
+    """Whether copies to the device can overlap with the script."""
     return device.type not in _IN_ORDER
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device; the script does not wait for a copy that is in order with what uses it."""
+    """The tensor on the device; a copy from the host does not block the script, and later kernels wait for it."""
     return tensor.to(device, non_blocking=overlaps(device) and tensor.device.type == "cpu")
 
 
 def on_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in the memory of this process, by one transfer from each device."""
-    found = [one.detach().resolve_conj().resolve_neg().contiguous() for one in tensors]
-    for device in {one.device for one in found} - {torch.device("cpu")}:
+    """The tensors on the CPU, with one transfer from each device."""
+    host = [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    for device in {tensor.device for tensor in host} - {torch.device("cpu")}:
         # the largest elements first, so that each begins at a multiple of its size
-        at = [number for number, one in enumerate(found) if one.device == device]
-        at.sort(key=lambda number: -found[number].element_size())
-        flat = torch.cat([found[number].reshape(-1).view(torch.uint8) for number in at]).cpu()
-        parts = torch.split(flat, [found[number].nbytes for number in at])
-        for number, part in zip(at, parts, strict=True):
-            found[number] = part.view(found[number].dtype).view(found[number].shape)
-    return found
+        numbers = [number for number, tensor in enumerate(host) if tensor.device == device]
+        numbers.sort(key=lambda number: -host[number].element_size())
+        flat = torch.cat([host[number].reshape(-1).view(torch.uint8) for number in numbers]).cpu()
+        parts = torch.split(flat, [host[number].nbytes for number in numbers])
+        for number, part in zip(numbers, parts, strict=True):
+            host[number] = part.view(host[number].dtype).view(host[number].shape)
+    return host
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The most exact floating-point type that the device has."""
+    """The widest floating-point type of the device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def has_synced_kernels(device: torch.device) -> bool:
-    """Whether torch's SyncBatchNorm runs there."""
+    """Whether torch's SyncBatchNorm has kernels for the device."""
     return device.type in ("cuda", "xpu")
 
 
 class SideStreams(Member):
-    """One stream for copies in each process: every stream has memory of its own."""
+    """One stream for all copies of this process: the allocator keeps separate memory for every stream."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -115,14 +114,14 @@ class SideStreams(Member):
 
 
 class HostMemory:
-    """Memory that is kept for copies from a device; once pinned, they are fast and do not wait."""
+    """Memory that is kept for copies from a device; once it is pinned, they are fast and asynchronous."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._is_pinned = device.type != "cuda" or not size
 
     def pin(self) -> None:
-        """Pin it as it is: torch's own pinned memory is rounded up to a power of two. It takes seconds for many GB."""
+        """Pin the memory in place, which takes seconds for many GB; torch would round its size up to a power of two."""
         if not self._is_pinned:
             self._is_pinned = True
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -132,7 +131,7 @@ class HostMemory:
 
 
 def stream_of_device(*, in_use: bool) -> tuple[str, torch.Tensor | None]:
-    """The kind of device and where its random stream is; `in_use`: nothing where this process has not used it yet."""
+    """The kind of the device and its random state; with `in_use`, None if this process has not used the device."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return "", None
@@ -143,7 +142,7 @@ def stream_of_device(*, in_use: bool) -> tuple[str, torch.Tensor | None]:
 
 
 def set_stream_of_device(kind: str, state: torch.Tensor) -> None:
-    """Go on drawing there, where this process has such a device."""
+    """Set the device's random state, if this process has such a device."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None and found.type == kind:
         torch.get_device_module(found).set_rng_state(state)
@@ -157,7 +156,7 @@ def name_of_hardware() -> str:
 
 
 def uuid_of(device: torch.device) -> str:
-    """What tells this device from any other."""
+    """The identity of this device."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -170,12 +169,12 @@ def _processor() -> str:
 
 
 def check_cublas(device: torch.device) -> None:
-    """Raise where cuBLAS was used before it was told to compute the same bits each time."""
+    """Raise if cuBLAS was used before it was set to be deterministic."""
     if device.type != "cuda":
         return
-    one = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, device=device)
     try:
-        one @ one
+        matrix @ matrix
     except RuntimeError as error:
         if CUBLAS not in str(error):
             raise

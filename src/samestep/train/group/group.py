@@ -1,4 +1,4 @@
-"""All ranks of a run as one object, which can be closed and opened again in the same process."""
+"""All ranks of a run as an object, which can be closed and opened again in the same process."""
 
 import builtins
 import faulthandler
@@ -39,17 +39,17 @@ _EXITS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 
 
 class Member:
-    """Something of which a group has exactly one: made when first asked for, closed with the group."""
+    """An object that exists once in a group: `group.the(Kind)` makes it at the first call, and the group closes it."""
 
     def __init__(self, group: "Group") -> None:
         self.group = group
 
     def close(self) -> None:
-        """Give back what this holds; the group is still open."""
+        """Release resources; the group is still open."""
 
 
 class Group:
-    """What this process shares with the other ranks: the world, small messages and the members."""
+    """The world, small messages between ranks, and the members."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Group:
         output: Output | None = None,
         pulse: Pulse | None = None,
     ) -> None:
-        """`variables` are those that opening this group has set, with their values before: closing brings them back."""
+        """`variables`: the environment variables that opening this group has set, with their old values."""
         self.world, self.timeout = world, timeout
         self.pulse = pulse
         if pulse is not None:
@@ -68,7 +68,7 @@ class Group:
         self.step: int | None = None
         self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
         self._phases_heard: list[Callable[[str, str], None]] = []
-        # A key-value store of torch that all ranks share; torch itself keeps what is below Python alone.
+        # kept here, since torch keeps only the part of the store that is not Python
         self.store: Any = store or dist.HashStore()  # type: ignore[attr-defined]
         self._tree = tree = store.tree if store else None
         self._pid, self._place = os.getpid(), ""
@@ -89,26 +89,26 @@ class Group:
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
 
     def the(self, kind: type[T]) -> T:
-        """The group's only `kind`."""
+        """The group's member of this class."""
         found = self._members.get(kind)
         if found is None:
             found = self._members[kind] = kind(self)
         return found  # type: ignore[return-value]
 
     def all_gather(self, call: str, value: Any = None, *, patience: timedelta | None = None) -> list[Any]:
-        """Collective. Every rank's bytes or JSON, by rank; an error on all where ranks are at different calls."""
+        """Collective. Every rank's bytes or JSON value, by rank; raises on all ranks if they are at different calls."""
         mine = [item_of(self.world.rank, value)]
         return by_rank(self._exchange(call, mine, merged, patience), self.world.size)
 
     def broadcast(self, call: str, value: Any) -> Any:
-        """Collective. Rank 0's value; checked as `all_gather` checks, and what the others bring is not sent."""
+        """Collective. Rank 0's value; the others' are not sent. Raises as `all_gather` does."""
         mine = [] if self.world.rank else [item_of(0, value)]
         return value_of(self._exchange(call, mine, merged)[0])
 
     def total(
         self, call: str, alike: Any, payload: bytes, add: Callable[[bytes, bytes], bytes]
     ) -> tuple[bytes, list[Any]]:
-        """Collective. All payloads added in a fixed tree, empty where `alike` differs; and each rank's `alike`."""
+        """Collective. All payloads added in a fixed tree, and each rank's `alike`; b"" as the total if these differ."""
         rank, size = self.world.rank, self.world.size
 
         def join(items: Sequence[Item]) -> list[Item]:
@@ -133,17 +133,17 @@ class Group:
                 file.write(piece)
 
     def watch(self, mark: Callable[[], bytes], differ: Callable[[list[bytes], str], None]) -> None:
-        """Send these 8 bytes with every message; `differ` is called on all ranks where they are not equal."""
+        """Send the 8 bytes of `mark` with every message; `differ` is called on all ranks if they are not equal."""
         self._marks.append((mark, differ))
 
     def beat(self, step: int, epoch: int) -> None:
-        """Say that this rank begins this step."""
+        """Note that this rank begins this step."""
         self.step = step
         if self.pulse is not None:
             self.pulse.beat(step, epoch)
 
     def enter(self, phase: str, call: str = "") -> None:
-        """Say what this rank does from here on: one of rundir's PHASES, and the call with its line."""
+        """Note what this rank does from now on: one of rundir's PHASES, and the call with its line."""
         self.phase, self.phase_began, self._left = (phase, call), time.monotonic(), ""
         self.waits += phase in WAITS
         if self.pulse is not None:
@@ -153,26 +153,26 @@ class Group:
 
     @contextmanager
     def within(self, phase: str, call: str = "") -> Iterator[None]:
-        """Meanwhile this rank is in another phase."""
+        """Context manager: this rank is in another phase."""
         before = self.phase
         self.enter(phase, call)
         try:
             yield
         finally:
-            left = self._left  # where sys.exit ends this, as in a hook of backward
+            left = self._left  # set if sys.exit ends the block, as in a hook of backward
             self.enter(*before)
             self._left = left
 
     def waiting(self, call: str) -> AbstractContextManager[None]:
-        """Meanwhile this rank is in a call that ends only when all ranks have come to it."""
+        """Context manager: this rank is in a call that ends only when all ranks have reached it."""
         return self.within("call", place_of(call))
 
     def hear_phases(self, hear: Callable[[str, str], None]) -> None:
-        """Call it with every phase and call that this rank enters."""
+        """Call `hear` with every phase and call that this rank enters."""
         self._phases_heard.append(hear)
 
     def say(self, text: str, what: str = "") -> None:
-        """A line on stderr, by rank 0; of each `what`, or text, the first one."""
+        """Print a line on stderr on rank 0; only the first for each `what`, or for each text."""
         if self.world.rank == 0 and (what or text) not in self._said:
             say(text)
         self._said.add(what or text)
@@ -222,9 +222,9 @@ class Group:
         return saved
 
     def leave(self) -> None:
-        """End the group at the end of the interpreter, also where the script forgot everything.
+        """End the group at the end of the interpreter, without a call of the script.
 
-        A failed rank waits for nobody: it leaves at once with the code of its failure.
+        A failed rank does not wait for others: it exits at once with the code of its failure.
         """
         error = getattr(sys, "last_value", None)
         if error is not None and sys.excepthook != self._note_failure and not hasattr(sys, "ps1"):
@@ -248,13 +248,13 @@ class Group:
         self._note_end(_code_of(self._exit_code))
 
     def end(self, code: int) -> NoReturn:
-        """End this process now, and wait for nobody."""
+        """End this process now, without waiting for other ranks."""
         for child in multiprocessing.active_children():
             child.kill()
         self._exit(code)
 
     def _meet_at_end(self) -> None:
-        """Collective. Wait for the others for a moment; who leaves with an exit code while they go on ends them."""
+        """Collective. Wait for the others for a moment; if they go on and this rank has an exit code, end them."""
         _, left = self.phase
         try:
             self.all_gather("the end of the script", patience=_LEAVE)
@@ -276,7 +276,7 @@ class Group:
     def _exchange(
         self, call: str, mine: Sequence[Item], join: Join, patience: timedelta | None = None
     ) -> list[Item]:
-        """Collective. What rank 0 made of all ranks' items by `join`; the marks travel with them, and are compared."""
+        """Collective. The items that rank 0 joined from all ranks' items; compares the marks of `watch` too."""
         if self._tree is None:
             return join(mine)
         if os.getpid() != self._pid:
@@ -304,12 +304,12 @@ class Group:
         return [item for item in answer if item.kind not in ("place", "marks")]
 
     def _note_exit(self, *status: Any) -> NoReturn:
-        """As sys.exit; should the process end by it, it is known where it left the script."""
+        """Replaces sys.exit: notes the line, and the exit code, in case the process ends."""
         self._left, self._exit_code = f"{LEFT} {users_line()}", status[0] if status else None
         raise SystemExit(*status)
 
     def note_end_of_script(self) -> None:
-        """Local. Its last line was run; what it has forked may go on as it likes."""
+        """Local. Note that the script's last line has run; not in processes that it has forked."""
         if self._tree is not None and self.failed is None and os.getpid() == self._pid:
             left = self._left or left_at(self._script)
             self.enter("end", left)
@@ -326,13 +326,13 @@ class Group:
             self._watch.tell_failure(error, show)
 
     def _record_failure(self, error: BaseException) -> int:
-        """Leave word of the exception that ends the script; the exit code."""
+        """Record the exception that ends the script; returns the exit code."""
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if self._tree is not None:
             self.failed = code
             frames = [(step.f_code.co_filename, line) for step, line in walk_tb(error.__traceback__)]
             lines = [f" at {Path(file).name}:{line}" for file, line in frames if is_users(file)]
-            # what keeps it from ending, such as a thread, may keep the others waiting
+            # a thread may keep this process from ending, while other ranks wait for it
             self.enter("end", f"failed with {type(error).__name__}{''.join(lines[-1:])}")
         add_remedy(error)
         write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
@@ -340,7 +340,7 @@ class Group:
 
 
 def _code_of(status: Any) -> int:
-    """The exit code that Python makes of what sys.exit was given."""
+    """The exit code that Python makes of the argument of sys.exit."""
     return status & 0xFF if isinstance(status, int) else int(status is not None)
 
 
@@ -365,7 +365,7 @@ def open_pulse(rank: int, timeout: timedelta) -> Pulse | None:
 
 
 def restore_environment(before: Mapping[str, str | None]) -> None:
-    """Give these variables their values back; None is none."""
+    """Restore these variables' values; None removes a variable."""
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)

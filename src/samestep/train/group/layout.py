@@ -1,4 +1,4 @@
-"""The layout of a run: where each rank is and what it uses, as rank 0 prints it where $SAMESTEP_LAYOUT asks."""
+"""The layout of a run: where each rank is and what it uses; rank 0 prints it if $SAMESTEP_LAYOUT is set."""
 
 import json
 import os
@@ -11,7 +11,7 @@ _TOLD = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "UCX_", "FI_")
 
 
 class Place(NamedTuple):
-    """Of one rank."""
+    """Where a rank is, and what it uses."""
 
     node: int
     host: str
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 def layout(places: Sequence[Place], env: Mapping[str, str]) -> str:
-    """One line for each rank, and the variables that choose network, topology and threads; or all of it as JSON."""
+    """A line for each rank and for each variable that sets network, topology or threads; or all of it as JSON."""
     rows = [{"rank": rank, **place._asdict()} for rank, place in enumerate(places)]
     settings = {name: printable(value) for name, value in sorted(env.items()) if name.startswith(_TOLD)}
     if env["SAMESTEP_LAYOUT"] == "json":
@@ -37,6 +37,6 @@ def layout(places: Sequence[Place], env: Mapping[str, str]) -> str:
 
 
 def say_layout(places: Sequence[Place]) -> None:
-    """What rank 0 prints."""
+    """Print the layout if it was asked for."""
     if os.environ.get("SAMESTEP_LAYOUT", "0") != "0":
         print(layout(places, os.environ), flush=True)

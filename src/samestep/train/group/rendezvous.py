@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: a tree of connections over a network that was tried."""
+"""How the ranks of a run find each other: builds a tree of connections, and tries the network between machines."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ _MOST_TRIED = 64
 
 
 class Found(NamedTuple):
-    """Where this process really is, its connection to all ranks, and variables that name its interface to torch."""
+    """This process's placement, its connection to all ranks, and the variables that name its interface for torch."""
 
     here: Placement
     tree: Tree
@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
 
 def find(here: Placement, timeout: timedelta, **about: Any) -> Found:
-    """Collective. Where this process is among all ranks, and what connects them; `about` it is what Member holds."""
+    """Collective. Connect to all ranks, and find out where this process is; `about` are further fields of Member."""
     is_port_used = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     tree = connect_ranks(here, timeout.total_seconds(), is_port_used=is_port_used, **about)
     address = tree.position.address if tree.position.nodes > 1 else LOOP
@@ -45,7 +45,7 @@ def find(here: Placement, timeout: timedelta, **about: Any) -> Found:
 
 
 def _try_network(tree: Tree, address: str, interface: str, limit_s: float) -> str:
-    """Collective. Let the first rank of each machine reach those of others; the address of rank 0."""
+    """Collective. Raise if the first rank of a machine cannot reach those of others; returns rank 0's address."""
     with ExitStack() as stack:
         mine = None
         if tree.position.local_rank == 0:
@@ -68,7 +68,7 @@ def _try_network(tree: Tree, address: str, interface: str, limit_s: float) -> st
 
 
 def placed(here: Placement, position: Position) -> Placement:
-    """What the launcher did not say, from the machines of all ranks."""
+    """The placement, with the facts that the launcher did not give taken from the machines of all ranks."""
     if "=" in here.origin.get("node", "") and "=" in here.origin.get("local_rank", ""):
         return here
     here = replace(here, node=position.node, nodes=position.nodes)
@@ -79,7 +79,7 @@ def placed(here: Placement, position: Position) -> Placement:
 
 
 def _interface(address: str) -> dict[str, str]:
-    """Gloo would ask what this machine's name resolves to, and NCCL takes the first that it finds."""
+    """Variables with the interface: by default Gloo resolves the host's name, and NCCL takes the first interface."""
     name = addresses.interface_of(address)
     if name is None and address == LOOP:
         raise PlacementError(

@@ -1,6 +1,6 @@
-"""torch's key-value store over the run's own tree: no port is open for it, and each process has a copy.
+"""torch's key-value store over the run's own tree of connections: it opens no port, and each process has a copy.
 
-torch asks it while it opens a process group: Gloo for the addresses of all ranks, NCCL for one identity.
+torch uses it while it opens a process group: Gloo exchanges the ranks' addresses, NCCL a unique id.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from samestep.rendezvous.tree import Tree
 
 
 class TreeStore(dist.Store):  # type: ignore[misc, name-defined]
-    """Changes go to rank 0, which puts them in one order, and come back to all; what is asked is at hand."""
+    """Changes go to rank 0, which orders them and sends them to all ranks; reads use this process's copy."""
 
     def __init__(self, tree: Tree, timeout: timedelta) -> None:
         super().__init__()

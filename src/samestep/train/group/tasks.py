@@ -1,7 +1,7 @@
-"""The directory of a run whose ranks Slurm or MPI started: rank 0 makes it, and each rank keeps its output there.
+"""The run's directory where Slurm or MPI started the ranks: rank 0 makes it, and each rank keeps its output there.
 
-Covered: what a rank and its children write from `init` on, also in C, and how rank 0 ended. Not covered: nodes that do
-not see the directory; they go on without it.
+Covered: the output of a rank and its children from `init` on, also from C, and rank 0's exit code. Not covered: nodes
+that do not see the directory; they go on without it.
 """
 
 import os
@@ -24,7 +24,7 @@ _LAST_WORDS_S = 1.0
 
 
 def share_run(here: Placement, tree: Tree | None, limit_s: float) -> str | None:
-    """Collective. The directory that rank 0 made, or that the batch script named; None where there is none to make."""
+    """Collective. The run's directory, made by rank 0 or named by the batch script; None if there is none."""
     if here.launcher in ("alone", "samestep", "torchrun"):
         return None
     run = os.environ.get("SAMESTEP_RUN")
@@ -42,7 +42,7 @@ def share_run(here: Placement, tree: Tree | None, limit_s: float) -> str | None:
 
 
 class Output:
-    """A rank's output, which a process of its own copies to where it went before and to the rank's log."""
+    """Copies a rank's output, with a separate process, to its old target and to the rank's log."""
 
     def __init__(self, rank: int) -> None:
         self._tee: Popen[bytes] | None = None
@@ -61,7 +61,7 @@ class Output:
             os.close(write)
 
     def close(self) -> None:
-        """Write the last of it; what comes after goes to where it went before alone."""
+        """Write the rest; later output goes only to its old target."""
         if self._tee is None:
             return
         sys.stdout.flush()
@@ -72,7 +72,7 @@ class Output:
             self._tee.wait(_LAST_WORDS_S)
 
     def note_end(self, code: int) -> None:
-        """Where this is rank 0, note how the run ended."""
+        """On rank 0, write how the run ended."""
         if self._run is None or self._rank != 0:
             return
         record = {"exit_code": code, "seconds": round(time.time() - self._began, 3), "failure": None}

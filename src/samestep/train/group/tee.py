@@ -1,6 +1,6 @@
-"""Copies a rank's stdout and stderr to where they went before, and to its log: a process of its own, run as a file.
+"""A program that copies a rank's stdout and stderr to their old targets and to the rank's log.
 
-Its arguments are the log and the two pipes. It ends with the last process that writes to one of them.
+Its arguments are the log and the two pipes. It ends when the last process that writes to a pipe has ended.
 """
 
 import os
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _written(end: int, data: bytes) -> bool:
-    """Whether all of it could be written; a full disk or a closed console ends that copy alone."""
+    """Write all data; False if a full disk or a closed console prevents it, which ends only this copy."""
     view = memoryview(data)
     while view:
         try:

@@ -1,8 +1,8 @@
-"""Ranks that no launcher of ours watches say themselves who is missing, and which of them failed.
+"""Names the rank that hangs or fails, where `samestep run` is not the launcher: the ranks watch each other.
 
-Once some of them wait, they tell each other what they do. Covered: a rank that runs Python, waits in another call, also
-of torch.distributed, or gives no answer since it is stopped or holds the GIL.
-A rank that fails, or leaves the script with an exit code while the others go on, ends all of them.
+While some ranks wait, all tell each other what they do. Covered: a rank that runs Python, that waits in another call,
+also of torch.distributed, or that gives no answer because it is stopped or holds the GIL. A rank that fails, or leaves
+the script with an exit code while others go on, ends all of them.
 Not covered: ending a run that hangs before init's timeout, unless `samestep stop` asks for it.
 """
 
@@ -27,24 +27,24 @@ from samestep.rundir import STOP, WAITS, own_run
 from samestep.tracebacks import of_record
 
 _LOOK_S = 1.0
-# How many messages of all ranks together reach each of them in a second, at most.
+# at most so many messages a second reach a rank, from all ranks together
 _MESSAGES = 500
 _WORTH_TELLING_S = 2.0
 _FRESH_LOOKS = 3
 _LEAVE_S = 2.0
-_LOST_S = 0.5  # the tree may see the end of a process after torch
+_LOST_S = 0.5  # the tree may notice the end of a process later than torch
 _ENDS = "ends"
 _SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
 
 
 class MutualWatch:
-    """A thread of this rank, which is silent while no rank waits for long."""
+    """A thread that tells the other ranks what this rank does; it sends nothing while no rank waits for long."""
 
     def __init__(self, group: Any, tree: Tree) -> None:
         self._group, self._tree, self._look_s = group, tree, max(_LOOK_S, tree.size / _MESSAGES)
-        self._heard: dict[int, tuple[float, RankState]] = {}  # when it came, by this rank's clock
+        self._heard: dict[int, tuple[float, RankState]] = {}  # each rank's latest state, and when it arrived
         self._told: Hang | None = None
-        self._quiet = -1, 0.0  # how often the main thread has slept or was made to, and since when so often
+        self._quiet = -1, 0.0  # the number of context switches, and since when it has not changed
         self._closed, self._speaks = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="samestep-watch", daemon=True)
         self._thread.start()
@@ -54,14 +54,14 @@ class MutualWatch:
         self._thread.join(_LEAVE_S)
 
     def end_all(self, code: int) -> None:
-        """Let the other ranks end with this exit code, as this one does."""
+        """Make the other ranks end with this exit code, as this rank does."""
         self._tree.tell([_ENDS, code])
 
     def tell_failure(self, error: BaseException, show_traceback: Callable[[], None]) -> None:
-        """Show what ended this rank: one line where another rank is the cause, otherwise the traceback and a report."""
+        """Show what ended this rank: a line if another rank is the cause, otherwise the traceback and a report."""
         world, failure = self._group.world, of_record(failure_of(error, 1))
         if failure.is_echo:
-            # that rank may tell an exit code, with which this one ends then, also where srun stops it meanwhile
+            # that rank may send an exit code to end with; a SIGTERM from srun must not come first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with self._speaks:
                 why = failure.exception[0]
@@ -133,16 +133,16 @@ class MutualWatch:
             self._quiet = switches, now
         quiet_s = now - self._quiet[1]
         if phase not in WAITS and quiet_s > _WORTH_TELLING_S and (wait := torchs_wait(stack)):
-            # nobody counted it
+            # a wait that the script made through torch, which the group has not counted
             return RankState(self._tree.number, -1, "call", wait, group.waits + 1, quiet_s)
         line = frame.place if frame else ""
         state = RankState(self._tree.number, -1, phase, call, group.waits, seconds, line=line)
         return state._replace(does=frame.doing) if frame else state
 
     def _silent(self, known: Sequence[RankState], seconds: float) -> list[RankState]:
-        """Neighbours that say nothing while all who say something wait in one and the same call.
+        """Neighbours that send nothing while all ranks that do wait in the same call.
 
-        What lies behind such a neighbour is heard through it, so nothing is said of that.
+        Ranks behind such a neighbour are heard only through it, so nothing is known of them.
         """
         known = [state for state in known if state.does != _SILENT]
         waits = {state.waits for state in known if state.waits_now and state.seconds >= LEAST_S}
@@ -153,5 +153,5 @@ class MutualWatch:
 
 
 def _news_from(said: Any) -> RankState | int:
-    """What another rank told: what it does, or the exit code with which all have to end."""
+    """Another rank's message: its state, or the exit code with which all ranks have to end."""
     return int(said[1]) if said[0] == _ENDS else as_kind(RankState, said)

@@ -1,4 +1,4 @@
-"""Who this process is: adopts whatever started it, and joins the group of all ranks."""
+"""`init` and `World`: finds out what started this process, and joins the group of all ranks."""
 
 import atexit
 import gc
@@ -33,7 +33,7 @@ from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output, share_run
 
 _GLOO_FILES = 2
-_DRAWN_SEED = 1 << 48  # torch draws its own seed of 64 bits; people write smaller ones
+_DRAWN_SEED = 1 << 48  # torch draws seeds of 64 bits; people write smaller seeds
 
 _group: Group | None = None
 
@@ -146,7 +146,7 @@ def close() -> None:
 
 
 def _open(backend: str | None, timeout: timedelta) -> None:
-    """Find this process's place, connect to the other ranks, take a device, open torch's group: in this order."""
+    """Find this process's place, connect to the other ranks, take a device and open torch's group, in this order."""
     global _group
     atexit.unregister(_leave)
     atexit.register(_leave, os.getpid())
@@ -195,13 +195,13 @@ def _open(backend: str | None, timeout: timedelta) -> None:
 def _open_process_group(
     here: Placement, store: TreeStore, device: torch.device, own: Place, timeout: timedelta
 ) -> list[Place]:
-    """Collective. Open torch's default group over the tree, or adopt the one that the script has opened."""
+    """Collective. Open torch's default group over the tree, or use the group that the script has opened."""
     backend, tree = own.backend, store.tree
     _check_backend(backend)
     limit_s, of_nccl = timeout.total_seconds(), overlaps(device) and "nccl" in backend
     own = own._replace(uuid=uuid_of(device) if of_nccl else "")
     places = tree.gather(own, limit_s, partial(as_kind, Place))
-    if of_nccl:  # which does not name a device that ranks share
+    if of_nccl:  # NCCL's own error does not name the device that ranks share
         _check_devices(places)
     if not dist.is_initialized():
         if "gloo" in backend:
@@ -225,7 +225,7 @@ def _open_process_group(
 
 
 def _draw_alike(group: Group) -> None:
-    """Collective. Where the script has given torch no seed, all ranks go on in rank 0's stream, as if seeded alike."""
+    """Collective. If the script has not seeded torch, give all ranks rank 0's random stream."""
     own = torch.get_rng_state().numpy().tobytes() if torch.initial_seed() >= _DRAWN_SEED else b""
     first = group.broadcast("samestep.init", own)
     if own and first:
@@ -265,7 +265,7 @@ def _leave(pid: int) -> None:
 
 @contextmanager
 def _variables(some: Mapping[str, str]) -> Iterator[None]:
-    """While entered, these are set; a job that is submitted later, perhaps to other machines, inherits none."""
+    """Context manager: set variables for a while; a job that the script submits later must not inherit them."""
     before = {name: os.environ.get(name) for name in some}
     os.environ.update(some)
     try:
@@ -285,13 +285,13 @@ def _check_backend(backend: str) -> None:
 
 
 def _facts() -> dict[str, Any]:
-    """What must be alike on all ranks, and the cores of this one."""
+    """The versions, which must be equal on all ranks, and this rank's cores."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     return versions | {"samestep": samestep.__version__, "cores": cores()}
 
 
 def _check_devices(places: Sequence[Place]) -> None:
-    """Raise where two ranks hold one device."""
+    """Raise if two ranks have the same device."""
     ranks_of: dict[tuple[int, str], list[int]] = {}
     for rank, place in enumerate(places):
         ranks_of.setdefault((place.node, place.uuid), []).append(rank)
@@ -305,7 +305,7 @@ def _check_devices(places: Sequence[Place]) -> None:
 
 
 def _set_threads(here: Placement, own_cores: int) -> None:
-    """Use as many threads as this process has cores; torchrun's OMP_NUM_THREADS=1 is only its default."""
+    """Use as many threads as this process has cores; OMP_NUM_THREADS=1 under torchrun is only its default."""
     asked = os.environ.get("OMP_NUM_THREADS")
     if not asked or (here.launcher == "torchrun" and asked == "1"):
         torch.set_num_threads(own_cores)

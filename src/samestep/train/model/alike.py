@@ -1,4 +1,4 @@
-"""The ranks' models are compared before they are kept equal; the first difference is named."""
+"""Compares the ranks' models before they are replicated, and names the first difference."""
 
 import torch
 
@@ -7,7 +7,7 @@ from samestep.train.group.group import Group
 
 
 def check_alike(model: torch.nn.Module, group: Group) -> None:
-    """Collective. DDP pairs parameters by position: another order, or a frozen one, would train wrong in silence."""
+    """Collective. Raise where models differ: DDP pairs parameters by position, and would mix them silently."""
     named = {"parameters": model.named_parameters(), "buffers": model.named_buffers()}
     mine = {
         kind: [

@@ -1,4 +1,4 @@
-"""What equal bits rest on: deterministic kernels, one thread count, and facts that are recorded to be compared."""
+"""The conditions of equal bits: deterministic kernels, a fixed thread count, and facts that checkpoints record."""
 
 import os
 from typing import Any
@@ -16,9 +16,9 @@ _MEMORY: Any = torch.utils.deterministic  # its one setting is a property, which
 
 
 class FixedArithmetic(Member, Subscriber):
-    """Deterministic kernels, and one thread count at any size ($SAMESTEP_EXACT_THREADS, or 1), until it is closed.
+    """Deterministic kernels and a fixed thread count ($SAMESTEP_EXACT_THREADS, or 1), until it is closed.
 
-    In the first step torch fills new memory with NaN, which shows where a script reads what nobody wrote.
+    In the first step torch fills new memory with NaN, which shows a script that reads memory before it writes it.
     """
 
     def __init__(self, group: Group) -> None:
@@ -32,7 +32,7 @@ class FixedArithmetic(Member, Subscriber):
         group.the(Spine).subscribe(self)
 
     def fix(self) -> None:
-        """From here on."""
+        """Fix the arithmetic from now on."""
         asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
         if not asked.isdigit() or not int(asked):
             raise UsageError(
@@ -57,7 +57,7 @@ class FixedArithmetic(Member, Subscriber):
 
 
 def arithmetic() -> dict[str, Any]:
-    """What the promise of equal bits rests on; another value of any of these may change them."""
+    """The facts that equal bits depend on; a change of any of them may change bits."""
     return {
         "hardware": name_of_hardware(),
         "torch": str(torch.__version__),

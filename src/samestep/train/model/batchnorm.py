@@ -1,4 +1,4 @@
-"""BatchNorm over the whole batch, on any device and however unevenly the batch is shared."""
+"""BatchNorm with statistics of the whole batch, on any device and for uneven shares."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d,
 
 
 class Synced:
-    """Mixed into a BatchNorm: statistics of all ranks, by torch's kernels where those can."""
+    """Mixed into a BatchNorm: takes statistics over all ranks, with torch's kernels where these can do it."""
 
     plain: type[torch.nn.Module]
 
@@ -26,9 +26,9 @@ class Synced:
         if not self.training or by_torch:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        with _disable_current_modes():  # as totals are, statistics are of no batch
+        with _disable_current_modes():  # statistics have no batch dimension to follow
             count, mean, variance = _of_all_ranks(wide, counts=share is None or not share.lent)
-        # of a larger batch the count is not asked for: that waits for the device
+        # reading the count waits for the device, so it is read only where the batch may be too small
         if (share is None or share.all < 2) and count < 2:
             raise UsageError(
                 f"BatchNorm got {count:g} value per channel in the whole batch; train on at least 2"
@@ -41,19 +41,19 @@ class Synced:
         return scaled.to(input.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is the BatchNorm that this one was."""
+        """A copy or pickle is the plain BatchNorm."""
         state = {name: value for name, value in self.__dict__.items() if name != "plain"}
         return object.__new__, (self.plain,), state
 
 
-# torch's SyncBatchNorm has no CPU kernels, and DDP refuses it on CPU.
+# torch's SyncBatchNorm has no CPU kernels, and DDP refuses it on CPU
 _SYNCED: dict[type, type] = {
     plain: type(f"Synced{plain.__name__}", (Synced, plain), {}) for plain in BATCH_NORMS
 }
 
 
 def convert(model: torch.nn.Module) -> None:
-    """Make every BatchNorm of the model a synced one, in place; its tensors and hooks stay."""
+    """Make every BatchNorm of the model a synced BatchNorm, in place; its tensors and hooks stay."""
     for module in model.modules():
         if type(module) not in _SYNCED:
             continue
@@ -74,14 +74,14 @@ def has_only_their_buffers(model: torch.nn.Module) -> bool:
 
 
 def lends(share: Share | None, size: int) -> bool:
-    """Whether a rank takes the step with weight 0, on samples that count for another: torch's kernels count them."""
+    """Whether a rank takes this step with weight 0, on lent samples; torch's kernels would count them."""
     if share is None or not share.all:
         return False
     return (share.all if share.microbatch is None else share.microbatches) < size
 
 
 def _of_all_ranks(rows: torch.Tensor, *, counts: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collective. How many values a channel has, their mean and their variance, by one exchange each way."""
+    """Collective. Each channel's number of values, mean and variance, with one exchange in forward and in backward."""
     over = [axis for axis in range(rows.dim()) if axis != 1]
     channels, each = rows.shape[1], rows.numel() // rows.shape[1]
     variance, mean = torch.var_mean(rows, over, correction=0) if each else (rows.sum(over), rows.sum(over))

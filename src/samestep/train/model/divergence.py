@@ -1,8 +1,7 @@
-"""Replicas that should be equal are compared every so many steps; one that is not is named, with its tensor.
+"""Compares replicas every so many steps, and raises an error that names the tensor and the ranks that differ.
 
-Covered: any change of a single bit in a parameter, or in a buffer of an exact replica, by memory that fails or by
-code that only one rank runs.
-Not covered: optimizer state, until it shows in a parameter.
+Covered: any change of a single bit in a parameter, or in a buffer of an exact replica, by failing memory or by code
+that only one rank runs. Not covered: optimizer state, until it changes a parameter.
 """
 
 import os
@@ -18,19 +17,19 @@ from samestep.train.step import Pass, Share, Spine
 from samestep.train.subscriber import Subscriber
 
 _EARLY = {1, 2, 5, 10, 20, 50, 100}
-_DECIDED = max(_EARLY)  # the step from which on it is compared as often as it costs _COST of the time
+_DECIDED = max(_EARLY)  # after this step the interval is chosen so that comparisons cost _COST of the time
 _OFTEN = (10, 20, 50, 100)
 _SELDOM = 200
 _COST = 0.01
-# measured: with the two steps after it, which it slows, a comparison takes so many times its own shortest time
+# measured: a comparison slows the two steps after it, and with them costs this many times its own shortest time
 _AND_AFTER = 4
 
 
 class Divergence(Member, Subscriber):
-    """Compares the replicas every $SAMESTEP_CHECK_EVERY training steps (0 is never), and after the first few.
+    """Compares the replicas every $SAMESTEP_CHECK_EVERY training steps (0: never), and after the first few.
 
-    Without that variable every 10 to 200 steps: as often as it costs 1 % of the time. A script that keeps replicas
-    apart by mistake does so from its first step, and may end before the 200th.
+    Without that variable it compares every 10 to 200 steps, so that this costs 1 % of the time. The early comparisons
+    find scripts whose replicas differ from the first step on and that end before step 200.
     """
 
     def __init__(self, group: Group) -> None:
@@ -63,8 +62,8 @@ class Divergence(Member, Subscriber):
         )
         for replica, ranks in compared:
             if len(set(ranks)) > 1:
-                found = first_unlike(replica.equal_tensors(), ranks)
-                name, column = found or ("a parameter added later", ranks)
+                differing = first_unlike(replica.equal_tensors(), ranks)
+                name, column = differing or ("a parameter added later", ranks)
                 raise RanksDiffer(_difference(name, column, f"between steps {since} and {step}"))
         self._since = time.monotonic()
         self._took_s = min(self._took_s, self._since - began)
@@ -74,7 +73,7 @@ class Divergence(Member, Subscriber):
 
 
 def pace(steps: float) -> int:
-    """Every how many steps a comparison that takes as long as so many of them costs _COST of the time."""
+    """The number of steps between comparisons that cost _COST of the time, if a comparison takes `steps` steps."""
     return next((every for every in _OFTEN if steps / every <= _COST), _SELDOM)
 
 

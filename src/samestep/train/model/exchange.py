@@ -1,4 +1,4 @@
-"""What is exchanged of a model beside what DDP's own all-reduce exchanges, and what is known of that."""
+"""Exchanges of a model's tensors beside DDP's all-reduce, hooks after it, and its times."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from samestep.train.group.device import moved
 
 
 def average(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Collective. Make gradients everyone's that DDP has not exchanged; a rank may lack some."""
+    """Collective. Average gradients that DDP has not exchanged; a rank may have None for some."""
     has_some = moved(
         torch.tensor([float(parameter.grad is not None) for parameter in parameters], device="cpu"),
         parameters[0].device,
     )
     dist.all_reduce(has_some)
-    for parameter, some in zip(parameters, has_some.tolist(), strict=True):
-        if not some:
+    for parameter, any_rank in zip(parameters, has_some.tolist(), strict=True):
+        if not any_rank:
             continue
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         total = mine.to_dense().contiguous() / dist.get_world_size()
@@ -33,7 +33,7 @@ def average(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    """Collective. Rank 0's values, in place, whatever the strides."""
+    """Collective. Copy rank 0's values into the tensors of all ranks, whatever their strides."""
     for tensor in tensors:
         sent = tensor.detach().contiguous()
         dist.broadcast(sent, src=0)
@@ -42,7 +42,7 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def hooks_on(parameter: torch.Tensor, ours: Container[int]) -> list[list[Callable[..., Any]]]:
-    """The script's hooks: those that get the gradient before it is added to `.grad`, and those called after that."""
+    """The script's hooks: those that get the gradient before it is added to `.grad`, and those that run after it."""
     kinds = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [[hook for key, hook in (hooks or {}).items() if key not in ours] for hooks in kinds]
 
@@ -65,7 +65,7 @@ class HeldHooks:
             hooks.update(kept)
 
     def run(self) -> None:
-        """With what this backward gave the whole batch, if it gave the parameter anything."""
+        """Call the hooks with the whole batch's gradient of this backward, if the parameter got any."""
         total, before = self._parameter.grad, self._before
         if total is None or (before is not None and not total.is_sparse and torch.equal(total, before)):
             return
@@ -85,7 +85,7 @@ class HeldHooks:
 
 
 def record_buckets(ddp: DistributedDataParallel) -> None:
-    """For `samestep scale --predict`: exchange nothing, and write when each bucket was ready, and its bytes."""
+    """For `samestep scale --predict`: exchange nothing, and write each bucket's size and the time it was ready."""
     path = os.environ["SAMESTEP_RECORD_BUCKETS"] if dist.get_rank() == 0 else os.devnull
     seen: list[tuple[float, int]] = []
 
@@ -103,9 +103,9 @@ def record_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def times_of(ddp: DistributedDataParallel) -> tuple[float, float]:
-    """Seconds of the latest exchange that DDP timed, and of it those in which backward went on.
+    """Seconds of the latest exchange that DDP timed, and how many of them overlapped with backward.
 
-    DDP times its first ten steps and each hundredth; nothing public of torch 2.13 tells them.
+    DDP times its first ten steps and every hundredth; torch 2.13 has no public function for these times.
     """
     seen = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     exchanged, hidden = (seen.get(f"backward_{name}_time", 0) for name in ("comm", "compute_comm_overlap"))

@@ -1,4 +1,4 @@
-"""Where recurrent layers have the batch in their random draws, which are made out of sight of the trace."""
+"""Tells where recurrent layers have the batch: their kernels draw inside, where no operation can be followed."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from samestep.train.step import Rows, spine
 
 
 def note_layouts(model: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Local. Have recurrent layers say where the batch is while they are called."""
+    """Local. Add hooks to recurrent layers that tell where the batch is while they are called."""
     for module in target.modules():
         if isinstance(module, torch.nn.RNNBase):
-            # functions of this module: a hook that held the group would be copied and saved with the model
+            # module-level functions: a hook that refers to the group would be copied and pickled with the model
             module.register_forward_pre_hook(_enter_recurrent)
             module.register_forward_hook(_leave_recurrent, always_call=True)
     compiled = model is not target or getattr(target, "_compiled_call_impl", None) is not None
@@ -45,7 +45,7 @@ def _leave_recurrent(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 def _packed_part(packed: PackedSequence) -> Part | None:
-    """Collective. Which rows of the whole batch's packed sequence are those of this rank."""
+    """Collective. This rank's rows of the whole batch's packed sequence."""
     group, share = joined(), spine().at_hand
     if share is None or group.world.size == 1:
         return None

@@ -1,4 +1,8 @@
-"""A model on this rank whose forward goes through torch's DistributedDataParallel, weighed by its share."""
+"""A replicated model: forward runs through DistributedDataParallel, and gradients are weighed by shares.
+
+Covered: models that are called several times or not at all in a step, that are frozen for a while, parameters that are
+added later, hooks, copies and pickles. With `tree` the microbatches' gradients are added by Tree, without DDP.
+"""
 
 import copy
 import inspect
@@ -39,7 +43,7 @@ _PATCHED = ("forward", "__getstate__")
 
 
 class Replica:
-    """Stands in the model's `forward`; everything else of the model is as it was."""
+    """Replaces the model's `forward`, and nothing else of the model."""
 
     def __init__(
         self,
@@ -51,22 +55,22 @@ class Replica:
         sums: bool,
         tree: Tree | None = None,
     ) -> None:
-        """`sums`: the loss is a sum over samples, and no mean; `tree`: what adds the gradients instead of DDP."""
+        """`sums`: the loss is a sum over samples, not a mean; `tree`: adds the gradients instead of DDP."""
         self.number, self.model, self.sums, self.tree = number, model, sums, tree
         self.own_forward = model.forward
-        self.patched_over = {name: model.__dict__[name] for name in _PATCHED if name in model.__dict__}
+        self.overwritten = {name: model.__dict__[name] for name in _PATCHED if name in model.__dict__}
         self.dirty = False
         self.ddp: DistributedDataParallel | None = None
         self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
-        self._looked_at = self._drops_gradients = False
+        self._is_checked = self._drops_gradients = False
         self._hooks: list[RemovableHandle] = []
         # a later model may have the same parameters
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self.hooked: list[torch.nn.Parameter] = []
-        # DDP's exchange: "due" in the next backward, "under way" in this one, "missed" by one that has begun
+        # DDP's exchange: "due" in the next backward, "under way" in this backward, "missed" by this backward
         self._exchange = ""
         self._called_at = -1
-        self._seen_since: set[int] = set()
+        self._seen_parameters: set[int] = set()
         self.moves_buffers = False
         self._options = options
         if group.world.size > 1 and tree is None:
@@ -77,13 +81,13 @@ class Replica:
         model.__dict__["__getstate__"] = partial(_plain_state, model)
 
     def _wrap(self) -> None:
-        """Collective. Have DDP exchange the gradients of the parameters that are trained now."""
+        """Collective. Wrap the model in DDP, which exchanges the gradients of the parameters that are trained now."""
         options, trained = self._options, self._trained()
         self._parameters = list(self.model.parameters())
-        self._of_ddp = [parameter.requires_grad for parameter in self._parameters]
+        self._was_trained = [parameter.requires_grad for parameter in self._parameters]
         has_buffers = next(self.model.buffers(), None) is not None
         self.moves_buffers = has_buffers and not options.keys() & set(_BUFFER_OPTIONS)
-        # BatchNorm reads its buffers in evaluation alone, so they can be sent later than in every forward
+        # BatchNorm reads its buffers only in evaluation, so DDP need not send them in every forward
         late = {_buffer_option(): False} if self.moves_buffers and has_only_their_buffers(self.model) else {}
         body = _Body(self.model, self.own_forward)
         self.ddp = DistributedDataParallel(body, **{"gradient_as_bucket_view": True, **late, **options})
@@ -94,26 +98,26 @@ class Replica:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(expect))  # type: ignore[no-untyped-call]
 
     def follow_parameters(self) -> None:
-        """Collective where parameters were added, frozen or unfrozen: DDP knows only those trained when it was made.
+        """Collective where parameters were added, frozen or unfrozen: wrap the model again, since DDP does not follow.
 
-        A model that is frozen as a whole, as a GAN's discriminator in turns, has nothing to exchange.
+        A model that is frozen as a whole, as a GAN's discriminator is in turns, has nothing to exchange.
         """
         if self.ddp is None or not self._trained():
             return
-        self.hooked = [one for one in self._trained() if any(hooks_on(one, self.own_hooks))]
-        found = list(self.model.parameters())
-        is_as_before = list(map(id, found)) == list(map(id, self._parameters))
-        if is_as_before and [parameter.requires_grad for parameter in found] == self._of_ddp:
+        self.hooked = [parameter for parameter in self._trained() if any(hooks_on(parameter, self.own_hooks))]
+        parameters = list(self.model.parameters())
+        is_as_before = list(map(id, parameters)) == list(map(id, self._parameters))
+        if is_as_before and [parameter.requires_grad for parameter in parameters] == self._was_trained:
             return
         check_alike(self.model, self._group)
-        # until DDP's reducer is gone, it would exchange gradients of backwards that are not its own
+        # the old reducer's hooks would exchange gradients too, until it is freed
         del self.ddp.logger, self.ddp.reducer
         self._remove_hooks()
         self._wrap()
 
     @property
     def own_hooks(self) -> set[int]:
-        """The numbers of the hooks that are not the script's."""
+        """The ids of the hooks that this replica has registered."""
         return {handle.id for handle in self._hooks}
 
     def _remove_hooks(self) -> None:
@@ -140,20 +144,20 @@ class Replica:
         if self.tree is not None and not self._has_microbatch(share):
             return self.own_forward(*args, **kwargs)
         self._called_at = self._spine.batches
-        self._seen_since.clear()
+        self._seen_parameters.clear()
         if self._exchange == "missed":
             self._exchange = ""
-        if self.ddp and [parameter.requires_grad for parameter in self._parameters] != self._of_ddp:
+        if self.ddp and [parameter.requires_grad for parameter in self._parameters] != self._was_trained:
             self.follow_parameters()
         with self._group.within("forward"):
             output = self._weighed(share, args, kwargs)
-        if not self._looked_at and (share is None or share.microbatch is None):
-            self._looked_at = True
+        if not self._is_checked and (share is None or share.microbatch is None):
+            self._is_checked = True
             refuse_opaque(output)
         return output
 
     def _has_microbatch(self, share: Share | None) -> bool:
-        """Whether a step of microbatches is being trained on; a model in eval() mode may be trained too."""
+        """Whether this call is in a training microbatch; a model in eval() mode may be trained too."""
         if not self.model.training and not (share is not None and share.of.training):
             return False
         if share is None or share.microbatch is None:
@@ -164,14 +168,14 @@ class Replica:
         return True
 
     def _weighed(self, share: Share | None, args: Any, kwargs: Any) -> Any:
-        """The output, of which the whole batch's gradients will come; in the last microbatch of a step they do."""
+        """The model's output; its backward, or that of a step's last microbatch, gives the whole batch's gradients."""
         if self.tree is not None:
             assert share is not None
             return only_in(share, self._spine, self.own_forward(*args, **kwargs))
         weight = share_weight(share, self._group.world.size, sums=self.sums)
-        # what is compiled multiplies by the weight itself, as a loss that is a sum does
+        # a compiled model, and a model with loss="sum", apply the weight in weighed_call
         is_weighed_here = self.sums or torch.compiler.is_compiling()
-        self._spine.called.add(1.0 if is_weighed_here else weight)
+        self._spine.call_weights.add(1.0 if is_weighed_here else weight)
         if not weight and not self._drops_gradients:
             self._drops_gradients = True
             drop = partial(drop_gradient, self._spine)
@@ -194,19 +198,19 @@ class Replica:
         return output
 
     def _note_backward(self) -> None:
-        """Backward has come to an output of this model; DDP exchanges in one backward after a call, and in no other."""
+        """Backward has reached an output of this model. DDP exchanges only in the first backward after a call."""
         self._exchange = self._exchange or "missed"
 
     def _expect_call(self, parameter: torch.Tensor) -> None:
-        """A gradient has come; without a call of the model in this batch it would stay this rank's own."""
-        again = self._called_at < 0 or id(parameter) in self._seen_since
+        """A parameter got a gradient; raise if the model was not called in this batch: DDP exchanges nothing then."""
+        again = self._called_at < 0 or id(parameter) in self._seen_parameters
         if again and self._called_at != self._spine.batches and self._spine.trained is not None:
             kind = type(self.model).__name__
             raise UsageError(
                 f"backward() reached {kind}, which was not called in this batch, and only gradients of model(...) are "
                 f"exchanged; call the model, in train() mode, or move into its forward what is computed elsewhere"
             )
-        self._seen_since.add(id(parameter))
+        self._seen_parameters.add(id(parameter))
         if self._exchange == "due":
             self._exchange = "under way"
             after_backward(self._begin_to_wait)
@@ -215,17 +219,17 @@ class Replica:
             after_backward(self._exchange_again)
 
     def _begin_to_wait(self) -> None:
-        """All gradients of this rank are there; what DDP does at the end of backward waits for the other ranks."""
+        """This rank has all its gradients; at the end of backward DDP waits for the other ranks."""
         self._group.enter("exchange")
         after_backward(self._end_exchange)
 
     def _end_exchange(self) -> None:
-        """All ranks have come; what follows, such as the script's hooks, is this rank's alone."""
+        """All ranks have exchanged; what follows, such as the script's hooks, waits for no other rank."""
         self._exchange = ""
         self._group.enter("backward")
 
     def _exchange_again(self) -> None:
-        """Collective. A second backward through one call, or of an earlier call, has added to everyone's gradients."""
+        """Collective. Average gradients where DDP did not exchange, as in the second backward of a call."""
         self._exchange = ""
         with self._group.waiting(f"the gradients of {type(self.model).__name__}"):
             average(self._trained())
@@ -234,40 +238,40 @@ class Replica:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def finish_exchange(self) -> None:
-        """Collective where backward gave a parameter no gradient: DDP exchanges when it has one for each."""
+        """Collective where backward gave a parameter no gradient: DDP exchanges only when every parameter has one."""
         if self.ddp is None:
             return
         try:
             self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            if found is None:
+            message = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if message is None:
                 raise
-            trained = list(itertools.compress(self._parameters, self._of_ddp))
-            lacking = [trained[int(at)] for at in found[1].split()]
+            trained = list(itertools.compress(self._parameters, self._was_trained))
+            missing = [trained[int(index)] for index in message[1].split()]
         else:
             return
-        had_none = [parameter for parameter in lacking if parameter.grad is None]
+        had_none = [parameter for parameter in missing if parameter.grad is None]
         with torch.enable_grad():
-            zeros = [*map(torch.zeros_like, lacking)]
-            torch.autograd.backward([parameter.view_as(parameter) for parameter in lacking], zeros)
+            zeros = [*map(torch.zeros_like, missing)]
+            torch.autograd.backward([parameter.view_as(parameter) for parameter in missing], zeros)
         for parameter in had_none:
-            # where no rank has a gradient, the optimizer leaves it out, as in the serial script
+            # None where no rank has a gradient: the optimizer skips the parameter, as in the serial script
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Where a class copies its attributes by itself, the copy's forward is its own as well."""
+        """For classes that copy their attributes themselves: the copy gets a plain forward."""
         return copy.deepcopy(self.own_forward, memo)
 
     def settle(self) -> None:
-        """Collective. Make rank 0's buffers everyone's, where training has moved them apart."""
+        """Collective. Copy rank 0's buffers to all ranks, if training has changed them."""
         if self.dirty:
             self._group.all_gather("samestep.replicate's BatchNorm statistics")
             self.share_buffers()
 
     def share_buffers(self) -> None:
-        """Collective. Rank 0's buffers, on every rank."""
+        """Collective. Copy rank 0's buffers to all ranks."""
         self.dirty = False
         with self._group.waiting(f"the buffers of {type(self.model).__name__}"):
             broadcast(self.model.buffers())
@@ -278,7 +282,7 @@ class Replica:
         return any(isinstance(module, Synced | torch.nn.SyncBatchNorm) for module in self.model.modules())
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """By name, the floating-point buffers that are not BatchNorm's."""
+        """The floating-point buffers that are not BatchNorm's, by name."""
         return {
             f"{prefix}.{name}".lstrip("."): buffer
             for prefix, module in self.model.named_modules()
@@ -288,15 +292,15 @@ class Replica:
         }
 
     def equal_tensors(self) -> dict[str, torch.Tensor]:
-        """By name, what has the same bits on every rank between two steps."""
+        """The tensors that have the same bits on every rank between two steps, by name."""
         buffers = dict(self.model.named_buffers()) if self.tree is not None else {}
         return {**dict(self.model.named_parameters()), **buffers}
 
     def leave(self) -> None:
-        """Give the model back as it was before it was replicated."""
+        """Make the model what it was before it was replicated."""
         for name in _PATCHED:
             self.model.__dict__.pop(name, None)
-        self.model.__dict__.update(self.patched_over)
+        self.model.__dict__.update(self.overwritten)
         self._remove_hooks()
         self.ddp = None
 
@@ -308,28 +312,28 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """As a hook that does not keep the replica alive."""
-    held = weakref.WeakMethod(method)
+    """A hook that does not keep the replica alive."""
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        if found := held():
-            found(*args)
+        if target := reference():
+            target(*args)
 
     return call
 
 
 def _plain_state(model: torch.nn.Module) -> Any:
-    """What is copied or pickled of a replicated model is the plain model."""
+    """The state for copying and pickling a replicated model: that of the plain model."""
     state: Any = type(model).__getstate__(model)  # type: ignore[no-untyped-call]
     if not isinstance(state, dict):
         return state
     replica = replica_of(model)
     plain = {key: value for key, value in state.items() if key not in _PATCHED}
-    return plain | (replica.patched_over if replica else {})
+    return plain | (replica.overwritten if replica else {})
 
 
 class _Body(torch.nn.Module):
-    """What DDP wraps: the model's own forward under another module, so that its hooks run once."""
+    """The module that DDP wraps: it calls the model's own forward, so that the model's hooks run once."""
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -338,10 +342,10 @@ class _Body(torch.nn.Module):
 
 
 def replica_of(model: torch.nn.Module) -> Replica | None:
-    found = getattr(model, "_orig_mod", model).__dict__.get("forward")
-    return found if isinstance(found, Replica) else None
+    forward = getattr(model, "_orig_mod", model).__dict__.get("forward")
+    return forward if isinstance(forward, Replica) else None
 
 
 def _buffer_option() -> str:
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return next(name for name in _BUFFER_OPTIONS if name in known)
+    options = inspect.signature(DistributedDataParallel.__init__).parameters
+    return next(name for name in _BUFFER_OPTIONS if name in options)

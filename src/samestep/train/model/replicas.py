@@ -1,4 +1,4 @@
-"""All replicas of a group: what they do together at passes, and which of their buffers have to be made equal."""
+"""All replicas of a group: what they do at passes and microbatches, and how their buffers are made equal."""
 
 import gc
 import weakref
@@ -24,16 +24,16 @@ _DIGITS = 16
 
 
 class Replicas(Member, Models):
-    """All replicas of a group, in the order they were made, which is the same on every rank."""
+    """The replicas in the order in which they were made, which is the same on every rank."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        # in a world of one a model is left as it is, until its microbatches have to be weighed
+        # models in a world of one: they are left as they are, until `steps` needs their microbatches weighed
         self.alone: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._living: list[weakref.ref[Replica]] = []
-        self._made = 0
+        self._references: list[weakref.ref[Replica]] = []
+        self._num_made = 0
         self._any_moves_buffers = False
-        self._apart: int | None = None  # the seed by which this rank's stream is its own
+        self._own_seed: int | None = None  # the seed of this rank's own random stream
         spine = group.the(Spine)
         group.the(Backward)
         group.the(Hooks)
@@ -41,28 +41,28 @@ class Replicas(Member, Models):
         spine.models = self
 
     def __iter__(self) -> Iterator[Replica]:
-        return (replica for held in tuple(self._living) if (replica := held()) is not None)
+        return (replica for reference in tuple(self._references) if (replica := reference()) is not None)
 
     @property
     def exact(self) -> bool:
-        """Whether gradients are added in the fixed tree."""
+        """Whether a replica adds its gradients in the fixed tree."""
         return any(replica.tree for replica in self)
 
     def add(
         self, model: torch.nn.Module, options: dict[str, Any], *, sums: bool, tree: Tree | None = None
     ) -> None:
         """Collective. Make this model a replica."""
-        replica = Replica(self._made, model, options, self.group, sums=sums, tree=tree)
-        self._made += 1
+        replica = Replica(self._num_made, model, options, self.group, sums=sums, tree=tree)
+        self._num_made += 1
         self._any_moves_buffers |= replica.moves_buffers
-        self._living.append(weakref.ref(replica, self._living.remove))
+        self._references.append(weakref.ref(replica, self._references.remove))
 
     def draw_apart(self) -> None:
-        """Ranks seeded alike would drop out the same units; rank 0 keeps the serial script's stream."""
+        """Give each rank but 0 its own random stream: ranks with equal seeds would drop out the same units."""
         rank = self.group.world.rank
-        if rank and torch.initial_seed() != self._apart:
-            self._apart = seed_of("rank", torch.initial_seed(), rank)
-            torch.manual_seed(self._apart)
+        if rank and torch.initial_seed() != self._own_seed:
+            self._own_seed = seed_of("rank", torch.initial_seed(), rank)
+            torch.manual_seed(self._own_seed)
 
     def trains(self, shuffled: bool) -> bool:
         return any(shuffled or replica.model.training for replica in self)
@@ -80,27 +80,27 @@ class Replicas(Member, Models):
     def adds(self, leaves: Iterable[torch.Tensor] = ()) -> bool:
         if not any(replica.sums for replica in self):
             return False
-        found = {id(leaf) for leaf in leaves}
-        of = [one for one in self if found and not found.isdisjoint(map(id, one.model.parameters()))]
-        return any(replica.sums for replica in of or self)
+        ids = {id(leaf) for leaf in leaves}
+        owners = [owner for owner in self if ids and not ids.isdisjoint(map(id, owner.model.parameters()))]
+        return any(replica.sums for replica in owners or self)
 
     @property
-    def weigh_losses(self) -> bool:
+    def weighs_losses(self) -> bool:
         trees = [replica.tree for replica in self]
         return bool(trees) and not any(trees)
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """The script's hooks on parameters come after the exchange: they get the whole batch's gradient."""
-        held = [HeldHooks(one, replica.own_hooks) for replica in self for one in replica.hooked]
+        """Call the script's hooks on parameters after the exchange, so that they get the whole batch's gradient."""
+        held_hooks = [HeldHooks(weight, replica.own_hooks) for replica in self for weight in replica.hooked]
         try:
             yield
             for replica in self:
                 replica.finish_exchange()
         finally:
-            for hooks in held:
+            for hooks in held_hooks:
                 hooks.put_back()
-        for hooks in held:
+        for hooks in held_hooks:
             hooks.run()
 
     def pass_begins(self, begun: Pass) -> None:
@@ -117,7 +117,7 @@ class Replicas(Member, Models):
         uneven = next((count for count in begun.microbatches if count % size), None)
         if uneven is None or not any(replica.has_synced_statistics for replica in self):
             return
-        gc.collect()  # a model and its replica hold each other, also when the script has left them
+        gc.collect()  # a model and its replica refer to each other, so a deleted model may still be in memory
         if any(replica.has_synced_statistics for replica in self):
             raise UsageError(
                 f"a step of {uneven} microbatches gives the {size} ranks unequal numbers of them, and a BatchNorm "
@@ -132,7 +132,7 @@ class Replicas(Member, Models):
             draw_as(share.of.seed, share.of.epoch, share.batch_start, share.microbatch or 0)
 
     def microbatch_ends(self, share: Share) -> None:
-        """Collective in the last one of a step. A tree that no rank used in it has nothing to exchange."""
+        """Collective in a step's last microbatch. A tree that no rank used in the step has nothing to exchange."""
         if not share.of.training or not (trees := self._trees()):
             return
         for tree in trees.values():
@@ -141,7 +141,7 @@ class Replicas(Member, Models):
             mine = {number: tree.used for number, tree in trees.items() if tree.used}
             used = self.group.all_gather("samestep.replicate's gradients", mine)
             for number, tree in trees.items():
-                tree.step_ends(share, [said[str(number)] for said in used if str(number) in said])
+                tree.step_ends(share, [flags[str(number)] for flags in used if str(number) in flags])
             draw_as(share.of.seed, share.of.epoch, share.batch_start, "after")
 
     def _trees(self) -> dict[int, Tree]:
@@ -152,7 +152,7 @@ class Replicas(Member, Models):
             self.settle()
 
     def settle(self) -> None:
-        """Collective. Make rank 0's buffers everyone's, where training has moved them apart."""
+        """Collective. Copy rank 0's buffers to all ranks, where training has changed them."""
         if not self._any_moves_buffers:
             return
 
@@ -166,7 +166,7 @@ class Replicas(Member, Models):
                 replica.share_buffers()
 
     def _say_own_buffer(self, name: str) -> None:
-        """Name a buffer, other than BatchNorm's, that training changes from each rank's share alone."""
+        """Print a remark on a buffer, not a BatchNorm's, that forward changes from each rank's share alone."""
         self.group.say(
             f"forward computes the buffer {name} from each rank's own share, and only rank 0's value is kept; take "
             "samestep.mean(...) of what it is computed from, or use replicate(exact=True) with steps",
@@ -176,12 +176,12 @@ class Replicas(Member, Models):
     def compared(
         self, call: str, fact: Callable[[Replica], str | None]
     ) -> Iterator[tuple[Replica, list[Any]]]:
-        """Collective. The replicas that live on every rank, with what each rank says of them."""
+        """Collective. The replicas that are alive on every rank, each with the fact of every rank."""
         ranks = self.group.all_gather(call, {replica.number: fact(replica) for replica in self})
         for replica in self:
             number = str(replica.number)
-            if all(number in said for said in ranks):
-                yield replica, [said[number] for said in ranks]
+            if all(number in facts for facts in ranks):
+                yield replica, [facts[number] for facts in ranks]
 
     def close(self) -> None:
         for replica in self:
@@ -189,14 +189,14 @@ class Replicas(Member, Models):
 
 
 def sums_of(tensors: Iterable[torch.Tensor]) -> str:
-    """16 digits for each tensor, which another value changes."""
+    """16 hexadecimal digits for each tensor, which any change of a bit changes."""
     return bit_sums(tensors).hex()
 
 
 def first_unlike(names: Iterable[str], ranks: Sequence[Any]) -> tuple[str, list[str]] | None:
-    """The first tensor whose digits are not the same on all ranks, by its name, with those of each rank."""
-    for at, name in enumerate(names):
-        column = [sums[_DIGITS * at : _DIGITS * (at + 1)] for sums in ranks]
+    """The name of the first tensor whose digits differ between ranks, and its digits on each rank."""
+    for index, name in enumerate(names):
+        column = [sums[_DIGITS * index : _DIGITS * (index + 1)] for sums in ranks]
         if len(set(column)) > 1:
             return name, column
     return None

@@ -1,8 +1,8 @@
-"""Which weights stay equal: after backward() every rank holds the gradient of the whole batch's mean loss.
+"""Keeps a model's weights equal: after backward() every rank has the gradient of the whole batch's mean loss.
 
 Covered: torch's DistributedDataParallel does the exchange; the model keeps its class, attributes and keys.
-Not covered: in passes of `loader`, what reaches parameters without passing through the model's outputs is averaged
-over ranks, not over samples, which is right for a penalty.
+Not covered: a gradient that reaches parameters without passing the model's outputs is averaged over ranks and not over
+samples. That is right for a penalty on weights.
 """
 
 import gc
@@ -78,9 +78,7 @@ def replicate(
     group.the(Divergence)
     if world.size == 1 and not exact:
         replicas.alone[target] = sums
-        is_parallel = (
-            os.environ.get("SAMESTEP_METHOD") == "dataparallel"
-        )  # what `samestep scale` compares with
+        is_parallel = os.environ.get("SAMESTEP_METHOD") == "dataparallel"  # `samestep scale` compares with it
         return torch.nn.DataParallel(model) if is_parallel else model  # type: ignore[return-value]
     if world.size > 1:
         _check_device(target, world.device)
@@ -121,7 +119,7 @@ def _check_modes(same: bool | None, exact: bool, loss: str, sync_batchnorm: bool
 
 
 def _checked(model: Any, ddp: dict[str, Any]) -> torch.nn.Module:
-    """The module itself, also of a compiled one."""
+    """The module itself; of a compiled module the original."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"replicate got a {type(model).__name__}; pass the torch.nn.Module itself")
     for name, module in model.named_modules():
@@ -188,25 +186,25 @@ def _remark_own_statistics(model: torch.nn.Module) -> None:
 
 
 def _check_device(model: torch.nn.Module, own: torch.device) -> None:
-    found = {one.device for one in model.parameters()}
-    if is_elsewhere(found, own, by_nccl="nccl" in dist.get_backend()):
+    devices = {parameter.device for parameter in model.parameters()}
+    if is_elsewhere(devices, own, by_nccl="nccl" in dist.get_backend()):
         raise UsageError(
-            f"replicate found parameters on {', '.join(sorted(map(str, found)))} and this rank's device is {own}; "
+            f"replicate found parameters on {', '.join(sorted(map(str, devices)))} and this rank's device is {own}; "
             "write replicate(model.to(samestep.init().device))"
         )
 
 
 def _check_own(model: torch.nn.Module, replicas: Replicas) -> None:
-    """Each replica exchanges gradients when it has all of them, and two would exchange a shared one."""
-    trained = {id(one): name for name, one in model.named_parameters() if one.requires_grad}
+    """Raise where a trained parameter belongs to another replica too: both would exchange its gradient."""
+    trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def shared() -> Iterator[tuple[str, str]]:
-        for other in replicas:
-            found = (trained.get(id(one)) for one in other.model.parameters() if one.requires_grad)
-            yield from ((name, type(other.model).__name__) for name in found if name)
+        for replica in replicas:
+            names = (trained.get(id(weight)) for weight in replica.model.parameters() if weight.requires_grad)
+            yield from ((name, type(replica.model).__name__) for name in names if name)
 
     if any(shared()):
-        gc.collect()  # a model and its replica hold each other, also when the script has left them
+        gc.collect()  # a model and its replica refer to each other, so a deleted model may still be in memory
     for name, kind in shared():
         raise UsageError(
             f"replicate got a {type(model).__name__} whose parameter {name} is also of a {kind} that is replicated "
@@ -215,9 +213,9 @@ def _check_own(model: torch.nn.Module, replicas: Replicas) -> None:
         )
 
 
-def is_elsewhere(found: set[torch.device], own: torch.device, *, by_nccl: bool) -> bool:
-    """Whether a model is on another rank's device, or partly where NCCL cannot send from; it may use several."""
-    kinds = {one.type for one in found}
+def is_elsewhere(devices: set[torch.device], own: torch.device, *, by_nccl: bool) -> bool:
+    """Whether a model is on another rank's device, or has parts on devices that NCCL cannot send from."""
+    kinds = {device.type for device in devices}
     if by_nccl and kinds - {own.type}:
         return True
-    return own.type != "cpu" and own.type in kinds and own not in found
+    return own.type != "cpu" and own.type in kinds and own not in devices
