@@ -133,10 +133,9 @@ class Backward(Member):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Collective for gradients of equal tensors with create_graph: they become the whole batch's.
+        """Collective for gradients of equal tensors with create_graph, which become the whole batch's.
 
-        Without create_graph they stay this rank's own, as its loss is. In a loop over single samples, as over MAML's
-        tasks, all gradients are the rank's own.
+        Other gradients are this rank's own; so are all in a loop over single samples, as over MAML's tasks.
         """
         spine, size = self._spine, self.group.world.size
         share = spine.trained

@@ -130,7 +130,6 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._follow(_SELECT, args, {}, piece, *self._run_probes(_SELECT, args, {}))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any, probe: Any, sure: bool) -> None:
-        """Store the probe of an operation's result."""
         if func._overloadname.endswith("out") or func._schema.is_mutable:
             if func._opname == "copy_":
                 self._note_copied(*args[:2])

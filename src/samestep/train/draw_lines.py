@@ -74,7 +74,6 @@ def value_of(node: ast.AST, frame: FrameType) -> Any:
 
 
 def scripts_frame(frame: FrameType | None) -> FrameType | None:
-    """The nearest frame of the script."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
         frame = frame.f_back
     return frame

@@ -54,10 +54,7 @@ class Part:
     def enlarged(
         self, tensor: torch.Tensor, fill: float | None = None, memory: Memory | None = None
     ) -> torch.Tensor:
-        """A tensor of the whole draw's size, laid out in memory like this one.
-
-        With `fill` it holds this tensor's values in this rank's part, and `fill` elsewhere.
-        """
+        """A tensor of the whole draw's size; with `fill` it has these values in this rank's part, `fill` elsewhere."""
         sizes = list(tensor.shape)
         sizes[self.dim] = sizes[self.dim] // self.rows.mine * self.rows.all
         # the strides of a share of one sample do not tell how the whole batch lies in memory
@@ -121,10 +118,7 @@ def of_permutation(whole: Any, rows: Rows) -> Any:
 
 
 class Places:
-    """Where draws have the batch, by their line and by the kind of the model's call.
-
-    Several layers may draw at the same line of a model, each with another shape.
-    """
+    """Where draws have the batch, by line and by kind of the model's call; layers may share a line."""
 
     def __init__(self) -> None:
         self._by_line: dict[Line, dict[Any, list[tuple[torch.Size, Place]]]] = {}
@@ -153,7 +147,6 @@ class Places:
 
 
 def _others(place: Place, shape: torch.Size) -> list[int]:
-    """The sizes of the dimensions other than the batch's."""
     return [size for dim, size in enumerate(shape) if dim != place.dim]
 
 

@@ -300,7 +300,6 @@ class Draws(Member):
         return None
 
     def _watch(self, line: Line, tensor: torch.Tensor, share: Share) -> None:
-        """Note where a draw has the batch, if this call or batch is watched."""
         watching = self.watching
         if watching.places is None:
             if not self._places.has(line, watching.in_model):

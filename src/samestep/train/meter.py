@@ -143,17 +143,14 @@ class _Clock:
         self.since = time.monotonic()
 
     def begin(self) -> None:
-        """A pass begins, with the wait for its first batch."""
         self._marks = []
         self._set(_DATA)
 
     def mark(self, slot: int) -> None:
-        """The time from now on belongs to this part."""
         if not self._marks or slot != self._marks[-1][1]:
             self._set(slot)
 
     def end(self, facts: _Facts) -> None:
-        """A step is over, and the next begins."""
         self._set(_DATA)
         marks, self._marks = self._marks, self._marks[-1:]
         self._finish(marks, facts)

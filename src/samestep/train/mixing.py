@@ -167,7 +167,6 @@ def _first(value: Any) -> Any:
 
 
 def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by name, with defaults."""
     arguments: dict[str, Any] = {argument.name: argument.default_value for argument in func._schema.arguments}
     return arguments | dict(zip(arguments, args, strict=False)) | kwargs
 

@@ -56,11 +56,9 @@ class Pass:
         self._order: Callable[[], Any] = lambda: None
 
     def take_order(self, order: Any, seed: int) -> None:
-        """Set the order of the samples, and the seed that it was drawn with."""
         self._order, self.seed = weakref.ref(order), seed
 
     def note(self, samples: int) -> None:
-        """Note that the next batch has so many samples on all ranks."""
         if not self.sizes or self.sizes[-1][0] != samples:
             self.sizes.append([samples, 0])
         self.sizes[-1][1] += 1
@@ -100,10 +98,7 @@ class Rows(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """The batch dimension of a tensor whose samples are not in dimension 0, or whose rows are not samples.
-
-    Such rows are nodes of graphs, or concatenated words.
-    """
+    """The batch dimension of a tensor whose samples are not in dimension 0, or whose rows are nodes or words."""
 
     dim: int
     rows: Rows
@@ -138,7 +133,6 @@ class Share:
 
     @property
     def rows(self) -> Rows:
-        """This rank's part of the batch."""
         return Rows(self.mine, self.start - self.batch_start, self.all)
 
     def dim_in(self, name: str) -> int:
@@ -246,7 +240,6 @@ class Spine(Member):
             self.steps += 1
 
     def end_pass(self, ended: Pass) -> None:
-        """The loader has no more batches in this pass."""
         self.group.enter("user")
         self._passes = [old for old in self._passes if old is not ended]
         self.tell(Subscriber.pass_ends, ended)
@@ -313,11 +306,9 @@ class Spine(Member):
         return None
 
     def handed_out(self) -> Iterator[torch.Tensor]:
-        """The tensors of all batches that are still in memory."""
         return (tensor for reference, _ in list(self._shares.values()) if (tensor := reference()) is not None)
 
     def note_joined(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor has the rows of all ranks."""
         self._joined[memory_of(tensor)] = tensor
 
     def is_joined(self, tensor: torch.Tensor) -> bool:
@@ -395,5 +386,4 @@ def _in_words(mark: bytes) -> str:
 
 
 def spine() -> Spine:
-    """The spine of the group of this process."""
     return joined().the(Spine)

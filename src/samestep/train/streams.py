@@ -34,7 +34,6 @@ def draw_as(*facts: int | str) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """Local. Seed the streams of the host."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -65,12 +64,10 @@ def streams_kept() -> Iterator[None]:
 
 
 def of_host() -> tuple[torch.Tensor, Any, Any]:
-    """Local. The states of the host's streams."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
 def set_host(states: tuple[torch.Tensor, Any, Any]) -> None:
-    """Local. Set the states of the host's streams."""
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
@@ -121,6 +118,5 @@ def digest() -> bytes:
 
 
 def different(first: bytes, second: bytes) -> list[str]:
-    """The names of the streams whose captured states differ."""
     states = json.loads(first), json.loads(second)
     return [name for name in states[0] if states[0][name] != states[1].get(name)]

@@ -322,7 +322,6 @@ def _kind(leaf: Any, rows: bool = False) -> str:
 
 
 def _check_alike(call: str, ranks: Sequence[Sequence[str]]) -> None:
-    """Raise where a rank brought other kinds than rank 0."""
     rank = next((rank for rank, kinds in enumerate(ranks) if kinds != ranks[0]), None)
     if rank is None:
         return

@@ -58,10 +58,7 @@ def dim_after_view(
 
 
 def dim_in_view(view: torch.Tensor, base: torch.Tensor, dim: int, mine: int) -> int | None:
-    """The dimension of a view in which the samples are that `base` has in `dim`, found by its stride.
-
-    In that dimension the view may have several rows of each sample.
-    """
+    """The dimension of a view that has the samples of `dim` of `base`, or several rows of each, by its stride."""
     step = base.stride(dim) if base.dim() else 0
     sizes = list(zip(view.shape, view.stride(), strict=True))
     exact = (at for at, size in enumerate(sizes) if size == (mine, step))

@@ -46,7 +46,6 @@ class Again:
         self._is_watched = False
 
     def is_due(self, batches: int) -> bool:
-        """Whether the batch that begins now is to be watched again."""
         return batches < self._until
 
     def batch_begins(self, *, is_watched: bool) -> None:

@@ -280,7 +280,6 @@ class Checkpoint:
         sys.exit(CHECKPOINTED)  # not SystemExit: what samestep puts in place of sys.exit notes the code
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state to commit, and its meta data."""
         exact = self._group.the(Replicas).exact
         own = {
             "step": self.steps,

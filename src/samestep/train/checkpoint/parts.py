@@ -35,8 +35,6 @@ ACCEPTED_AS = {
 
 
 class Part(Protocol):
-    """Anything with state_dict and load_state_dict."""
-
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
 

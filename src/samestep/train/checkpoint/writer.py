@@ -70,7 +70,6 @@ class Writer:
         return not self.left_out
 
     def wait(self) -> None:
-        """Wait for a running commit."""
         self._is_awaited = True
         if self._thread is not None:
             self._thread.join()
@@ -156,7 +155,6 @@ def of_element(meta: Mapping[str, Any]) -> str:
 
 
 def origin() -> dict[str, Any]:
-    """The script, and the versions, that made a commit."""
     script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("-")
     digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12] if script.is_file() else ""
     return {

@@ -243,7 +243,6 @@ class Loader(Generic[Item]):
         self._order.go_on(state)
 
     def facts(self) -> dict[str, Any]:
-        """The facts that determine the order of samples."""
         return {
             **self._order.facts(),
             "batch_size": self.batch_size,
@@ -275,7 +274,6 @@ class Loader(Generic[Item]):
         return share.Pieces(self._order.length or 0, self.batch_size or 1, size, rank, **cuts)
 
     def _pieces_of(self, order: TakenBatches | Reading) -> Iterator[Piece]:
-        """The batches of a pass, from a batch_sampler or a stream."""
         stops, world = self._in_phase_data(order.stops(self._position)), self._world
         return share.pieces_at(stops, world.size, world.rank, start=self._position)
 
@@ -360,14 +358,12 @@ class Loader(Generic[Item]):
         )
 
     def _consume(self, order: Drawn, given: Share) -> None:
-        """Count the samples of a batch as consumed, on all ranks."""
         self._position = given.batch_start + given.all
         if self.ledger:
             samples = order[given.batch_start : self._position].numpy().tobytes()
             self.ledger = hashlib.blake2b(self.ledger + samples, digest_size=32).digest()
 
     def _read(self, order: Drawn, steps: Iterator[Any], this: Pass) -> Iterator[Batch]:
-        """The batches on this rank's device."""
         source = order if isinstance(order, Reading) else self._source
         assert source is not None
         # copy the indices to the data's device once for the pass, not in every step

@@ -26,8 +26,6 @@ _AT_ONCE = 1 << 16
 
 
 class Drawn(Protocol):
-    """The samples of an epoch in their order."""
-
     def __getitem__(self, part: slice, /) -> torch.Tensor: ...
 
 
@@ -113,8 +111,6 @@ class Order:
 
 
 class Sampled(Order):
-    """The order of the user's sampler."""
-
     kind = "sampler"
 
     def __init__(self, sampler: Any, seed: int | None, group: Group) -> None:
@@ -269,7 +265,6 @@ class Taken:
 
     @property
     def asked(self) -> int:
-        """How many samples the sampler was asked for."""
         return len(self._indices)
 
     def ask(self, stop: int) -> None:
@@ -332,8 +327,6 @@ class Taken:
 
 
 class TakenBatches(Taken):
-    """An order that is read batch by batch."""
-
     def __init__(self, of: Sampled, iterator: Iterator[Any], group: Group) -> None:
         super().__init__(of, iterator, group)
         self._stops: list[int] = []

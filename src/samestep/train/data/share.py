@@ -42,15 +42,7 @@ class Pieces(Sequence[Piece]):
     """The batches from position `start` on, each computed on access: an epoch may have 10^8 batches."""
 
     def __init__(
-        self,
-        length: int,
-        batch_size: int,
-        size: int,
-        rank: int,
-        *,
-        start: int,
-        drop_last: bool,
-        even: bool,
+        self, length: int, batch_size: int, size: int, rank: int, *, start: int, drop_last: bool, even: bool
     ) -> None:
         """With `even`, a last batch smaller than `size` is filled from the batch before, or added to it."""
         stops = range(start + batch_size, length + 1, batch_size)
@@ -76,13 +68,11 @@ class Pieces(Sequence[Piece]):
 
 
 def piece(start: int, stop: int, size: int, rank: int) -> Piece:
-    """A batch, and rank's part of it."""
     first, last = cut(stop - start, size, rank)
     return Piece(start, stop, start + first, start + last)
 
 
 def pieces_at(stops: Iterable[int], size: int, rank: int, *, start: int) -> Iterator[Piece]:
-    """The batches that end at these positions."""
     for stop in stops:
         yield piece(start, stop, size, rank)
         start = stop

@@ -108,17 +108,20 @@ class Step(Generic[Item]):
     batches: Iterator[Batch]
     number: int
 
-    def __init__(self, of: Steps[Item], this: Pass, piece: Piece) -> None:
-        world = of._world
+    def __init__(self, loader: Steps[Item], this: Pass, piece: Piece) -> None:
+        world = loader._world
         self.piece = piece
-        self._of, self._spine, self._pass = of, of._spine, this
-        self.count = -(-piece.all // of.microbatch)
+        self._loader, self._spine, self._pass = loader, loader._spine, this
+        self.count = -(-piece.all // loader.microbatch)
         self._indices = range(*cut(self.count, world.size, world.rank))
         self._lent = this.training and not self._indices
         self.parts = [
-            (piece.start + index * of.microbatch, min(piece.start + (index + 1) * of.microbatch, piece.stop))
+            (
+                piece.start + index * loader.microbatch,
+                min(piece.start + (index + 1) * loader.microbatch, piece.stop),
+            )
             for index in self._indices
-        ] or [(piece.start, min(piece.start + of.microbatch, piece.stop))] * self._lent
+        ] or [(piece.start, min(piece.start + loader.microbatch, piece.stop))] * self._lent
         self._left, self._taken = len(self.parts), False
 
     def __len__(self) -> int:
@@ -130,20 +133,20 @@ class Step(Generic[Item]):
                 "this step was iterated already, and its microbatches are gone; iterate each step once"
             )
         self._taken = True
-        for at, index in enumerate(self._indices or range(self._lent)):
+        for number, index in enumerate(self._indices or range(self._lent)):
             self._left -= 1
             batch, _ = next(self.batches)
-            microbatch = self.share(at, index)
-            self._of.share = microbatch.mine / microbatch.all
+            microbatch = self.share(number, index)
+            self._loader.share = microbatch.mine / microbatch.all
             self._spine.hand_out(microbatch, batch)
             self._spine.tell(Subscriber.microbatch_begins, microbatch)
             yield batch
             self._spine.tell(Subscriber.microbatch_ends, microbatch)
         self._spine.leave_microbatches(self.share())
 
-    def share(self, at: int | None = None, index: int | None = None) -> Share:
-        """This rank's part of the step, or of its microbatch number `at`, which is number `index` in the step."""
-        mine = self.parts if at is None else self.parts[at : at + 1]
+    def share(self, number: int | None = None, index: int | None = None) -> Share:
+        """This rank's part of the step, or of its own microbatch `number`, which is microbatch `index` of the step."""
+        mine = self.parts if number is None else self.parts[number : number + 1]
         return Share(
             self._pass,
             self.piece.start,
@@ -153,8 +156,8 @@ class Step(Generic[Item]):
             lent=self._lent,
             microbatch=index,
             microbatches=self.count,
-            first=not at,
-            last=at is None or at == len(self.parts) - 1,
+            first=not number,
+            last=number is None or number == len(self.parts) - 1,
             step=self.number,
         )
 

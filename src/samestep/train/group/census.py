@@ -65,7 +65,6 @@ def value_of(item: Item) -> Any:
 
 
 def by_rank(items: Iterable[Item], size: int) -> list[Any]:
-    """Every rank's value, by rank."""
     values: list[Any] = [None] * size
     for item in items:
         value = value_of(item)

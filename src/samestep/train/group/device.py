@@ -70,7 +70,6 @@ def overlaps(device: torch.device) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
@@ -95,12 +94,10 @@ def on_host(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The widest floating-point type of the device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def has_synced_kernels(device: torch.device) -> bool:
-    """Whether torch's SyncBatchNorm has kernels for the device."""
     return device.type in ("cuda", "xpu")
 
 
@@ -142,21 +139,18 @@ def stream_of_device(*, in_use: bool) -> tuple[str, torch.Tensor | None]:
 
 
 def set_stream_of_device(kind: str, state: torch.Tensor) -> None:
-    """Set the device's random state, if this process has such a device."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None and found.type == kind:
         torch.get_device_module(found).set_rng_state(state)
 
 
 def name_of_hardware() -> str:
-    """The model of the device, or of the processor where there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     named = getattr(torch.get_device_module(found), "get_device_name", None) if found is not None else None
     return str(named()) if named else _processor()
 
 
 def uuid_of(device: torch.device) -> str:
-    """The identity of this device."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

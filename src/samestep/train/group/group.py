@@ -137,7 +137,6 @@ class Group:
         self._marks.append((mark, differ))
 
     def beat(self, step: int, epoch: int) -> None:
-        """Note that this rank begins this step."""
         self.step = step
         if self.pulse is not None:
             self.pulse.beat(step, epoch)

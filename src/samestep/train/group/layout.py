@@ -11,8 +11,6 @@ _TOLD = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "UCX_", "FI_")
 
 
 class Place(NamedTuple):
-    """Where a rank is, and what it uses."""
-
     node: int
     host: str
     device: str
@@ -37,6 +35,5 @@ def layout(places: Sequence[Place], env: Mapping[str, str]) -> str:
 
 
 def say_layout(places: Sequence[Place]) -> None:
-    """Print the layout if it was asked for."""
     if os.environ.get("SAMESTEP_LAYOUT", "0") != "0":
         print(layout(places, os.environ), flush=True)

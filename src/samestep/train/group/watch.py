@@ -140,10 +140,7 @@ class MutualWatch:
         return state._replace(does=frame.doing) if frame else state
 
     def _silent(self, known: Sequence[RankState], seconds: float) -> list[RankState]:
-        """Neighbours that send nothing while all ranks that do wait in the same call.
-
-        Ranks behind such a neighbour are heard only through it, so nothing is known of them.
-        """
+        """Neighbours that send nothing, not even of ranks behind them, while all others wait in the same call."""
         known = [state for state in known if state.does != _SILENT]
         waits = {state.waits for state in known if state.waits_now and state.seconds >= LEAST_S}
         if len(waits) != 1 or not all(state.waits_now and state.waits in waits for state in known):

@@ -285,13 +285,11 @@ def _check_backend(backend: str) -> None:
 
 
 def _facts() -> dict[str, Any]:
-    """The versions, which must be equal on all ranks, and this rank's cores."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     return versions | {"samestep": samestep.__version__, "cores": cores()}
 
 
 def _check_devices(places: Sequence[Place]) -> None:
-    """Raise if two ranks have the same device."""
     ranks_of: dict[tuple[int, str], list[int]] = {}
     for rank, place in enumerate(places):
         ranks_of.setdefault((place.node, place.uuid), []).append(rank)

@@ -32,7 +32,6 @@ class FixedArithmetic(Member, Subscriber):
         group.the(Spine).subscribe(self)
 
     def fix(self) -> None:
-        """Fix the arithmetic from now on."""
         asked = os.environ.get("SAMESTEP_EXACT_THREADS", "1")
         if not asked.isdigit() or not int(asked):
             raise UsageError(

@@ -66,7 +66,6 @@ def convert(model: torch.nn.Module) -> None:
 
 
 def has_only_their_buffers(model: torch.nn.Module) -> bool:
-    """Whether every buffer of the model is a BatchNorm's."""
     return all(
         isinstance(module, BATCH_NORMS) or next(module.buffers(recurse=False), None) is None
         for module in model.modules()

@@ -78,7 +78,6 @@ def pace(steps: float) -> int:
 
 
 def check_every() -> int | None:
-    """The value of $SAMESTEP_CHECK_EVERY."""
     asked = os.environ.get("SAMESTEP_CHECK_EVERY")
     if asked is None:
         return None
