@@ -188,9 +188,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(arg, torch.Tensor) or arg is result or arg.dim() != result.dim():
                 continue
             _, probe, sure, *_ = self._traced(arg)
-            if probe is None or not sure or not (found := self._sizes.batch_in(arg, probe)):
+            if probe is None or not sure or not (place := self._sizes.batch_in(arg, probe)):
                 continue
-            dim, sizes = found[0], list(result.shape)
+            dim, sizes = place[0], list(result.shape)
             if sizes[dim] == arg.shape[dim]:
                 sizes[dim] = probe.shape[dim]
                 return meta_of(result, sizes)
@@ -224,9 +224,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             probe = self._probe_by_script(tensor)
         if probe is None or not self._makes_sense(tensor, probe):
             return None
-        if (found := self._sizes.batch_in(tensor, probe)) is None:
+        if (place := self._sizes.batch_in(tensor, probe)) is None:
             return Place(None)
-        dim, batch = found
+        dim, batch = place
         after = tensor.shape[dim] // batch.mine // batch.before
         return Place(dim, batch.before, after, layout_of(probe), batch.ragged)
 
@@ -303,8 +303,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return probe, sure
         sizes = list(result.shape)
         try:
-            if found := self._sizes.batch_in(tensor, probe):
-                dim, batch = found
+            if place := self._sizes.batch_in(tensor, probe):
+                dim, batch = place
                 dim, before = dim_after_view(tensor.shape, result.shape, dim, batch.before, batch.mine)
                 batch = self._sizes.merged(before, batch)
                 sizes[dim] = sizes[dim] // batch.mine * batch.prime
@@ -324,8 +324,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = list(result.shape)
         old_sizes = [1] * (result.dim() - tensor.dim()) + list(tensor.shape)
         try:
-            if found := self._sizes.batch_in(tensor, probe):
-                dim, batch = found
+            if place := self._sizes.batch_in(tensor, probe):
+                dim, batch = place
                 dim += result.dim() - tensor.dim()
                 if is_repeated and counts[dim] > 1:
                     batch = self._sizes.merged(counts[dim] * batch.before, batch)

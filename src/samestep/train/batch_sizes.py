@@ -127,13 +127,13 @@ class BatchSizes:
         raise LookupError
 
     def reordered(
-        self, name: str, args: Sequence[Any], made: Any, traced: Callable[[torch.Tensor], Traced]
+        self, name: str, args: Sequence[Any], result: Any, traced: Callable[[torch.Tensor], Traced]
     ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
         """The probe and the samples' order where an operation permutes, stacks or selects samples, else None."""
         if name in ("flip", "roll"):
             return self._flipped(name, traced(args[0]), *args[1:])
         if name == "stack":
-            return self._stacked(made, [traced(index).order for index in args[0]], *args[1:])
+            return self._stacked(result, [traced(index).order for index in args[0]], *args[1:])
         if name in ("select", "index_select"):
             dim, rows = args[1] % args[0].dim(), args[2]
         elif name == "index" and sum(index is not None for index in args[1]) == 1:
@@ -145,7 +145,7 @@ class BatchSizes:
             if source.probe is None or self._dim_of_samples(source) != dim:
                 return None
             if name == "select":
-                return meta_of(made), ((source.order or range(count))[rows],)
+                return meta_of(result), ((source.order or range(count))[rows],)
             # a tensor that is filled piece by piece, as pad_packed_sequence does, has samples in an unknown order
             are_numbers = not rows.is_floating_point() and rows.dtype != torch.bool
             if source.sure and are_numbers and rows.shape == (count,):
@@ -169,20 +169,20 @@ class BatchSizes:
     def _dim_of_samples(self, traced: Traced) -> int | None:
         """The dimension in which each sample is once; None where there is none."""
         with suppress(LookupError):
-            if traced.probe is not None and (found := self.batch_in(traced.tensor, traced.probe)):
-                return found[0] if found[1] == self.samples else None
+            if traced.probe is not None and (place := self.batch_in(traced.tensor, traced.probe)):
+                return place[0] if place[1] == self.samples else None
         return None
 
     def _stacked(
-        self, made: torch.Tensor, orders: Sequence[tuple[int, ...]], dim: int = 0
+        self, result: torch.Tensor, orders: Sequence[tuple[int, ...]], dim: int = 0
     ) -> tuple[torch.Tensor, tuple[int, ...]] | None:
         """The same of stack, where it makes a batch dimension of all single samples."""
         rows, count = [order[0] for order in orders if len(order) == 1], self.samples.mine
         if len(orders) != count or sorted(rows) != list(range(count)):
             return None
-        sizes = list(made.shape)
+        sizes = list(result.shape)
         sizes[dim] = self.samples.prime
-        return meta_of(made, sizes), _unless_in_order(rows)
+        return meta_of(result, sizes), _unless_in_order(rows)
 
     def merged(self, before: int, batch: BatchSize) -> BatchSize:
         """This batch size with a size `before` merged in front of it; LookupError for ragged rows."""
@@ -206,25 +206,25 @@ class BatchSizes:
             probes[3] = probes[0].shape[0]
         elif name == "affine_grid_generator":
             probes[1] = [probes[0].shape[0], *probes[1][1:]]
-        made = func(*probes, **kwargs)
-        return self._concatenated(made, args[0], probes[0], *args[1:]) if name == "cat" else made
+        result = func(*probes, **kwargs)
+        return self._concatenated(result, args[0], probes[0], *args[1:]) if name == "cat" else result
 
     def _concatenated(
-        self, made: torch.Tensor, parts: Sequence[torch.Tensor], probes: Sequence[torch.Tensor], dim: int = 0
+        self, cat: torch.Tensor, parts: Sequence[torch.Tensor], probes: Sequence[torch.Tensor], dim: int = 0
     ) -> torch.Tensor:
         """The probe of concatenated tensors, each of which may have the whole batch."""
-        dim %= made.dim()
-        found = [self.batch_in(part, probe) for part, probe in zip(parts, probes, strict=True)]
-        batches = [place[1] for place in found if place is not None and place[0] == dim]
+        dim %= cat.dim()
+        places = [self.batch_in(part, probe) for part, probe in zip(parts, probes, strict=True)]
+        batches = [place[1] for place in places if place is not None and place[0] == dim]
         if not batches or any(batch.ragged for batch in batches):
-            return made
+            return cat
         rows = {part.shape[dim] // batch.before for part, batch in zip(parts, batches, strict=False)}
         if len(batches) < len(parts) or len(rows) > 1:
             raise LookupError
-        batch = self.merged(sum(place.before for place in batches), batches[0])
-        sizes = list(made.shape)
+        batch = self.merged(sum(part.before for part in batches), batches[0])
+        sizes = list(cat.shape)
         sizes[dim] = batch.before * rows.pop() // batch.mine * batch.prime
-        return meta_of(made, sizes)
+        return meta_of(cat, sizes)
 
     def _pieces(
         self, name: str, tensor: torch.Tensor, probe: torch.Tensor, args: Sequence[Any]
@@ -234,10 +234,10 @@ class BatchSizes:
         LookupError where a piece has only some of the samples: ranks would get different pieces.
         """
         dim = int((*args[1 if name == "slice" else 2 :], 0)[0]) % tensor.dim()
-        found = self.batch_in(tensor, probe)
-        if found is None or found[0] != dim:
+        place = self.batch_in(tensor, probe)
+        if place is None or place[0] != dim:
             return []
-        size, batch = tensor.shape[dim], found[1]
+        size, batch = tensor.shape[dim], place[1]
         rows = size // batch.before
         if name == "slice":
             taken = range(size)[slice(*(*args[2:], None, None, None)[:3])]

@@ -76,10 +76,10 @@ def is_written_out(*keys: int | str) -> bool:
     call = call_in(frame)
     if not isinstance(call, ast.Call):
         return False
-    given: dict[int | str | None, ast.expr] = dict(enumerate(call.args))
-    given |= {keyword.arg: keyword.value for keyword in call.keywords}
-    found = [given[key] for key in keys if key in given]
-    return bool(found) and _is_fixed(found[0], frame, 0)
+    by_key: dict[int | str | None, ast.expr] = dict(enumerate(call.args))
+    by_key |= {keyword.arg: keyword.value for keyword in call.keywords}
+    arguments = [by_key[key] for key in keys if key in by_key]
+    return bool(arguments) and _is_fixed(arguments[0], frame, 0)
 
 
 def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
@@ -155,8 +155,8 @@ def number_in_line(mine: int) -> tuple[bool, int]:
     """
     frame = scripts_frame(sys._getframe(1))
     node = call_in(frame)
-    found = (getattr(node, side, None) for side in ("right", "value", "left"))
-    sides = [side for side in found if side is not None]
+    given = (getattr(node, side, None) for side in ("right", "value", "left"))
+    sides = [side for side in given if side is not None]
     return any(isinstance(side, ast.Constant) for side in sides), _first_power(sides, frame, mine, 0)
 
 

@@ -75,16 +75,16 @@ def _reduction_at(node: Any) -> dict[str, Any]:
         # a sum of several losses, perhaps weighted, is reduced as its first loss is
         if (
             stack is not None
-            and (found := _reduction_at(stack.next_functions[0][0]))["reduction"] is not None
+            and (reduced := _reduction_at(stack.next_functions[0][0]))["reduction"] is not None
         ):
-            return found
+            return reduced
         if reduction in (1, 2) and getattr(node, "_saved_self_sym_sizes", None) != ():
             count = divisor if reduction == 2 else _count(node)
             terms = getattr(node, "_saved_self", None) if reduction == 1 else None
             is_counted = count is None and isinstance(terms, torch.Tensor)
-            found = {"reduction": ("mean", "sum")[reduction - 1], "count": count}
-            found |= {"divisor": divisor, "losses": losses}
-            return {**found, "terms": float(terms.numel()) if is_counted and terms is not None else count}
+            reduced = {"reduction": ("mean", "sum")[reduction - 1], "count": count}
+            reduced |= {"divisor": divisor, "losses": losses}
+            return {**reduced, "terms": float(terms.numel()) if is_counted and terms is not None else count}
         if not name.startswith((*_PASSED, "Mean", "Sum")) or not node.next_functions:
             break
         denominator = getattr(node, "_saved_other", None) if name == "Div" else None

@@ -177,7 +177,7 @@ class Watching(Subscriber):
         if not (self.finds_draws or is_of_use):
             return
         if self.finds_draws and not self._before_loop:
-            alive = (found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter))
+            alive = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
             older = {memory_of(tensor): weakref.ref(tensor) for tensor in alive}
             of_batches = set(map(memory_of, self._spine.handed_out()))
             self._before_loop = {memory: older[memory] for memory in older.keys() - of_batches}

@@ -25,18 +25,18 @@ _IN_ORDER = {"cpu", "mps"}
 
 def take_device(here: Placement) -> torch.device:
     """The device of this process, chosen before any process group is made: NCCL binds to the current device."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or (found.type == "mps" and here.size > 1):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or (accelerator.type == "mps" and here.size > 1):
         _say_unused(here)
         return torch.device("cpu")
     visible = torch.accelerator.device_count()
     index = device_index(here, visible)
     if idle := idle_devices(here, visible, sys.argv[0]):
         say(idle)
-    if index is None or not overlaps(found):
-        return torch.device(found.type)
+    if index is None or not overlaps(accelerator):
+        return torch.device(accelerator.type)
     torch.accelerator.set_device_index(index)
-    return torch.device(found.type, index)
+    return torch.device(accelerator.type, index)
 
 
 def _say_unused(here: Placement) -> None:
@@ -129,24 +129,25 @@ class HostMemory:
 
 def stream_of_device(*, in_use: bool) -> tuple[str, torch.Tensor | None]:
     """The kind of the device and its random state; with `in_use`, None if this process has not used the device."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return "", None
-    module = torch.get_device_module(found)
+    module = torch.get_device_module(accelerator)
     is_in_use = not in_use or getattr(module, "is_initialized", lambda: True)()
     state = module.get_rng_state() if is_in_use and hasattr(module, "get_rng_state") else None
-    return found.type, state
+    return accelerator.type, state
 
 
 def set_stream_of_device(kind: str, state: torch.Tensor) -> None:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type == kind:
-        torch.get_device_module(found).set_rng_state(state)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type == kind:
+        torch.get_device_module(accelerator).set_rng_state(state)
 
 
 def name_of_hardware() -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    named = getattr(torch.get_device_module(found), "get_device_name", None) if found is not None else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    module = torch.get_device_module(accelerator) if accelerator is not None else None
+    named = getattr(module, "get_device_name", None)
     return str(named()) if named else _processor()
 
 

@@ -90,10 +90,10 @@ class Group:
 
     def the(self, kind: type[T]) -> T:
         """The group's member of this class."""
-        found = self._members.get(kind)
-        if found is None:
-            found = self._members[kind] = kind(self)
-        return found  # type: ignore[return-value]
+        member = self._members.get(kind)
+        if member is None:
+            member = self._members[kind] = kind(self)
+        return member  # type: ignore[return-value]
 
     def all_gather(self, call: str, value: Any = None, *, patience: timedelta | None = None) -> list[Any]:
         """Collective. Every rank's bytes or JSON value, by rank; raises on all ranks if they are at different calls."""

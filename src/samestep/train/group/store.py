@@ -30,8 +30,8 @@ class TreeStore(dist.Store):  # type: ignore[misc, name-defined]
         return int(self.tree.change("add", key, b"%d" % amount)[1] or b"0")
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        found = self.tree.change("replace", key, _bytes(desired), _bytes(expected))[1]
-        return _bytes(expected) if found is None else found
+        stored = self.tree.change("replace", key, _bytes(desired), _bytes(expected))[1]
+        return _bytes(expected) if stored is None else stored
 
     def delete_key(self, key: str) -> bool:
         return self.tree.change("delete", key)[0] is not None

@@ -21,8 +21,8 @@ def check_alike(model: torch.nn.Module, group: Group) -> None:
     for rank, theirs in enumerate(ranks):
         for kind in mine:
             if theirs[kind] != ranks[0][kind]:
-                found = _difference(kind, ranks[0][kind], rank, theirs[kind])
-                raise RanksDiffer(f"{found}; build the same model on every rank", ranks=[rank])
+                difference = _difference(kind, ranks[0][kind], rank, theirs[kind])
+                raise RanksDiffer(f"{difference}; build the same model on every rank", ranks=[rank])
 
 
 def _difference(kind: str, ours: list[str], rank: int, theirs: list[str]) -> str:

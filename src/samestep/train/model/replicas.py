@@ -161,8 +161,8 @@ class Replicas(Member, Models):
 
         for replica, ranks in self.compared("samestep.replicate's buffers", own_sums):
             if dirty := [sums for sums in ranks if sums is not None]:
-                if found := first_unlike(replica.own_buffers(), dirty):
-                    self._say_own_buffer(f"{found[0]} of {type(replica.model).__name__}")
+                if differing := first_unlike(replica.own_buffers(), dirty):
+                    self._say_own_buffer(f"{differing[0]} of {type(replica.model).__name__}")
                 replica.share_buffers()
 
     def _say_own_buffer(self, name: str) -> None:
