@@ -133,10 +133,7 @@ class Backward(Member):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Collective for gradients of equal tensors with create_graph, which become the whole batch's.
-
-        Other gradients are this rank's own; so are all in a loop over single samples, as over MAML's tasks.
-        """
+        """Collective for gradients of equal tensors with create_graph, but not in a loop over samples (as MAML's)."""
         spine, size = self._spine, self.group.world.size
         share = spine.trained
         is_of_sample = size > 1 and share is not None and _is_over_samples(share)
