@@ -1,7 +1,7 @@
 """The same with labels for the whole batch, of which a rank has only a share.
 
 verdict: failed
-cause: it is decided by a value of each rank's own share
+cause: it fails where a rank has its share of a batch alone
 """
 
 import torch

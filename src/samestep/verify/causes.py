@@ -125,9 +125,11 @@ def _of_the_share(compared: Compared) -> str:
     """The sentence if a value computed from a rank's share causes the difference."""
     kind, difference = _shown(compared)
     if kind in ("", "buffer") and compared.is_in_a_step and (drawn := compared.run.fact("apart")):
-        return f"{drawn}; without that draw verify can tell what else differs"
+        return f"{drawn}; {remedies.DRAWN_APART}"
+    if kind == "failed" and failure_of(compared.run)[0] in {"", *_OF_RANKS}:
+        kind = "decided"
     if kind:
-        return f"{difference}; {OF_THE_SHARE.get(kind, remedies.DECIDED)}"
+        return f"{difference.rstrip('.')}; {OF_THE_SHARE.get(kind, remedies.DECIDED)}"
     return OF_THE_SHARE[_numbers_of_the_share(compared)] if compared.is_in_a_step else remedies.DECIDED
 
 

@@ -47,7 +47,13 @@ DECIDED = (
     "it is decided by a value of each rank's own share, such as its loss or accuracy; decide by a value that is equal "
     "on all ranks: samestep.mean(loss), samestep.sum(correct)"
 )
+DRAWN_APART = (
+    "draw it for the whole batch in the collate_fn, as docs/losses.md shows for mixup; without that draw verify can "
+    "tell what else differs"
+)
 OF_THE_SHARE = {
+    "failed": "it fails where a rank has its share of a batch alone: fewer samples than batch_size, or padding to "
+    "another length; take sizes from the tensors at hand",
     "loop": "the loop changes the inputs by what each rank draws, by values of its share (its mean, other samples) or "
     "by the rank; draw for each sample in the dataset, use values of the whole data set, or of the whole batch by "
     f"samestep.mean or gather, or {STEPS}, with replicate(exact=True)",
