@@ -284,6 +284,31 @@ def test_a_long_message_keeps_its_beginning(tmp_path, read):
     assert found.exception == ("ValueError: a", "b", "c", "... (5 more lines in the log)")
 
 
+@pytest.mark.parametrize(
+    ("call", "exception"),
+    [
+        ("multiprocessing.get_context('fork').Pool(1).map(bad, [3])", "ValueError: row 3"),
+        ("list(ProcessPoolExecutor(1).map(bad, [3]))", "ValueError: row 3"),
+        ("list(library(bad))", "RuntimeError: generator raised StopIteration"),
+    ],
+)
+def test_the_line_is_told_that_raised_in_a_process_of_a_pool_or_below_a_library(tmp_path, call, exception):
+    (tmp_path / "site-packages").mkdir()
+    library = "def rows(bad):\n    yield bad(None)\ndef library(bad):\n    yield from rows(bad)\n"
+    (tmp_path / "site-packages" / "library.py").write_text(library)
+    source = f"""
+        import multiprocessing, sys
+        from concurrent.futures import ProcessPoolExecutor
+        sys.path.append({str(tmp_path / "site-packages")!r})
+        from library import library
+        def bad(row):
+            raise ValueError(f"row {{row}}") if row else StopIteration
+        {call}
+    """
+    line, name, _, said = one_line(record_of(tmp_path, source))
+    assert (line, name, said) == (7, "bad", exception)
+
+
 def test_torchs_rank_prefix_and_noise_are_left_out():
     found = read_traceback(
         "[rank1]: Traceback (most recent call last):\n"

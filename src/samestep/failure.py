@@ -147,7 +147,10 @@ def typed(path: Path) -> str:
 
 
 def write_failure(env: Mapping[str, str], error: BaseException, code: int) -> None:
-    """Record that this process ends with `code` for this exception; never raises, never hides the exception."""
+    """Record that this process ends with `code` for this exception; never raises, never hides the exception.
+
+    Of SystemExit the code alone is recorded.
+    """
     if (run := own_run(env, "failures")) is None:
         return
     with suppress(Exception):
@@ -172,7 +175,8 @@ def failure_of(error: BaseException, code: int) -> Failure:
     group = "" if first is error else _text(error)
     frames = tuple(_frames(first) or _frames(error))
     ranks = tuple(getattr(first, "ranks", ()))
-    return Failure(_text(first), group, _text(cause) if cause else "", frames, code, ranks)
+    said = "" if isinstance(first, SystemExit) else _text(first)
+    return Failure(said, group, _text(cause) if cause else "", frames, code, ranks)
 
 
 def read_failure(path: Path, pid: int) -> Failure | None:
@@ -199,11 +203,20 @@ def _text(error: BaseException) -> str:
     return f"{text[:half]}\n...\n{text[-half:]}"
 
 
-def _frames(error: BaseException) -> list[Frame]:
-    """The frames in the user's files, the innermost last; if there are none, the last frame of all."""
+def _steps(error: BaseException) -> list[Frame]:
     steps = traceback.walk_tb(error.__traceback__)
-    frames = [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in steps]
-    chosen = [frame for frame in frames if is_users(frame.file)][-_MOST_FRAMES:] or frames[-1:]
+    return [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in steps]
+
+
+def _frames(error: BaseException) -> list[Frame]:
+    """The frames in the user's files, the innermost last; if there are none, the last frame of all.
+
+    Where a library raises an error from one that the script raised in a call by that library, the frames of the latter.
+    """
+    frames, caused = _steps(error), _steps(error.__cause__) if error.__cause__ else []
+    own, of_cause = ([frame for frame in some if is_users(frame.file)] for some in (frames, caused))
+    is_librarys = bool(frames) and not is_users(frames[-1].file)
+    chosen = ((is_librarys and of_cause) or own)[-_MOST_FRAMES:] or frames[-1:]
     shown = [frame._replace(code=linecache.getline(frame.file, frame.line).strip()[:400]) for frame in chosen]
     if isinstance(error, SyntaxError) and error.filename:
         shown.append(Frame(error.filename, error.lineno or 0, "", (error.text or "").strip()))

@@ -30,6 +30,7 @@ _ECHO = re.compile(
     r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
 )
 _WORKER = "DataLoader worker (pid"
+_OF_POOL = "RemoteTraceback:"  # what a process of multiprocessing's or concurrent.futures' pool raised
 _UNLIKE = "Received data size doesn't match expected size"
 _TAKE_ALIKE = (
     "two ranks brought unlike data to one exchange; on every rank call backward() of the same models, and the same "
@@ -94,6 +95,8 @@ def of_record(failure: Failure) -> Traceback:
     if failure.group:
         exception += (f"in {printable(failure.group.splitlines()[0], _MOST_COLUMNS)}",)
     traceback = Traceback(failure.frames[-1] if failure.frames else None, exception)
+    if _OF_POOL in failure.cause and (remote := read_traceback(failure.cause)):
+        traceback = traceback._replace(frame=remote.frame)
     return _with_loaders_cause(traceback, _shortened(failure.cause.splitlines()))
 
 
