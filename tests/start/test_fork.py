@@ -315,6 +315,24 @@ def test_a_run_that_cannot_have_a_warm_process_is_started_by_python(launcher):
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_where_its_directory_was_removed_before_a_warm_process_was_started(launcher):
+    launcher.write(
+        """
+        import os, shutil, time
+        from samestep.rundir import Pulse, pulse_of
+        pulse = Pulse(pulse_of(os.environ, 0))
+        time.sleep(2)  # the launcher has seen it by then
+        shutil.rmtree("runs")
+        pulse.beat(1)
+        time.sleep(2)
+        print("ran")
+        """
+    )
+    code, out, err = launcher.run("-n", "1", "--max-restarts", "1", "train.py")
+    assert (code, out) == (0, "ran\n"), err
+
+
+@pytest.mark.slow
 def test_a_child_that_ends_leaves_what_is_known_of_its_rank(launcher):
     launcher.write(
         """

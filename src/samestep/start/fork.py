@@ -52,12 +52,15 @@ class Warm:
                     self._tend_at = inf
                     return
         spares = self._size if any(warm.is_ready() and not warm.forks for warm in self._all) else 1
-        self._all += [self._new() for _ in range(spares - len(self._all))]
+        with suppress(OSError):  # as on a full disk: then Python starts the ranks
+            while len(self._all) < spares:
+                self._all.append(self._new())
 
     def wait(self, *signals: int) -> None:
         """Wait until a warm process is ready, a signal has arrived, or the time is over."""
         self.tend(time.monotonic())
-        select.select([self._all[0].orders.fileno(), *signals], [], [], _READY_S)
+        if self._all:
+            select.select([self._all[0].orders.fileno(), *signals], [], [], _READY_S)
 
     def start(self, spec: WorkerSpec) -> Started:
         """Start a rank from a warm process; if none answers, as a new Python process."""
