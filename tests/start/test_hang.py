@@ -153,6 +153,26 @@ def test_a_rank_at_another_call_than_the_others_is_the_cause_and_not_the_first_t
     assert "ranks are at different calls: rank 2 at samestep.sum (train.py:4)" in err
 
 
+@pytest.mark.slow
+def test_a_rank_that_differs_is_the_cause_also_where_it_takes_longer_to_say_so_than_the_others(launcher):
+    launcher.write(
+        """
+        import samestep, time
+        if samestep.init().rank == 1:
+            try:
+                samestep.sum(1)
+            finally:
+                time.sleep(20)
+        samestep.mean(1)
+        """
+    )
+    code, _, err = launcher.run("-n", "3", "--fork", "train.py")
+    assert code == 1
+    assert "failed on rank 1 of 3" in err
+    assert "ranks are at different calls: rank 1 at samestep.sum (train.py:5)" in err
+    assert "ranks 0, 2 failed too" in err
+
+
 def test_all_who_look_at_ranks_that_wait_for_each_other_blame_the_same_rank():
     states = [state(0, "call", 4, call="all_reduce"), state(1, "call", 4, call="barrier")]
     assert find_hang(states, 2, 5.0) == find_hang(states[::-1], 2, 5.0)
@@ -253,6 +273,14 @@ UNFINISHED = {
         "join()\ntime.sleep(1)\nshutil.rmtree(os.environ['SAMESTEP_RUN'])\ntime.sleep(99)",
         "rank 0 has .* in samestep.sum .train.py:4. for rank 1, which is at train.py:12",
     ),
+    "code": (
+        "join()\nthread.start()\nsys.exit(7)",
+        "rank 0 has .* in samestep.sum .train.py:4. for rank 1, which left the script at train.py:11",
+    ),
+    "feeder": (
+        "join()\nthreading.Thread(target=lambda: [][1]).start()\ntime.sleep(99)",
+        "rank 0 has .* in samestep.sum .train.py:4. for rank 1, which is at train.py:11",
+    ),
 }
 
 
@@ -271,10 +299,41 @@ def test_ranks_that_do_not_come_or_do_not_end_are_named_and_end_the_run(launcher
         runs[name] = launcher.start("-n", "2", "--hang-timeout", "9", "train.py")
     for name, (_, says) in UNFINISHED.items():
         code, _, err = runs[name].finish()
-        assert code == 1
+        assert code == (7 if name == "code" else 1)
         assert re.search(f"^samestep: {says}", err, re.MULTILINE), err
         assert "failed on rank 1 of 2" in err
         assert ("ValueError: why" in err) == (name == "failed")
+        printed = "\nrank 1 had printed a traceback: IndexError: list index out of range (train.py:10)\n"
+        assert (printed in err) == (name == "feeder")
+
+
+@pytest.mark.slow
+def test_the_line_of_a_stuck_loader_worker_is_told_where_a_hung_run_was_asked_to_end(launcher):
+    launcher.write(
+        """
+        import signal, time, samestep
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        class Data:
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                time.sleep(99 * (rank == 1))
+                return 1.0
+        rank = samestep.init().rank
+        for _ in samestep.loader(Data(), 2, num_workers=1):
+            print(file=open("ready", "a"))
+            samestep.sum(1)
+        """
+    )
+    started = launcher.start("-n", "2", "--fork", "--shutdown-timeout", "12", "train.py")
+    started.wait_for_lines("ready")
+    time.sleep(
+        6
+    )  # the rank looks after its worker every 5 s, so a look at it from outside has to be made again
+    started.process.send_signal(signal.SIGTERM)
+    code, _, err = started.finish()
+    assert code == 143
+    assert len(re.findall("its loader worker .pid .*, which is in __getitem__ .train.py:8.", err)) == 2
 
 
 @pytest.mark.slow

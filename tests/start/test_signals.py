@@ -94,8 +94,9 @@ def test_a_signal_that_workers_only_note_ends_nothing(launcher):
         time.sleep(0.5)
         """
     )
-    code, _ = sent_sigterm(launcher)
+    code, err = sent_sigterm(launcher)
     assert code == 0
+    assert "train.py was asked to end by SIGTERM, and every rank came to the end of the script after" in err
 
 
 def test_workers_that_sigterm_ends_are_no_failure(launcher):

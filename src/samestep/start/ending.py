@@ -38,7 +38,10 @@ def ending(
             code = "" if outcome.stop_signal == signal.SIGINT else f"exit code {CHECKPOINTED}: "
             how = f"stopped at a checkpoint {after} ({code}run it again)."
         elif outcome.stop_signal is not None:
-            how = f"was stopped by {signal.Signals(outcome.stop_signal).name} {after}."
+            asked = signal.Signals(outcome.stop_signal).name
+            how = f"was stopped by {asked} {after}."
+            if outcome.status == 0:  # by itself, or since the signal came at its end
+                how = f"was asked to end by {asked}, and every rank came to the end of the script {after}."
         else:
             return None
         return f"{name} {how} {logs}"

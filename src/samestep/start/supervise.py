@@ -27,6 +27,7 @@ GRACE_S = 1.0  # between SIGTERM and SIGKILL for the other workers after a failu
 _PATIENCE_S = 30.0
 _TICK_MS, _SOON_MS = 100, 10
 _SETTLED_S = 20.0
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Python prints a traceback before it ends by one of these signals.
 _WITH_TRACEBACK = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}
 
@@ -141,11 +142,10 @@ class WorkerGroup:
         # before the first step, starting a warm process would take cores from the ranks
         if self._warm and (watch.has_stepped or now - self.began > _SETTLED_S):
             self._warm.tend(now)
-        is_over = watch.look(self.workers, now)
         if self._requested_at == inf and watch.is_asked_to_stop:
             self._requested_at = now
-        is_late = now - self._requested_at >= self._stuck_s and watch.is_stuck
-        if is_over or is_late:
+        is_late = now - self._requested_at >= self._stuck_s
+        if watch.look(self.workers, now, is_late):
             self._hang = watch.hang
             if is_late and self._stop_signal is None:
                 self._stop_signal = signal.SIGTERM
@@ -174,9 +174,11 @@ class WorkerGroup:
         failed = [worker for worker in watched if worker.look() and worker.status]
         for worker in () if self._stopping else failed:
             wait_s = 0.0
-            if worker.status == -signal.SIGKILL and self._stop_signal in (signal.SIGTERM, signal.SIGHUP):
-                # no request to end leads to SIGKILL, so this is a failure
-                self._stop_signal, self.late_stop_signal = None, self._stop_signal
+            if worker.status == -signal.SIGKILL and not worker.was_stopped and self._stop_signal in _ENDING:
+                self._stop_signal, self.late_stop_signal = (
+                    None,
+                    self._stop_signal,
+                )  # no request to end leads to SIGKILL
             if self._stop_signal is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
             # its exception may name a rank that is about to raise the same exception
@@ -203,38 +205,31 @@ class WorkerGroup:
 
     def _read_signals(self, numbers: bytes) -> None:
         for number in numbers:
-            if number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if number in _ENDING:
                 self._requested_at = min(self._requested_at, time.monotonic())
             if number == signal.SIGINT:
-                self._interrupt()
-            else:
-                self._forward(number)
+                if number in (self._stop_signal, self.late_stop_signal):
+                    self.kill()
+                elif self._terminal:
+                    self._terminal.say("stopping; press Ctrl-C again to stop at once")
+            self._forward(number)
 
     def _forward(self, number: int) -> None:
         """Forward a signal to the workers; in a recovery they could not commit, so they get a request to stop."""
-        if number in (signal.SIGTERM, signal.SIGHUP):
+        if number in _ENDING:
             ended = [worker.status for worker in self.workers if worker.look() and not worker.was_stopped]
             if set(ended) - {0, CHECKPOINTED}:
                 self.late_stop_signal = number
             else:
                 self._stop_signal = number
-                if self._watch and self._watch.is_recovering:
-                    self._watch.ask_to_stop(number)
+                is_recovering = self._watch is not None and self._watch.is_recovering
+                if is_recovering or number == signal.SIGINT:
                     self._stop_at = time.monotonic() + self._patience_s
+                if self._watch and is_recovering:
+                    self._watch.ask_to_stop(number)
                     return
         for worker in self._alive():
             worker.send(number)
-
-    def _interrupt(self) -> None:
-        if self._stop_signal == signal.SIGINT:
-            self.kill()
-            return
-        self._stop_signal = signal.SIGINT
-        if self._terminal:
-            self._terminal.say("stopping; press Ctrl-C again to stop at once")
-        for worker in self._alive():
-            worker.send(signal.SIGINT)
-        self._stop_at = time.monotonic() + self._patience_s
 
     def _way_out(self, worker: Worker) -> str:
         return self._watch.way_out(worker) if self._watch else ""
@@ -245,16 +240,24 @@ class WorkerGroup:
         hang = self._watch.hang if self._watch and have_given_up else None
         return hang if hang and hang.cause.rank in {worker.rank for worker in self.workers} else None
 
+    def _hung(self, watch: Watch, hang: Hang) -> Outcome:
+        cause = next((worker for worker in self.workers if worker.rank == hang.cause.rank), self.workers[0])
+        failure, traceback, printed = cause.failure, watch.failure(hang), cause.traceback()
+        if failure and failure.exception and not cause.is_echo:
+            traceback = printed or traceback
+        elif printed and printed.frame and not printed.is_echo:  # such as of a thread that it waits for
+            at = f"rank {cause.rank} had printed a traceback: {printed.exception[0]} ({printed.frame.place})"
+            traceback = Traceback(traceback.frame, (*traceback.exception, at))
+        status = failure.code if failure else 1
+        return Outcome(
+            status if self._stop_signal is None else -self._stop_signal, cause, traceback, self._stop_signal
+        )
+
     def _outcome(self) -> Outcome:
         failed = [worker for worker in self.workers if worker.status and not worker.was_stopped]
         self._hang = self._hang or self._hang_that_ranks_reported(failed)
         if self._watch and self._hang:
-            rank = self._hang.cause.rank
-            cause = next((worker for worker in self.workers if worker.rank == rank), self.workers[0])
-            status = 1 if self._stop_signal is None else -self._stop_signal
-            hang = self._watch.failure(self._hang)
-            traceback = cause.traceback() if cause.failure and not cause.is_echo else hang
-            return Outcome(status, cause, traceback, self._stop_signal)
+            return self._hung(self._watch, self._hang)
         if not failed:
             killed = any(worker.was_stopped for worker in self.workers)
             return Outcome(-signal.SIGKILL if killed else 0, None, None, self._stop_signal)
@@ -262,24 +265,28 @@ class WorkerGroup:
         left = next((worker for worker in self.workers if not worker.status and self._way_out(worker)), None)
         if left and cause.is_echo:
             code = " with exit code 0" if left.status == 0 else ""
-            traceback = cause.traceback() or Traceback(None, ())  # where another rank waited, and for what
-            code += f" while others waited for it{' in this line' if traceback.frame else ''}"
+            waited = cause.traceback() or Traceback(None, ())  # where another rank waited, and for what
+            code += f" while others waited for it{' in this line' if waited.frame else ''}"
             why = f"rank {left.rank} {self._way_out(left)}{code}"
-            calls = [line for line in traceback.exception if "different calls" in line]
-            return Outcome(1, left, Traceback(traceback.frame, (why, *calls)), self._stop_signal)
+            calls = [line for line in waited.exception if "different calls" in line]
+            return Outcome(1, left, Traceback(waited.frame, (why, *calls)), self._stop_signal)
         if cause.is_echo:
             # A rank may print its traceback and then hang while it exits: it is still the cause.
             since = cause.failed_at - _HANG_S
             hung = [worker for worker in self.workers if since < worker.err.traceback_at < cause.ended_at]
             cause = min([cause, *(worker for worker in hung if worker.was_stopped)], key=_blame)
         # all ranks raise that they differ; prefer a rank that the exception names over the first that raised
-        cause = next((worker for worker in failed if worker.rank in cause.blamed), cause)
+        told_by, ranks = cause, cause.blamed
+        cause = next((worker for worker in self.workers if worker.status and worker.rank in ranks), cause)
         status = 1 if cause.was_stopped else cause.status or 0
-        traceback = cause.traceback() if status > 0 or status in _WITH_TRACEBACK else None
+        traceback = (
+            cause.traceback() or told_by.traceback() if status > 0 or status in _WITH_TRACEBACK else None
+        )
         was_asked = self._stop_signal is not None and not _is_own_fault(status, traceback)
         if was_asked or status == CHECKPOINTED or self._stop_signal == signal.SIGINT:
-            first = min(failed, key=lambda worker: worker.ended_at)
-            return Outcome(first.status or 0, None, None, self._stop_signal)
+            return Outcome(
+                min(failed, key=lambda worker: worker.ended_at).status or 0, None, None, self._stop_signal
+            )
         return Outcome(status, cause, traceback, self._stop_signal)
 
 

@@ -98,8 +98,10 @@ class Watch:
         """Whether `samestep stop` has asked the run to stop."""
         return (self._run / STOP).exists()
 
-    def look(self, workers: Sequence[Worker], now: float) -> bool:
-        """Report each hang once; returns whether a hang has lasted so long that the run must end."""
+    def look(self, workers: Sequence[Worker], now: float, has_to_end: bool) -> bool:
+        """Report each hang once; returns whether the run must end: the hang has lasted too long, or the run
+        `has_to_end` and is stuck.
+        """
         if now < self._look_at:
             return False
         if now - self._look_at > _ASLEEP_S:
@@ -113,7 +115,10 @@ class Watch:
         if self._reported and (hang is None or hang.key != self._reported.key):
             self._say(f"samestep: {self._reported.end}")
             self._reported = None
-        is_over = hang is not None and hang.seconds >= self._limit_of(hang)
+        self.hang = hang
+        is_over = (hang is not None and hang.seconds >= self._limit_of(hang)) or (
+            has_to_end and self.is_stuck
+        )
         if hang is not None and (self._reported is None or is_over):
             # read the stacks of the missing ranks, and of a waiting rank for its line
             for state in [*hang.missing[:_MOST_LOOKED_AT], *hang.waiting[:1]]:
@@ -124,7 +129,7 @@ class Watch:
             hang = find_hang([*self._states(now), *others], self._size, self.least_s) or hang
         self.hang = hang
         if hang is None:
-            return False
+            return is_over
         is_known = all(state.does or state.waits_now or state.phase == "end" for state in hang.missing)
         if self._reported is None and (is_known or hang.seconds > 2 * self.least_s):
             self._reported = hang
@@ -173,7 +178,9 @@ class Watch:
             if path not in self._files:
                 with suppress(OSError):
                     self._files[path] = open_regular(path, 2)
-        return pulse_in(self._files[pulse_file]) if pulse_file in self._files else None
+        with suppress(OSError):  # of a network file system
+            return pulse_in(self._files[pulse_file]) if pulse_file in self._files else None
+        return None
 
     def _find_leaving(self, workers: Sequence[Worker], states: Sequence[RankState]) -> Hang | None:
         """A hang at exit: every rank that is still alive left its script long ago and does not end."""

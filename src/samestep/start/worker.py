@@ -115,7 +115,8 @@ class Worker:
     def traceback(self) -> Traceback | None:
         """The exception that ended it, from its record, or else from its stderr."""
         # After writing its record it may have continued or crashed: then its last output tells more.
-        if (failure := self.failure) and (self.was_stopped or self.status == failure.code):
+        failure = self.failure
+        if failure and failure.exception and (self.was_stopped or self.status == failure.code):
             return of_record(failure)
         return read_traceback(self.err.tail.decode(errors="replace"))
 

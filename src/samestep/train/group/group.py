@@ -311,8 +311,11 @@ class Group:
         """Local. Note that the script's last line has run; not in processes that it has forked."""
         if self._tree is not None and self.failed is None and os.getpid() == self._pid:
             left = self._left or left_at(self._script)
+            self._exit_code = self._exit_code if self._left else None  # the script may have caught it
             self.enter("end", left)
             self._left = left
+            if code := _code_of(self._exit_code):  # what keeps it from ending may keep the others waiting
+                write_failure(os.environ, SystemExit(code), code)
 
     def _note_failure(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
