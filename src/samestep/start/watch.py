@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from samestep.files import open_regular
-from samestep.hang import LEAST_S, Hang, RankState, find_hang, state_of
+from samestep.hang import GONE_S, LEAST_S, Hang, RankState, find_hang, state_of
 from samestep.rundir import STOP, PulseReading, pulse_in, pulse_path, stack_path
 from samestep.start.sight import Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
@@ -27,7 +27,6 @@ _LOOK_S = 0.5
 _ASLEEP_S = 3.0
 _LATER_S = 5.0
 _STILL_S = 20.0
-_GONE_S = 8.0  # how long ranks may wait for a rank that has ended
 _PATIENCE_S = 600.0
 _MOST_PACES = 500
 _MOST_LOOKED_AT = 8
@@ -141,7 +140,7 @@ class Watch:
         if not hang.waiting:
             return self._limit_s or inf  # work that a rank does after its script may be intended
         if hang.missing and all(state.is_gone for state in hang.missing):
-            return _GONE_S
+            return GONE_S
         patience_s = min((pulse.patience_s for pulse in self._pulses.values()), default=_PATIENCE_S)
         # the missing rank's launcher ends the run first, because it knows most; the others wait a little longer
         return (self._limit_s or patience_s) + _LATER_S * (hang.cause.rank not in self._gone)

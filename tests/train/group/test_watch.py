@@ -161,7 +161,7 @@ import samestep
 rank = samestep.init().rank
 if rank:
     threading.Thread(target=time.sleep, args=(99,)).start()
-    sys.exit(7)
+    sys.exit()
 samestep.sum(1)
 """
 
@@ -191,6 +191,17 @@ def test_a_rank_that_left_and_does_not_end_is_named_under_another_launcher_and_s
         for rank in ranks:
             end_group(rank)
         nest.wait(ranks, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "code"), [("sys.exit(7)", 7), ("raise ValueError", 1)])
+def test_under_another_launcher_a_rank_that_left_and_goes_on_in_a_thread_ends_with_those_that_wait(
+    nest, tmp_path, way, code
+):
+    (tmp_path / "train.py").write_text(STUCK.replace("sys.exit()", way))
+    ranks = nest.start(tmp_path / "train.py", 2, cwd=tmp_path)
+    assert nest.wait(ranks, 40) == [code, code], [rank.said for rank in ranks]
+    assert "samestep: rank 1 is ended, for which others wait: it " in ranks[1].said
 
 
 @pytest.mark.slow

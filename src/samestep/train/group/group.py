@@ -88,6 +88,11 @@ class Group:
         sys.excepthook = self._note_failure
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
 
+    @property
+    def leaving_code(self) -> int:
+        """The exit code with which this rank has left its script, by an exception or `sys.exit`; 0 before."""
+        return self.failed or _code_of(self._exit_code) if self.phase[0] == "end" else 0
+
     def the(self, kind: type[T]) -> T:
         """The group's member of this class."""
         member = self._members.get(kind)

@@ -2,7 +2,7 @@
 
 While some ranks wait, all tell each other what they do. Covered: a rank that runs Python, that waits in another call,
 also of torch.distributed, or that gives no answer because it is stopped or holds the GIL. A rank that fails, or leaves
-the script with an exit code while others go on, ends all of them.
+the script with an exit code while others go on, ends all of them, also where a thread keeps it from ending.
 Not covered: ending a run that hangs before init's timeout, unless `samestep stop` asks for it.
 """
 
@@ -19,7 +19,7 @@ import psutil
 
 from samestep.errors import SamestepError
 from samestep.failure import failure_of, heading, stack_of, torchs_wait, users_frame
-from samestep.hang import LEAST_S, STUCK_S, Hang, RankState, find_hang
+from samestep.hang import GONE_S, LEAST_S, STUCK_S, Hang, RankState, find_hang
 from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
@@ -120,6 +120,11 @@ class MutualWatch:
             say(f"rank {mine.rank} is ended by `samestep stop`, which no rank of a hung run hears")
             self.end_all(128 + signal.SIGTERM)
             self._group.end(128 + signal.SIGTERM)
+        code = self._group.leaving_code
+        if hang and code and hang.seconds >= GONE_S and mine.rank in {state.rank for state in hang.missing}:
+            say(f"rank {mine.rank} is ended, for which others wait: it {mine.call}")
+            self.end_all(code)
+            self._group.end(code)
         if hang and not self._told and min(state.rank for state in hang.waiting) == mine.rank:
             self._told = hang
             say(hang.sentence(LEAST_S))
