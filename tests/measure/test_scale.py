@@ -304,6 +304,7 @@ def test_a_setting_is_faster_only_beyond_the_spread():
     assert "2, bucket_cap_mb=1 is fastest: 1.25 times as fast as 2, bucket_cap_mb=25" in faster
     assert "limits 2 processes, bucket_cap_mb=1 (" in faster  # judged is the fastest, not the last
     assert "No setting is clearly faster" in verdict(of_sizes(*base, *runs(0.08, 0.12, 0.09, 0.11)))
+    assert "fastest" not in verdict(of_sizes(*base))  # nothing was measured beside it
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def verdict(rows: Sequence[Row]) -> str:
     first, judged = rows[0], rows[-1]
     if any(row.variant.settings for row in rows):
         best, *others = sorted(rows, key=lambda row: -row.throughput.value)
-        judged, sentences = best, [_best(best, others)]
+        judged, sentences = best, [_best(best, others)] if others else []
     else:
         sentences = [*_gains(rows)] if len(rows) > 1 else []
     noise = max((row.step_s.high - row.step_s.low) / row.step_s.value for row in rows)
