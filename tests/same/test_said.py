@@ -85,6 +85,7 @@ DRAWN = (
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
+        ({"after": "g = torch.Generator()", "inside": "torch.randn(x.shape, generator=g)"}, "leave generator= out"),
         ({"inside": "torch.distributions.Beta(torch.ones(len(x)), 0.4).sample()"}, "_sample_dirichlet (train.py:"),
         ({"inside": "torch.poisson(x)"}, "poisson (train.py:"),
         ({"inside": "x = x[torch.randperm(len(x))]"}, "randperm (train.py:"),
@@ -118,6 +119,7 @@ DRAWN = (
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
     ids=[
+        "own-generator",
         *("gamma", "poisson", "permutation", "by-numpy", "by-python", "a-choice-by-numpy", "by-samples-parameters"),
         *("one-by-one", "one-by-one-by-numpy", "one-by-one-by-torch", "in-while", "by-map", "one-by-one-dropout"),
         *("on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
@@ -141,6 +143,9 @@ lam, width, hidden = np.random.beta(0.4, 0.4), np.random.randint(0, 4), torch.ra
 words, classes = np.random.permutation(2), list(range(2))
 lam += torch.distributions.Beta(0.4, 0.4).sample().item()
 random.shuffle(classes)
+own = torch.Generator().manual_seed(3)
+lam += sum(torch.randn(p.shape, generator=own).sum().item() for p in model.parameters())
+lam += torch.randn(2, 3, generator=own).sum().item()
 seen = [random.random() for layer in range(2)] + [torch.rand(1) for p in model.parameters()][:2]
 print(repr((lam, width, hidden, words, classes, seen)))
 """

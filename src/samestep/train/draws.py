@@ -154,7 +154,7 @@ class Draws(Member):
         def fill(
             original: Any, tensor: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any
         ) -> Any:
-            part = self._part(name, tensor) if generator is None else None
+            part = self._part(name, tensor, generator)
             if part is None:
                 return original(tensor, *args, generator=generator, **kwargs)
 
@@ -174,19 +174,17 @@ class Draws(Member):
 
         def draw(original: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
             leading, rest = args[: len(fills)], args[len(fills) :]
-            tensors = [argument for argument in leading if isinstance(argument, torch.Tensor)]
-            like = torch.broadcast_tensors(*tensors)[0]  # type: ignore[no-untyped-call]
-            shape = like.shape
+            like = torch.broadcast_tensors(*filter(torch.is_tensor, leading))[0]  # type: ignore[no-untyped-call]
             # parameters that are older than the batch, such as a prior's mean, make a draw that is equal on all ranks
-            is_own = generator is None and not self.watching.is_older(like, self._spine.at_hand)
-            part = self._part(name, like) if is_own else None
+            older = self.watching.is_older(like, self._spine.at_hand)
+            part = None if older else self._part(name, like, generator)
             if name == "multinomial" and part is not None and part.dim:
                 part = None
             with self._quiet():
                 if part is None:
                     return original(*args, generator=generator, **kwargs)
                 whole = (
-                    part.enlarged(argument.expand(shape).contiguous(), fill)
+                    part.enlarged(argument.expand(like.shape).contiguous(), fill)
                     if isinstance(argument, torch.Tensor)
                     else argument
                     for argument, fill in zip(leading, fills, strict=True)
@@ -284,7 +282,7 @@ class Draws(Member):
         part = self._guessed((name, len(shape), line_of_draw()), shape, share)
         return None if part is FOR_ALL else part
 
-    def _part(self, name: str, tensor: torch.Tensor) -> Part | None:
+    def _part(self, name: str, tensor: torch.Tensor, generator: Any = None) -> Part | None:
         """Which part of the whole batch's draw this draw is; None where all ranks make the same draw."""
         share, shape = self._share_drawn(), tensor.shape
         if share is None or not tensor.numel() or not shape:
@@ -294,9 +292,12 @@ class Draws(Member):
         line = name, tensor.dim(), line_of_draw()
         self._watch(line, tensor, share)
         known = self._places.part(line, self.watching.in_model, shape, share)
-        if (part := known or self._guessed(line, shape, share)) is not FOR_ALL:
+        if (part := known or self._guessed(line, shape, share)) is FOR_ALL:
+            self._one_by_one.note(name)
+        elif generator is not None:
+            self.say_other(name, "a generator of the script's own draws it; leave generator= out")
+        else:
             return part
-        self._one_by_one.note(name)
         return None
 
     def _watch(self, line: Line, tensor: torch.Tensor, share: Share) -> None:
