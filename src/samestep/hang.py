@@ -10,7 +10,7 @@ from typing import NamedTuple
 from samestep.rundir import WAITS, PulseReading
 from samestep.text import duration, name_ranks
 
-LEAST_S = 5.0
+LEAST_S = 5.0  # the shortest wait that is reported as a hang
 GONE_S = 8.0  # how long ranks may wait for a rank that has ended
 STUCK_S = 25.0  # a hung run must end within this time after a request; Slurm kills it after 30 s
 _DOES = {

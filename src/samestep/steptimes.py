@@ -25,7 +25,7 @@ SHOWN = {
 PARTS = tuple(part for parts in SHOWN.values() for part in parts)
 START_UP_STEPS = 3  # not in the sums: DDP builds its buckets, and allocators warm up
 KEPT_STEPS = 1024
-_MOST_STEPS = 0.7
+_MOST_STEPS = 0.7  # the slowest rank is slowest in at least this part of the steps
 
 _MAGIC = b"steps\0\0\2"
 _HEADER = struct.Struct("<QQQQqqiiidddddd")  # the fields of Progress

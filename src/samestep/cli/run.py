@@ -26,7 +26,7 @@ from samestep.start.script import Script, run_script
 from samestep.start.signals import PASSED_ON
 from samestep.text import printable
 
-_MANY = 1 << 20
+_MANY = 1 << 20  # more ranks than any run has: with several nodes the number is not known yet
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 _KEPT = "every rank's output is kept in the run's logs"

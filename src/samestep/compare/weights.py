@@ -18,7 +18,7 @@ from samestep.state.directory import examine
 from samestep.state.tree import Blob
 from samestep.text import printable
 
-_EXPANSION = 64
+_EXPANSION = 64  # how much larger than its file a tensor may be
 _SMALL = 1 << 24
 
 

@@ -25,8 +25,8 @@ from samestep.convert.values import (
 )
 
 WITHOUT_GRADIENTS = re.compile("no_grad|inference_mode|set_grad_enabled")
-MOST_STATEMENTS = 100_000
-_DEEPEST = 25
+MOST_STATEMENTS = 100_000  # to follow; a longer script is not followed to its end
+_DEEPEST = 25  # calls inside each other
 _DATA = {*ROWS, *NUMBERS, Kind.ROW, Kind.OTHER, "list", "each", "dict"}
 
 

@@ -11,8 +11,8 @@ from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, Value
 
 MEANS_OF_LISTS = ("numpy.mean", "statistics.mean", "statistics.fmean", "numpy.average")
 _SUMMED = {*NUMBERS, Kind.PASSES}
-_OURS = ("model", "instance", "function")
-_LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)
+_OURS = ("model", "instance", "function")  # kinds of callees in the project
+_LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind less tightly than *
 # inside these nodes an expression needs no parentheses
 _APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
 _TOTAL = "is a total"

@@ -18,10 +18,10 @@ from samestep.text import counted, printable
 
 # The name of the memory file with a run's key, which the launcher holds open, followed by the number of ranks.
 KEY_NAME = "samestep-key-of-"
-_GET_PARENT_DEATH_SIGNAL = 2
+_GET_PARENT_DEATH_SIGNAL = 2  # PR_GET_PDEATHSIG
 ASSUMED = "one node, assumed"
 _BY_BLOCKS = "computed from local_size"
-_BELOW_TASKS = ("torchrun", "samestep")
+_BELOW_TASKS = ("torchrun", "samestep")  # launchers that may run inside another launcher's task
 _MOST_PROCESSES = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 

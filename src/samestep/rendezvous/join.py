@@ -24,8 +24,8 @@ from samestep.rendezvous.tree import Tree
 from samestep.text import printable, reason_of
 
 _CONNECT_S = 2.0
-_REPLY_S, _SHORT_S = 3.0, 0.05
-_TREE_S = 30.0
+_REPLY_S, _SHORT_S = 3.0, 0.05  # for an answer; the shortest timeout of a socket
+_TREE_S = 30.0  # for the connections of the tree, once all members have come
 # How long a process waits for an absent parent on its machine before it tries the parent's parent.
 _ABOVE_S = 1.0
 _STRANGER = "found nothing with this run's key there; machines without a common home need SAMESTEP_KEY"

@@ -20,8 +20,8 @@ from samestep.rendezvous.key import derive
 
 LOOP = "127.0.0.1"
 _STEP_S = 0.25
-_OLD_S = 3600.0
-_TAKEN_S = 30.0
+_OLD_S = 3600.0  # after this the directory of a killed start is removed
+_TAKEN_S = 30.0  # how long to wait for a port that is taken
 _BACKLOG = 1024
 # Other descriptors of a rank: what it needs at least, and with what its script may open.
 _LEAST_DESCRIPTORS, _OTHER_DESCRIPTORS = 32, 128

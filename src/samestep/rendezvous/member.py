@@ -15,7 +15,7 @@ from samestep.rendezvous import addresses
 from samestep.rendezvous.channel import CLAIM
 from samestep.rendezvous.key import derive
 
-SAY_S, _SAY_LATER_S = 5.0, 30.0
+SAY_S, _SAY_LATER_S = 5.0, 30.0  # between two lines about a wait, at first and after a minute
 
 Place = tuple[str, int] | str  # an address and a port, or the path of a Unix socket
 

@@ -23,10 +23,10 @@ from samestep.rendezvous.channel import NONSENSE, Channel, checked
 from samestep.rendezvous.position import Position
 from samestep.text import name_ranks, printable
 
-_BEAT_S = 1.0
-_SEND_S = 60.0
-_ANSWER_S = 0.5
-_LEAVE_S = 1.0
+_BEAT_S = 1.0  # between two signs of life
+_SEND_S = 60.0  # a neighbour that has read nothing for this long is lost
+_ANSWER_S = 0.5  # for the names of other processes that waited in a round
+_LEAVE_S = 1.0  # for the last messages
 _LONGEST_ERROR = 2000
 # The parts of a round go up, and the answer goes down. A change of the store goes up to number 0 and comes down to all,
 # in the same order everywhere. News go from any process to all others.

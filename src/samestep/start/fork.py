@@ -23,11 +23,11 @@ from samestep.start.python import scripts_python
 from samestep.start.worker import Guardian, Started, WorkerSpec, started
 
 _FILE = Path(__file__).with_name("warm.py")
-_CHILD_SUBREAPER = 36
+_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _FORKS = b"forks"  # the message of a ready process that may be forked
-_READY_S = 120.0
-_TEND_S = 0.5
-_ANSWER_S = 5.0
+_READY_S = 120.0  # for a warm process to import torch
+_TEND_S = 0.5  # between two checks of the warm processes
+_ANSWER_S = 5.0  # for a warm process to start a rank
 
 
 class Warm:

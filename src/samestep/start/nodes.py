@@ -32,13 +32,13 @@ from samestep.rendezvous.tree import Tree
 from samestep.rundir import CHECKPOINTED, STARTED, read_record
 from samestep.start.signals import StopRequested, ending_signals
 
-_SILENCE_S = 10.0
+_SILENCE_S = 10.0  # a launcher that is silent this long counts as lost
 _TORCHRUN_PORT = 29_400
-_END_S = 60.0
+_END_S = 60.0  # for a message that every launcher sends at once
 _AGAIN_S = 20.0  # for the remaining nodes to find each other
-_ECHO_S = 2.0
-_LONE_S = 30.0
-# The first word of a message about a node's ranks, how long such states count, and from which wait on they are sent.
+_ECHO_S = 2.0  # after another node's echo or requested end: for the end of the workers here
+_LONE_S = 30.0  # after another node's commit: for the commit of the workers here
+# The first word of a message with states of ranks; how long states count, and from which wait on they are sent.
 _RANKS = "ranks"
 _FRESH_S = 3.0
 _WORTH_TELLING_S = 2.0
@@ -244,7 +244,7 @@ class Launchers:
         self.key = derive(user_key, "run", words[0]) if self._peers else secrets.token_bytes(32)
         self._began = time.monotonic()
         ranks = NodeRanks(sum(sizes[: self.node]), sum(sizes), self.node, self.nodes, hosts[0], ports[0])
-        return ranks, [Past(*each[4:]) for each in parts]
+        return ranks, [Past(*part[4:]) for part in parts]
 
     def should_stop(self) -> bool:
         """Whether the end of another node is a reason to stop the workers here; poll it."""

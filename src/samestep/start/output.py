@@ -19,14 +19,14 @@ from samestep.text import reason_of
 
 OUT, ERR = 1, 2
 _CHUNK = 1 << 16
-_PATIENCE_S = 0.1
+_PATIENCE_S = 0.1  # for the rest of a line
 # After a traceback: a rank that still writes after this time goes on; a silent rank may take this long to end.
 _GOES_ON_S, _HELD_S = 0.75, 10.0
 # A pipe that is ready for writing takes this many bytes without blocking.
 _PIPE_BUF = 4096
-_MOST_WAITING = 1 << 20
-_DRAWN_S = 0.5
-_TAIL = 1 << 16
+_MOST_WAITING = 1 << 20  # unwritten bytes above which workers must wait
+_DRAWN_S = 0.5  # between two progress lines
+_TAIL = 1 << 16  # the last bytes of stderr, for a traceback
 _TRACEBACK = re.compile(
     rb"^(?:\[rank\d+\]: ?)?"
     rb"(?:Traceback \(most recent|  \+ Exception Group Traceback|Fatal Python error: "

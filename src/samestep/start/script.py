@@ -33,7 +33,7 @@ from samestep.steptimes import read_step_times
 from samestep.text import counted, reason_of
 from samestep.tracebacks import exit_code
 
-_SAME_PLACE_S = 10
+_SAME_PLACE_S = 10  # without steps, failures within the same ten seconds are at the same place
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Run:
     """One run of a script, including its restarts."""
 
     def __init__(self, script: Script, stack: ExitStack) -> None:
-        self._script, self._began, self._began_at = script, time.time(), time.monotonic()
+        self._script, self._began, self._began_monotonic = script, time.time(), time.monotonic()
         self._launchers = stack.enter_context(closing(Launchers(script.where)))
         self._directory = _directory(script, self._launchers, self._began)
         self._terminal = Terminal()
@@ -150,7 +150,7 @@ class _Run:
             about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s, stop_signal)
             group = WorkerGroup(specs, self._guardian, self._terminal, *about)
             outcome = group.watch()
-        seconds = time.monotonic() - self._began_at
+        seconds = time.monotonic() - self._began_monotonic
         text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, total)
         node, end = launchers.end(_end(run, outcome, group, text))
         return node, end, group
@@ -160,7 +160,7 @@ class _Run:
         code = 128 + signal.SIGINT if end.stop_signal == signal.SIGINT else end.code
         record = {
             "exit_code": code,
-            "seconds": round(time.monotonic() - self._began_at, 3),
+            "seconds": round(time.monotonic() - self._began_monotonic, 3),
             "restarts": self._restarts.past.generation,
             "failure": text or None,
             "statuses": [worker.status for worker in group.workers],

@@ -15,7 +15,7 @@ from samestep.failure import Frame, torchs_wait, users_frame
 from samestep.rundir import STACK_SIGNAL
 from samestep.tracebacks import main_stack
 
-_ANSWER_S = 1.0
+_ANSWER_S = 1.0  # for a process to write its stacks
 _POLL_S = 0.01
 _LOADING = "/torch/utils/data/dataloader.py"
 _WORKS, _FETCHES = "/torch/utils/data/_utils/worker.py", "/torch/utils/data/_utils/fetch.py"

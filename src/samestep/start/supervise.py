@@ -24,9 +24,9 @@ _HANG_S = 5.0  # how far before such an error a rank may have printed its traceb
 # How long a rank that has left the script may take to exit while others still wait for it.
 _LEAVE_S = 8.0
 GRACE_S = 1.0  # between SIGTERM and SIGKILL for the other workers after a failure
-_PATIENCE_S = 30.0
-_TICK_MS, _SOON_MS = 100, 10
-_SETTLED_S = 20.0
+_PATIENCE_S = 30.0  # for workers to end after a request
+_TICK_MS, _SOON_MS = 100, 10  # the longest wait of a turn, usually and near a deadline
+_SETTLED_S = 20.0  # after this the start is over, even without a step
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Python prints a traceback before it ends by one of these signals.
 _WITH_TRACEBACK = {-getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "INT")}

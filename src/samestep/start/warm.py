@@ -38,9 +38,9 @@ _LOADED = (
     "torch.utils.data",
     "torch._dynamo",
 )
-_PARENT_DEATH_SIGNAL = 1
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _MOST_DESCRIPTORS = 16
-_ADOPTED_S = 1.0
+_ADOPTED_S = 1.0  # for the kernel to make the launcher the parent
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ from samestep.start.sight import Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
 from samestep.tracebacks import Traceback, describe_end
 
-_LOOK_S = 0.5
-_ASLEEP_S = 3.0
-_LATER_S = 5.0
-_STILL_S = 20.0
-_PATIENCE_S = 600.0
+_LOOK_S = 0.5  # between two looks
+_ASLEEP_S = 3.0  # after a longer gap between looks, this process was suspended
+_LATER_S = 5.0  # how much longer other launchers wait than that of the missing rank
+_STILL_S = 20.0  # ranks without progress for this long are stuck
+_PATIENCE_S = 600.0  # the timeout if no rank has written its own
 _MOST_PACES = 500
 _MOST_LOOKED_AT = 8
 
@@ -48,7 +48,7 @@ class Watch:
         self._run, self._size, self._say = run, size, say
         self._limit_s, self._share, self._is_again = limit_s, share, is_again
         self._look_at = self._awake_at = 0.0
-        self._paces: deque[float] = deque(maxlen=_MOST_PACES)
+        self._paces: deque[float] = deque(maxlen=_MOST_PACES)  # seconds of the latest steps
         self._step, self._step_at = -1, time.monotonic()
         self._phases: list[tuple[str, int, int]] = []
         self._changed_at = time.monotonic()

@@ -19,7 +19,7 @@ from samestep.rundir import CHECKPOINTED
 from samestep.start.output import ERR, OUT, Console, Log, Stream
 from samestep.tracebacks import Traceback, of_record, read_traceback
 
-_SET_PARENT_DEATH_SIGNAL = 1
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _AMBIGUOUS = "holds commits of two runs, or two copies of a run, and no lease; move those of the other away"
 _UNFINISHED = re.compile(r"\.writing-([0-9a-f]{16})-(\d{1,9})-[0-9a-f]{8}")
 _ABANDONED_SECONDS = 3600
-_MARGIN = 1.1
+_MARGIN = 1.1  # the free space that a commit needs, relative to its size
 _REMEDY = "give each run a directory of its own, or end that one first"
 
 

@@ -44,9 +44,9 @@ _MAGIC = b"samestep"
 # magic, version, blobs, header bytes, file bytes; the seal: run, number, step, root of the previous commit; root digest
 _PREAMBLE = struct.Struct("<8sIIQQ16sQQ32s32s")
 _SEALED = _PREAMBLE.size - 32
-_LARGEST_COUNT = 1 << 62
-_SMALL = 64 << 20
-_META_LIMIT = 64 << 10
+_LARGEST_COUNT = 1 << 62  # of commits and steps
+_SMALL = 64 << 20  # smaller files are not checked for holes
+_META_LIMIT = 64 << 10  # bytes of JSON
 _ENTRY = re.compile(r"(\d{6,})-step-(\d+)-[0-9a-f]{8}\.samestep")
 
 

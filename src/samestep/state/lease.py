@@ -30,11 +30,11 @@ from samestep.text import duration, printable
 NAME = ".lease"
 RENEW_SECONDS = 10.0
 OVER_SECONDS = 60.0
-_SETTLE_SECONDS = 5.0
-_DYING_SECONDS = 2.0
-_SAME_SECONDS = 2.0
-_BYTES = 2048
-_KINDS = (str, str, str, int, float, str, int)
+_SETTLE_SECONDS = 5.0  # for a holder that is ending to release its lock
+_DYING_SECONDS = 2.0  # for a killed process to disappear; then look again
+_SAME_SECONDS = 2.0  # start times of the same process differ by less
+_BYTES = 2048  # the size of the file
+_KINDS = (str, str, str, int, float, str, int)  # of the fields of Holder
 
 
 class Holder(NamedTuple):

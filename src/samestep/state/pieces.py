@@ -11,7 +11,7 @@ from typing import Any
 
 from samestep.state.tree import Bad
 
-PIECE = 4 << 20
+PIECE = 4 << 20  # bytes that are digested together; the format fixes it
 _AT_ONCE = 1 << 16
 
 

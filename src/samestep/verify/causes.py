@@ -13,9 +13,9 @@ from samestep.verify.read import Run, alike, record_path, shares
 from samestep.verify.remedies import OF_THE_SHARE, OF_WORLD, SHOWN
 from samestep.verify.trajectory import Compared, total
 
-_SAME = 1e-4
-_APART = 1e-2
-_CLOSE = 1e-5
+_SAME = 1e-4  # equal factors
+_APART = 1e-2  # factors that differ
+_CLOSE = 1e-5  # equal losses
 _MOST_LINES = 3
 _BEFORE = r"^(?:\[rank\d+\]: |samestep: rank \d+ of \d+ ended in .*?: )?"
 _EXCEPTION = re.compile(rf"{_BEFORE}(?:\w+\.)*(?!Logs)([A-Z]\w+): (\S.*)", re.MULTILINE)

@@ -16,9 +16,9 @@ from samestep.verify.read import NUMBER, Line, Run
 
 _MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
 _SHAPE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)")
-_CLOSE = 1e-5
-_LARGEST_TIMES = 20.0
-_TIMES_NOISE = 10.0
+_CLOSE = 1e-5  # the relative distance that is always allowed
+_LARGEST_TIMES = 20.0  # times the largest distance in the training
+_TIMES_NOISE = 10.0  # times the distance of a run with other last bits
 _SHARE = "use samestep.sum or samestep.mean, which include every rank's share"
 _ON_ALL_RANKS = "; loop over the loader and call it on every rank, outside of `if rank == 0`"
 _CHOICE = "the choice depends on one rank's share; decide by samestep.sum(correct) or samestep.mean(loss)"

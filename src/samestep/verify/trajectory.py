@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from samestep.text import counted
 from samestep.verify.read import EPSILON, Digests, Run, alike
 
-_JUMP = 10.0
-_NOISE = 30.0
-_CHAOS = 1e-2
-_TERMS = 0.1
+_JUMP = 10.0  # a mistake exceeds the largest earlier distance by this factor
+_NOISE = 30.0  # a mistake exceeds a tensor's noise by this factor
+_CHAOS = 1e-2  # above this, a distance needs no jump
+_TERMS = 0.1  # the size of a loss's terms, relative to gradient norm times weight norm
 SOFT = ("weights", "buffer", "loss", "grad")  # the kinds of differences that rounding can make
 # The order within a step: causes before effects.
 KINDS = ("failed", "uneven", "steps", "apart", "weights", "batch", "samples", "mode", "hyper", *SOFT[1:])
