@@ -142,8 +142,9 @@ class Expressions(Names):
         result = self.run(function, [base], {}, None)
         body = [statement for statement in function.node.body if not isinstance(statement, ast.Expr)]
         returned = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
-        origin = (returned, function.source, ()) if result.is_shared and returned is not None else result.made
-        return replace(result, edits=None, made=origin)
+        if result.is_shared and returned is not None:
+            result = replace(result, origin=(returned, function.source, ()))
+        return replace(result, edits=None)
 
     def _subscript(self, node: ast.Subscript) -> Value:
         base, index = self.value(node.value), self.value(node.slice)
@@ -161,7 +162,7 @@ class Expressions(Names):
         if base.kind == Kind.ALIKE and index.of == NUMBERED:
             return other(NUMBERED)
         if base.kind == Kind.ALIKE and index.is_shared:
-            if isinstance(index.made and index.made[0], ast.Compare):
+            if isinstance(index.origin and index.origin[0], ast.Compare):
                 edits = index.edits or self.edits_of(node.slice, index)
                 return replace(other("is chosen by a mask of a share"), edits=edits)
             return Value(Kind.ROW if index.kind == Kind.ROW else Kind.ROWS)
@@ -317,7 +318,7 @@ class Expressions(Names):
             return self.each(self.run(replace(method.of, bound=over), [over], {}, None))
         if over.kind in ("loader", Kind.BATCH):
             is_loader = over.kind == "loader"
-            call = over.made[0] if is_loader and over.made else None
+            call = over.origin[0] if is_loader and over.origin else None
             if not is_loader:
                 return Loop(Value(Kind.ROWS))
             return Loop(Value(Kind.BATCH), "batches", over.of, call, size=over.text)
@@ -331,7 +332,7 @@ class Expressions(Names):
 
 def _keys(value: Value) -> list[object]:
     """The keys of a dict display or a dict() call."""
-    expression = value.made[0] if value.made else None
+    expression = value.origin[0] if value.origin else None
     if isinstance(expression, ast.Dict):
         return [getattr(key, "value", None) for key in expression.keys]
     is_dict = isinstance(expression, ast.Call) and ast.unparse(expression.func) == "dict"

@@ -305,9 +305,9 @@ class Follower(Calls):
         names = self.frame.scope.names
         for name, value in names.items() if loop.kind == "batches" else ():
             is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
-            if is_number and value.made and loop.number in value.made[2]:
+            if is_number and value.origin and loop.number in value.origin[2]:
                 # in the next turn this value is of an earlier batch, so it must be totalled where it was made
-                names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.made[0],))
+                names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.origin[0],))
         self.enter(loop, node)
         for element in loop.objects or (loop.element,):
             if isinstance(node, ast.For):

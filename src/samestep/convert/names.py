@@ -35,8 +35,8 @@ class Names(Totals):
             self.batches.rows = self.batches.rows or name
         is_alias = node is None or isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
         (scope.aliases.add if is_alias else scope.aliases.discard)(name)
-        origin = value.made if node is None or value.kind == "loader" else (node, self.source, self.since)
-        scope.names[name] = replace(value, since=self.since, made=origin)
+        origin = value.origin if node is None or value.kind == "loader" else (node, self.source, self.since)
+        scope.names[name] = replace(value, since=self.since, origin=origin)
 
     def _filled(self, old: Value, value: Value, index: Value) -> Value:
         """The value of a container after an element with a variable index is set."""

@@ -34,7 +34,7 @@ class Rewrites(Totals):
         origin = None if has_own_order else (node, source, ())
         # batches of two loaders have the same sizes only if both drop the last batch
         drops = getattr(by_name.get("drop_last"), "value", False) is True
-        return Value("loader", made=origin, text=ast.unparse(size) if drops else str(self.key(node)))
+        return Value("loader", origin=origin, text=ast.unparse(size) if drops else str(self.key(node)))
 
     def saved(self, node: ast.Call) -> Value:
         source, by_name = self.source, arguments(node, ["obj", "f"])

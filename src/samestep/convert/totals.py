@@ -67,8 +67,8 @@ class Totals(Following):
         if inner := [part for part in parts if self.known[part].of == reason]:
             return self._cause(inner[0], reason)
         known = self.known[node]
-        made = known.made if isinstance(node, ast.Name) and known.of == reason else None
-        return made[:2] if made else (node, self.source)
+        origin = known.origin if isinstance(node, ast.Name) and known.of == reason else None
+        return origin[:2] if origin else (node, self.source)
 
     def together(self, nodes: Sequence[ast.expr], values: Values) -> Values:
         """The values of operands: next to an operand that all ranks have, such as the targets of a whole data set, the
@@ -105,8 +105,8 @@ class Totals(Following):
             case ast.Name():
                 return self._wrapped(node, value)
             case ast.Attribute() | ast.Subscript():
-                if value.kind == Kind.OTHER and value.made and isinstance(node, ast.Attribute):
-                    return self.by_form(node, *value.made[:2])
+                if value.kind == Kind.OTHER and value.origin and isinstance(node, ast.Attribute):
+                    return self.by_form(node, *value.origin[:2])
                 is_wrappable = value.kind in _SUMMED or not self.known[node.value].is_shared
                 is_method = (
                     isinstance(node, ast.Attribute) and node.attr in NAMED["list"]

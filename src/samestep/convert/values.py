@@ -65,7 +65,7 @@ class Value:
     edits: tuple[Edit | ast.expr, ...] | None = None
     since: tuple[int, ...] = ()  # the numbers of the loops in which it was set
     # the expression that made it, and the loops around
-    made: tuple[ast.expr, Source, tuple[int, ...]] | None = None
+    origin: tuple[ast.expr, Source, tuple[int, ...]] | None = None
     # the value of a constant string or bool; of a loader, what the sizes of its batches depend on
     text: str | None = None
 
