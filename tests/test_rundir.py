@@ -12,13 +12,13 @@ from samestep.errors import UsageError
 from samestep.rundir import (
     Pulse,
     begin_run,
-    better_place,
     create_run,
     log_path,
     pulse_of,
     pulse_path,
     read_pulse,
     read_record,
+    scratch_advice,
 )
 
 
@@ -210,11 +210,11 @@ def test_a_run_in_the_home_directory_is_remarked_where_there_is_scratch(tmp_path
     home, scratch = tmp_path / "home", tmp_path / "scratch"
     scratch.mkdir()
     env = {"HOME": str(home), "SCRATCH": str(scratch)}
-    assert better_place(home / "runs" / "1120-2023", env) == (
+    assert scratch_advice(home / "runs" / "1120-2023", env) == (
         f"the run's files go to {home}/runs in the home directory; SAMESTEP_RUN_DIR={scratch} is made for them"
     )
-    assert better_place(scratch / "runs" / "1120-2023", env) is None
-    assert better_place(home / "runs" / "1120-2023", {"HOME": str(home)}) is None
+    assert scratch_advice(scratch / "runs" / "1120-2023", env) is None
+    assert scratch_advice(home / "runs" / "1120-2023", {"HOME": str(home)}) is None
     home.mkdir()
     (tmp_path / "link").symlink_to(home)
-    assert better_place(tmp_path / "link" / "runs" / "1120-2023", env)
+    assert scratch_advice(tmp_path / "link" / "runs" / "1120-2023", env)

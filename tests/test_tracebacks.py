@@ -12,7 +12,7 @@ import pytest
 from samestep.failure import read_failure
 from samestep.rundir import failure_path
 from samestep.start.output import _TRACEBACK
-from samestep.tracebacks import Traceback, describe_end, exit_code, of_record, read_traceback
+from samestep.tracebacks import Traceback, describe_end, exit_code, read_traceback, recorded_traceback
 
 
 def traceback_of(tmp_path, source: str) -> Traceback | None:
@@ -47,7 +47,7 @@ def record_of(tmp_path, source: str) -> Traceback | None:
     ) as worker:
         worker.communicate()
     failure = read_failure(failure_path(run, 2), worker.pid)
-    return of_record(failure) if failure else None
+    return recorded_traceback(failure) if failure else None
 
 
 def one_line(traceback: Traceback | None) -> tuple[int, str, str, str]:

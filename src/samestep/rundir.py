@@ -200,7 +200,7 @@ def create_run(root: str | None, env: Mapping[str, str], started: Mapping[str, A
     return run
 
 
-def better_place(run: Path, env: Mapping[str, str]) -> str | None:
+def scratch_advice(run: Path, env: Mapping[str, str]) -> str | None:
     """Advice to use $SCRATCH, if the site has it and the run's files go to the home directory."""
     home, scratch = env.get("HOME"), env.get("SCRATCH")
     if not home or not scratch or not os.path.isdir(scratch):

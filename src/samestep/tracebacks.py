@@ -87,7 +87,7 @@ def read_traceback(stderr: str) -> Traceback | None:
     return _with_loaders_cause(traceback, exceptions[-2] if len(complete) > 1 else ())
 
 
-def of_record(failure: Failure) -> Traceback:
+def recorded_traceback(failure: Failure) -> Traceback:
     """The exception in a worker's record."""
     if _ORIGINAL in failure.exception and (original := read_traceback(failure.exception)):
         return original  # torch puts the traceback of a loader worker into the message

@@ -14,7 +14,7 @@ import pytest
 
 from samestep.errors import PlacementError
 from samestep.rendezvous.channel import CLAIM, Channel
-from samestep.rendezvous.key import DESCRIPTOR, derive, handed_on, key_of_run, key_of_user
+from samestep.rendezvous.key import DESCRIPTOR, derive, key_file, key_of_run, key_of_user
 
 
 def state(tmp_path: Path) -> dict[str, str]:
@@ -81,7 +81,7 @@ def test_a_worker_gets_the_key_of_its_launcher_and_no_descriptor_is_left_for_wha
         "print(key_of_run(os.environ, 'samestep').hex()); sys.stdout.flush(); "
         "subprocess.run(['ls', '-l', '/proc/self/fd'], close_fds=False)"
     )
-    with handed_on(key, 2) as descriptor:
+    with key_file(key, 2) as descriptor:
         env = {**os.environ, DESCRIPTOR: str(descriptor)}
         said = subprocess.check_output([sys.executable, "-c", ask], env=env, pass_fds=[descriptor], text=True)
     assert said.splitlines()[0] == key.hex()

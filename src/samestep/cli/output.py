@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from samestep.errors import SamestepError, UsageError
-from samestep.start.signals import hear_of_children
+from samestep.start.signals import restore_sigchld
 from samestep.text import reason_of
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -44,7 +44,7 @@ class _Verb(click.Command):
         return formatter.getvalue().rstrip("\n")
 
     def main(self, args: Any = None, prog_name: Any = None, *more: Any, **settings: Any) -> Any:
-        hear_of_children()
+        restore_sigchld()
         try:
             return super().main(args, prog_name, *more, **settings | {"standalone_mode": False})
         except click.ClickException as error:

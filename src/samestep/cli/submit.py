@@ -13,7 +13,7 @@ from samestep.cli.output import check_script, verb
 from samestep.cli.scale import check
 from samestep.cli.scale import command as scale_command
 from samestep.errors import UsageError
-from samestep.rundir import better_place
+from samestep.rundir import scratch_advice
 from samestep.start.profiles import MEANS, Profile, load_profile
 from samestep.start.slurm import LAUNCHERS, Job, batch_script, check_nodes, output_of, submit, write_script
 
@@ -81,7 +81,7 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
         words.remove("--dry-run")  # the first is ours: options come before the script
         click.echo(batch_script(job, words).encode(errors="surrogateescape"), nl=False)
         return
-    if advice := better_place(job.folder.absolute() / job.title, os.environ):
+    if advice := scratch_advice(job.folder.absolute() / job.title, os.environ):
         click.echo(f"samestep submit: {advice}", err=True)
     check_nodes(chosen)
     path = write_script(job, words)

@@ -24,7 +24,7 @@ from samestep.rundir import begin_run, log_path, start_record
 from samestep.start.python import scripts_python
 from samestep.start.scan import names_early_variable
 from samestep.start.script import Script, run_script
-from samestep.start.signals import handled
+from samestep.start.signals import handling
 from samestep.start.worker import bound
 
 _STOP_S = 2.0  # workers must end within this time after a request
@@ -155,7 +155,7 @@ def end_on_signals() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    with handled((signal.SIGTERM, signal.SIGHUP), end):
+    with handling((signal.SIGTERM, signal.SIGHUP), end):
         yield
 
 

@@ -60,7 +60,7 @@ def key_of_user(env: Mapping[str, str]) -> bytes:
 
 
 @contextmanager
-def handed_on(key: bytes, size: int) -> Iterator[int]:
+def key_file(key: bytes, size: int) -> Iterator[int]:
     """While entered, the descriptor of an unnamed file with the key: only a worker that inherits it can read it."""
     with unnamed_file(_MARK + key, f"{KEY_NAME}{size}") as file:
         yield file.fileno()

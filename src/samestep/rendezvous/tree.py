@@ -98,7 +98,7 @@ class Tree:
         if number in self._late:
             raise self._failure_of(number) or self._missing(number, limit_s)
         parts = self._await_parts(number, self._children, limit_s)
-        part = join([self.understood(child, read, message) for child, message in parts.items()])
+        part = join([self.parsed(child, read, message) for child, message in parts.items()])
         message = bytes([_ROUND]) + number.to_bytes(4, "big") + part
         if self._parent is None:
             self._send(self._children, message)
@@ -107,7 +107,7 @@ class Tree:
             part = self._await_parts(number, [self._parent], limit_s)[self._parent]
         with self._condition:
             self._parts.pop(number, None)
-        return self.understood(self._parent or 0, read, part)
+        return self.parsed(self._parent or 0, read, part)
 
     def gather(self, mine: Any, limit_s: float, read: Callable[[Any], Any] = lambda part: part) -> list[Any]:
         """Collective. Every process's value, by number, converted by `read`; raises what `round` raises."""
@@ -119,9 +119,9 @@ class Tree:
             return json.dumps(joined).encode()
 
         values = self.round(lambda part: dict(json.loads(part)), join, limit_s)
-        return [self.understood(number, read, values.get(str(number))) for number in range(self.size)]
+        return [self.parsed(number, read, values.get(str(number))) for number in range(self.size)]
 
-    def understood(self, number: int, read: Callable[[Any], Any], value: Any) -> Any:
+    def parsed(self, number: int, read: Callable[[Any], Any], value: Any) -> Any:
         """Local. A value that a process sent, converted by `read`; if that fails, the process counts as lost."""
         try:
             return read(value)
@@ -138,14 +138,14 @@ class Tree:
         with self._condition:
             news, self._news = self._news, []
         with suppress(RankMissing):
-            return [(number, self.understood(number, read, value)) for number, value in news]
+            return [(number, self.parsed(number, read, value)) for number, value in news]
         return []
 
     def gone(self) -> RankMissing | None:
         """Local. Why a round that begins now cannot be completed; None if no reason is known."""
         return self._failure_of(self.rounds + 1)
 
-    def unheard(self, seconds: float) -> list[int]:
+    def silent_neighbours(self, seconds: float) -> list[int]:
         """Local. The neighbours that have sent nothing for this long."""
         since = time.monotonic() - seconds
         channels = self._channels.items()

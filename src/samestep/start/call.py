@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle
 
-from samestep.start.worker import end_with
+from samestep.start.worker import end_with_parent
 
 # The parent's sys.path comes first: samestep itself may only be found through it.
 BOOT = (
@@ -20,7 +20,7 @@ BOOT = (
 def main(call: Any) -> None:
     """Make the call that is stored in this file, and replace it by the answer; after an exception exit with code 1."""
     # not between fork and exec: the launching notebook may have threads, so no code is safe there
-    end_with(os.getppid())
+    end_with_parent(os.getppid())
     text = call.read()
     call.seek(0)
     call.truncate()

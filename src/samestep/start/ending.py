@@ -53,7 +53,7 @@ def ending(
     return f"{head}\n\n{what}\n\n{_others(cause, workers)}{logs}"
 
 
-def summarised(outcome: Outcome, run: Path) -> str:
+def summary_of(outcome: Outcome, run: Path) -> str:
     """How an attempt ended, for the line between this attempt and the next."""
     if (cause := outcome.cause) is None:
         return f"exit code {outcome.status}"

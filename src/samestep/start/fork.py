@@ -20,7 +20,7 @@ from subprocess import DEVNULL, Popen
 
 from samestep.files import unnamed_file
 from samestep.start.python import scripts_python
-from samestep.start.worker import Guardian, Started, WorkerSpec, started
+from samestep.start.worker import Guardian, Started, WorkerSpec, start_process
 
 _FILE = Path(__file__).with_name("warm.py")
 _CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -71,7 +71,7 @@ class Warm:
             if rank is not None:
                 return rank
             warm.close()
-        return started(spec)
+        return start_process(spec)
 
     def close(self) -> None:
         while self._all:

@@ -16,9 +16,9 @@ from samestep.errors import RankMissing, UsageError
 from samestep.files import unnamed_file
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, share_cores
 from samestep.placement.place import Placement, exports
-from samestep.rendezvous.key import DESCRIPTOR, handed_on
+from samestep.rendezvous.key import DESCRIPTOR, key_file
 from samestep.rendezvous.listen import hold_port
-from samestep.start.ending import ending, step_of, summarised
+from samestep.start.ending import ending, step_of, summary_of
 from samestep.start.fork import Warm
 from samestep.start.memory import check_room, kills_for_memory
 from samestep.start.nodes import End, Launchers, NodeMeeting, Past
@@ -82,7 +82,7 @@ class _Run:
         self._launchers = stack.enter_context(closing(Launchers(script.where)))
         self._directory = _directory(script, self._launchers, self._began)
         self._terminal = Terminal()
-        if advice := rundir.better_place(self._directory, os.environ):
+        if advice := rundir.scratch_advice(self._directory, os.environ):
             self._terminal.say(f"samestep: {advice}")
         if self._terminal.is_live and os.environ.get("SAMESTEP_METER") != "0":
             self._terminal.progress = partial(_progress, self._directory)
@@ -193,7 +193,7 @@ class _Run:
             self._go_on_without()  # a node was lost before its ranks had started
             return self._specs(stack)
         self._restarts.agree(pasts)
-        key = {DESCRIPTOR: stack.enter_context(handed_on(self._launchers.key, ranks.total))}
+        key = {DESCRIPTOR: stack.enter_context(key_file(self._launchers.key, ranks.total))}
         variables = {
             "TORCHELASTIC_RUN_ID": self._launchers.run_name,
             **script.env,
@@ -321,7 +321,7 @@ def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> E
     is_echo = outcome.traceback is not None and outcome.traceback.is_echo
     steps = [step for worker in group.workers if (step := step_of(run, worker.rank)) is not None]
     place, at = _place(run, outcome, text, group), min(ends, default=time.monotonic())
-    summary = summarised(outcome, run)
+    summary = summary_of(outcome, run)
     return End(code if is_own else 0, text, place, stop_signal, is_echo, at, max(steps, default=-1), summary)
 
 

@@ -23,11 +23,11 @@ def ending_signals() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise StopRequested(number)
 
-    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end):
+    with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), end):
         yield
 
 
-def hear_of_children() -> None:
+def restore_sigchld() -> None:
     """Restore SIGCHLD's default: a parent may have left it ignored, and then no exit status of a child is kept."""
     with suppress(ValueError):  # signals can only be set in the main thread
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
@@ -42,7 +42,7 @@ def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(end, warn_on_full_buffer=False)
     try:
-        with handled(numbers, lambda *_: None):
+        with handling(numbers, lambda *_: None):
             yield pipe
     finally:
         signal.set_wakeup_fd(-1)
@@ -51,7 +51,7 @@ def signals_as_bytes(numbers: Sequence[signal.Signals]) -> Iterator[int]:
 
 
 @contextmanager
-def handled(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+def handling(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
     """While entered, `handler` handles these signals; a signal that was ignored (nohup, a background job) stays so."""
     not_ignored = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in not_ignored}

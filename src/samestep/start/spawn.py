@@ -16,7 +16,7 @@ import cloudpickle
 from samestep.errors import UsageError, WorkerFailed
 from samestep.files import unnamed_file
 from samestep.placement.devices import share_cores
-from samestep.rendezvous.key import DESCRIPTOR, handed_on
+from samestep.rendezvous.key import DESCRIPTOR, key_file
 from samestep.rendezvous.listen import hold_port
 from samestep.start.call import BOOT
 from samestep.start.fork import Warm
@@ -24,7 +24,7 @@ from samestep.start.memory import check_room, explain_kill, kills_for_memory
 from samestep.start.nodes import NodeRanks
 from samestep.start.output import OUT
 from samestep.start.script import defaults, worker_env
-from samestep.start.signals import hear_of_children
+from samestep.start.signals import restore_sigchld
 from samestep.start.supervise import WorkerGroup
 from samestep.start.worker import Guardian, Worker, WorkerSpec, fill_standard_descriptors
 from samestep.tracebacks import describe_end, last_words
@@ -58,7 +58,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
     with _by_value_where_unimportable(sys.modules.get(getattr(fn, "__module__", None) or "")):
         text = cloudpickle.dumps(sys.path) + cloudpickle.dumps((fn, args, kwargs))
     fill_standard_descriptors()
-    hear_of_children()
+    restore_sigchld()
     kills = kills_for_memory()
     with ExitStack() as stack:
         held, port = hold_port()
@@ -66,7 +66,7 @@ def launch(fn: Callable[P, R], size: int, *args: P.args, **kwargs: P.kwargs) -> 
         calls = [stack.enter_context(unnamed_file(text)) for _ in range(size)]
         shares, threads = share_cores(size)
         # No run directory: nothing is kept, but the variable must be set so that workers know samestep started them.
-        key = stack.enter_context(handed_on(secrets.token_bytes(32), size))
+        key = stack.enter_context(key_file(secrets.token_bytes(32), size))
         variables = {"SAMESTEP_RUN": os.devnull, "TORCHELASTIC_RUN_ID": "launch"}
         ranks = NodeRanks(0, size, 0, 1, "127.0.0.1", port)
         guardian = stack.enter_context(Guardian())

@@ -14,7 +14,7 @@ from samestep.rundir import CHECKPOINTED
 from samestep.start.fork import Warm
 from samestep.start.output import Stream, Terminal
 from samestep.start.watch import Watch
-from samestep.start.worker import Guardian, Worker, WorkerSpec, started
+from samestep.start.worker import Guardian, Worker, WorkerSpec, start_process
 from samestep.text import name_ranks
 from samestep.tracebacks import Traceback
 
@@ -75,7 +75,7 @@ class WorkerGroup:
         self._stopping = self._was_killed = False
         try:
             for spec in specs:
-                self.workers.append(Worker(spec, guardian, warm.start if warm else started))
+                self.workers.append(Worker(spec, guardian, warm.start if warm else start_process))
         except OSError:
             self.kill()
             raise

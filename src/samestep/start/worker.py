@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from samestep.failure import Failure, read_failure
 from samestep.rundir import CHECKPOINTED
 from samestep.start.output import ERR, OUT, Console, Log, Stream
-from samestep.tracebacks import Traceback, of_record, read_traceback
+from samestep.tracebacks import Traceback, read_traceback, recorded_traceback
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _GUARDIAN = Path(__file__).with_name("guardian.py")
@@ -48,7 +48,7 @@ class Started(NamedTuple):
     poll: Callable[[], int | None]  # gives its status once it has ended
 
 
-def started(spec: WorkerSpec) -> Started:
+def start_process(spec: WorkerSpec) -> Started:
     """Start the command of a rank in a new process; raises OSError if it cannot be executed."""
     descriptors = spec.descriptors
     with bound(spec.cores):
@@ -61,7 +61,7 @@ def started(spec: WorkerSpec) -> Started:
             stderr=PIPE,
             start_new_session=True,
             pass_fds=tuple(descriptors.values()),
-            preexec_fn=partial(end_with, os.getpid()) if spec.is_alone else None,
+            preexec_fn=partial(end_with_parent, os.getpid()) if spec.is_alone else None,
         )
     return Started(process.pid, process.stdout, process.stderr, process.poll)
 
@@ -85,7 +85,7 @@ class Worker:
     """A started rank."""
 
     def __init__(
-        self, spec: WorkerSpec, guardian: Guardian, start: Callable[[WorkerSpec], Started] = started
+        self, spec: WorkerSpec, guardian: Guardian, start: Callable[[WorkerSpec], Started] = start_process
     ) -> None:
         """Raises OSError if the command cannot be executed."""
         self.rank, self._record, self._guardian = spec.rank, spec.record, guardian
@@ -117,7 +117,7 @@ class Worker:
         # After writing its record it may have continued or crashed: then its last output tells more.
         failure = self.failure
         if failure and failure.exception and (self.was_stopped or self.status == failure.code):
-            return of_record(failure)
+            return recorded_traceback(failure)
         return read_traceback(self.err.tail.decode(errors="replace"))
 
     @property
@@ -164,7 +164,7 @@ class Worker:
         return True
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent ends: the guardian may have been killed too."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -24,7 +24,7 @@ from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import STOP, WAITS, own_run
-from samestep.tracebacks import of_record
+from samestep.tracebacks import recorded_traceback
 
 _LOOK_S = 1.0
 # at most so many messages a second reach a rank, from all ranks together
@@ -59,7 +59,7 @@ class MutualWatch:
 
     def tell_failure(self, error: BaseException, show_traceback: Callable[[], None]) -> None:
         """Show what ended this rank: a line if another rank is the cause, otherwise the traceback and a report."""
-        world, failure = self._group.world, of_record(failure_of(error, 1))
+        world, failure = self._group.world, recorded_traceback(failure_of(error, 1))
         if failure.is_echo:
             # that rank may send an exit code to end with; a SIGTERM from srun must not come first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -150,7 +150,7 @@ class MutualWatch:
         waits = {state.waits for state in known if state.waits_now and state.seconds >= LEAST_S}
         if len(waits) != 1 or not all(state.waits_now and state.waits in waits for state in known):
             return []
-        silent = self._tree.unheard(seconds)
+        silent = self._tree.silent_neighbours(seconds)
         return [RankState(rank, -1, "other", "", -1, 0.0, does=_SILENT) for rank in silent]
 
 

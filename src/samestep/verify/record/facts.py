@@ -33,7 +33,7 @@ def is_ours(loader: DataLoader[Any]) -> bool:
     return any(type(part).__module__.startswith("samestep.") for part in parts)
 
 
-def is_inside() -> bool:
+def is_in_training_loop() -> bool:
     """Whether the script is inside a training loop over batches."""
     current = spine.trained if (spine := _spine()) else None
     return current is not None and current.of.training

@@ -42,7 +42,7 @@ from samestep.verify.record.facts import (
     current_share,
     digests_of,
     hyper_of,
-    is_inside,
+    is_in_training_loop,
     is_ours,
     is_parallel,
     precision_of,
@@ -146,7 +146,7 @@ class Recorder:
         return status
 
     def _where(self) -> tuple[int, bool]:
-        return sum(self._taken.values()), is_inside() and not self._evaluated
+        return sum(self._taken.values()), is_in_training_loop() and not self._evaluated
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
