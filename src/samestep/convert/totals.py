@@ -108,9 +108,8 @@ class Totals(Following):
                 if value.kind == Kind.OTHER and value.origin and isinstance(node, ast.Attribute):
                     return self.by_form(node, *value.origin[:2])
                 is_wrappable = value.kind in _SUMMED or not self.known[node.value].is_shared
-                is_method = (
-                    isinstance(node, ast.Attribute) and node.attr in NAMED["list"]
-                )  # that is not called
+                # a method that is not called here
+                is_method = isinstance(node, ast.Attribute) and node.attr in NAMED["list"]
                 is_wrappable = is_wrappable and value.kind != Kind.OTHER and not is_method
                 return self._wrapped(node, value) if is_wrappable else self._inside(node)
             case ast.Call():

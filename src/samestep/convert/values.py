@@ -1,4 +1,7 @@
-"""The kinds of values in a script: equal on all ranks, or computed from this rank's share of a batch, and how."""
+"""The kinds of values in a script: equal on all ranks, or computed from this rank's share of a batch, and how.
+
+A share is a rank's part of a batch. A total is the value of the whole batch, from samestep.sum, mean or gather.
+"""
 
 import ast
 from collections.abc import Callable
