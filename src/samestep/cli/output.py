@@ -123,14 +123,14 @@ def progress(total: int | None) -> Iterator[Callable[[int, str, str], None]]:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
+def working(task: str) -> Iterator[None]:
     """While entered, a terminal shows what is being done."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(f"{what} ..."):
+    with Console(stderr=True).status(f"{task} ..."):
         yield
 
 

@@ -67,11 +67,11 @@ def _unwrapped(state: Mapping[object, object], dropped: set[str]) -> Mapping[obj
     prefixes: set[str] = set()
     for key, value in state.items():
         parts = str(key).split(".")
-        kept = [part for part in parts if part not in _WRAPPERS] or [str(key)]
-        while kept[0] == "module" and len(kept) > 1:
-            kept = kept[1:]
-        plain[".".join(kept) if len(kept) < len(parts) else key] = value
-        prefixes |= set(parts) - set(kept)
+        inner_parts = [part for part in parts if part not in _WRAPPERS] or [str(key)]
+        while inner_parts[0] == "module" and len(inner_parts) > 1:
+            inner_parts = inner_parts[1:]
+        plain[".".join(inner_parts) if len(inner_parts) < len(parts) else key] = value
+        prefixes |= set(parts) - set(inner_parts)
     if len(plain) < len(state):  # without prefixes two values would have the same name
         return state
     dropped |= {f"{prefix}." for prefix in prefixes}

@@ -72,19 +72,19 @@ class Follower(Calls):
 
     def check_totals(self) -> None:
         """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
-        found = self.findings
+        findings = self.findings
         kinds: dict[tuple[Source, int], str] = {}
-        for edit in found.edits:
+        for edit in findings.edits:
             source, kind = edit.source, edit.text.partition("(")[0]
             adds = kind in ("samestep.sum", "samestep.gather")
             is_total = adds or kind == "samestep.mean"
-            spans = found.alike if adds else found.mixed if ".share" in edit.text else ()
-            is_alike = any(of is source and start <= edit.start < end for of, start, end in spans)
+            spans = findings.alike if adds else findings.mixed if ".share" in edit.text else ()
+            is_alike = any(file is source and start <= edit.start < end for file, start, end in spans)
             is_alike |= is_total and kinds.setdefault((source, edit.start), kind) != kind
-            is_alone = is_total and (source, edit.start) in found.alone
+            is_alone = is_total and (source, edit.start) in findings.alone
             if is_alike or is_alone:
                 line = source.data.count(b"\n", 0, edit.start) + 1
-                found.gaps.setdefault((source, line), _ALSO_ALONE if is_alone else ALSO_ALIKE)
+                findings.gaps.setdefault((source, line), _ALSO_ALONE if is_alone else ALSO_ALIKE)
 
     def follow_module(self, source: Source) -> Scope:
         if source in self.modules:
@@ -287,11 +287,11 @@ class Follower(Calls):
         """Follow a loop's body twice: values at its end reach its beginning. Only the second findings count."""
         place = (*(frame.call for frame in self.frames), node)
         loop.trains = self.learnt.trains.get(place, 2)
-        found, eager = copied(self.findings), set(self.learnt.eager)
+        findings, eager = copied(self.findings), set(self.learnt.eager)
         self._follow_turn(node, loop)
         self.learnt.trains[place] = loop.trains = loop.found_training
         if self.followed < MOST_STATEMENTS:
-            self.findings, self.learnt.eager = found, eager
+            self.findings, self.learnt.eager = findings, eager
             self._follow_turn(node, loop)
         self.frame.had_batches |= loop.kind == "batches"
         for name, value in self.frame.scope.names.items():

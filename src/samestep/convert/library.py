@@ -79,8 +79,8 @@ class Library(Rewrites, Expressions):
         if name == "scale":
             return join(*values[1:])
         if name == "items" and (base.parts or base.is_shared):
-            each = self.each(replace(base, kind="list") if base.kind == "dict" else base)
-            return Value("each", each.mapped(lambda element: Value("list", {0: Value(), 1: element})))
+            loop = self.each(replace(base, kind="list") if base.kind == "dict" else base)
+            return Value("each", loop.mapped(lambda element: Value("list", {0: Value(), 1: element})))
         if base.parts or base.kind in NUMBERS:
             if name in ("values", "copy"):
                 return replace(base, kind="list") if base.kind == "dict" and name == "values" else base
@@ -193,9 +193,9 @@ class Library(Rewrites, Expressions):
         return Value(Kind.PASSES if is_filled else Kind.ALIKE)
 
     def _python_enumerate(self, node: ast.Call, values: Values, first: Value) -> Value:
-        each = self.each(first)
-        turn = {"batches": Value("turn"), "rows": Value(Kind.ROW, NUMBERED)}.get(each.kind, Value())
-        return Value("each", each.mapped(lambda element: Value("list", {0: turn, 1: element})))
+        loop = self.each(first)
+        turn = {"batches": Value("turn"), "rows": Value(Kind.ROW, NUMBERED)}.get(loop.kind, Value())
+        return Value("each", loop.mapped(lambda element: Value("list", {0: turn, 1: element})))
 
     def _python_zip(self, node: ast.Call, values: Values, first: Value) -> Value:
         loops = [self.each(value) for value in values]
@@ -208,13 +208,13 @@ class Library(Rewrites, Expressions):
 
     def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
         """The value of next(); on an iterator over a loader, the loop around becomes a loop over batches."""
-        each = self.each(first)
-        if each.kind == "batches" and self.loops:
+        over = self.each(first)
+        if over.kind == "batches" and self.loops:
             loop = self.loops[-1]
             if loop.kind == "plain":
-                loop.kind, loop.text, loop.frame, loop.size = "batches", each.text, self.frame, each.size
-            loop.is_mixed |= loop.size != each.size and not (self.without_gradients or self.in_eval)
-        return each.element if each.kind == "batches" else first
+                loop.kind, loop.text, loop.frame, loop.size = "batches", over.text, self.frame, over.size
+            loop.is_mixed |= loop.size != over.size and not (self.without_gradients or self.in_eval)
+        return over.element if over.kind == "batches" else first
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:
         is_count = any(argument.kind in (Kind.COUNT, Kind.PART) for argument in values)

@@ -149,12 +149,12 @@ def join(*values: Value) -> Value:
     """The value of an expression that may have any of these values."""
     is_shared = any(value.is_shared for value in values)
     # next to a value of a share, an external value is a number such as math.inf
-    found = reduce(_either, (part for part in values if not (is_shared and part.kind == "external")), Value())
+    whole = reduce(_either, (part for part in values if not (is_shared and part.kind == "external")), Value())
     known = [value.edits for value in values if value.is_shared]
     edits = None if None in known else tuple(dict.fromkeys(edit for edits in known for edit in edits or ()))
     common = tuple(sorted(set.intersection(*(set(value.since) for value in values)))) if values else ()
-    text = found.text if len({value.text for value in values}) == 1 else None
-    return replace(found, models=models_of(*values), since=common, edits=edits, text=text)
+    text = whole.text if len({value.text for value in values}) == 1 else None
+    return replace(whole, models=models_of(*values), since=common, edits=edits, text=text)
 
 
 def _either(left: Value, right: Value) -> Value:

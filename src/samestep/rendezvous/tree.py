@@ -313,8 +313,8 @@ class Tree:
             if kind == _ROUND:
                 self._parts.setdefault(int.from_bytes(rest[:4], "big"), {})[source] = rest[4:]
             elif kind == _NEWS:
-                what, *words = json.loads(rest)
-                self._note_news(what, *checked(words, (int, *_NEWS_KINDS[what])))
+                topic, *words = json.loads(rest)
+                self._note_news(topic, *checked(words, (int, *_NEWS_KINDS[topic])))
                 self._send([number for number in self._channels if number != source], body)
             elif kind != _CHANGE:
                 raise ValueError("another kind")
@@ -326,14 +326,14 @@ class Tree:
                 self._send(self._children, body)
             self._condition.notify_all()
 
-    def _note_news(self, what: str, origin: int, *rest: Any) -> None:
-        if what == "told" and origin != self.number:
+    def _note_news(self, topic: str, origin: int, *rest: Any) -> None:
+        if topic == "told" and origin != self.number:
             self._news.append((origin, rest[0]))
-        elif what == "left":
+        elif topic == "left":
             self.left[origin] = rest[0], printable(rest[1])
-        elif what == "late":
+        elif topic == "late":
             self._late.setdefault(rest[0], set()).add(origin)
-        elif what == "lost" and self.lost is None:
+        elif topic == "lost" and self.lost is None:
             self.lost = RankMissing(printable(rest[0], _LONGEST_ERROR), ranks=[origin])
 
     def _apply(self, asker: int, serial: int, operation: str, key: str, value: str, expected: str) -> None:

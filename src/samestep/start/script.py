@@ -100,8 +100,8 @@ class _Run:
             # forked processes recognise themselves as ranks by these, even if the script removes its own variables
             of_ranks = {"RANK": "0", "WORLD_SIZE": str(script.size)}
             env = {**defaults(self._threads), **os.environ, **script.env, **of_ranks}
-            errors, what = self._directory / "logs" / "warm.log", script.command[1]
-            folder = os.getcwd() if what == "-m" else os.path.dirname(os.path.realpath(what))
+            errors, target = self._directory / "logs" / "warm.log", script.command[1]
+            folder = os.getcwd() if target == "-m" else os.path.dirname(os.path.realpath(target))
             self._warm = stack.enter_context(
                 closing(Warm([folder], env, script.size, errors, self._guardian))
             )

@@ -42,11 +42,11 @@ class Slots:
                     slots.append((descriptor, outline))
         return sorted(slots, key=lambda slot: slot[1].seal.step, reverse=True)
 
-    def keep(self, kept: int | None) -> None:
-        """Empty all slots except the slot `kept`, which was read and is good."""
-        self._descriptors.sort(key=lambda descriptor: descriptor == kept)
+    def keep(self, good: int | None) -> None:
+        """Empty all slots except the slot `good`, which was read and is good."""
+        self._descriptors.sort(key=lambda descriptor: descriptor == good)
         for descriptor in self._descriptors:
-            if descriptor != kept:
+            if descriptor != good:
                 os.ftruncate(descriptor, 0)
 
 

@@ -84,8 +84,8 @@ class Packer:
         return [key, self.node(value, (*where, key))]
 
     def foreign(self, value: object, where: Path) -> Any:
-        if found := self.leaf(value, where):
-            return {"tensor": self.blob(*found)}
+        if blob := self.leaf(value, where):
+            return {"tensor": self.blob(*blob)}
         if type(plain := _number(value)) in _PLAIN:
             return self.node(plain, where)
         raise UsageError(

@@ -57,8 +57,8 @@ def suspects(compared: Compared) -> Iterator[Cause]:
     for facts in other.facts:
         lines = facts.get("told", {}) | lines
     of_world = _of_world(compared)
-    for line, asked in lines.items():
-        yield Cause(f"{of_world} ({line} reads {' and '.join(asked)})", f"world={line}")
+    for line, reads in lines.items():
+        yield Cause(f"{of_world} ({line} reads {' and '.join(reads)})", f"world={line}")
     if compared.is_in_a_step:
         yield from _of_the_gradient(compared)
     if line := other.fact("no_sync"):

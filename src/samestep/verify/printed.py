@@ -79,17 +79,17 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
     alone, *shared = (
         experiments.run(size, (*rest, *more)) for more in (["world=*"], ["shares"], ["world=*", "shares"])
     )
-    found: dict[str, Printed] = {}
+    by_kind: dict[str, Printed] = {}
     for kind, at, line, now in pairs():
         shown = [_has(run, kind, at, line, near) for run in (alone, *shared)]
         is_right_with_shares = near.unlike(kind, line, now) and not shown[0] and any(shown)
         is_own = _differs_between_ranks(kind, first, alone, near)
         if (
-            kind not in found
+            kind not in by_kind
             and not _names_its_rank(kind, other)
             and (is_own or (is_same and is_right_with_shares))
         ):
-            found[kind] = Printed(
+            by_kind[kind] = Printed(
                 now.at,
                 now.verb,
                 now.text.strip(),
@@ -99,7 +99,7 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
                 is_on_rank_0=not any(kind in lines for lines in other.printed[1:]),
             )
     by_line: dict[tuple[str, bool], list[Printed]] = {}
-    for printed in found.values():
+    for printed in by_kind.values():
         by_line.setdefault((printed.line, printed.is_remark), []).append(printed)
     return [replace(printed, more=len(more)) for printed, *more in by_line.values()]
 

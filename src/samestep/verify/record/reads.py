@@ -80,9 +80,9 @@ class Reads:
     def _answer(self, what: str, value: Any, alone: Any) -> Any:
         if (line := _asking()) is None:
             return value
-        asked = self.lines.setdefault(line, [])
-        if what not in asked:
-            asked.append(what)
+        reads = self.lines.setdefault(line, [])
+        if what not in reads:
+            reads.append(what)
         return alone if {"*", line} & {*self._removed.lines} else value
 
     def _manual_seed(self, seed: Callable[[Any], Any], value: Any) -> Any:
