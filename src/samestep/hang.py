@@ -163,7 +163,7 @@ def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | 
 
 
 def _at_another_call(states: Sequence[RankState]) -> list[RankState]:
-    """The smallest group of ranks in the same call; of equal groups, the group in a counted call."""
+    """The smallest group of ranks in the same call; of equal groups, a group in a call, not in the exchange."""
     where: dict[str, list[RankState]] = {}
     for state in states:
         where.setdefault(state.call if state.phase == "call" else "", []).append(state)
