@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from samestep.start import supervise
 from samestep.start.supervise import WorkerGroup
-from samestep.start.worker import Guardian, WorkerSpec, started
+from samestep.start.worker import Guardian, WorkerSpec, start_process
 
 
 def test_a_rank_that_the_kernel_does_not_end_keeps_no_run_from_its_end(monkeypatch):
@@ -16,7 +16,7 @@ def test_a_rank_that_the_kernel_does_not_end_keeps_no_run_from_its_end(monkeypat
     made = {}
 
     def unending(spec):
-        made[spec.rank] = started(spec)
+        made[spec.rank] = start_process(spec)
         return made[spec.rank]._replace(poll=lambda: None) if spec.rank else made[spec.rank]
 
     commands = ["exit 3", "exec sleep 100"]
