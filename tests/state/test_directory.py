@@ -16,7 +16,7 @@ from samestep.errors import CheckpointError, UsageError
 from samestep.state import file
 from samestep.state.directory import CheckpointDirectory
 from samestep.state.lease import NAME as LEASE
-from samestep.state.lease import here
+from samestep.state.lease import here, this_process
 from samestep.train.checkpoint import capture
 
 TESTS = Path(__file__).parents[1]
@@ -81,6 +81,15 @@ def test_where_nothing_was_committed_nothing_is_found(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
     assert CheckpointDirectory(tmp_path / "run").newest(read) is None
+
+
+def test_a_second_object_of_this_process_reads_what_the_first_has_committed_since(tmp_path):
+    first, _ = committed(tmp_path, 1)
+    second = CheckpointDirectory(first.directory)
+    second.hold(this_process(), str, "")
+    first.commit(packed(2), 2)
+    found = second.newest(read)
+    assert (found.value, found.refused) == (2, ())
 
 
 def test_only_the_owner_may_read(tmp_path):

@@ -140,6 +140,8 @@ class CheckpointDirectory:
         refused: list[str] = []
         try:
             with open_directory(self._at) as dir_fd:
+                if self._lease:
+                    self._lease.check(dir_fd)  # another object of this process may have committed since
                 record = self._lease.record if self._lease else lease.read(dir_fd)
                 commits = examine(dir_fd, record)
                 if slots and self._lease and (recalled := self._recalled(read, slots, self._lease.record)):

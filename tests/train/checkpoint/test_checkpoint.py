@@ -100,6 +100,24 @@ def test_a_run_that_commits_without_having_resumed_is_told_what_it_leaves_behind
     assert run(source, 2)[1] == [f"samestep: {tmp_path / 'commits'} {said}\n", ""]
 
 
+def test_a_resume_waits_for_the_commit_that_another_checkpoint_or_itself_is_writing(run, tmp_path):
+    source = f"""
+        weights = torch.nn.Linear(3000, 1000)
+        first, second = (
+            samestep.Checkpoint({str(tmp_path / "commits")!r}, weights=weights) for _ in range(2)
+        )
+        first.step()
+        first.commit(wait=True)
+        for checkpoint in (second, first, samestep.Checkpoint({str(tmp_path / "commits")!r}, weights=weights)):
+            first.step()
+            first.commit()
+            assert checkpoint.resume() == first.steps
+    """
+    codes, said = run(source, 2)
+    assert codes == [0, 0], said
+    assert "older" not in said[0]
+
+
 def test_an_epoch_in_another_order_is_begun_anew(nest, tmp_path):
     trail, other = Trail(tmp_path / "changed"), Trail(tmp_path / "other")
     survive(nest, trail, 1, "--stop-at", 6)

@@ -113,6 +113,8 @@ class Checkpoint:
     def resume(self) -> int:
         """Collective. Go on from the newest good commit; returns the steps it had taken, 0 if there is none."""
         capture.bulk({name: part.state_dict() for name, part in self._parts.items()})
+        for checkpoint in self._group.the(_Checkpoints).living:
+            checkpoint._writer.wait()  # it may be writing to this directory
         self._hold()
         found, failure, begun = None, "", time.monotonic()
         if self._world.rank == 0:
