@@ -1,5 +1,15 @@
 """Whether a run is started again, and what it says when it is not."""
 
+import os
+import subprocess
+
+import pytest
+
+ROOT = (
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root"),
+)
+
 
 def test_restart_on_starts_all_ranks_again_and_counts(launcher):
     launcher.write(
@@ -108,3 +118,64 @@ def test_a_run_whose_directory_was_removed_is_restarted_and_says_what_failed(lau
     assert (code, out) == (0, "went on\n")
     assert "(ValueError: mine): restart 1 of 2" in err
     assert "cannot be written any more (no such file or directory); the run goes on" in err
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "heard"),
+    [
+        ("shutil.rmtree(run)", "a file"),
+        pytest.param(
+            "mount('--bind', runs, runs), mount('-o', 'remount,ro,bind', runs)", "SIGTERM", marks=ROOT
+        ),
+        pytest.param(
+            "mount('-t', 'tmpfs', '-o', 'size=4k,nr_inodes=3', 'tmpfs', run), fill()", "a file", marks=ROOT
+        ),
+    ],
+)
+def test_a_signal_in_a_recovery_reaches_the_ranks_where_the_runs_directory_cannot_be_used(
+    launcher, spoiled, heard
+):
+    launcher.write(
+        f"""
+        import os, pathlib, shutil, signal, subprocess, sys, time
+        run = pathlib.Path(os.environ["SAMESTEP_RUN"])
+        runs, beat = run.parent, run / "pulse" / "rank-0"
+        heard = []
+
+        def mount(*args):
+            subprocess.run(["mount", *map(str, args)], check=True)
+
+        def fill():
+            (run / "filler").write_bytes(bytes(4096))
+
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            beat.touch()
+            {spoiled}
+            raise ValueError("mine")
+        signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not heard:
+            heard += ["a file"] * (run / "stop").exists()
+            time.sleep(0.01)
+        print(heard[0], flush=True)
+        sys.exit(75)
+        """
+    )
+    try:
+        code, out, err = launcher.run("-n", "1", "--max-restarts", "2", "train.py")
+    finally:
+        for place in (*(launcher.home / "runs").iterdir(), launcher.home / "runs"):
+            subprocess.run(["umount", "-q", place], check=False)
+    assert (code, out) == (75, f"{heard}\n"), err
+    assert "(ValueError: mine): restart 1 of 2" in err
+
+
+def test_a_program_that_cannot_be_started_again_ends_with_its_own_failure(launcher):
+    path = launcher.home / "program"
+    path.write_text("#!/bin/sh\nrm program\necho mine >&2\nexit 3\n")
+    path.chmod(0o755)
+    code, _, err = launcher.run("-n", "1", "--no-python", "--max-restarts", "2", "./program")
+    assert code == 3
+    assert "restart 1 of 2" in err
+    assert "exit code 3" in err
+    assert err.endswith("It cannot be started again: [Errno 2] No such file or directory: './program'\n"), err

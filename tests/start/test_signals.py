@@ -35,7 +35,8 @@ def test_ctrl_c_once_lets_workers_end_in_order(launcher, gone):
     os.killpg(started.process.pid, signal.SIGINT)
     code, _, err = started.finish()
     assert code == 130
-    assert err.startswith("stopping; press Ctrl-C again to stop at once\n")
+    waiting = "waiting at most 30 s for ranks 0, 1 to end"
+    assert err.startswith(f"stopping; {waiting}; press Ctrl-C again to stop at once\n")
     assert "train.py was stopped by SIGINT after" in err
     assert "Traceback" not in err
     assert started.wait_for_lines("saved") == ["saved", "saved"]

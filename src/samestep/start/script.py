@@ -5,7 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Container, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -122,6 +122,8 @@ class _Run:
                 return self._finish(node, end._replace(code=128 + request.number), end.text or "", group)
             except RankMissing as error:
                 return self._finish(node, end, str(error), group)
+            except (UsageError, OSError) as error:
+                return self._finish(node, end, f"{end.text}\n\nIt cannot be started again: {error}", group)
         return self._finish(node, end, text, group)
 
     def _go_on_without(self) -> None:
@@ -270,10 +272,12 @@ class Restarts:
 def _forget(run: Path, rank: int) -> bool:
     """Remove the files of a rank of an earlier start; returns whether there were any."""
     kinds = (rundir.pulse_path, rundir.failure_path, rundir.stack_path)
-    files = [path for path_of in kinds if (path := path_of(run, rank)).exists()]
-    for path in files:
-        path.unlink(missing_ok=True)
-    return bool(files)
+    removed = 0
+    for path_of in kinds:
+        with suppress(OSError):  # as on a disk that cannot be written any more
+            path_of(run, rank).unlink()
+            removed += 1
+    return removed > 0
 
 
 def worker_env(place: Placement, threads: int, given: Mapping[str, str]) -> dict[str, str]:
@@ -313,7 +317,7 @@ def _progress(run: Path) -> str:
 def _end(run: Path, outcome: Outcome, group: WorkerGroup, text: str | None) -> End:
     """How an attempt ended on this node; code 0 if its workers were only stopped because another node failed."""
     code, stop_signal = exit_code(outcome.status), outcome.stop_signal
-    stop_requested = any((run / name).exists() for name in (rundir.STOP, rundir.TIME_UP))
+    stop_requested = any(os.path.exists(run / name) for name in (rundir.STOP, rundir.TIME_UP))
     if stop_signal is None and code == rundir.CHECKPOINTED and stop_requested:
         stop_signal = signal.SIGTERM
     ends = [worker.ended_at for worker in group.workers if worker.status and not worker.was_stopped]

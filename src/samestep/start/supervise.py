@@ -175,10 +175,8 @@ class WorkerGroup:
         for worker in () if self._stopping else failed:
             wait_s = 0.0
             if worker.status == -signal.SIGKILL and not worker.was_stopped and self._stop_signal in _ENDING:
-                self._stop_signal, self.late_stop_signal = (
-                    None,
-                    self._stop_signal,
-                )  # no request to end leads to SIGKILL
+                # no request to end leads to SIGKILL
+                self._stop_signal, self.late_stop_signal = None, self._stop_signal
             if self._stop_signal is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
             # its exception may name a rank that is about to raise the same exception
@@ -211,7 +209,9 @@ class WorkerGroup:
                 if number in (self._stop_signal, self.late_stop_signal):
                     self.kill()
                 elif self._terminal:
-                    self._terminal.say("stopping; press Ctrl-C again to stop at once")
+                    alive = name_ranks([worker.rank for worker in self._alive()])
+                    wait = f"at most {self._patience_s:g} s for {alive} to end"
+                    self._terminal.say(f"stopping; waiting {wait}; press Ctrl-C again to stop at once")
             self._forward(number)
 
     def _forward(self, number: int) -> None:
@@ -225,8 +225,7 @@ class WorkerGroup:
                 is_recovering = self._watch is not None and self._watch.is_recovering
                 if is_recovering or number == signal.SIGINT:
                     self._stop_at = time.monotonic() + self._patience_s
-                if self._watch and is_recovering:
-                    self._watch.ask_to_stop(number)
+                if self._watch and is_recovering and self._watch.ask_to_stop(number):
                     return
         for worker in self._alive():
             worker.send(number)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from samestep.files import open_regular
+from samestep.files import make_private_directory, open_regular
 from samestep.hang import GONE_S, LEAST_S, Hang, RankState, find_hang, state_of
 from samestep.rundir import STOP, PulseReading, pulse_in, pulse_path, stack_path
 from samestep.start.sight import Sight, look_at, status_of, switches
@@ -49,9 +49,8 @@ class Watch:
         self._limit_s, self._share, self._is_again = limit_s, share, is_again
         self._look_at = self._awake_at = 0.0
         self._paces: deque[float] = deque(maxlen=_MOST_PACES)  # seconds of the latest steps
-        self._step, self._step_at = -1, time.monotonic()
-        self._phases: list[tuple[str, int, int]] = []
-        self._changed_at = time.monotonic()
+        self._step, self._phases = -1, list[tuple[str, int, int]]()
+        self._began = self._step_at = self._changed_at = time.monotonic()
         self._seen: dict[int, tuple[float, Sight]] = {}  # by rank: when its phase began, and what was seen
         self._idle: dict[int, tuple[int, float]] = {}  # context switches, and since when they are so many
         self._pulses: dict[int, PulseReading] = {}
@@ -88,14 +87,17 @@ class Watch:
         """Whether the ranks were restarted, perhaps from a state that is only in memory, and have taken no step yet."""
         return self._is_again and not self.has_stepped
 
-    def ask_to_stop(self, number: int) -> None:
-        """Make the ranks commit and end because of this signal, as `samestep stop` does."""
-        (self._run / STOP).write_text(signal.Signals(number).name)
+    def ask_to_stop(self, number: int) -> bool:
+        """Make the ranks commit and end because of this signal, as `samestep stop` does; False if that fails."""
+        with suppress(OSError):  # on a full disk the file is empty, and a request too
+            make_private_directory(self._run)
+            (self._run / STOP).write_text(signal.Signals(number).name)
+        return self.is_asked_to_stop
 
     @property
     def is_asked_to_stop(self) -> bool:
         """Whether `samestep stop` has asked the run to stop."""
-        return (self._run / STOP).exists()
+        return os.path.exists(self._run / STOP)
 
     def look(self, workers: Sequence[Worker], now: float, has_to_end: bool) -> bool:
         """Report each hang once; returns whether the run must end: the hang has lasted too long, or the run
@@ -177,8 +179,9 @@ class Watch:
             if path not in self._files:
                 with suppress(OSError):
                     self._files[path] = open_regular(path, 2)
-        with suppress(OSError):  # of a network file system
-            return pulse_in(self._files[pulse_file]) if pulse_file in self._files else None
+        with suppress(OSError, KeyError):  # of a network file system; it is not there yet
+            pulse = pulse_in(self._files[pulse_file])
+            return pulse if pulse and pulse.monotonic > self._began else None  # not an earlier start's
         return None
 
     def _find_leaving(self, workers: Sequence[Worker], states: Sequence[RankState]) -> Hang | None:
