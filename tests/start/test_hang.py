@@ -216,6 +216,30 @@ def test_ranks_that_wait_for_each_other_in_calls_of_torch_are_told_that_none_can
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("unused", ["0, 1", "0"])
+def test_a_rank_that_does_not_come_is_named_also_where_a_parameter_gets_no_gradient(unused, launcher):
+    launcher.write(
+        f"""
+        import torch, samestep
+        rank = samestep.init().rank
+        layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        model = torch.nn.Sequential(*layers)
+        model.forward = lambda x: layers[0](x) if rank in [{unused}] else torch.nn.Sequential.forward(model, x)
+        model = samestep.replicate(model)
+        for step, (x,) in enumerate(samestep.loader(torch.utils.data.TensorDataset(torch.ones(40, 2)), 4)):
+            loss = model(x).sum(1).mean()
+            if rank == 1 and step == 2:
+                samestep.sum(1)
+            loss.backward()
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--fork", "--hang-timeout", "6", "train.py")
+    assert code == 1
+    says = "rank 0 has waited .* in the gradient exchange of step 3 .train.py:12. for rank 1, which is in samestep.sum"
+    assert re.search(says, err)
+
+
+@pytest.mark.slow
 def test_the_line_of_a_sys_exit_in_a_hook_of_backward_is_told(launcher):
     launcher.write(
         """

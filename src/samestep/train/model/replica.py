@@ -224,9 +224,10 @@ class Replica:
         after_backward(self._end_exchange)
 
     def _end_exchange(self) -> None:
-        """All ranks have exchanged; what follows, such as the script's hooks, waits for no other rank."""
+        """All ranks have exchanged, unless DDP misses a gradient; the script's hooks then wait for no other rank."""
         self._exchange = ""
-        self._group.enter("backward")
+        if not self._missing():
+            self._group.enter("backward")
 
     def _exchange_again(self) -> None:
         """Collective. Average gradients where DDP did not exchange, as in the second backward of a call."""
@@ -237,10 +238,10 @@ class Replica:
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def finish_exchange(self) -> None:
-        """Collective where backward gave a parameter no gradient: DDP exchanges only when every parameter has one."""
+    def _missing(self) -> list[torch.nn.Parameter]:
+        """The parameters for whose gradients DDP still waits, since backward gave them none."""
         if self.ddp is None:
-            return
+            return []
         try:
             self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -248,13 +249,19 @@ class Replica:
             if message is None:
                 raise
             trained = list(itertools.compress(self._parameters, self._was_trained))
-            missing = [trained[int(index)] for index in message[1].split()]
-        else:
+            return [trained[int(index)] for index in message[1].split()]
+        return []
+
+    def finish_exchange(self) -> None:
+        """Collective where backward gave a parameter no gradient: DDP exchanges only when every parameter has one."""
+        missing = self._missing()
+        if not missing:
             return
         had_none = [parameter for parameter in missing if parameter.grad is None]
         with torch.enable_grad():
             zeros = [*map(torch.zeros_like, missing)]
             torch.autograd.backward([parameter.view_as(parameter) for parameter in missing], zeros)
+        self._group.enter("backward")
         for parameter in had_none:
             # None where no rank has a gradient: the optimizer skips the parameter, as in the serial script
             if parameter.grad is not None and not parameter.grad.any():
