@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
 
 import samestep
 from samestep import RanksDiffer, UsageError
@@ -89,6 +89,49 @@ def test_a_model_whose_gradients_the_script_makes_equal_itself_raises_no_alarm(w
             one.grad = samestep.mean(one.grad)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    "shared_by", ["nobody", "subset", "rows", "files", "sampler", "the whole as one batch"]
+)
+def test_a_torch_dataloader_that_gives_every_rank_all_samples_is_said(world, shared_by, monkeypatch):
+    monkeypatch.setattr(joined().the(Spine), "_passes", [])
+    look_again()
+    rank, size = world.rank, world.size
+    mine = range(rank, 23, size)
+    loaders = {
+        "nobody": lambda: DataLoader(
+            random_split(DATA, [20, 3], torch.Generator().manual_seed(0))[0], 6, True
+        ),
+        "subset": lambda: DataLoader(Subset(DATA, mine), 6, shuffle=True),
+        "rows": lambda: DataLoader(TensorDataset(X[:21][rank::size], Y[:21][rank::size]), 6),
+        "files": lambda: DataLoader(Files([f"{index}.bin" for index in mine][:7]), 6, shuffle=True),
+        "sampler": lambda: DataLoader(DATA, 6, sampler=DistributedSampler(DATA)),
+        "the whole as one batch": lambda: [(X, Y)],
+    }
+    model = samestep.replicate(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with redirect_stderr(StringIO()) as said:
+        for x, y in loaders[shared_by]():
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    text = "trains on batches of a torch DataLoader: every rank goes through all 20 samples"
+    assert said.getvalue().count(text) == (shared_by == "nobody" and rank == 0)
+    assert said.getvalue().count("\n") == said.getvalue().count(text)
+
+
+class Files(Dataset):
+    def __init__(self, names):
+        self.names = names
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        at = int(self.names[index].removesuffix(".bin"))
+        return X[at], Y[at]
 
 
 @pytest.mark.sizes(2, 3)

@@ -16,8 +16,10 @@ from samestep.errors import UsageError
 from samestep.train import totals
 from samestep.train.backward import Backward
 from samestep.train.digest import bit_sums
+from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.step import Spine
+from samestep.train.unshared import say_if_unshared
 
 _FIRST_STEPS = 3
 
@@ -41,9 +43,13 @@ class Optimizers(Member):
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.group.enter("optimizer")
-        if self._spine.at_hand is None or self.group.world.size == 1:
+        if self.group.world.size == 1:
             return None
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._spine.at_hand is None:
+            if steps == 1 and any(tensor.grad is not None for tensor in self._spine.models.parameters()):
+                say_if_unshared(self.group, f"{type(optimizer).__name__}.step ({users_line()})")
+            return None
         if steps <= _FIRST_STEPS:
             self._check_owners(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):

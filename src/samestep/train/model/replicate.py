@@ -30,6 +30,7 @@ from samestep.train.model.layouts import note_layouts
 from samestep.train.model.replica import replica_of
 from samestep.train.model.replicas import Replicas
 from samestep.train.model.tree import Tree
+from samestep.train.optimizers import Optimizers
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -84,6 +85,7 @@ def replicate(
         _check_device(target, world.device)
         _check_own(target, replicas)
         check_alike(target, group)
+        group.the(Optimizers)
     if same if sync_batchnorm is None else sync_batchnorm:
         convert(target)
     if exact:
