@@ -122,7 +122,7 @@ def test_logs_shows_one_rank_or_all(home):
         ),
         (["status", "nowhere"], "there is no run in nowhere"),
         (["runs", "nowhere"], "nowhere is not a directory; write the one where runs are kept"),
-        (["export", "nowhere", "-o", "x.pt"], "path 'nowhere' does not exist"),
+        (["export", "nowhere", "-o", "x.pt"], "Path 'nowhere' does not exist"),
         (
             ["submit", "--gres", "gpu:1", "train.py"],
             "no such option '--gres'; --option gives sbatch its own, as",
