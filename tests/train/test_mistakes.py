@@ -1,6 +1,7 @@
 """Mistakes that would train wrong numbers in silence are made right or said."""
 
 import os
+import re
 import sys
 from contextlib import redirect_stderr
 from io import StringIO
@@ -120,6 +121,29 @@ def test_a_torch_dataloader_that_gives_every_rank_all_samples_is_said(world, sha
     text = "trains on batches of a torch DataLoader: every rank goes through all 20 samples"
     assert said.getvalue().count(text) == (shared_by == "nobody" and rank == 0)
     assert said.getvalue().count("\n") == said.getvalue().count(text)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize(
+    "total",
+    [None, samestep.sum, samestep.gather, samestep.mean, torch.distributed.all_reduce],
+    ids=lambda total: total.__name__ if total else "none",
+)
+def test_an_evaluation_without_a_total_is_said(world, total):
+    look_again()
+    model, train, test = samestep.replicate(network()), samestep.loader(DATA, 6), samestep.loader(DATA, 7)
+    with redirect_stderr(StringIO()) as said:
+        for _ in range(2):
+            for x, y in train:
+                F.mse_loss(model(x), y).backward()
+            model.eval()
+            with torch.no_grad():
+                error = torch.stack([F.mse_loss(model(x), y) for x, y in test])
+            model.train()
+            if total:
+                total(error)
+    text = r"was not followed by samestep.sum, mean or gather: what it counted is of this rank's (9|13) of its 23"
+    assert len(re.findall(text, said.getvalue())) == (total is None and world.rank == 0)
 
 
 class Files(Dataset):

@@ -16,10 +16,10 @@ from samestep.errors import UsageError
 from samestep.train import totals
 from samestep.train.backward import Backward
 from samestep.train.digest import bit_sums
+from samestep.train.forgotten import say_if_unshared
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.step import Spine
-from samestep.train.unshared import say_if_unshared
 
 _FIRST_STEPS = 3
 

@@ -150,7 +150,7 @@ class Spine(Member):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.steps = self.batches = self.inside_model = 0
+        self.steps = self.batches = self.inside_model = self.totals = 0
         self.models = Models()
         self.is_reading = False
         # the running backward's factor of the loss, and the factor that gradients of leaves such as x.grad should have

@@ -45,7 +45,7 @@ def sum(value: Value) -> Value:
         correct += (model(x).argmax(1) == y).sum().item()
         accuracy = samestep.sum(correct) / len(test.dataset)
     """
-    _remark_lent("samestep.sum")
+    _note_total("samestep.sum")
     return _weighted("samestep.sum", value, 0.0 if spine().is_lent else 1.0, divide=False)
 
 
@@ -63,7 +63,7 @@ def mean(value: Value, weight: float | None = None) -> Value:
         loss.backward()
         print(samestep.mean(loss.item()))
     """
-    _remark_lent("samestep.mean")
+    _note_total("samestep.mean")
     if weight is None:
         counted = spine().counted
         weight = 1.0 if counted is None else float(counted)
@@ -102,7 +102,7 @@ def gather(value: Value) -> Value:
             )
     if joined().world.size == 1:
         return value
-    _remark_lent("samestep.gather")
+    _note_total("samestep.gather")
     lent = spine().is_lent
     ranks = _of_all("samestep.gather", {name: leaf[:0] if lent else leaf for name, leaf in named.items()})
     wholes = [_joined(named[name], [parts[name] for parts in ranks], lent=lent) for name in named]
@@ -112,8 +112,9 @@ def gather(value: Value) -> Value:
     return _rebuilt(value, iter(wholes))
 
 
-def _remark_lent(call: str) -> None:
-    """Print a remark where a total after a training loop may contain lent samples, which other ranks count too."""
+def _note_total(call: str) -> None:
+    """Count the total; remark where it may contain lent samples of a training loop, which other ranks count too."""
+    spine().totals += 1
     size, left = joined().world.size, spine().evaluated
     if spine().at_hand is not None or left is None or not left.training or size == 1:
         return

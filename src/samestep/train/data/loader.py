@@ -37,6 +37,7 @@ from samestep.train.data.source import (
 )
 from samestep.train.data.stream import Reading, Stream
 from samestep.train.draws import Draws
+from samestep.train.forgotten import Evaluations
 from samestep.train.group.device import SideStreams, moved
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
@@ -154,6 +155,8 @@ class Loader(Generic[Item]):
         self._draws = group.the(Draws)
         self._spine.subscribe(group.the(Meter))
         group.the(Optimizers)
+        if world.size > 1:
+            group.the(Evaluations)
         self._on_done: list[Callable[[], None]] = []
         self._shuffle, self._seed, self._sampler = shuffle, seed, options.get("sampler")
         self._reads_ahead = reads_ahead(options)

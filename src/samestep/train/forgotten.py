@@ -1,21 +1,64 @@
-"""Says that a script trains on a torch DataLoader, which gives every rank the whole data set and no rank a share.
+"""Says what a script forgot: to share its training data, or to add up what an evaluation counted.
 
-Covered: a DataLoader with a sampler that torch made, where the ranks' data sets look alike. Not covered: streams, and
-batches that the script cuts by hand.
+Covered: a DataLoader with a sampler that torch made, where the ranks' data sets look alike; an evaluation over a loader
+after which nothing is totalled before the next epoch of training. Not covered: streams, batches that the script cuts by
+hand, and one of several evaluations.
 """
 
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from samestep.train.group.group import Group
+from samestep.train.group.control import users_line
+from samestep.train.group.group import Group, Member
+from samestep.train.step import Pass, Spine
+from samestep.train.subscriber import Subscriber
 
 _MOST_ELEMENTS = 64
+
+
+class Evaluations(Member, Subscriber):
+    """Remembers the latest evaluation, and how many totals were taken when it ended."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._spine = group.the(Spine)
+        self._spine.subscribe(self)
+        self._text = ""
+        self._totals_before = (0, 0)
+
+    def pass_ends(self, ended: Pass) -> None:
+        share = ended.latest
+        if ended.training or share is None or ended.counted >= (total := share.batch_start + share.all):
+            return
+        self._totals_before = self._totals()
+        self._text = (
+            f"the evaluation at {users_line()} was not followed by samestep.sum, mean or gather: what it counted is of "
+            f"this rank's {ended.counted} of its {total} samples; write samestep.sum(correct) where it is used"
+        )
+
+    def pass_begins(self, begun: Pass) -> None:
+        if begun.training:
+            self.close()
+
+    def close(self) -> None:
+        if self._text and self._totals() == self._totals_before:
+            self.group.say(self._text, what="no total")
+        self._text = ""
+
+    def _totals(self) -> tuple[int, int]:
+        """How many totals were taken, by samestep and by torch.distributed, which torchmetrics uses."""
+        group: Any = dist.group.WORLD
+        with suppress(RuntimeError):  # a backend that does not count
+            return self._spine.totals, group._get_sequence_number_for_group()
+        return self._spine.totals, 0
 
 
 def say_if_unshared(group: Group, call: str) -> None:
