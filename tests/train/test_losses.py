@@ -203,6 +203,20 @@ def test_a_mean_over_unlike_numbers_of_terms_is_said(world, ignored):
     assert said.getvalue().count("unlike numbers of them for each of their samples") == is_said
 
 
+@pytest.mark.sizes(2)
+def test_sums_of_weights_that_are_equal_on_ranks_by_chance_hide_no_others(world):
+    """In the first two batches of four, the weights of each rank's two samples add up to the batch's four."""
+    look_again()
+    weights = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 2.0, 3.0, 1.0, 1.0, 2.0, 3.0, 3.0]).double()
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for x, w in samestep.loader(TensorDataset(X[:12], weights), 4):
+            losses = model(x).square()[:, 0]
+            ((losses * w).sum() / w.sum()).backward()
+        samestep.mean(0.0)
+    assert said.getvalue().count("unlike numbers of them for each of their samples") == (not world.rank)
+
+
 def test_a_mean_over_one_of_two_batches_that_are_iterated_together_is_no_mean_over_unlike_terms(world):
     look_again()
     model = samestep.replicate(network())

@@ -40,7 +40,7 @@ def look_again():
     group._said.clear()
     backward = group.the(Backward)
     group.the(Draws).watching._watched_kinds.clear()
-    backward._terms = 0.0
+    backward._terms.clear()
     backward._losses_to_look_at, backward._unreplicated = 3, {}
     backward._num_weights, backward._weight_digests, backward._is_followed = -1, bytes(8), False
 

@@ -24,13 +24,13 @@ from samestep.train.draw_sizes import is_over_samples
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import Averaged, leaves_before, name_of, nodes_before, reduction_of, weights_in
-from samestep.train.step import Share, Spine, cut, spine
+from samestep.train.step import Share, Spine, spine
 from samestep.train.subscriber import Subscriber
 
 _FIRST_LOSSES = _FIRST_BATCHES = 3
 # backward() and grad() both look up _engine_run_backward here; torch 2.13 has no public hook for both
 _AUTOGRAD: Any = torch.autograd
-_TERMS = struct.Struct("<d")
+_TERMS = struct.Struct("<ff")
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
 _MANY_LOSSES = 4
 _MOST_NODES = 1000
@@ -64,9 +64,10 @@ class Backward(Member):
         # of the first batches: the leaves of the loss that belong to no replica
         self._unreplicated: dict[Share, list[torch.Tensor]] = {}
         self._losses_to_look_at = _FIRST_LOSSES if group.world.size > 1 else 0
-        # of the latest loss that was checked: its number of terms, and the sizes of the batches that are iterated
-        self._terms, self._batch_sizes = 0.0, set[int]()
-        group.watch(lambda: _TERMS.pack(self._terms), self._unlike_terms)
+        # the latest batches that were the first of all or of an epoch; for each its latest loss's number of terms, and
+        # that number for each sample
+        self._terms: dict[Share, tuple[float, float]] = {}
+        group.watch(self._mark_of_terms, self._unlike_terms)
         # constants in the loss: how many the first loss has, its digest, and that of the latest loss with as many
         self._num_weights, self._weight_digests = -1, bytes(8)
         # whether batch_places.py followed a loss; not after a restart: the first start has printed the remarks
@@ -107,15 +108,11 @@ class Backward(Member):
         share = spine.at_hand
         if share is not None and len(self._unreplicated) <= _FIRST_BATCHES:
             self._compare_unreplicated(outputs[0], share)
-        is_due = (
-            self._losses_to_look_at or (spine.loss and spine.loss.sums) or (share and not share.batch_start)
-        )
+        is_due = self._losses_to_look_at or (spine.loss and spine.loss.sums) or self._is_counted(share)
         if is_due and share is not None and loss.numel() == 1:
             self._losses_to_look_at -= self._losses_to_look_at > 0
             with _disable_current_modes():
                 self._check_loss(loss)
-        elif not self._losses_to_look_at:
-            self._terms = 0.0
         spine.loss_weight = spine.weight_of_loss()
         spine.leaf_weight = self._weight_for_inputs(outputs) if spine.needs_leaf_weight else 1.0
         spine.call_weights.clear()
@@ -213,8 +210,16 @@ class Backward(Member):
         spine, (reduction, count) = self._spine, self._reduction_of(loss)
         share, averaged = spine.trained, spine.loss or Averaged()
         adds = spine.models.adds(leaves_before(loss))
-        if reduction == "mean" and share is not None and not (share.lent or adds or averaged.does):
-            self._terms, self._batch_sizes = count or 0.0, {batch.all for batch in spine.open_shares}
+        if reduction == "mean" and share is not None and not adds and self._is_counted(share):
+            # ranks may have different numbers of microbatches, of which only the latest counts
+            if share.microbatch is not None:
+                self._terms.clear()
+            elif share not in self._terms and len(self._terms) == _FIRST_LOSSES:
+                del self._terms[next(iter(self._terms))]
+            parts = [batch.mine for batch in spine.open_shares if batch.mine]
+            each = [(count or 0.0) / part for part in parts]
+            in_each = min([terms for terms in each if terms == int(terms)] or each)
+            self._terms[share] = (0.0, 0.0) if averaged.does else (count or 0.0, in_each)
         if not adds:  # else a mean is multiplied by this rank's own number of terms
             weights = weights_in(loss, _NEAR_NODES)
             digest = crc32(repr(weights).encode()).to_bytes(4)
@@ -240,6 +245,18 @@ class Backward(Member):
                 what="a mean",
             )
 
+    def _is_counted(self, share: Share | None) -> bool:
+        """Whether the terms of losses in this batch are compared: all ranks have a share of it."""
+        if share is None or share.lent or (share.all < self.group.world.size and share.microbatch is None):
+            return False
+        return share in self._terms or len(self._terms) < _FIRST_LOSSES or not share.batch_start
+
+    def _mark_of_terms(self) -> bytes:
+        """The terms of these losses, each with another factor: a few could be equal on ranks by chance."""
+        counts = list(zip(*self._terms.values(), strict=True))
+        sums = [sum(count / at**0.5 for at, count in enumerate(kind, 1)) for kind in counts if all(kind)]
+        return _TERMS.pack(*(sums or (0.0, 0.0)))
+
     def _has_trained(self, loss: torch.Tensor) -> bool:
         """Whether the loss trains parameters on this rank's samples, and not on samples that were gathered."""
         is_of_all = any(name_of(node) == "_MadeByAll" for node in nodes_before(loss.grad_fn, _NEAR_NODES))
@@ -257,14 +274,10 @@ class Backward(Member):
 
     def _unlike_terms(self, marks: list[bytes], call: str) -> None:
         """Print that ranks' numbers of terms are neither equal nor proportional to their shares of a batch."""
-        ranks = range(self.group.world.size)
-        terms = [_TERMS.unpack(mark)[0] for mark in marks]
-        shares = [[len(range(*cut(rows, len(ranks), rank))) for rank in ranks] for rows in self._batch_sizes]
-        for parts in [[1] * len(ranks), *shares]:
-            ratios = [count / part for count, part in zip(terms, parts, strict=True) if count and part]
-            # no terms are noted of a loss that mixes samples: another remark was printed
-            if not terms[0] or max(ratios) - min(ratios) <= 1e-9 * max(ratios):
-                return
+        sums = list(zip(*map(_TERMS.unpack, marks), strict=True))
+        # rank 0 counts none of a loss that mixes samples, and has printed another remark
+        if not sums[0][0] or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in sums):
+            return
         self.group.say(
             "the loss is a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
             "ignore_index, class weights or padding; so it is not the mean of the whole batch: write "

@@ -56,7 +56,7 @@ class Draws(Member):
         self._spine = group.the(Spine)
         self._pid = os.getpid()
         self._library: torch.library.Library | None = None
-        self._paused = self._is_unwatched = False
+        self._paused = False
         self._of_all: set[tuple[Any, ...]] = set()
         self.watching = Watching(self._spine)
         self._spine.subscribe(self.watching)
@@ -90,23 +90,15 @@ class Draws(Member):
 
     def adopt_first(self) -> None:
         """Collective. Go on in rank 0's random streams."""
-        with self._unwatched():
+        with self._quiet():
             streams.restore(self.group.broadcast(_CALL, streams.capture()))
 
     def _digest(self) -> bytes:
-        return bytes(8) if self._is_unwatched else streams.digest()
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        self._is_unwatched = True
-        try:
-            yield
-        finally:
-            self._is_unwatched = False
+        return bytes(8) if self._paused else streams.digest()
 
     def _streams_differ(self, digests: list[bytes], call: str) -> None:
         """Collective. Print that ranks drew different amounts, and adopt rank 0's streams."""
-        with self._unwatched():
+        with self._quiet():
             captured = self.group.all_gather(_CALL, streams.capture())
         names = streams.different(captured[0], next(other for other in captured if other != captured[0]))
         streams.restore(captured[0])
@@ -260,6 +252,7 @@ class Draws(Member):
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
+        """Context manager: draws are the original kernels', and streams are not compared."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -292,12 +285,13 @@ class Draws(Member):
         line = name, tensor.dim(), line_of_draw()
         self._watch(line, tensor, share)
         known = self._places.part(line, self.watching.in_model, shape, share)
-        if (part := known or self._guessed(line, shape, share)) is FOR_ALL:
+        part = known or self._guessed(line, shape, share)
+        # a loop over samples may call a model with all of them each time; the first batch shows it
+        if part is FOR_ALL or self.watching.places is not None:
             self._one_by_one.note(name)
-        elif generator is not None:
-            self.say_other(name, "a generator of the script's own draws it; leave generator= out")
-        else:
-            return part
+        if generator is None or part is FOR_ALL:
+            return None if part is FOR_ALL else part
+        self.say_other(name, "a generator of the script's own draws it; leave generator= out")
         return None
 
     def _watch(self, line: Line, tensor: torch.Tensor, share: Share) -> None:
@@ -319,8 +313,8 @@ class Draws(Member):
         ragged = {laid.rows for laid in share.of.ragged.values() if laid.rows.mine == shape[0] != rows.mine}
         if len(ragged) == 1:
             return Part(0, ragged.pop())
-        is_known = sizes[:2] == [True, False]
-        if in_model and shape[:2] == (rows.mine, rows.mine) and not is_known and name not in _DEPENDENT:
+        is_unknown = sizes[:2] != [True, False] and name not in _DEPENDENT
+        if in_model and shape[:2] == (rows.mine, rows.mine) and is_unknown:
             why = "its first two dimensions have the size of this rank's share, and which is the batch's is not known"
             self.say_other(name, why, "may not")
         # (24, 8) may be 3 rows for each of 8 samples
@@ -385,16 +379,18 @@ class Draws(Member):
             source = measured()
             is_counted = isinstance(source, torch.Tensor) and source.shape[:1] == (rows.mine,)
             if is_counted and memory_of(source) not in weights:
-                why = f"its {shape[0]} numbers are counted by this rank's samples, and are not one for each"
-                self.say_other(name, f"{why}; draw as many as there are samples, as in torch.rand(len(x))")
+                why = f"its {shape[0]} numbers are counted by this rank's samples, and are not one for each; draw as"
+                self.say_other(name, f"{why} many as there are samples, as in torch.rand(len(x))")
             return
         values = named_in_call()
         is_sized = rows.mine in [value for value in values if type(value) is int]
         alike = [value for value in values if isinstance(value, torch.Tensor) and value.shape == shape]
         if is_sized or any(memory_of(value) not in weights for value in alike):
             times = shape[0] // rows.mine
-            why = (
-                f"{shape[0]} numbers are {times} for each of this rank's {rows.mine} samples, in an order that is not "
-                f"known; give the samples a dimension of their own, as in ({rows.mine}, {times})"
-            )
-            self.say_other(name, why, "does not" if is_sized else "may not")
+            remedy = f"the samples a dimension of their own, as in ({rows.mine}, {times})"
+            if name == "multinomial":
+                remedy = (
+                    f"each sample a row of weights, as in multinomial(weights.expand(len(x), -1), {times})"
+                )
+            why = f"{shape[0]} numbers are {times} for each of this rank's {rows.mine} samples, in an order that is not"
+            self.say_other(name, f"{why} known; give {remedy}", "does not" if is_sized else "may not")

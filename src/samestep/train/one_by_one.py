@@ -19,7 +19,7 @@ class OneByOne:
         self._counts = Counter[tuple[CodeType, int]]()
 
     def note(self, name: str) -> None:
-        """Count a draw that has no batch dimension; print a remark where its line is in a loop over the samples."""
+        """Count a draw; print a remark where its line is in a loop over the samples and draws as often."""
         share, frame = self._share(), scripts_frame(sys._getframe(1))
         if share is None or frame is None:
             return
@@ -28,5 +28,5 @@ class OneByOne:
             self._counts.clear()
         self._counts[at := (frame.f_code, frame.f_lasti)] += 1
         if self._counts[at] == share.mine and is_over_samples(frame, share.mine):
-            why = "it draws one by one for this rank's samples; draw for all at once, as in rand(len(x))"
+            why = "it draws one by one for this rank's samples; draw for all at once, as in rand(len(x)) or model(x)"
             self._say_other(name, why)

@@ -12,7 +12,7 @@ import torch
 
 from samestep.train.group.device import set_stream_of_device, stream_of_device
 
-_OF_HOST = ("torch", "python", "numpy")
+OF_HOST = ("torch", "python", "numpy")
 
 
 def seed_of(*facts: int | str) -> int:
@@ -63,14 +63,27 @@ def streams_kept() -> Iterator[None]:
         set_host(before)
 
 
-def of_host() -> tuple[torch.Tensor, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+def of_host() -> dict[str, Any]:
+    """The states of the host's streams, which can be compared and kept in a file."""
+    version, numbers, gauss = random.getstate()
+    name, words, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": (version, np.array(numbers, np.uint32).tobytes(), gauss),
+        "numpy": (name, np.asarray(words).tobytes(), *rest),
+    }
 
 
-def set_host(states: tuple[torch.Tensor, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+def set_host(states: dict[str, Any]) -> None:
+    """Set the streams that have a state here."""
+    if "torch" in states:
+        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+    if "python" in states:
+        version, numbers, gauss = states["python"]
+        random.setstate((version, tuple(np.frombuffer(numbers, np.uint32).tolist()), gauss))
+    if "numpy" in states:
+        name, words, *rest = states["numpy"]
+        np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
 
 
 def restore(kept: bytes, names: Collection[str] | None = None) -> None:
@@ -83,7 +96,7 @@ def restore(kept: bytes, names: Collection[str] | None = None) -> None:
         random.setstate((version, tuple(words), gauss))
     if "numpy" in streams:
         np.random.set_state(tuple(streams["numpy"]))
-    for kind in streams.keys() - set(_OF_HOST):
+    for kind in streams.keys() - set(OF_HOST):
         set_stream_of_device(kind, _tensor(streams[kind]))
 
 
@@ -92,12 +105,12 @@ def are_complete(kept: object) -> bool:
     try:
         streams = json.loads(kept if isinstance(kept, bytes) else b"")
         with streams_kept():
-            restore(kept, _OF_HOST)  # type: ignore[arg-type]
-        for kind in streams.keys() - set(_OF_HOST):
+            restore(kept, OF_HOST)  # type: ignore[arg-type]
+        for kind in streams.keys() - set(OF_HOST):
             _tensor(streams[kind])
     except Exception:
         return False
-    return set(_OF_HOST) <= set(streams)
+    return set(OF_HOST) <= set(streams)
 
 
 def _tensor(text: str) -> torch.Tensor:

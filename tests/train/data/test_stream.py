@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 import samestep
 from samestep import RanksDiffer, UsageError
+from samestep.train import streams
 
 
 class Rows(IterableDataset):
@@ -53,19 +54,27 @@ def serially(batches):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("kind", "workers"), [(Rows, 0), (Rows, 2), (Shuffled, 1), (Shuffled, 2)])
+@pytest.mark.parametrize(("kind", "workers"), [(Rows, 0), (Rows, 2), *((Shuffled, n) for n in range(3))])
 def test_batches_are_those_of_torchs_dataloader(world, kind, workers, drop_last):
     options = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
-    torch.manual_seed(5)
+
+    def seed(number):
+        for seeds in (torch.manual_seed, random.seed, np.random.seed):
+            seeds(number)
+
+    def drawn():
+        return [torch.rand(2).tolist(), random.random(), np.random.rand()]
+
+    seed(5)
     serial = DataLoader(kind(), **options)
-    expected = [serially(serial), serially(serial), torch.rand(2).tolist()]
+    expected = [serially(serial), serially(serial), drawn()]
     for loader in (samestep.loader(kind(), **options), samestep.loader(DataLoader(kind(), **options))):
-        torch.manual_seed(5 if not world.rank else 99)
-        found = [joined(loader), joined(loader), torch.rand(2).tolist()]
+        seed(5 if not world.rank else 99)
+        found = [joined(loader), joined(loader), drawn()]
         assert found[: 2 + (not world.rank)] == expected[: 2 + (not world.rank)]
 
 
-def test_what_a_stream_draws_is_a_function_of_the_seed_and_leaves_the_scripts_own_draws_alone(world):
+def test_with_a_seed_a_streams_draws_are_a_function_of_it_and_leave_the_scripts_own_alone(world):
     def passes(stream, seed):
         torch.manual_seed(world.rank)
         random.seed(1)
@@ -79,7 +88,6 @@ def test_what_a_stream_draws_is_a_function_of_the_seed_and_leaves_the_scripts_ow
     assert first != second
     assert passes(Shuffled(), 4)[0] != [first, second]
     assert passes(Rows(), 3)[1:] == tuple(own)
-    assert passes(Shuffled(), None)[2:] == tuple(own[1:])
 
 
 def test_a_ragged_end_counts_by_its_samples_and_is_lent_to_a_rank_without(world):
@@ -136,20 +144,25 @@ def test_a_state_goes_on_at_any_batch(world, workers, seed):
     def made():
         return samestep.loader(Shuffled(), 4, num_workers=workers, seed=seed)
 
+    def trained(loader, first=0):
+        """Batches and states; after every second batch the script draws from the streams of the dataset."""
+        for _ in loader.epochs(2):
+            for at, batch in enumerate(loader, first):
+                yield joined([batch]), loader.state_dict(), streams.capture()
+                if at % 2:
+                    random.seed(random.random() + torch.rand(3).sum().item())
+            first = 0
+
     torch.manual_seed(2)
-    taken, states, loader = [], [], made()
-    for _ in loader.epochs(2):
-        for batch in loader:
-            taken += joined([batch])
-            states.append((loader.state_dict(), torch.get_rng_state()))
-    for at, (state, stream) in enumerate(states, 1):
-        if at % 3:
+    taken = list(trained(made()))
+    for at, (_, state, kept) in enumerate(taken, 1):
+        if at % 6 == 3:
             torch.manual_seed(99)
             other = made()
             other.load_state_dict(state)
             assert other.state_dict() == state
-            torch.set_rng_state(stream)
-            assert [rows for _ in other.epochs(2) for rows in joined(other)] == taken[at:]
+            streams.restore(kept)
+            assert [batch for batch, *_ in trained(other, 3)] == [batch for batch, *_ in taken[at:]]
 
 
 def test_a_stream_that_gives_other_samples_than_before_is_an_error(world):

@@ -1,14 +1,15 @@
 """Shares an IterableDataset: every rank reads all of it and keeps its share of each batch.
 
 torch's DataLoader reads it with the script's options, so the batches are those of the serial script, also where workers
-take turns. The stream's random draws are a function of the seed of the pass. A resume reads the stream again up to its
-position. Not covered: persistent workers, whose random streams would continue from pass to pass.
+take turns. Without workers and without a seed it draws from the script's random streams, as in the serial script. A
+resume reads the stream again up to its position, and repeats these draws. Not covered: persistent workers, whose random
+streams would continue from pass to pass.
 """
 
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,8 @@ _KEPT_DIGESTS = 64
 
 class Stream(Order):
     """The order in which an IterableDataset yields its samples."""
+
+    draws_at_iter = True
 
     def __init__(
         self, dataset: IterableDataset[Any], seed: int | None, options: dict[str, Any], group: Group
@@ -58,23 +61,28 @@ class Stream(Order):
     def draw(self, epoch: int, *, alike: bool, lazily: bool) -> "Reading":
         """Begin to read; with `lazily` the collate_fn gets the whole batch, which is then cut into shares."""
         expected, self._expected = self._expected, {}
-        generator = torch.Generator()
-        if self._seed is not None:
-            generator.manual_seed(streams.seed_of("stream", self._seed, epoch))
-        else:
-            first = expected.get("drawn_in", {}).get("streams")
+        drawn_in, generator = expected.get("drawn_in", {}), torch.Generator()
+        if self._seed is None:
+            first = drawn_in.get("streams")
             self._drawn_in = first or self._group.broadcast("samestep.loader's stream draws", self._drawn_in)
-            with streams.streams_kept():
-                streams.restore(self._drawn_in, ["torch"])
-                generator.set_state(torch.get_rng_state())
-        self._reading = Reading(self, epoch, generator, expected.get("digest"), cuts=lazily)
-        if alike and self._group.world.size > 1:
-            self._reading.compare(self._group)
+        with streams.streams_kept():
+            if self._seed is None:
+                streams.restore(self._drawn_in, streams.OF_HOST)
+            else:
+                torch.manual_seed(streams.seed_of("stream", self._seed, epoch))
+            generator.set_state(torch.get_rng_state())
+            # as the DataLoader draws the seed of its workers
+            seed = streams.draw_seed()
+            if self._seed is not None:
+                streams.seed_host(seed)
+            draws = _Draws(self._seed is None, lazily, drawn_in.get("parted", []))
+        self._reading = Reading(self, epoch, generator, expected, draws, alike=alike, cuts=lazily)
         return self._reading
 
     def state(self, position: int) -> dict[str, Any]:
         assert self._reading is not None
-        drawn_in = {} if self._seed is not None else {"streams": self._drawn_in}
+        parted = self._reading.draws.parted
+        drawn_in = {} if self._seed is not None else {"streams": self._drawn_in, "parted": parted}
         digest = self._reading.digests.get(position, "")
         return {"order": {"digest": digest, "count": position, "drawn_in": drawn_in}}
 
@@ -85,58 +93,59 @@ class Reading:
     device, collates = torch.device("cpu"), True
 
     def __init__(
-        self, stream: Stream, epoch: int, generator: torch.Generator, expected: str | None, *, cuts: bool
+        self,
+        stream: Stream,
+        epoch: int,
+        generator: torch.Generator,
+        expected: dict[str, Any],
+        draws: "_Draws",
+        *,
+        alike: bool,
+        cuts: bool,
     ) -> None:
-        """`expected` is the digest of the batches that were handed out before a resume."""
-        world, options = stream._group.world, dict(stream.options)
-        self._name, self._epoch, self._expected = type(stream.dataset).__name__, epoch, expected
+        """`expected` is the state of a resume; with `alike` ranks compare their first batches."""
+        self._group, options = stream._group, dict(stream.options)
+        world = self._group.world
+        self._name, self._epoch, self._alike = type(stream.dataset).__name__, epoch, alike and world.size > 1
+        self._expected, self._until = expected.get("digest"), expected.get("count", 0)
+        self.draws, self._draws_here = draws, not options.get("num_workers")
+        # the end of the batch that was read last, and a digest of all batches up to it
+        self._stop, self._digest = 0, ""
         self.digests: dict[int, str] = {}
         self._ahead: deque[tuple[int, Batch]] = deque()
         collate = options.pop("collate_fn", None)
         options["collate_fn"] = _Shares(collate, world.rank, world.size, cuts=cuts and collate is not None)
         options["worker_init_fn"] = partial(begin_worker, options.pop("worker_init_fn", None))
-        self._draws_here = not options.get("num_workers")
-        with streams.streams_kept():
-            # as the DataLoader draws the seed of its workers
-            torch.set_rng_state(generator.get_state())
-            streams.seed_host(streams.draw_seed())
-            self._streams = streams.of_host()
         with self._drawing(), torch.device("cpu"):
             self._batches = iter(DataLoader(stream.dataset, generator=generator, **options))
-        self._first = self._read()
 
     def __getitem__(self, part: slice) -> torch.Tensor:
         return torch.arange(part.start, part.stop, device="cpu")
 
-    def compare(self, group: Group) -> None:
+    def _compare(self, mine: str) -> None:
         """Collective. Raise RanksDiffer where another rank's stream begins with another batch."""
-        mine = self._first[2] if self._first else ""
-        for rank, theirs in enumerate(group.all_gather("samestep.loader's stream", mine)):
+        rank, self._alike = self._group.world.rank, False
+        for other, theirs in enumerate(self._group.all_gather("samestep.loader's stream", mine)):
             if theirs != mine:
                 raise RanksDiffer(
-                    f"{self._name} gives rank {group.world.rank} other samples than rank {rank}, and every rank has to "
+                    f"{self._name} gives rank {rank} other samples than rank {other}, and every rank has to "
                     "read the same stream; seed what it draws, and leave out what splits it by rank"
                 )
 
     def stops(self, position: int) -> Iterator[int]:
         """The end positions of the batches after `position`; reads these batches."""
-        stop, digest, read = 0, "", self._first
-        self._first = None
-        while read is not None and stop < position:
-            _, stop, digest = self._counted(read, stop, digest)
-            read = self._read()
-        if position and (stop != position or digest != (self._expected or digest)):
+        while self._stop < position and self._read() is not None:
+            pass
+        if position and (self._stop != position or self._digest != (self._expected or self._digest)):
             raise UsageError(
                 f"{self._name} gives epoch {self._epoch + 1} other samples than before the run was resumed; seed what "
                 "it draws, and let each pass begin at its first sample"
             )
-        while read is not None:
-            batch, stop, digest = self._counted(read, stop, digest)
-            self._ahead.append((stop, batch))
-            self.digests[stop] = digest
+        while (batch := self._read()) is not None:
+            self._ahead.append((self._stop, batch))
+            self.digests[self._stop] = self._digest
             self.digests.pop(next(iter(self.digests)) if len(self.digests) > _KEPT_DIGESTS else -1, None)
-            yield stop
-            read = self._read()
+            yield self._stop
 
     def batches(self, plan: Iterator[Planned], epoch: int, seed: int) -> Iterator[Batch]:
         """The planned batches; in an evaluation small batches are not planned on ranks without a share of them."""
@@ -145,27 +154,53 @@ class Reading:
                 self._ahead.popleft()
             yield self._ahead.popleft()[1]
 
-    def _counted(self, read: tuple[Batch, int, str], stop: int, digest: str) -> tuple[Batch, int, str]:
-        """A batch, its end position, and a digest of all batches up to it."""
-        batch, count, mark = read
-        return batch, stop + count, hashlib.blake2b((digest + mark).encode(), digest_size=8).hexdigest()
-
-    def _read(self) -> tuple[Batch, int, str] | None:
+    def _read(self) -> Batch | None:
         with self._drawing():
-            return next(self._batches, None)
+            batch, count, mark = next(self._batches, (None, 0, ""))
+        if self._alike:
+            self._compare(mark)
+        self._stop += count
+        self._digest = hashlib.blake2b((self._digest + mark).encode(), digest_size=8).hexdigest()
+        return batch
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        return self.draws.drawing(again=self._stop < self._until) if self._draws_here else nullcontext()
+
+
+class _Draws:
+    """The random streams that a dataset draws from where it is read in this process.
+
+    By default ranks' streams differ, so a dataset has streams of its own, which go on from rank 0's. One that the
+    script has not drawn from since the last batch is the script's too. With `follows` ranks' streams are equal, and all
+    are the script's.
+    """
+
+    def __init__(self, is_scripts: bool, follows: bool, parted: list[Any]) -> None:
+        """is_scripts: whether the script's streams go on behind what the dataset drew."""
+        self._is_scripts, self._follows = is_scripts, follows
+        self._left_at, self._count = streams.of_host(), 0
+        # where the script drew between two batches: the number of the second, and the streams that it was drawn from
+        self.parted = list(parted)
 
     @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Context manager: without workers the dataset is read here, and draws from random streams of its own."""
-        if not self._draws_here:
+    def drawing(self, *, again: bool) -> Iterator[None]:
+        """Context manager for one batch; with `again` repeat what was drawn for it before a resume."""
+        own, follows = streams.of_host(), self._follows and self._is_scripts and not again
+        parted = [name for name in own if own[name] != self._left_at[name]]
+        begun_in = own if follows else self._left_at | dict(self.parted).get(self._count, {})
+        streams.set_host(begun_in)
+        try:
             yield
-            return
-        with streams.streams_kept():
-            streams.set_host(self._streams)
-            try:
-                yield
-            finally:
-                self._streams = streams.of_host()
+        finally:
+            self._left_at = streams.of_host()
+            drawn = {name: own[name] for name in parted if self._left_at[name] != own[name]}
+            if not follows:
+                streams.set_host(
+                    {name: own[name] for name in (parted if self._is_scripts and not again else own)}
+                )
+            elif drawn:
+                self.parted.append((self._count, drawn))
+            self._count += 1
 
 
 class _Shares:
