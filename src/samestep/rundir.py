@@ -25,6 +25,9 @@ STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 SLOTS = ("SAMESTEP_SLOT_A", "SAMESTEP_SLOT_B")
 CHECKPOINTED = 75  # the exit code that requests a restart
 STARTED, RESULT = "run.json", "result.json"
+EXIT_BYTE = (
+    "exit-byte"  # a file: rank 0's exit code as the C library wrote it, where no launcher of ours started it
+)
 STOP = "stop"  # a file that asks a run to commit, to end, and not to be restarted
 TIME_UP = "time-is-up"  # a file: the run ended because its job's time was up
 # The phases that are waits: a rank leaves them only when all other ranks have reached them too.
@@ -173,7 +176,7 @@ def begin_run(run: Path, started: Mapping[str, Any]) -> None:
         files.make_private_directory(folder)
         if not files.is_own_directory(folder):
             raise PermissionError(EPERM, "it is another user's or a link", str(folder))
-    for old in (run / RESULT, run / TIME_UP, *(run / "failures").glob("*")):
+    for old in (run / RESULT, run / EXIT_BYTE, run / TIME_UP, *(run / "failures").glob("*")):
         old.unlink(missing_ok=True)
     write_record(run / STARTED, started)
 

@@ -4,6 +4,7 @@ import os
 import re
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from samestep import rundir
+from samestep import files, rundir
 from samestep.errors import UsageError
 from samestep.start.slurm import state_of_job
 from samestep.steptimes import Progress, read_step_times
@@ -141,7 +142,7 @@ def read_run(path: Path) -> Run | None:
     outputs = [rundir.log_path(path, rank) for rank in logs] or [job_output(path)]
     written = max((status.st_mtime for path in outputs if (status := _look(path))), default=0.0)
     host, job = printable(record.get("host")), str(record.get("slurm_job") or "")
-    ended = _ended(rundir.read_record(path / rundir.RESULT))
+    ended = _ended(rundir.read_record(path / rundir.RESULT), path / rundir.EXIT_BYTE)
     pid = pid if type(pid) is int else 0
     return Run(path, argv, size, host, pid, started, job, ended, read, logs, written)
 
@@ -183,14 +184,16 @@ def log_of(run: Run, rank: int) -> Path:
     return rundir.log_path(run.path, rank)
 
 
-def _ended(record: dict[str, Any] | None) -> End | None:
-    """The content of result.json; code 1 if its exit code is invalid."""
+def _ended(record: dict[str, Any] | None, exit_byte: Path) -> End | None:
+    """The content of result.json; code 1 if its exit code is invalid, and the file's if it is 0."""
     if record is None:
         return None
     code, seconds, failure = record.get("exit_code"), record.get("seconds"), record.get("failure")
     lines = failure.splitlines()[:_MOST_LINES] if isinstance(failure, str) else []
     text = "\n".join(printable(line, _MOST_CHARACTERS) for line in lines)
     exit_code = code if type(code) is int and abs(code) < 256 else 1
+    with suppress(OSError):
+        exit_code = exit_code or int.from_bytes(files.read_regular(exit_byte, 1))
     return End(exit_code, seconds if _is_time(seconds) else None, text or None)
 
 

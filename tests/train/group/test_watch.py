@@ -12,6 +12,8 @@ import pytest
 from forked import end_group
 from hang import SCRIPT
 
+from samestep.measure.runs import list_runs
+
 WAITED = "samestep: ranks 0, 2 have waited"  # for about as long
 
 
@@ -151,6 +153,26 @@ def test_a_real_launcher_hears_the_code_of_the_rank_that_left_first(tmp_path, la
     said = ended.stdout + ended.stderr
     assert "samestep: rank 1 of 2 left the script at train.py:5 with exit code 7" in said
     assert re.search(says, said.rpartition("first")[2]), said
+
+
+RAISES = """
+import samestep
+samestep.init()
+samestep.sum(1)
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("mpirun", ["mpirun.openmpi --allow-run-as-root --oversubscribe", "mpirun.mpich"])
+def test_the_code_of_a_raised_system_exit_is_the_runs_where_mpirun_starts_it(tmp_path, mpirun):
+    (tmp_path / "train.py").write_text(RAISES)
+    command = [*mpirun.split(), "-n", "2", sys.executable, "train.py"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SAMESTEP")}
+    assert subprocess.run(command, env=env, cwd=tmp_path, capture_output=True).returncode == 7
+    (run,) = list_runs(tmp_path / "runs")
+    assert run.ended.code == 7
 
 
 STUCK = """

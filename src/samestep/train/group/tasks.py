@@ -4,6 +4,7 @@ Covered: the output of a rank and its children from `init` on, also from C, and 
 that do not see the directory; they go on without it.
 """
 
+import ctypes
 import os
 import sys
 import time
@@ -15,7 +16,16 @@ from samestep.errors import UsageError
 from samestep.placement.place import Placement
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
-from samestep.rundir import RESULT, begin_run, create_run, log_path, own_run, start_record, write_record
+from samestep.rundir import (
+    EXIT_BYTE,
+    RESULT,
+    begin_run,
+    create_run,
+    log_path,
+    own_run,
+    start_record,
+    write_record,
+)
 from samestep.text import reason_of
 
 _TEE = Path(__file__).with_name("tee.py")
@@ -48,6 +58,8 @@ class Output:
         self._tee: Popen[bytes] | None = None
         self._began = time.time()
         self._run, self._rank = own_run(os.environ, "logs"), rank
+        if self._run is not None and rank == 0:
+            _write_code_at_exit(self._run / EXIT_BYTE)
         if self._run is None or os.isatty(0):
             return
         pipes = [os.pipe() for _ in _OUT_AND_ERR]
@@ -78,3 +90,12 @@ class Output:
         record = {"exit_code": code, "seconds": round(time.time() - self._began, 3), "failure": None}
         with suppress(OSError):
             write_record(self._run / RESULT, record)
+
+
+def _write_code_at_exit(path: Path) -> None:
+    """Let the C library write this process's exit code as a byte: Python knows no code of `raise SystemExit(7)`."""
+    with suppress(OSError, AttributeError):  # only glibc has on_exit
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        libc = ctypes.CDLL(None)
+        libc.fdopen.restype = ctypes.c_void_p
+        libc.on_exit(libc.fputc, ctypes.c_void_p(libc.fdopen(number, b"w")))
