@@ -12,20 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
+from samestep import rundir
 from samestep.errors import UsageError
 from samestep.placement.place import Placement
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
-from samestep.rundir import (
-    EXIT_BYTE,
-    RESULT,
-    begin_run,
-    create_run,
-    log_path,
-    own_run,
-    start_record,
-    write_record,
-)
 from samestep.text import reason_of
 
 _TEE = Path(__file__).with_name("tee.py")
@@ -39,12 +30,12 @@ def share_run(here: Placement, tree: Tree | None, limit_s: float) -> str | None:
         return None
     run = os.environ.get("SAMESTEP_RUN")
     if here.rank == 0:
-        started = start_record([sys.executable, *sys.argv], here.size, time.time())
+        started = rundir.start_record([sys.executable, *sys.argv], here.size, time.time())
         try:
             if run:
-                begin_run(Path(run), started)
+                rundir.begin_run(Path(run), started)
             elif tree:
-                run = str(create_run(None, os.environ, started))
+                run = str(rundir.create_run(None, os.environ, started))
         except (OSError, UsageError) as error:
             run, reason = None, reason_of(error) if isinstance(error, OSError) else error
             say(f"{reason}; the run goes on without a directory")
@@ -57,13 +48,13 @@ class Output:
     def __init__(self, rank: int) -> None:
         self._tee: Popen[bytes] | None = None
         self._began = time.time()
-        self._run, self._rank = own_run(os.environ, "logs"), rank
+        self._run, self._rank = rundir.own_run(os.environ, "logs"), rank
         if self._run is not None and rank == 0:
-            _write_code_at_exit(self._run / EXIT_BYTE)
+            _write_code_at_exit(self._run / rundir.EXIT_BYTE)
         if self._run is None or os.isatty(0):
             return
         pipes = [os.pipe() for _ in _OUT_AND_ERR]
-        command = [sys.executable, "-I", "-S", str(_TEE), str(log_path(self._run, rank))]
+        command = [sys.executable, "-I", "-S", str(_TEE), str(rundir.log_path(self._run, rank))]
         kept = [read for read, _ in pipes]
         self._tee = Popen([*command, *map(str, kept)], stdin=DEVNULL, pass_fds=kept, start_new_session=True)
         self._before = [os.dup(number) for number in _OUT_AND_ERR]
@@ -89,7 +80,7 @@ class Output:
             return
         record = {"exit_code": code, "seconds": round(time.time() - self._began, 3), "failure": None}
         with suppress(OSError):
-            write_record(self._run / RESULT, record)
+            rundir.write_record(self._run / rundir.RESULT, record)
 
 
 def _write_code_at_exit(path: Path) -> None:
