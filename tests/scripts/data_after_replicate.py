@@ -1,7 +1,7 @@
 """The data are drawn after replicate, where each rank draws for itself.
 
 verdict: failed
-cause: draw them before replicate; with --same, where all ranks draw alike, it does not fail
+cause: draw them before replicate, or with same=True; with --same, where all ranks draw alike, it does not fail
 """
 
 import torch
