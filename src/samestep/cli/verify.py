@@ -12,12 +12,14 @@ from samestep.cli.output import check_script, print_json, print_table, progress,
 from samestep.errors import UsageError
 from samestep.measure.trial import end_on_signals
 from samestep.placement.devices import visible_devices
+from samestep.text import duration
 
 if TYPE_CHECKING:
     from samestep.verify.trajectory import Compared
     from samestep.verify.verify import Report
 
 _SIZES = (1, 2, 3)
+_MORE_RUNS = 20  # rarely more
 _HEADING = ("processes", "steps", "samples", "last loss", "first difference", "size")
 
 
@@ -30,6 +32,7 @@ _HEADING = ("processes", "steps", "samples", "last loss", "first difference", "s
     help="The untouched script: say whether SCRIPT, its conversion, takes its step.",
 )
 @click.option("--exact", is_flag=True, help="Fail unless all bits are the same.")
+@click.option("--no-causes", is_flag=True, help="Leave out the runs that look for causes.")
 @click.option("--steps", metavar="K", type=click.IntRange(1), help="Stop each run after K optimizer steps.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -41,6 +44,7 @@ def command(
     sizes: str | None,
     against: str | None,
     exact: bool,
+    no_causes: bool,
     steps: int | None,
     module: bool,
     as_json: bool,
@@ -55,12 +59,12 @@ def command(
 
     SCRIPT runs on this machine, once for each number in -n, and writes its usual files each time. Where the runs
     differ, it runs again without what may be the cause, until no difference is left: with --same, with seeds set,
-    without its rank, and so on. With --against, SERIAL runs too, by itself and with the same arguments, and SCRIPT
-    with --same, and once without it.
+    without its rank, and so on; Ctrl-C then prints what is known. With --against, SERIAL runs too, by itself and with
+    the same arguments, and SCRIPT with --same, and once without it.
 
     Exit code: 0 each run takes the same step and prints the same; 1 a run takes another step, or fails; 2 SCRIPT does
     not use samestep, or cannot be verified; 3 each run takes the same step, but what it prints or saves comes from
-    one rank alone.
+    one rank alone; 130 Ctrl-C came before the end.
     """
     from samestep.convert.convert import conversion
     from samestep.verify.verify import SerialScript, verify
@@ -74,7 +78,9 @@ def command(
                 exact=exact,
                 steps=steps,
                 against=[against, *args] if against else [],
+                causes=not no_causes,
                 progress=lambda run: report_progress(0, f"samestep verify: running {run}", ""),
+                differing=_show_differing,
             )
     except UsageError as error:
         diff = conversion(Path(script)) if isinstance(error, SerialScript) and not module else None
@@ -89,7 +95,7 @@ def command(
     if as_json:
         print_json(_document(report), indent=2)
     else:
-        print_table([_HEADING, *(_row(size, outcome) for size, outcome in report.outcomes.items())])
+        _show_table(report)
         click.echo("\n" + "\n".join(report.lines))
     raise SystemExit(report.exit_code)
 
@@ -109,14 +115,32 @@ def _sizes(text: str | None, least: int) -> list[int]:
     return sizes
 
 
-def _row(size: int | None, outcome: "Compared") -> tuple[object, ...]:
-    name = size or "untouched"
+def _show_differing(report: "Report") -> None:
+    """Show the planned runs before those that look for causes begin."""
+    _show_table(report, err=True)
+    seconds = max(outcome.run.seconds for outcome in report.outcomes.values())
+    click.echo(
+        f"\nsamestep verify: these runs differ; to tell whether that is a mistake, and which, up to {_MORE_RUNS} more "
+        f"follow, of about {duration(seconds)} each; Ctrl-C prints what is known by then, --no-causes leaves them out",
+        err=True,
+    )
+
+
+def _show_table(report: "Report", err: bool = False) -> None:
+    is_no_mistake = report.step in ("with_same", "augmented")
+    rows = (_row(size, outcome, is_no_mistake) for size, outcome in report.outcomes.items())
+    print_table([_HEADING, *rows], err)
+
+
+def _row(size: int | None, outcome: "Compared", is_no_mistake: bool) -> tuple[object, ...]:
+    name, run = size or "untouched", outcome.run
     if outcome.verdict == "failed":
         return (name, "failed", "", "", "", "")
-    run, difference = outcome.run, outcome.difference or outcome.bits
+    difference = outcome.difference or outcome.bits or ""
     loss = f"{run.losses[-1]:.5g}" if run.losses else ""
-    distance = f"{outcome.distance:.1e}" if difference and math.isfinite(outcome.distance or math.inf) else ""
-    return (name, run.length, run.samples, loss, difference or "", distance)
+    distance = f"{outcome.distance:.1e}" if difference and math.isfinite(outcome.distance) else ""
+    shown = f"{difference} (no mistake)" if outcome.difference and is_no_mistake else difference
+    return (name, run.length, run.samples, loss, shown, distance)
 
 
 def _document(report: "Report") -> dict[str, Any]:

@@ -19,8 +19,14 @@ _SHAPE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)")
 _CLOSE = 1e-5  # the relative distance that is always allowed
 _LARGEST_TIMES = 20.0  # times the largest distance in the training
 _TIMES_NOISE = 10.0  # times the distance of a run with other last bits
+_TIMES_LINE = 3.0  # times the largest relative distance there of a number in the same line
+_MOST_OF_LINE = 3e-2  # the largest relative distance that this allows
 _SHARE = "use samestep.sum or samestep.mean, which include every rank's share"
 _ON_ALL_RANKS = "; loop over the loader and call it on every rank, outside of `if rank == 0`"
+_NOISE = (
+    "{} prints other numbers, by as much as it prints others {} from changed last bits: rounding that the training "
+    "amplifies, see docs/verify.md"
+)
 _CHOICE = "the choice depends on one rank's share; decide by samestep.sum(correct) or samestep.mean(loss)"
 _TOTAL = (
     "a number over all ranks that is not the serial script's: it counts samples unequally (take samestep.mean(loss) "
@@ -53,12 +59,15 @@ class Printed:
         return f"{text}; {why}; {_SHARE}{_ON_ALL_RANKS * self.is_on_rank_0}"
 
 
-def compare_printed(experiments: Experiments, removed: Removed, size: int) -> list[Printed]:
-    """Lines that the script prints differently at this size, although it trains the same without the found causes."""
+def compare_printed(
+    experiments: Experiments, removed: Removed, size: int
+) -> tuple[list[Printed], str | None]:
+    """Lines that the script prints differently at this size, although it trains the same without the found causes,
+    and a note on lines whose numbers are noise."""
     rest = tuple(name for name in removed if name != "shares")
     first, other = experiments.reference(rest), experiments.run(size, rest)
     if first.code:
-        return []
+        return [], None
     compared = experiments.compared(size, rest)
     is_same = rest == removed and compared.difference is None
     near = _Near(max(_CLOSE, _LARGEST_TIMES * compared.largest) if is_same else _CLOSE)
@@ -68,12 +77,15 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
         return [pair for pair in listed if not is_same or near.unlike(pair[0], *pair[2:])]
 
     if not pairs():
-        return []
+        return [], None
     near.learn(first, experiments.reference(rest, "again"), math.inf)
-    if is_same and pairs():
-        near.learn(first, experiments.reference(rest, "nudged"), _TIMES_NOISE)
+    noisy = pairs() if is_same else []
+    if noisy:
+        near.learn(first, experiments.reference(rest, "nudged"), _TIMES_NOISE, _TIMES_LINE)
+    noisy = [pair for pair in noisy if not near.unlike(pair[0], *pair[2:])]
+    note = _NOISE.format(noisy[0][3].at, first.at) if noisy else None
     if not pairs():
-        return []
+        return [], note
     if first.fact("clock") and "clock" not in rest:  # durations are not numbers of the training
         return compare_printed(experiments, (*removed, "clock"), size)
     alone, *shared = (
@@ -101,7 +113,7 @@ def compare_printed(experiments: Experiments, removed: Removed, size: int) -> li
     by_line: dict[tuple[str, bool], list[Printed]] = {}
     for printed in by_kind.values():
         by_line.setdefault((printed.line, printed.is_remark), []).append(printed)
-    return [replace(printed, more=len(more)) for printed, *more in by_line.values()]
+    return [replace(printed, more=len(more)) for printed, *more in by_line.values()], note
 
 
 class _Near:
@@ -111,18 +123,22 @@ class _Near:
         """`near` is relative to the number; learned distances are added."""
         self._near = near
         self._apart: dict[tuple[str, int], float] = {}
+        self._of_lines: dict[str, float] = {}
 
-    def learn(self, first: Run, other: Run, times: float) -> None:
-        """Allow `times` the distances between two runs that train the same."""
+    def learn(self, first: Run, other: Run, times: float, times_line: float = 0.0) -> None:
+        """Allow `times` the distances between two runs that train the same, and `times_line` the largest relative
+        distance in a line: a median or a count is the same by chance where the numbers beside it are noise."""
         for kind, _, line, now in _pairs(first, other):
             for at, a, b in _numbers(line, now):
                 if a != b:
-                    apart = times * abs(float(a) - float(b))
-                    self._apart[kind, at] = max(apart, self._apart.get((kind, at), 0.0))
+                    apart = abs(float(a) - float(b))
+                    part = min(_MOST_OF_LINE, times_line * apart / max(abs(float(a)), abs(float(b))))
+                    self._apart[kind, at] = max(times * apart, self._apart.get((kind, at), 0.0))
+                    self._of_lines[kind] = max(part, self._of_lines.get(kind, 0.0))
 
     def unlike(self, kind: str, line: Line, other: Line, near: float | None = None) -> bool:
         """Whether a number differs by more than is allowed."""
-        part = self._near if near is None else near
+        part = max(self._near, self._of_lines.get(kind, 0.0)) if near is None else near
         return any(
             abs(float(a) - float(b)) > _tolerance(a, b, part) + self._apart.get((kind, at), 0.0)
             for at, a, b in _numbers(line, other)

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from samestep.verify.search import Search, draws_of
 from samestep.verify.trajectory import Compared
 
 _KEPT_S = 3600.0
-_ORDER = ("bits", "rounding", "with_same", "augmented", "printed", "different", "failed")
+_ORDER = ("bits", "rounding", "with_same", "augmented", "printed", "unfinished", "different", "failed")
 _IN_CHILDREN = (
     "{} trains in processes that it starts itself ({}), which verify does not see; call the training in the script "
     "itself: samestep run starts the processes"
@@ -40,6 +41,8 @@ _ONLY_ONCE = (
 )
 _LEFT = "the first run leaves a file that later ones read, and trains other numbers than they do: {}"
 _AUGMENTED = "same to rounding with equal augmentation; without it, each script draws its own for its samples"
+_NO_CAUSES = "--no-causes left out"
+_INTERRUPTED = "Ctrl-C came before"
 _CUT_SHORT = (
     "{} left on rank {} of {} before its end could be recorded, as os._exit and os.exec do; end it with sys.exit or "
     "at its last line"
@@ -61,6 +64,7 @@ class Report:
     draws: str = ""  # what differs without --same, because each rank draws its own numbers
     is_augmented: bool = False  # whether the scripts only agree if each sample draws equally
     of_first: Sequence[str] = ()  # remarks on the first run
+    unfinished: str = ""  # what kept the search for causes, and the comparison of printed lines, from its end
 
     @property
     def worst(self) -> Compared:
@@ -72,7 +76,8 @@ class Report:
         """The verdict on the training step."""
         if self.is_augmented:
             return "augmented"
-        return "with_same" if self.draws else self.worst.verdict
+        verdict = "with_same" if self.draws else self.worst.verdict
+        return "unfinished" if self.unfinished and verdict == "different" else verdict
 
     @property
     def verdict(self) -> str:
@@ -86,6 +91,8 @@ class Report:
 
     @property
     def exit_code(self) -> int:
+        if self.unfinished == _INTERRUPTED:
+            return 128 + signal.SIGINT
         return 1 if not self.is_same_step else 3 if self.findings else 0
 
     @property
@@ -118,6 +125,8 @@ class Report:
         if is_conversion and self.step != "with_same" and max(size or 1 for size in self.outcomes) > 1:
             own = f", {self.draws} are each rank's own" if self.draws else " too"
             text += f"; without --same{own}"
+        if self.unfinished and self.is_same_step:
+            return f"{text}; {self.unfinished} the comparison of what it prints"
         return f"{text}; what it prints is not the same, see above" if self.verdict == "printed" else text
 
     def _step_verdict(self) -> str:
@@ -136,6 +145,9 @@ class Report:
                 return "the untouched script failed"
             case "failed":
                 return f"the script failed at {worst.run.processes}{cause}"
+            case "unfinished":
+                runs = f"{self.unfinished} the runs that tell whether it is a mistake, and which"
+                return f"not finished: {worst.difference} differs{cause}; {runs}"
             case "different":
                 return f"different: {worst.difference}{cause}"
         largest = max(outcome.distance for outcome in self.outcomes.values())
@@ -156,16 +168,27 @@ def verify(
     exact: bool = False,
     steps: int | None = None,
     against: Sequence[str] = (),
+    causes: bool = True,
     run: Callable[[Trial], Result] = Trial.run,
     progress: Callable[[str], None] = lambda run: None,
+    differing: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Run `script` at each size; compare with the first size, or with the untouched script `against`."""
+    """Run `script` at each size; compare with the first size, or with the untouched script `against`. `differing` gets
+    the report of these runs before further runs look for `causes`; an interrupt ends them."""
     directory, lock = _directory()
     all_sizes = [None, *sizes] if against else sizes
     experiments = Experiments(script, against, all_sizes[0], steps, directory, run, progress)
     report: Report | None = None
     try:
         report = _report(experiments, all_sizes, exact)
+        if report.unfinished and causes:
+            if report.worst.difference:
+                differing(report)
+            search = Search(experiments)
+            try:
+                report = _explained(experiments, search, report)
+            except KeyboardInterrupt:
+                report = replace(report, causes=search.causes, unfinished=_INTERRUPTED)
     finally:
         # The report of a failure names its logs, so they are kept.
         if report is None or report.step != "failed":
@@ -197,6 +220,7 @@ def _locked(directory: Path) -> int:
 
 
 def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) -> Report:
+    """The report of the planned runs alone."""
     search = Search(experiments)
     outcomes: dict[int | None, Compared] = {}
     for size in sizes:
@@ -205,6 +229,12 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
             _check(experiments, outcomes[size].run, size)
         elif size == sizes[0]:
             return Report(outcomes, exact)
+    return Report(outcomes, exact, unfinished=_NO_CAUSES)
+
+
+def _explained(experiments: Experiments, search: Search, report: Report) -> Report:
+    """The report with the causes of differences, and with what is printed differently."""
+    outcomes, sizes = dict(report.outcomes), [*report.outcomes]
     remarks = _of_earlier_runs(experiments, outcomes)
     if remarks:
         outcomes = {size: search.without(size) for size in sizes}
@@ -222,13 +252,15 @@ def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) 
         note = remaining[size].note
         difference = None if note and not search.causes else outcome.difference
         outcomes[size] = replace(outcome, note=note, difference=difference)
-    printed = compare_printed(experiments, search.removed, last)
+    printed, noise = compare_printed(experiments, search.removed, last)
+    if noise and not outcomes[last].note:
+        outcomes[last] = replace(outcomes[last], note=noise)
     first = outcomes[sizes[0]].run
     if line := first.fact("careless"):
         remarks.append(CARELESS.format(line))
     if first.size == 1:
         remarks += (first.fact("said") or {}).values()
-    return Report(outcomes, exact, search.causes, printed, draws, is_augmented, remarks)
+    return Report(outcomes, report.wants_bits, search.causes, printed, draws, is_augmented, remarks)
 
 
 def _draws(search: Search, outcomes: dict[int | None, Compared], last: int, differing: Sequence[int]) -> str:
