@@ -111,11 +111,11 @@ def test_each_model_of_a_list_is_replicated_in_the_loop_over_them():
         "    optimizer = torch.optim.SGD(net.parameters(), 0.1)\n    for x, y in train:\n"
         "        F.cross_entropy(net(x), y).backward()\n"
     )
-    assert "for net in models:\n    samestep.replicate(net)\n    optimizer = " in _after(text)
+    assert "for net in models:\n    net = samestep.replicate(net)\n    optimizer = " in _after(text)
 
 
 def test_data_that_are_drawn_after_the_model_is_made_are_drawn_before_it_is_replicated():
     drawn = "part, _ = torch.utils.data.random_split(data, [12, 8])\n"
     after = _after(BEGIN.replace("optimizer =", f"{drawn}optimizer =") + f"for x, y in train:\n{STEP}")
     assert "model = nn.Linear(4, 3)\n" in after
-    assert f"{drawn}samestep.replicate(model)\noptimizer =" in after
+    assert f"{drawn}model = samestep.replicate(model)\noptimizer =" in after

@@ -7,6 +7,12 @@ from convert.test_convert import BEGIN, EVALUATE, METER, STEP, _after, _of, _pla
 
 from samestep.convert.convert import convert
 
+_DICE = (
+    "class Dice(nn.Module):\n    def forward(self, out, y):\n        p = out.sigmoid()\n"
+    "        return 1 - (p * y).sum() / (p.sum() + y.sum())\ndice = Dice()\n"
+)
+_TRAIN_BY_DICE = "for x, y in train:\n    loss = F.cross_entropy(model(x), y) + dice(model(x)[:, 0], y)\n    loss.backward()\n"
+
 
 @pytest.mark.parametrize("name", ["__str__", "__repr__", "__format__"])
 @pytest.mark.parametrize(
@@ -65,3 +71,59 @@ def test_what_has_no_total_is_named_by_its_own_line_as_it_is_after_the_patch():
         assert loader == "test = DataLoader(data, batch_size=8)"
         assert cause.strip() == "worst = max(worst, model(x).max().item())"
     assert "`max(worst, model(x).max().item())` is max(...) of this rank's values" in note
+
+
+def test_a_function_of_predictions_that_cannot_be_converted_in_full_is_left_alone_and_listed_once():
+    auc = (
+        "import numpy as np\ndef auc(y, s):\n    rank = np.empty(len(s))\n"
+        "    rank[np.argsort(s)] = np.arange(1, len(s) + 1)\n    pos = y.sum()\n"
+        "    return float(rank[y == 1].sum() / pos)\n"
+    )
+    text = (
+        f"{BEGIN}{auc}def epoch(loader, is_training):\n    got, labels = [], []\n    for x, y in loader:\n"
+        "        out = model(x)\n        if is_training:\n            F.cross_entropy(out, y).backward()\n"
+        "        got.append(out[:, 0].detach().numpy())\n        labels.append(y.numpy())\n"
+        "    return auc(np.concatenate(labels), np.concatenate(got))\n"
+        "print(epoch(train, True), epoch(test, False))\n"
+    )
+    found = _of(text)
+    assert auc in next(iter(found.files.values()))[1].decode()
+    listed = [gap for gap in found.gaps if "auc stays as it is: call it with samestep.gather(...)" in gap]
+    assert len(listed) == 1
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_listed_once_with_what_to_write():
+    text = f"{BEGIN}{_DICE}total = 0.0\n{_TRAIN_BY_DICE}    total += loss.item()\nprint(total)\n"
+    (gap,) = _of(text).gaps
+    assert "out, y = samestep.gather(model(x)), samestep.gather(y)" in gap
+
+
+def test_a_perplexity_is_totalled_and_one_over_chosen_tokens_is_told_how():
+    lines = (
+        f"import math\n{BEGIN}for x, y in train:\n{STEP}total, n = 0.0, 0\nwith torch.no_grad():\n"
+        "    for x, y in test:\n        total += F.cross_entropy(model(x), y).item() * len(y)\n"
+        "        n += len(y)\nprint(math.exp(total / n))\n"
+    )
+    assert "math.exp(samestep.sum(total) / samestep.sum(n))" in _after(lines)
+    (note,) = _of(lines.replace("(model(x), y).item()", "(model(x), y, ignore_index=0).item()")).notes
+    assert 'take reduction="sum", and samestep.sum(total) / samestep.sum(count)' in note
+
+
+def test_a_squeeze_inside_forward_is_among_the_places_left():
+    model = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.out = nn.Linear(4, 1)\n    def forward(self, x):\n        return self.out(x).squeeze()\n"
+    )
+    text = BEGIN.replace("model = nn.Linear(4, 3)", "model = Net()")
+    text = text.replace("model =", f"{model}model =", 1) + f"for x, y in train:\n{STEP}"
+    assert "write squeeze(-1)" in _of(text).gaps[0]
+
+
+def test_what_is_made_of_a_place_that_is_left_is_listed_after_it():
+    epoch = (
+        "def epoch():\n    for x, y in train:\n        out = model(x)\n        loss = F.cross_entropy(out, y)\n"
+        "        loss.backward()\n    return {'loss': loss.item(), 'most': out.max().item()}\n"
+        "shown = epoch()\nprint([value for name, value in shown.items()])\n"
+    )
+    gaps = _of(f"{BEGIN}{_DICE}{epoch}{_TRAIN_BY_DICE}").gaps
+    assert [gap.endswith("is made of a share") for gap in gaps] == [False, True]

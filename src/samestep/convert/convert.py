@@ -12,8 +12,9 @@ from pathlib import Path
 
 from samestep.convert.files import finish
 from samestep.convert.follow import Follower, follow
-from samestep.convert.project import Site
+from samestep.convert.project import Findings, Site
 from samestep.convert.source import Source
+from samestep.convert.totals import MADE_OF_SHARE, TOTALS
 from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
@@ -65,17 +66,22 @@ def convert(script: Path, is_written: bool = False) -> Conversion:
 
     followed = follow(read(script), find)
     _replicate(followed, sources[script])
-    for source in sources.values():
-        finish(followed, source, is_script=source.path == script)
     findings = followed.findings
-    gaps = sorted((source.path, line, reason) for (source, line), reason in findings.gaps.items())
+    for source in sources.values():
+        _leave_alone(findings, source)
+        finish(followed, source, is_script=source.path == script)
+    # a value that is made of what another line could not total comes last
+    gaps = sorted(
+        (reason.endswith(MADE_OF_SHARE), source.path, line, reason)
+        for (source, line), reason in findings.gaps.items()
+    )
     files = {}
     for path, source in sources.items():
         before, after = (source.edited(edits).encode(source.encoding) for edits in ((), findings.edits))
         if any(edit.source is source for edit in findings.edits):
             check_parses(path, after)
             files[path] = (before, after)
-    gap_lines = [f"{path.name}:{line}: {reason}" for path, line, reason in gaps]
+    gap_lines = [f"{path.name}:{line}: {reason}" for _, path, line, reason in gaps]
     named = {path.name: source for path, source in sources.items()}
     line, edits = rf"\b({'|'.join(map(re.escape, named))}):(\d+)", findings.edits if is_written else ()
 
@@ -124,6 +130,29 @@ def conversion(script: Path) -> str:
     return "\n".join([*lines, *[""] * bool(lines and gaps), *gaps])
 
 
+def _leave_alone(findings: Findings, source: Source) -> None:
+    """Take back the totals in a function of collected values that has a gap: half of them would not fit the rest."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        start, end = source.start(node), source.end(node)
+        edits = [edit for edit in findings.edits if edit.source is source and start <= edit.start < end]
+        gaps = [place for place in findings.gaps if place[0] is source and start <= source.at(place[1]) < end]
+        has_batches = any(
+            kind == "batches" and file is source and start <= at < end
+            for (file, at, _), kind in findings.over.items()
+        )
+        if gaps and edits and not has_batches and all(TOTALS.fullmatch(edit.text) for edit in edits):
+            first = min(gaps, key=lambda place: place[1])
+            findings.gaps[first] += (
+                f"; {node.name} stays as it is: call it with samestep.gather(...) of these values"
+            )
+            for unused in edits:
+                del findings.edits[unused]
+            for follows in {*gaps} - {first}:
+                del findings.gaps[follows]
+
+
 def _replicate(followed: Follower, script: Source) -> None:
     """Replicate each model that an optimizer steps."""
     findings, adds = followed.findings, "sum" in followed.findings.losses
@@ -158,7 +187,15 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
         targets = map(ast.unparse, ast.walk(getattr(outer, "target", ast.Constant(0))))
         if is_loop and name not in targets and not (outer.lineno <= key[1] <= outer.end_lineno):  # type: ignore[attr-defined, index]
             statement = outer  # type: ignore[assignment]
-    followed.findings.edit(source.line_before(statement, f"samestep.replicate({name}{options})"))
+    call = f"samestep.replicate({name}{options})"
+    function = next(
+        (node for node in source.around(statement) if isinstance(node, ast.FunctionDef)), source.tree
+    )
+    is_local = any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        for node in ast.walk(function)
+    )
+    followed.findings.edit(source.line_before(statement, f"{name} = {call}" if is_local else call))
 
 
 def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:

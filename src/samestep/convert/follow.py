@@ -22,6 +22,10 @@ _MIXED = (
     "drop_last=True, or add up samestep.mean(loss, weight=len(batch)) of each loader's loss"
 )
 _DECIDES = "this process's values decide when the loop ends, and the others go on; decide by a total"
+_OF_THE_LOSS = (
+    "compute it from the whole batch, as in `out, y = samestep.gather(model(x)), samestep.gather(y)`; see "
+    "docs/losses.md"
+)
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
@@ -353,7 +357,8 @@ class Follower(Calls):
             self.findings.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
         elif loss.is_shared:
             reason = f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
-            self.gap(node, reason)
+            part, source = self._cause(node.func.value, str(loss.of))  # type: ignore[attr-defined]
+            self.findings.gap(source, part, f"{reason.partition(';')[0]}; {_OF_THE_LOSS}")
         elif self.batches is None:
             self.gap(node, _NOT_SHARED)
         else:

@@ -298,4 +298,6 @@ class Library(Rewrites, Expressions):
             return rows_of(kinds)
         name = ast.unparse(node.func)
         reason = f"is {name}(...) of this rank's values; after the loop take {name}(...) of"
-        return Value(Kind.OTHER, f"{reason} samestep.gather(...)", models_of(*values))
+        lost = [value for value in values if value.kind == Kind.OTHER and value.edits is None]
+        reason = other(f"{reason} samestep.gather(...)", *lost).of
+        return Value(Kind.OTHER, reason, models_of(*values))

@@ -83,8 +83,8 @@ class Rewrites(Totals):
         target = around.targets[0] if isinstance(around, ast.Assign) and len(around.targets) == 1 else None
         name = next((name_node.id for name_node in (rows, target) if isinstance(name_node, ast.Name)), None)
         if name is None or self.in_forward or value.kind != Kind.ROWS:
-            text = "squeeze() drops the samples' dimension where a process has one sample; name the dimension"
-            self.findings.note(source, node, text)
+            text = "squeeze() drops the samples' dimension where a process has one sample; write squeeze(-1)"
+            self.gap(node, text)
             return
         text, is_named = f".squeeze(tuple(range(1, {name}.ndim)))", isinstance(rows, ast.Name)
         start, end = source.start(rows), source.end(rows)

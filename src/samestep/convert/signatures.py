@@ -46,7 +46,10 @@ _OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.
 NAMED: dict[str, set[str]] = {}
 for _kind, *_names in map(str.split, _TABLE.strip().splitlines()):
     NAMED.setdefault(_kind, set()).update(_names)
-DIVIDES = "is divided by the weights, or the number of targets not ignored, of a share"
+DIVIDES = (
+    "is divided by the weights, or the number of targets not ignored, of a share; in an evaluation take "
+    'reduction="sum", and samestep.sum(total) / samestep.sum(count) after the loop'
+)
 NUMBERED = "numbers the samples of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
 

@@ -4,7 +4,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,15 @@ class Source:
         self.parents = {
             child: parent for parent in ast.walk(self.tree) for child in ast.iter_child_nodes(parent)
         }
+
+    def at(self, line: int) -> int:
+        """Where a line begins."""
+        return self._lines[line - 1]
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around a node, innermost first."""
+        while (found := self.parents.get(node)) is not None:
+            yield (node := found)
 
     def start(self, node: ast.AST) -> int:
         return self._lines[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined, no-any-return]

@@ -1,6 +1,7 @@
 """Turns values of a share into values of the whole batch where a script prints, tests or adds them up."""
 
 import ast
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind l
 # inside these nodes an expression needs no parentheses
 _APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
 _TOTAL = "is a total"
+MADE_OF_SHARE = "is made of a share"
+TOTALS = re.compile(r"(max\()?samestep\.(sum|mean|gather)\(\[?|\]?\)+")  # the texts of edits that only total
 Edits = tuple[Edit | ast.expr, ...]
 ALSO_ALIKE = (
     "this line is reached with numbers of a share, and with numbers that all processes have, which a total would "
@@ -40,7 +43,7 @@ class Totals(Following):
             self.seen_alike(node)
             return value
         if value.edits is None:
-            reason = value.of if isinstance(value.of, str) else "is made of a share"
+            reason = value.of if isinstance(value.of, str) else MADE_OF_SHARE
             part, source = self._cause(node, reason)
             self.findings.gap(source, part, f"`{ast.unparse(part)}` {reason}")
         elif self.may_total():
@@ -266,7 +269,8 @@ class Totals(Following):
             return Value(Kind.PART, Sum(batch, frozenset({node})))
         if self.may_total() and value.kind != Kind.BATCH:
             return self.total(node)
-        return Value(Kind.OTHER, "is added up over batches in a way that has no total")
+        reason = value.of if isinstance(value.of, str) else None
+        return Value(Kind.OTHER, reason or "is added up over batches in a way that has no total")
 
     def _origin_in(self, batch: Loop, node: ast.expr) -> ast.expr:
         """The expression itself, or the call inside the loop whose function contains it."""
