@@ -11,7 +11,10 @@ _DICE = (
     "class Dice(nn.Module):\n    def forward(self, out, y):\n        p = out.sigmoid()\n"
     "        return 1 - (p * y).sum() / (p.sum() + y.sum())\ndice = Dice()\n"
 )
-_TRAIN_BY_DICE = "for x, y in train:\n    loss = F.cross_entropy(model(x), y) + dice(model(x)[:, 0], y)\n    loss.backward()\n"
+_TRAIN_BY_DICE = (
+    "for x, y in train:\n    out = model(x)\n    loss = F.cross_entropy(out, y) + dice(out[:, 0], y)\n"
+    "    loss.backward()\n"
+)
 
 
 @pytest.mark.parametrize("name", ["__str__", "__repr__", "__format__"])
