@@ -12,13 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
-from forked import Nest
 from torch.utils.data import DataLoader
-from verify.corpus import Forked
 
 import samestep
 from samestep.cli.output import print_json
-from samestep.cli.verify import _document, _show_table, command
+from samestep.cli.verify import _document, command
 from samestep.train.digest import digests
 from samestep.train.loss import reduction_of
 from samestep.verify.causes import stated
@@ -27,7 +25,7 @@ from samestep.verify.read import Digest, Line, Run, Step
 from samestep.verify.record import wrap
 from samestep.verify.record.recorder import Recorder, _scaled, _value
 from samestep.verify.trajectory import Compared, Difference, first_fact, follow
-from samestep.verify.verify import Report, verify
+from samestep.verify.verify import Report
 
 pytestmark = pytest.mark.timeout(200)
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -98,44 +96,6 @@ def test_exact_steps_with_batchnorm_and_dropout_are_the_same_to_the_bit_and_chec
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1] == "same to the bit"
     assert [*Path().iterdir()] == []
-
-
-@pytest.mark.slow
-def test_runs_that_differ_are_shown_before_the_causes_are_looked_for_and_ctrl_c_prints_what_is_known(
-    nest: Nest,
-) -> None:
-    shown: list[str] = []
-
-    def stop(run: str) -> None:
-        if "with --same" in run and shown:
-            raise KeyboardInterrupt
-
-    def find(causes: bool) -> Report:
-        return verify(
-            [str(SCRIPTS / "lr_by_ranks.py")],
-            [1, 2],
-            causes=causes,
-            run=Forked(nest),
-            progress=stop,
-            differing=lambda report: shown.append(str(report)),
-        )
-
-    report = find(causes=False)
-    assert (report.exit_code, report.verdict, shown) == (1, "unfinished", [])
-    assert str(report) == (
-        "not finished: step 1, lr differs; --no-causes left out the runs that tell whether it is a mistake, and which"
-    )
-    report = find(causes=True)
-    assert (report.exit_code, report.verdict, len(shown)) == (130, "unfinished", 1)
-    assert str(report).startswith("not finished: step 1, lr differs; Ctrl-C came before the runs that tell")
-
-
-@pytest.mark.slow
-def test_numbers_of_an_evaluation_that_are_noise_are_said_with_their_line(nest: Nest) -> None:
-    report = verify([str(SCRIPTS / "noise_in_evaluation.py")], [1, 2], run=Forked(nest))
-    assert report.exit_code == 0
-    said = r"noise_in_evaluation\.py:\d+ prints other numbers, by as much as it prints others at 1 process from changed"
-    assert re.search(said, str(report))
 
 
 @pytest.mark.slow
@@ -369,17 +329,6 @@ def test_differences_that_are_noise_in_each_tensor_are_said_in_words() -> None:
     assert str(Report({2: found}, wants_bits=False)).startswith(
         "same to rounding: the first run from changed"
     )
-
-
-def test_a_difference_that_is_no_mistake_is_not_shown_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    run = _trained([0.0])
-    found = Compared(run, run, difference=Difference("samples", 0, None, "samples"))
-    for report, shown in (
-        (Report({None: found, 1: found}, False, is_augmented=True), "step 1, samples (no mistake)"),
-        (Report({1: found, 2: found}, False), "step 1, samples"),
-    ):
-        _show_table(report)
-        assert all(line.endswith(shown) for line in capsys.readouterr().out.splitlines()[1:])
 
 
 def test_json_has_null_for_a_loss_that_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,69 @@
+"""What verify shows before its end, and what it shows of differences that are no mistake."""
+
+import re
+from pathlib import Path
+
+import pytest
+from forked import Nest
+from verify.corpus import Forked
+
+from samestep.cli.verify import _show_table
+from samestep.verify.read import Run
+from samestep.verify.trajectory import Compared, Difference
+from samestep.verify.verify import Report, verify
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_runs_that_differ_are_shown_before_the_causes_are_looked_for_and_ctrl_c_prints_what_is_known(
+    nest: Nest,
+) -> None:
+    shown: list[str] = []
+
+    def stop(run: str) -> None:
+        if "with --same" in run and shown:
+            raise KeyboardInterrupt
+
+    def find(causes: bool) -> Report:
+        return verify(
+            [str(SCRIPTS / "lr_by_ranks.py")],
+            [1, 2],
+            causes=causes,
+            run=Forked(nest),
+            progress=stop,
+            differing=lambda report: shown.append(str(report)),
+        )
+
+    report = find(causes=False)
+    assert (report.exit_code, report.verdict, shown) == (1, "unfinished", [])
+    assert str(report) == (
+        "not finished: step 1, lr differs; --no-causes left out the runs that tell whether it is a mistake, and which"
+    )
+    report = find(causes=True)
+    assert (report.exit_code, report.verdict, len(shown)) == (130, "unfinished", 1)
+    assert str(report).startswith("not finished: step 1, lr differs; Ctrl-C came before the runs that tell")
+
+
+@pytest.mark.slow
+def test_numbers_of_an_evaluation_that_are_noise_are_said_with_their_line(nest: Nest) -> None:
+    report = verify([str(SCRIPTS / "noise_in_evaluation.py")], [1, 2], run=Forked(nest))
+    assert report.exit_code == 0
+    said = r"noise_in_evaluation\.py:\d+ prints other numbers, by as much as it prints others at 1 process from changed"
+    assert re.search(said, str(report))
+
+
+def test_a_difference_that_is_no_mistake_is_not_shown_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(1, 0, [[]], [{}], Path(), [{}])
+    found = Compared(run, run, difference=Difference("samples", 0, None, "samples"))
+    for report, shown in (
+        (Report({None: found, 1: found}, False, is_augmented=True), "step 1, samples (no mistake)"),
+        (Report({1: found, 2: found}, False), "step 1, samples"),
+    ):
+        _show_table(report)
+        assert all(line.endswith(shown) for line in capsys.readouterr().out.splitlines()[1:])
