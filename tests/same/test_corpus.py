@@ -14,7 +14,7 @@ SIZES = (2, 3, 5)
 # evaluation that calls backward(), padding beside what is laid end to end, a collate_fn that draws, two views in
 # one call, sizes that are a share's by chance, several particles for each sample, samples one by one,
 # distributions that are as long as a share by chance, a stream that draws its order, packed
-# sequences beside labels of the whole batch's length
+# sequences beside labels of the whole batch's length, and in a last batch of one sample
 SAMPLE = {
     "checkpointed": (2,),
     "encoder_sequence_first": (2, 3),
@@ -46,6 +46,7 @@ SAMPLE = {
     "particles": (3,),
     "one_at_a_time": (2,),
     "one_left": (2,),
+    "packed_evaluation": (2, 3),
     "named_entities": (2,),
     "stream_shuffled": (2, 3),
 }

@@ -49,6 +49,13 @@ def _packed_part(packed: PackedSequence) -> Part | None:
     group, share = joined(), spine().at_hand
     if share is None or group.world.size == 1:
         return None
+    if (
+        not share.of.training and share.all < group.world.size
+    ):  # ranks without a share of this batch are not here
+        if share.mine < share.all:
+            why = "the lengths of other ranks' sequences are not known; give the evaluation larger batches"
+            group.the(Draws).say_other("dropout between recurrent layers", why)
+        return None
     host = torch.arange(int(packed.batch_sizes[0]), device="cpu")
     lengths = (packed.batch_sizes.unsqueeze(1) > host).sum(0)  # of the sorted sequences
     if packed.unsorted_indices is not None:
