@@ -5,6 +5,7 @@ import re
 import sys
 from contextlib import redirect_stderr
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +145,27 @@ def test_an_evaluation_without_a_total_is_said(world, total):
                 total(error)
     text = r"was not followed by samestep.sum, mean or gather: what it counted is of this rank's (9|13) of its 23"
     assert len(re.findall(text, said.getvalue())) == (total is None and world.rank == 0)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("samples", [1, 23])
+@pytest.mark.parametrize("on_all", [False, True])
+def test_an_evaluation_on_one_rank_alone_is_said(world, samples, on_all):
+    look_again()
+    model, test = samestep.replicate(network()), samestep.loader(TensorDataset(X[:samples], Y[:samples]), 7)
+    with redirect_stderr(StringIO()) as said, torch.no_grad():
+        error = 0.0
+        for x, y in test if on_all or world.rank == 0 else ():
+            error += F.mse_loss(model(x), y, reduction="sum").item()
+        samestep.sum(error)
+        samestep.sum(error)
+    text = f"rank 0 evaluated over a samestep.loader (test_mistakes.py:{line_of('in test if on_all')}) and the other"
+    assert said.getvalue().count(text) == (not on_all and world.rank == 0)
+
+
+def line_of(words):
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if words in line)
 
 
 class Files(Dataset):

@@ -1,8 +1,8 @@
 """Says what a script forgot: to share its training data, or to add up what an evaluation counted.
 
 Covered: a DataLoader with a sampler that torch made, where the ranks' data sets look alike; an evaluation over a loader
-after which nothing is totalled before the next epoch of training. Not covered: streams, batches that the script cuts by
-hand, and one of several evaluations.
+that only some ranks iterate, or after which nothing is totalled before the next epoch of training.
+Not covered: streams, batches that the script cuts by hand, and one of several evaluations.
 """
 
 import gc
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from samestep.text import name_ranks
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.step import Pass, Spine
@@ -25,24 +26,28 @@ _MOST_ELEMENTS = 64
 
 
 class Evaluations(Member, Subscriber):
-    """Remembers the latest evaluation, and how many totals were taken when it ended."""
+    """Counts the evaluations, and remembers how many totals were taken when the latest one ended."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._spine = group.the(Spine)
         self._spine.subscribe(self)
-        self._text = ""
+        self._text = self._line = ""
         self._totals_before = (0, 0)
+        self._count = 0
+        group.watch(lambda: self._count.to_bytes(8), self._unlike_counts)
 
     def pass_ends(self, ended: Pass) -> None:
-        share = ended.latest
-        if ended.training or share is None or ended.counted >= (total := share.batch_start + share.all):
+        if ended.training:
             return
+        self._count, self._line = self._count + 1, users_line()
         self._totals_before = self._totals()
-        self._text = (
-            f"the evaluation at {users_line()} was not followed by samestep.sum, mean or gather: what it counted is of "
-            f"this rank's {ended.counted} of its {total} samples; write samestep.sum(correct) where it is used"
-        )
+        total = share.batch_start + share.all if (share := ended.latest) else 0
+        if ended.counted < total:
+            self._text = (
+                f"the evaluation at {self._line} was not followed by samestep.sum, mean or gather: what it counted is "
+                f"of this rank's {ended.counted} of its {total} samples; write samestep.sum(correct) where it is used"
+            )
 
     def pass_begins(self, begun: Pass) -> None:
         if begun.training:
@@ -52,6 +57,18 @@ class Evaluations(Member, Subscriber):
         if self._text and self._totals() == self._totals_before:
             self.group.say(self._text, what="no total")
         self._text = ""
+
+    def _unlike_counts(self, marks: list[bytes], call: str) -> None:
+        """Say that some ranks evaluated alone: each saw its share, and what the others have was seen by nobody."""
+        counts = [int.from_bytes(mark) for mark in marks]
+        alone = [rank for rank, count in enumerate(counts) if count == max(counts)]
+        at = f" ({self._line})" if self._line else ""
+        self.group.say(
+            f"before {call}, {name_ranks(alone)} evaluated over a samestep.loader{at} and the other ranks did not: a "
+            "rank sees its share of the samples alone; evaluate on every rank, and take samestep.sum of what it counts",
+            what="evaluated alone",
+        )
+        self._count = max(counts)
 
     def _totals(self) -> tuple[int, int]:
         """How many totals were taken, by samestep and by torch.distributed, which torchmetrics uses."""

@@ -72,6 +72,22 @@ def test_the_rest_of_an_epoch_and_those_after_it_are_the_undisturbed_ones(world,
         assert resumed(kind(), state) == rest
 
 
+def test_a_script_that_sets_the_epoch_of_its_sampler_decides_it(world):
+    def epochs(start):
+        order = DistributedSampler(DATA, 1, 0, seed=4)
+        train = samestep.loader(DATA, 4, sampler=order)
+        for epoch in range(start, 3):
+            order.set_epoch(epoch)
+            yield [sorted(samestep.gather(x).tolist()) for (x,) in train]
+
+    def by_loader():
+        train = samestep.loader(DATA, 4, sampler=DistributedSampler(DATA, 1, 0, seed=4))
+        return [[sorted(samestep.gather(x).tolist()) for (x,) in train] for _ in range(3)]
+
+    assert list(epochs(2)) == list(epochs(0))[2:]
+    assert list(epochs(0)) == by_loader()
+
+
 @pytest.mark.sizes(1)
 def test_a_sampler_that_draws_when_it_is_asked_goes_on_in_the_scripts_stream(world):
     class Asked(Sampler):

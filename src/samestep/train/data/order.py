@@ -88,7 +88,7 @@ class Order:
 
     def _drawn_seed(self) -> int:
         """The seed that torch's RandomSampler draws; all ranks draw, so that their streams stay equal."""
-        return int(self._group.broadcast("samestep.loader's order", streams.draw_seed()))
+        return int(self._group.broadcast("samestep.loader's next pass", streams.draw_seed()))
 
     def kept(self, position: int) -> dict[str, Any]:
         """The state from which `go_on` restores this order; after `go_on` that of the order still to be drawn."""
@@ -119,6 +119,7 @@ class Sampled(Order):
         # a sampler without a length may depend on what the loop collects, as a replay memory does
         self.at_once = _AT_ONCE if hasattr(sampler, "__len__") else 1
         self._passes = 0
+        self._epoch_known = getattr(sampler, "epoch", None)
         self._begun_in: dict[str, Any] = {}
         self._taken: Taken | None = None
 
@@ -174,8 +175,10 @@ class Sampled(Order):
 
     def _begin(self, epoch: int, drawn_in: dict[str, Any]) -> "Taken":
         self._begun_in = {"drawn_in": drawn_in}
-        if hasattr(self.sampler, "set_epoch"):
+        is_set_by_script = getattr(self.sampler, "epoch", None) != self._epoch_known
+        if hasattr(self.sampler, "set_epoch") and not is_set_by_script:
             self.sampler.set_epoch(epoch)
+        self._epoch_known = getattr(self.sampler, "epoch", None)
         if hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict"):
             self._begun_in["before"] = self.sampler.state_dict()
         self._passes += 1
