@@ -20,7 +20,8 @@ def measure(size: int, rounds: int) -> Rows:
     import samestep
     from samestep.train.group.world import joined
     from samestep.train.meter import Meter
-    from samestep.train.step import Pass, Share, spine
+    from samestep.train.passes import Pass, Share
+    from samestep.train.step import spine
 
     samestep.init()
     torch.manual_seed(0)

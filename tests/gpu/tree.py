@@ -9,7 +9,7 @@ import torch.distributed as dist
 import samestep
 from samestep.train.group.census import added
 from samestep.train.model.tree import add_up
-from samestep.train.step import cut
+from samestep.train.passes import cut
 
 world = samestep.init(backend=os.environ.get("SAMESTEP_TEST_BACKEND"))
 if world.size == 1:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from samestep.train.draw_parts import Part, Skipping
-from samestep.train.step import Rows
+from samestep.train.passes import Rows
 
 FILLS = {"bernoulli_.float": (0.3,), "uniform_": (-1.0, 1.0), "exponential_": (), "normal_": ()}
 

@@ -14,7 +14,8 @@ import samestep
 from samestep import RanksDiffer
 from samestep.train.draws import Draws
 from samestep.train.group.world import joined
-from samestep.train.step import Pass, Share, spine
+from samestep.train.passes import Pass, Share
+from samestep.train.step import spine
 from samestep.train.subscriber import Subscriber
 from samestep.train.watching import Watching
 

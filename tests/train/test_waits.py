@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import samestep
 from samestep.train.model.batchnorm import lends
-from samestep.train.step import Pass, Share
+from samestep.train.passes import Pass, Share
 
 # On a device each of these waits until all before it is done. On a CPU they can be counted all the same.
 WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "item", "tolist"}

@@ -24,7 +24,8 @@ from samestep.train.draw_sizes import is_over_samples
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import Averaged, leaves_before, name_of, nodes_before, reduction_of, weights_in
-from samestep.train.step import Share, Spine, spine
+from samestep.train.passes import Share
+from samestep.train.step import Spine, spine
 from samestep.train.subscriber import Subscriber
 
 _FIRST_LOSSES = _FIRST_BATCHES = 3

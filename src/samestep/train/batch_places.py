@@ -23,7 +23,7 @@ from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
 from samestep.train.mixing import IN_PLACE, averaged, mixed_by_copy, order_kept
 from samestep.train.nested import memory_of, named_tensors
-from samestep.train.step import Share
+from samestep.train.passes import Share
 from samestep.train.views import dim_after_view, dim_in_view, key_of, layout_of, meta_of
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}

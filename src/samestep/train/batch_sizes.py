@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.train.loss import Averaged
-from samestep.train.step import Share
+from samestep.train.passes import Share
 from samestep.train.views import meta_of
 
 # Primes, because no product of layer sizes equals a prime. _SAMPLES stands for samples, _RAGGED for rows that are not

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from samestep.train.batch_sizes import Place
-from samestep.train.step import Rows, Share
+from samestep.train.passes import Rows, Share
 from samestep.train.views import layout_of
 
 # what is drawn, its dimensions, and the calls from the script's line down to it

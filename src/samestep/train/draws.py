@@ -29,7 +29,8 @@ from samestep.train.group.group import Group, Member
 from samestep.train.mixing import arguments_of
 from samestep.train.nested import memory_of
 from samestep.train.one_by_one import OneByOne
-from samestep.train.step import Rows, Share, Spine
+from samestep.train.passes import Rows, Share
+from samestep.train.step import Spine
 from samestep.train.watching import Watching
 
 _FILLS = (

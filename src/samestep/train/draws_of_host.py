@@ -19,7 +19,7 @@ import torch
 from samestep.train.draw_parts import Part, of_permutation
 from samestep.train.draw_sizes import SIZE_AT, is_written_out
 from samestep.train.one_by_one import OneByOne
-from samestep.train.step import Rows, Share
+from samestep.train.passes import Rows, Share
 
 _SIZES_ALONE = {"rand": "random_sample", "randn": "standard_normal"}
 # these take the same part of the stream for each number, whatever their parameters are

@@ -19,7 +19,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from samestep.text import name_ranks
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.step import Pass, Spine
+from samestep.train.passes import Pass
+from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 _MOST_ELEMENTS = 64

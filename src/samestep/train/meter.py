@@ -18,8 +18,9 @@ from samestep.rundir import step_times_of
 from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
 from samestep.train.group.device import overlaps
 from samestep.train.group.group import Group, Member
+from samestep.train.passes import Pass, Share
 from samestep.train.profile import Profile
-from samestep.train.step import Pass, Share, Spine
+from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 _AT = {name: at for at, name in enumerate((*PARTS, "user"))}

@@ -14,7 +14,7 @@ from samestep.train.batch_sizes import Traced, stands_for_samples
 from samestep.train.draw_sizes import number_in_line
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
-from samestep.train.step import Rows
+from samestep.train.passes import Rows
 
 _MOVES = "moves samples within a batch"
 _COMPARES = "compares the samples of a batch"

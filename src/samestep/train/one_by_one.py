@@ -7,7 +7,7 @@ from types import CodeType
 
 from samestep.train.draw_lines import scripts_frame
 from samestep.train.draw_sizes import is_over_samples
-from samestep.train.step import Share
+from samestep.train.passes import Share
 
 
 class OneByOne:

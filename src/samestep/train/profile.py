@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from samestep.train.group.group import Group, Member
-from samestep.train.step import Share, Spine
+from samestep.train.passes import Share
+from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 

@@ -25,7 +25,8 @@ from samestep.train import sums
 from samestep.train.group.control import users_line
 from samestep.train.group.device import moved, on_host
 from samestep.train.group.world import joined
-from samestep.train.step import cut, spine
+from samestep.train.passes import cut
+from samestep.train.step import spine
 
 Value = TypeVar("Value")
 _Back = Callable[[torch.Tensor], torch.Tensor]

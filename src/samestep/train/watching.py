@@ -23,7 +23,8 @@ from samestep.train.batch_sizes import Place
 from samestep.train.draw_lines import line_of_draw
 from samestep.train.draw_parts import part_at
 from samestep.train.nested import memory_of, named_tensors
-from samestep.train.step import Pass, Share, Spine
+from samestep.train.passes import Pass, Share
+from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 _MOST_TIMES_AGAIN = 3

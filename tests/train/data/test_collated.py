@@ -4,7 +4,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.train.data.collated import Collated
-from samestep.train.step import Ragged, Rows
+from samestep.train.passes import Ragged, Rows
 
 SAMPLES = [torch.arange(2.0), torch.arange(3.0) + 10, torch.arange(7.0) + 20]
 MINE = slice(1, 2)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from samestep.train.data.collated import Collated
 from samestep.train.group.device import moved
 from samestep.train.nested import map_tensors
-from samestep.train.step import Ragged
+from samestep.train.passes import Ragged
 from samestep.train.streams import seed_host, seed_of, streams_kept
 
 _Key = tuple[int, int, int]

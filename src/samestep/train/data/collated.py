@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from samestep.train.nested import named_tensors
-from samestep.train.step import Ragged, Rows
+from samestep.train.passes import Ragged, Rows
 from samestep.train.streams import streams_kept
 
 

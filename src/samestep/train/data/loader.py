@@ -43,7 +43,8 @@ from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
 from samestep.train.optimizers import Optimizers
-from samestep.train.step import Pass, Share, Spine
+from samestep.train.passes import Pass, Share
+from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 Kind = TypeVar("Kind", bound="Loader[Any]")

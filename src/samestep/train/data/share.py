@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
-from samestep.train.step import cut
+from samestep.train.passes import cut
 from samestep.train.streams import seed_of
 
 

@@ -16,7 +16,7 @@ from samestep.train.data.order import Drawn
 from samestep.train.data.share import Piece, as_int
 from samestep.train.data.source import Data, Item, Options
 from samestep.train.group.world import joined
-from samestep.train.step import Pass, Share, cut
+from samestep.train.passes import Pass, Share, cut
 from samestep.train.subscriber import Subscriber
 
 

@@ -22,7 +22,7 @@ from samestep.train.data.batches import Batch, Planned, begin_worker, content
 from samestep.train.data.collated import Collated
 from samestep.train.data.order import Order
 from samestep.train.group.group import Group
-from samestep.train.step import cut
+from samestep.train.passes import cut
 
 # a rank reads at most a few batches ahead of the batch that was handed out last
 _KEPT_DIGESTS = 64

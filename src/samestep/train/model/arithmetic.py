@@ -9,7 +9,8 @@ from samestep.errors import UsageError
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS
 from samestep.train.group.device import check_cublas, name_of_hardware
 from samestep.train.group.group import Group, Member
-from samestep.train.step import Share, Spine
+from samestep.train.passes import Share
+from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 _MEMORY: Any = torch.utils.deterministic  # its one setting is a property, which type checkers do not see

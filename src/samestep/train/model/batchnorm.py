@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.errors import UsageError
 from samestep.train.backward import SumOverRanks
 from samestep.train.group.device import has_synced_kernels
-from samestep.train.step import Share, spine
+from samestep.train.passes import Share
+from samestep.train.step import spine
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 

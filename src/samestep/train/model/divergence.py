@@ -13,7 +13,8 @@ from samestep.errors import RanksDiffer, UsageError
 from samestep.text import name_ranks
 from samestep.train.group.group import Group, Member
 from samestep.train.model.replicas import Replicas, first_unlike, sums_of
-from samestep.train.step import Pass, Share, Spine
+from samestep.train.passes import Pass, Share
+from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 _EARLY = {1, 2, 5, 10, 20, 50, 100}

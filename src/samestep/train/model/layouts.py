@@ -8,7 +8,8 @@ from torch.nn.utils.rnn import PackedSequence
 from samestep.train.draw_parts import Part
 from samestep.train.draws import Draws
 from samestep.train.group.world import joined
-from samestep.train.step import Rows, spine
+from samestep.train.passes import Rows
+from samestep.train.step import spine
 
 
 def note_layouts(model: torch.nn.Module, target: torch.nn.Module) -> None:

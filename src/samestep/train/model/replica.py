@@ -36,7 +36,8 @@ from samestep.train.model.weighing import (
     share_weight,
     weighed_call,
 )
-from samestep.train.step import Share, Spine
+from samestep.train.passes import Share
+from samestep.train.step import Spine
 
 _BUFFER_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # torch 2.11 has only the latter
 _PATCHED = ("forward", "__getstate__")

@@ -16,7 +16,8 @@ from samestep.train.hooks import Hooks
 from samestep.train.model.exchange import HeldHooks, times_of
 from samestep.train.model.replica import Replica
 from samestep.train.model.tree import Tree
-from samestep.train.step import Pass, Share, Spine
+from samestep.train.passes import Pass, Share
+from samestep.train.step import Spine
 from samestep.train.streams import draw_as, seed_of
 from samestep.train.subscriber import Models
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from samestep.train.group.census import added
 from samestep.train.group.device import moved, widest
 from samestep.train.group.group import Group
-from samestep.train.step import Share, cut
+from samestep.train.passes import Share, cut
 
 Vectors = list[torch.Tensor]
 Block = tuple[int, int]  # the sum of 2**level neighbouring microbatches: level, and its number among such

@@ -14,7 +14,8 @@ import torch
 from samestep.errors import UsageError
 from samestep.train.loss import leaves_before
 from samestep.train.nested import map_tensors
-from samestep.train.step import Share, Spine, spine
+from samestep.train.passes import Share
+from samestep.train.step import Spine, spine
 
 _IN = "in"
 _OUT = "out"

@@ -35,7 +35,8 @@ from samestep.train.group.group import Group
 from samestep.train.loss import reduction_of
 from samestep.train.model import replicate
 from samestep.train.model.batchnorm import Synced
-from samestep.train.step import Pass, Share, Spine
+from samestep.train.passes import Pass, Share
+from samestep.train.step import Spine
 from samestep.verify.read import EPSILON, record_path
 from samestep.verify.record import wrap
 from samestep.verify.record.facts import (
