@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samestep import UsageError
-from samestep.train import step as spine
+from samestep.train import passes
 from samestep.train.data import share
 
 CASES = 10_000
@@ -110,7 +110,7 @@ def test_the_order_of_a_seed_stays_what_it_was_in_earlier_releases():
 def test_cuts_are_contiguous_and_even():
     for count in range(40):
         for size in range(1, 12):
-            cuts = [spine.cut(count, size, rank) for rank in range(size)]
+            cuts = [passes.cut(count, size, rank) for rank in range(size)]
             assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts)][:-1]
             assert cuts[-1][1] == count
 
