@@ -168,7 +168,7 @@ def test_a_batch_sampler_without_end_sees_what_the_loop_has_collected(world):
 
 def test_a_sampler_that_follows_each_ranks_losses_is_an_error_at_the_end_of_the_pass(world):
     data = TensorDataset(torch.arange(140_000))
-    samestep.replicate(torch.nn.Linear(1, 1))  # so that it is a pass of training
+    model = samestep.replicate(torch.nn.Linear(1, 1))  # so that it is a pass of training
 
     class Following(InBlocks):
         def __iter__(self):
@@ -179,6 +179,7 @@ def test_a_sampler_that_follows_each_ranks_losses_is_an_error_at_the_end_of_the_
     sampler = Following(140_000)
 
     def follow():
+        assert model.training
         for (rows,) in samestep.loader(data, batch_size=30_000, sampler=sampler, num_workers=0):
             sampler.at = int(rows[0]) + 1
 
