@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 import samestep
 from samestep import RanksDiffer, UsageError
 from samestep.train import streams
+from samestep.train.data import stream
 
 
 class Rows(IterableDataset):
@@ -139,8 +140,11 @@ def test_its_length_is_what_torch_says(world):
     assert list(samestep.loader(Rows(3), 4, drop_last=True)) == []
 
 
+@pytest.mark.parametrize("turns", [2, 1000])
 @pytest.mark.parametrize(("workers", "seed"), [(0, None), (2, None), (0, 7)])
-def test_a_state_goes_on_at_any_batch(world, workers, seed):
+def test_a_state_goes_on_at_any_batch(world, workers, seed, turns, monkeypatch):
+    monkeypatch.setattr(stream, "_MOST_TURNS", turns)
+
     def made():
         return samestep.loader(Shuffled(), 4, num_workers=workers, seed=seed)
 

@@ -26,6 +26,8 @@ from samestep.train.passes import cut
 
 # a rank reads at most a few batches ahead of the batch that was handed out last
 _KEPT_DIGESTS = 64
+# so many streams of up to 5 kB a state may hold, to repeat what was drawn in turns
+_MOST_TURNS = 1000
 
 
 class Stream(Order):
@@ -82,7 +84,7 @@ class Stream(Order):
     def state(self, position: int) -> dict[str, Any]:
         assert self._reading is not None
         parted = self._reading.draws.parted
-        drawn_in = {} if self._seed is not None else {"streams": self._drawn_in, "parted": parted}
+        drawn_in = {} if self._seed is not None else {"streams": self._drawn_in, "parted": list(parted)}
         digest = self._reading.digests.get(position, "")
         return {"order": {"digest": digest, "count": position, "drawn_in": drawn_in}}
 
@@ -157,6 +159,13 @@ class Reading:
     def _read(self) -> Batch | None:
         with self._drawing():
             batch, count, mark = next(self._batches, (None, 0, ""))
+        if len(self.draws.parted) == _MOST_TURNS:
+            self._group.say(
+                f"{self._name} draws from a random stream that the script draws from too: after {_MOST_TURNS} turns it "
+                "goes on in streams of its own, so that a state stays small, and its samples are no longer the serial "
+                "script's; let it draw from a generator of its own",
+                what="turns",
+            )
         if self._alike:
             self._compare(mark)
         self._stop += count
@@ -172,7 +181,7 @@ class _Draws:
 
     By default ranks' streams differ, so a dataset has streams of its own, which go on from rank 0's. One that the
     script has not drawn from since the last batch is the script's too. With `follows` ranks' streams are equal, and all
-    are the script's.
+    are the script's, as long as few enough were drawn from in turns.
     """
 
     def __init__(self, is_scripts: bool, follows: bool, parted: list[Any]) -> None:
@@ -186,6 +195,7 @@ class _Draws:
     def drawing(self, *, again: bool) -> Iterator[None]:
         """Context manager for one batch; with `again` repeat what was drawn for it before a resume."""
         own, follows = streams.of_host(), self._follows and self._is_scripts and not again
+        follows = follows and len(self.parted) < _MOST_TURNS
         parted = [name for name in own if own[name] != self._left_at[name]]
         begun_in = own if follows else self._left_at | dict(self.parted).get(self._count, {})
         streams.set_host(begun_in)
