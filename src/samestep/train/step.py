@@ -130,7 +130,8 @@ class Spine(Member):
         left.is_left = True
         self._left, self._left_at = left, self.batches
         self.call_weights.clear()
-        self.tell(Subscriber.pass_left, left)
+        for subscriber in self._subscribers:  # a generator may come here when Python has taken modules apart
+            subscriber.pass_left(left)
 
     @property
     def at_hand(self) -> Share | None:

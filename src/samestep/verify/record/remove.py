@@ -15,7 +15,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.distributed import DistributedSampler
 
 import samestep
-from samestep.train import step, totals
+from samestep.train import passes, totals
 from samestep.train.data import loader as loaders
 from samestep.train.data import share, steps
 from samestep.train.data.batches import _Seeded
@@ -120,7 +120,7 @@ def _share_nothing() -> None:
     """Give each rank all samples of every batch, and make totals local: every rank is a copy of the serial script."""
     alone = SimpleNamespace(world=SimpleNamespace(size=1))
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
-        *((module, "cut", lambda count, size, rank: (0, count)) for module in (share, steps, step)),
+        *((module, "cut", lambda count, size, rank: (0, count)) for module in (share, steps, passes)),
         *((module, "share_weight", lambda *_, **__: 1.0) for module in (replica, weighing)),
         (totals, "joined", lambda: alone),
         (Replicas, "draw_apart", lambda _: None),
