@@ -155,13 +155,16 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
 
 def row_of(system: str, found: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The medians of a system's runs; ratios of whole runs are formed within each round."""
+    rounds = list(zip(found, base, strict=False))
+    # a torchrun that was aborted took another time
+    rounds = [both for both in rounds if not both[1]["code"]] or rounds
     names = ("start_s", "step_s", "seconds", "cpu_s", "accuracy", "truth")
     middle = {name: round(median(one[name] for one in found if name in one), 4) for name in names}
     command = (COMMANDS | TWO_NODES)[system]
     return {
         "system": system, **middle, "runs": len(found), "failed_exits": sum(one["code"] != 0 for one in found),
         "lines": changed(PEERS / "serial.py", PEERS / command[-1]),
-        **spread(mine["seconds"] / theirs["seconds"] for mine, theirs in zip(found, base, strict=False)),
+        **spread(mine["seconds"] / theirs["seconds"] for mine, theirs in rounds),
     }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def block(model: nn.Module, train: Any, optimizer: Any) -> float:
 
 def measure(rounds: int) -> Rows:
     import samestep
-    from samestep.train.draws import Draws
+    from samestep.train.draws.draws import Draws
     from samestep.train.group.world import joined
 
     world = samestep.init()

@@ -19,6 +19,7 @@ EVERYWHERE = [
 
 PURE = {"errors", "text", "files", "rundir", "failure", "steptimes", "hang", "tracebacks"}
 BELOW_TRAIN = PURE | {"placement", "rendezvous", "state"}
+SPINE = BELOW_TRAIN | {"train.group", "train.script", "train"}
 OUTSIDE = PURE | {"placement", "rendezvous", "start"}
 MAY_IMPORT = {
     "errors": set(),
@@ -33,16 +34,19 @@ MAY_IMPORT = {
     "placement": PURE,
     "rendezvous": PURE | {"placement"},
     "train.group": BELOW_TRAIN,
-    "train": BELOW_TRAIN | {"train.group"},
-    "train.data": BELOW_TRAIN | {"train.group", "train"},
-    "train.model": BELOW_TRAIN | {"train.group", "train"},
-    "train.checkpoint": BELOW_TRAIN | {"train.group", "train", "train.data", "train.model"},
+    "train.script": PURE,
+    "train": SPINE - {"train"},
+    "train.batch": SPINE,
+    "train.draws": SPINE | {"train.batch"},
+    "train.data": SPINE | {"train.draws"},
+    "train.model": SPINE | {"train.batch", "train.draws"},
+    "train.checkpoint": SPINE | {"train.data", "train.draws", "train.model"},
     "start": OUTSIDE,
     "compare": PURE | {"state"},
     "convert": PURE | {"start"},
     "measure": OUTSIDE | {"compare", "state"},
     "verify": OUTSIDE | {"measure"},
-    "verify.record": BELOW_TRAIN | {"verify", "train.group", "train", "train.data", "train.model"},
+    "verify.record": SPINE | {"verify", "train.data", "train.draws", "train.model"},
     "cli": OUTSIDE | {"compare", "convert", "measure", "verify", "state", "data", "train.checkpoint"},
     "data": set(),
 }

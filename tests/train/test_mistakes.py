@@ -17,7 +17,7 @@ import samestep
 from samestep import RanksDiffer, UsageError
 from samestep.train.backward import Backward
 from samestep.train.data.loader import _Begun
-from samestep.train.draws import Draws
+from samestep.train.draws.draws import Draws
 from samestep.train.group.world import joined
 from samestep.train.step import Spine
 

@@ -12,12 +12,12 @@ from torch.utils.data import TensorDataset
 
 import samestep
 from samestep import RanksDiffer
-from samestep.train.draws import Draws
+from samestep.train.batch.watching import Watching
+from samestep.train.draws.draws import Draws
 from samestep.train.group.world import joined
 from samestep.train.passes import Pass, Share
 from samestep.train.step import spine
 from samestep.train.subscriber import Subscriber
-from samestep.train.watching import Watching
 
 ROWS = torch.rand(64, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SMALL = torch.rand(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.train.digest import bit_sums
-from samestep.train.draw_lines import scripts_frame
-from samestep.train.draw_sizes import is_over_samples
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.loss import Averaged, leaves_before, name_of, nodes_before, reduction_of, weights_in
 from samestep.train.passes import Share
+from samestep.train.script.lines import scripts_frame
+from samestep.train.script.sizes import is_over_samples
 from samestep.train.step import Spine, spine
 from samestep.train.subscriber import Subscriber
 
@@ -71,7 +71,7 @@ class Backward(Member):
         group.watch(self._mark_of_terms, self._unlike_terms)
         # constants in the loss: how many the first loss has, its digest, and that of the latest loss with as many
         self._num_weights, self._weight_digests = -1, bytes(8)
-        # whether batch_places.py followed a loss; not after a restart: the first start has printed the remarks
+        # whether batch/places.py followed a loss; not after a restart: the first start has printed the remarks
         self._is_followed = group.restarts > 0
         group.watch(lambda: self._weight_digests, self._unlike_weights)
         self._original: Callable[..., Any] = _AUTOGRAD._engine_run_backward

@@ -38,7 +38,7 @@ from samestep.train.checkpoint.parts import (
 from samestep.train.checkpoint.stopping import CommonStep, StopRequests
 from samestep.train.checkpoint.writer import Writer, holder, of_element, origin
 from samestep.train.data.loader import Loader
-from samestep.train.draws import Draws
+from samestep.train.draws.draws import Draws
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined

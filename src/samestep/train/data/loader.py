@@ -36,7 +36,7 @@ from samestep.train.data.source import (
     taken_over,
 )
 from samestep.train.data.stream import Reading, Stream
-from samestep.train.draws import Draws
+from samestep.train.draws.draws import Draws
 from samestep.train.forgotten import Evaluations
 from samestep.train.group.device import SideStreams, moved
 from samestep.train.group.group import Group, Member

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from samestep.train.draw_parts import Part
-from samestep.train.draws import Draws
+from samestep.train.batch.parts import Part
+from samestep.train.draws.draws import Draws
 from samestep.train.group.world import joined
 from samestep.train.passes import Rows
 from samestep.train.step import spine

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
 from samestep.train.backward import is_functional
-from samestep.train.draws import Draws
+from samestep.train.draws.draws import Draws
 from samestep.train.group.group import Group
 from samestep.train.model.alike import check_alike
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers

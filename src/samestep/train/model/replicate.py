@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from samestep.errors import UsageError
-from samestep.train.draws import Draws
+from samestep.train.draws.draws import Draws
 from samestep.train.group.world import joined
 from samestep.train.model.alike import check_alike
 from samestep.train.model.arithmetic import FixedArithmetic

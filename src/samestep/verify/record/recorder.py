@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 import samestep
 from samestep.train import totals
 from samestep.train.backward import is_functional
-from samestep.train.draws import Draws
+from samestep.train.draws.draws import Draws
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group
 from samestep.train.loss import reduction_of

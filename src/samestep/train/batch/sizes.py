@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samestep.train.batch.views import meta_of
 from samestep.train.loss import Averaged
 from samestep.train.passes import Share
-from samestep.train.views import meta_of
 
 # Primes, because no product of layer sizes equals a prime. _SAMPLES stands for samples, _RAGGED for rows that are not
 # samples (nodes of graphs), _MERGED for samples merged with a dimension before them: a view of (length * batch, …).

@@ -18,12 +18,12 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from samestep.train.backward import is_functional
-from samestep.train.batch_places import BatchPlaces
-from samestep.train.batch_sizes import Place
-from samestep.train.draw_lines import line_of_draw
-from samestep.train.draw_parts import part_at
+from samestep.train.batch.parts import part_at
+from samestep.train.batch.places import BatchPlaces
+from samestep.train.batch.sizes import Place
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.passes import Pass, Share
+from samestep.train.script.lines import line_of_draw
 from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 from types import CodeType
 
-from samestep.train.draw_lines import scripts_frame
-from samestep.train.draw_sizes import is_over_samples
 from samestep.train.passes import Share
+from samestep.train.script.lines import scripts_frame
+from samestep.train.script.sizes import is_over_samples
 
 
 class OneByOne:

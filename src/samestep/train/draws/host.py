@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.train.draw_parts import Part, of_permutation
-from samestep.train.draw_sizes import SIZE_AT, is_written_out
-from samestep.train.one_by_one import OneByOne
+from samestep.train.batch.parts import Part, of_permutation
+from samestep.train.draws.one_by_one import OneByOne
 from samestep.train.passes import Rows, Share
+from samestep.train.script.sizes import SIZE_AT, is_written_out
 
 _SIZES_ALONE = {"rand": "random_sample", "randn": "standard_normal"}
 # these take the same part of the stream for each number, whatever their parameters are

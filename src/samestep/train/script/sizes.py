@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.train.draw_lines import call_in, scripts_frame, value_of
+from samestep.train.script.lines import call_in, scripts_frame, value_of
 
 _SAMPLED = {"sample", "rsample"}
 _SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"}

@@ -4,7 +4,7 @@ All ranks keep the same random streams. Example: of a batch of 8 samples rank 0 
 of shape (4, 100). The replaced kernel draws (8, 100), as the serial script does, and uses rows 0 to 3. Rank 1 draws the
 same (8, 100) and uses rows 4 to 7. A draw that does not have the batch, such as a new weight, stays as it is.
 
-Covered: torch's kernels, and NumPy's and Python's functions (draws_of_host.py). The same code was not tried on CUDA.
+Covered: torch's kernels, and NumPy's and Python's functions (host.py). The same code was not tried on CUDA.
 Not covered, with a remark where it happens: draws whose number of values depends on their input (gamma, Poisson, …), a
 permutation of the share's length, fused attention with dropout, compiled graphs.
 """
@@ -19,19 +19,20 @@ import torch
 
 from samestep.text import name_ranks
 from samestep.train import streams
-from samestep.train.batch_sizes import Place
-from samestep.train.draw_lines import line_of_draw, named_in_call
-from samestep.train.draw_parts import FOR_ALL, Line, Memory, Part, Places, Skipping, of_permutation
-from samestep.train.draw_sizes import fixed_sizes, is_written_out, measured
-from samestep.train.draws_of_host import DrawsOfHost
+from samestep.train.batch.mixing import arguments_of
+from samestep.train.batch.parts import FOR_ALL, Line, Memory, Part, Places, of_permutation
+from samestep.train.batch.sizes import Place
+from samestep.train.batch.watching import Watching
+from samestep.train.draws.host import DrawsOfHost
+from samestep.train.draws.one_by_one import OneByOne
+from samestep.train.draws.skipping import Skipping
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.mixing import arguments_of
 from samestep.train.nested import memory_of
-from samestep.train.one_by_one import OneByOne
 from samestep.train.passes import Rows, Share
+from samestep.train.script.lines import line_of_draw, named_in_call
+from samestep.train.script.sizes import fixed_sizes, is_written_out, measured
 from samestep.train.step import Spine
-from samestep.train.watching import Watching
 
 _FILLS = (
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 _LAYERS = str(Path(torch.nn.__file__).parent)
 _NOT_THE_MODELS = (
     *(str(path) for path in Path(torch.__file__).parent.iterdir() if path.name != "nn"),
-    *(str(Path(__file__).parents[1]), contextlib.__file__),
+    *(str(Path(__file__).parents[2]), contextlib.__file__),
 )
 _NOT_THE_SCRIPTS = (_LAYERS, *_NOT_THE_MODELS)
 _CHECKPOINT = torch.utils.checkpoint.__file__

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from samestep.train.batch_sizes import Traced, stands_for_samples
-from samestep.train.draw_sizes import number_in_line
+from samestep.train.batch.sizes import Traced, stands_for_samples
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
 from samestep.train.passes import Rows
+from samestep.train.script.sizes import number_in_line
 
 _MOVES = "moves samples within a batch"
 _COMPARES = "compares the samples of a batch"

@@ -1,6 +1,6 @@
 """Finds which dimension of a tensor is the batch, by running every operation a second time at another batch size.
 
-Every tensor gets a probe (see batch_sizes.py): a meta tensor that goes through the same operations. A dimension whose
+Every tensor gets a probe (see batch/sizes.py): a meta tensor that goes through the same operations. A dimension whose
 size differs between tensor and probe is the batch. Example: this rank has 8 samples, and a model computes dropout(h)
 with 8 hidden units. `h` has shape (8, 8) and its probe (7919, 8), so the mask is drawn for the whole batch along
 dimension 0. The probe also shows the memory layout that a share of one sample does not show.
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.train.batch_sizes import BatchSizes, Place, Traced
-from samestep.train.draw_sizes import distribution_drawn, fixed_sizes, measured
+from samestep.train.batch.mixing import IN_PLACE, averaged, mixed_by_copy, order_kept
+from samestep.train.batch.sizes import BatchSizes, Place, Traced
+from samestep.train.batch.views import dim_after_view, dim_in_view, key_of, layout_of, meta_of
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
-from samestep.train.mixing import IN_PLACE, averaged, mixed_by_copy, order_kept
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.passes import Share
-from samestep.train.views import dim_after_view, dim_in_view, key_of, layout_of, meta_of
+from samestep.train.script.sizes import distribution_drawn, fixed_sizes, measured
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _GROWN = {"expand", "repeat"}

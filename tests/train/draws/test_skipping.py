@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from samestep.train.draw_parts import Part, Skipping
+from samestep.train.batch.parts import Part
+from samestep.train.draws.skipping import Skipping
 from samestep.train.passes import Rows
 
 FILLS = {"bernoulli_.float": (0.3,), "uniform_": (-1.0, 1.0), "exponential_": (), "normal_": ()}
@@ -26,12 +27,3 @@ def test_skipping_draws_the_rows_of_the_whole_draw_or_nothing(name, dtype, rows)
         assert torch.equal(torch.get_rng_state(), before)
     # its numbers are made in pairs, and others where there are fewer than 16
     assert name != "normal_" or torch.equal(torch.get_rng_state(), before)
-
-
-def test_only_rows_in_one_piece_are_drawn_alone():
-    rows = Rows(2, 1, 7)
-    assert Part(0, rows).beside(torch.empty(2, 5)) == (5, 20)
-    assert Part(1, rows).beside(torch.empty(5, 2)) is None
-    assert Part(0, rows).beside(torch.empty(5, 2).t()) is None
-    assert Part(0, rows).beside(torch.empty(4, 5)) is None  # two batches after each other
-    assert Part(0, rows, chosen=torch.tensor([1, 3])).beside(torch.empty(2, 5)) is None

@@ -1,0 +1,1 @@
+"""Random draws: every rank gets its part of what the serial script draws."""
