@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,17 @@ _TURNS = "01234567"
 _FIRST = "0-0"
 
 
-def connect_ranks(here: Placement, limit_s: float, *, is_port_used: bool = False, **about: Any) -> Tree:
-    """Collective. Connect this process with all ranks of its run; `about` are further fields of Member.
+def connect_ranks(
+    here: Placement, limit_s: float, facts: Mapping[str, Any] | None = None, *, is_port_used: bool = False
+) -> Tree:
+    """Collective. Connect this process with all ranks of its run, which compare some of their facts, as versions.
 
     If torch already listens at MASTER_PORT, rank 0 takes another port, which all ranks derive from it.
     """
     key, run = key_of_run(os.environ, here.launcher), here.run or ""
     folders = [private_folder(key, run, str(here.master_port), turn) for turn in _TURNS]
     expected = hosts_of_ranks(os.environ, here.size)
-    me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, **about)
+    me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, facts=facts or {})
     me = replace(me, **_on_machine(here, folders))
     is_local = is_one_machine(here)
     if not (is_local or (here.master_addr and here.master_port)):

@@ -143,14 +143,24 @@ class _Run:
             # in a Slurm step all launchers share one terminal, so only node 0 reports
             say = self._terminal.say if launchers.node == 0 else str
             is_again = self._restarts.past.generation > 0
-            about_hangs = (script.hang_timeout_s, launchers.share, is_again)
-            watch = stack.enter_context(closing(Watch(run, total, say, *about_hangs)))
+            watch = stack.enter_context(
+                closing(Watch(run, total, say, script.hang_timeout_s, launchers.share, is_again=is_again))
+            )
             if stop_signal is not None:
                 watch.ask_to_stop(stop_signal)  # this start commits the state in memory, and ends
-            # a restart continues from a commit, so work that the ranks still do is lost anyway
-            grace_s = 0.0 if script.max_restarts else GRACE_S
-            about = (script.patience_s, self._signals, elsewhere, watch, self._warm, grace_s, stop_signal)
-            group = WorkerGroup(specs, self._guardian, self._terminal, *about)
+            group = WorkerGroup(
+                specs,
+                self._guardian,
+                self._terminal,
+                script.patience_s,
+                signals=self._signals,
+                is_over_elsewhere=elsewhere,
+                watch=watch,
+                warm=self._warm,
+                # a restart continues from a commit, so work that the ranks still do is lost anyway
+                grace_s=0.0 if script.max_restarts else GRACE_S,
+                stop_signal=stop_signal,
+            )
             outcome = group.watch()
         seconds = time.monotonic() - self._began_monotonic
         text = ending(script.name, run, outcome, group.workers, script.shown, seconds, kills, total)

@@ -50,6 +50,7 @@ class WorkerGroup:
         guardian: Guardian,
         terminal: Terminal | None = None,
         patience_s: float | None = None,
+        *,
         signals: int | None = None,
         is_over_elsewhere: Callable[[], bool] | None = None,
         watch: Watch | None = None,

@@ -42,6 +42,7 @@ class Watch:
         say: Callable[[str], object],
         limit_s: float | None = None,
         share: Callable[[Sequence[RankState]], list[RankState]] = lambda _: [],
+        *,
         is_again: bool = False,
     ) -> None:
         """`limit_s` ends a hung run, by default init's timeout; `share` exchanges states with other nodes."""

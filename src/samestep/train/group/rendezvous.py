@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -29,10 +30,10 @@ class Found(NamedTuple):
     interface: dict[str, str]
 
 
-def find(here: Placement, timeout: timedelta, **about: Any) -> Found:
-    """Collective. Connect to all ranks, and find out where this process is; `about` are further fields of Member."""
+def find(here: Placement, timeout: timedelta, facts: Mapping[str, Any]) -> Found:
+    """Collective. Connect to all ranks, and find out where this process is."""
     is_port_used = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    tree = connect_ranks(here, timeout.total_seconds(), is_port_used=is_port_used, **about)
+    tree = connect_ranks(here, timeout.total_seconds(), facts, is_port_used=is_port_used)
     address = tree.position.address if tree.position.nodes > 1 else LOOP
     interface = _interface(address)
     here = placed(here, tree.position)

@@ -155,7 +155,7 @@ def _open(backend: str | None, timeout: timedelta) -> None:
     interface: Mapping[str, str] = {}
     pulse = open_pulse(here.rank, timeout)
     if here.size > 1:
-        here, tree, interface = rendezvous.find(here, timeout, facts=_facts())
+        here, tree, interface = rendezvous.find(here, timeout, _facts())
     os.environ.update(own_instance(os.environ, here.local_rank))
     device = take_device(here)
     os.environ.setdefault(CUBLAS, FIXED_CUBLAS[0])
