@@ -29,6 +29,13 @@ def remedies(error):
     return " ".join(error.__notes__)
 
 
+def test_shuffle_may_come_third_as_for_a_dataloader(world):
+    torch.manual_seed(4)
+    wanted = [batch[1].tolist() for batch in samestep.loader(DATA, 6, shuffle=True)]
+    torch.manual_seed(4)
+    assert [batch[1].tolist() for batch in samestep.loader(DATA, 6, True)] == wanted
+
+
 @pytest.mark.parametrize(
     "options",
     [

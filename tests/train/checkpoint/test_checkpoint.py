@@ -151,6 +151,8 @@ WRONG = {
     "every=3": "Checkpoint got no parts to keep; pass model=model, optimizer=optimizer, train=train",
     "samestep=model": "Checkpoint keeps its own state as samestep; give your part another name",
     "model=model, lr=0.1": "Checkpoint cannot keep lr, a float without state_dict and load_state_dict",
+    "meter=type('Meter', (), {})()": "Checkpoint cannot keep meter, a Meter without state_dict and "
+    "load_state_dict; give what has both, or a dict of values of your own, such as vars(meter)",
 }
 
 
@@ -179,12 +181,13 @@ def test_a_part_whose_state_is_not_plain_is_refused_by_its_place(run, tmp_path):
 
 def test_schedulers_scalers_and_own_objects_come_back_as_they_were(run, tmp_path):
     source = f"""
+        import types
         from torch.optim import lr_scheduler as lr
         class Mine:
             best = 0.0
             def state_dict(self): return {{"best": self.best, "seen": [1, (2, "x")]}}
             def load_state_dict(self, state): self.best = state["best"]
-        mine = Mine()
+        mine, meter = Mine(), types.SimpleNamespace(sum=0.0, count=0)
         parts = dict(
             step=lr.StepLR(optimizer, 2),
             cycle=lr.OneCycleLR(optimizer, 0.1, total_steps=50),
@@ -192,7 +195,7 @@ def test_schedulers_scalers_and_own_objects_come_back_as_they_were(run, tmp_path
             warm=lr.CosineAnnealingWarmRestarts(optimizer, 5),
             chain=lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.MultiStepLR(optimizer, [2, 4])], [3]),
             scaler=torch.amp.GradScaler("cpu"),
-            mine=mine, model=model, optimizer=optimizer, train=train,
+            mine=mine, meter=vars(meter), model=model, optimizer=optimizer, train=train,
         )
         run = samestep.Checkpoint({str(tmp_path / "commits")!r}, **parts)
         if run.resume() == 0:
@@ -204,9 +207,10 @@ def test_schedulers_scalers_and_own_objects_come_back_as_they_were(run, tmp_path
                     parts[name].step()
                 parts["plateau"].step(1.0)
                 mine.best = 0.1 + 0.2
+                meter.sum, meter.count = meter.sum + 0.25, meter.count + 1
                 run.step()
             run.commit(wait=True)
-        print({{name: part.state_dict() for name, part in parts.items()}})
+        print(meter, {{name: part.state_dict() for name, part in parts.items() if name != "meter"}})
     """
     codes, said = run(source)
     assert codes == [0], said[0]

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from dataclasses import FrozenInstanceError
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -28,6 +29,8 @@ START = """
 
 def test_init_says_who_this_is_and_says_it_again(world):
     assert samestep.init() is world is samestep.init(backend="gloo")
+    with pytest.raises(UsageError, match=r"timeout=.*seconds=5.*in a group with .*before them"):
+        samestep.init(timeout=timedelta(seconds=5))
     assert list(vars(world)) == FACTS
     assert (world.size, world.local_size, world.node, world.nodes) == (world.local_size, world.size, 0, 1)
     assert world.rank == world.local_rank

@@ -122,9 +122,10 @@ def checked_parts(
         is_own = type(part) is dict and not part.keys() & _OF_STATE_DICTS
         checked[name] = Values(name, part, group) if is_own else part
         if not hasattr(checked[name], "state_dict") or not hasattr(checked[name], "load_state_dict"):
+            its_values = f", such as vars({name})" if hasattr(part, "__dict__") else ""
             raise UsageError(
                 f"Checkpoint cannot keep {name}, a {type(part).__name__} without state_dict and load_state_dict; "
-                "give what has both, or a dict of values of your own"
+                f"give what has both, or a dict of values of your own{its_values}"
             )
     return checked
 

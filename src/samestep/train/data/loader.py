@@ -54,8 +54,8 @@ _DRAWN_ALIKE = "seed what draws them alike on every rank, and draw them before r
 def loader(
     dataset: "Data[Item] | DataLoader[Item]",
     batch_size: int | None = None,
-    *,
     shuffle: bool = False,
+    *,
     drop_last: bool = False,
     seed: int | None = None,
     **options: Unpack[Options],

@@ -33,6 +33,7 @@ from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output, share_run
 
 _GLOO_FILES = 2
+_TIMEOUT = timedelta(minutes=10)
 _DRAWN_SEED = 1 << 48  # torch draws seeds of 64 bits; people write smaller seeds
 
 _group: Group | None = None
@@ -67,15 +68,15 @@ class World:
 def init(
     *,
     backend: str | None = None,
-    timeout: timedelta = timedelta(minutes=10),
+    timeout: timedelta = _TIMEOUT,
     rank: int | None = None,
     size: int | None = None,
     rendezvous: str = "env://",
 ) -> World:
     """Collective. Join the group of all ranks that the launcher started; under plain `python` a group of one.
 
-    Call it first, before the model is made. A second call returns the same World. The process leaves the group by
-    itself when it ends.
+    Call it first, before the model is made. A second call returns the same World, and takes no other settings. The
+    process leaves the group by itself when it ends.
 
     backend: of torch.distributed, such as "gloo" or "nccl"; by default the one for this process's device.
     timeout: how long a rank waits for the others before it raises RankMissing; default 10 minutes.
@@ -102,6 +103,11 @@ def init(
                 else f"timeout={timeout!r} is not a timedelta; write timedelta(minutes=10)"
             )
         _open(backend, timeout)
+    elif timeout not in (_TIMEOUT, _group.timeout):
+        raise UsageError(
+            f"init got timeout={timeout!r}, and this process is in a group with {_group.timeout!r} already: an earlier "
+            "init, loader or replicate has joined it; call init with the timeout before them"
+        )
     return joined().world  # type: ignore[no-any-return]
 
 
