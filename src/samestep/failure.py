@@ -49,7 +49,8 @@ class Frame(NamedTuple):
 class Failure(NamedTuple):
     """A record: the last lines of the exception, of its group and of its cause, the user's frames, the exit code.
 
-    `ranks` are those that differ from the others, if the exception names them.
+    `ranks` are those that differ from the others, if the exception names them; `handled` is the exception that the
+    script was handling when this one was raised.
     """
 
     exception: str
@@ -58,6 +59,7 @@ class Failure(NamedTuple):
     frames: tuple[Frame, ...]
     code: int
     ranks: tuple[int, ...] = ()
+    handled: str = ""
 
 
 _TOO_MANY = (
@@ -176,7 +178,7 @@ def failure_of(error: BaseException, code: int) -> Failure:
     frames = tuple(_frames(first) or _frames(error))
     ranks = tuple(getattr(first, "ranks", ()))
     said = "" if isinstance(first, SystemExit) else _text(first)
-    return Failure(said, group, _text(cause) if cause else "", frames, code, ranks)
+    return Failure(said, group, _text(cause) if cause else "", frames, code, ranks, _handled(first))
 
 
 def read_failure(path: Path, pid: int) -> Failure | None:
@@ -186,10 +188,22 @@ def read_failure(path: Path, pid: int) -> Failure | None:
         return None
     try:
         frames = tuple(Frame(*frame) for frame in record["frames"])
-        exception, group, cause = (str(record[name]) for name in ("exception", "group", "cause"))
-        return Failure(exception, group, cause, frames, int(record["code"]), tuple(record.get("ranks", ())))
+        exception, group, cause, handled = (
+            str(record[name]) for name in ("exception", "group", "cause", "handled")
+        )
+        return Failure(
+            exception, group, cause, frames, int(record["code"]), tuple(record.get("ranks", ())), handled
+        )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _handled(error: BaseException) -> str:
+    """The script's exception during whose handling, as in `finally`, this one was raised, with its line."""
+    before = error.__context__
+    while before is not None and not (frames := [step for step in _steps(before) if is_users(step.file)]):
+        before = before.__context__
+    return "" if before is None else f"{_text(before).splitlines()[0]} ({frames[-1].place})"
 
 
 def _text(error: BaseException) -> str:

@@ -37,6 +37,7 @@ class RankState(NamedTuple):
     line: str = ""  # where in the script, as "train.py:28"
     does: str = ""  # what was observed from outside, as "is stopped (SIGSTOP)"
     is_gone: bool = False  # whether it has ended or failed, and so cannot reach another wait
+    raised: str = ""  # the exception that the script handles meanwhile, as "ValueError: why (train.py:20)"
 
     @property
     def waits_now(self) -> bool:
@@ -51,6 +52,10 @@ class RankState(NamedTuple):
 
     @property
     def doing(self) -> str:
+        return self._doing + (f" after {self.raised}" if self.raised and self.phase != "end" else "")
+
+    @property
+    def _doing(self) -> str:
         if self.waits_now:
             return f"is in {self.wait}"
         if self.phase == "end" and self.call:
@@ -124,7 +129,8 @@ class Hang(NamedTuple):
             ranks = name_ranks(state.rank for state in group)
             parts.append(f"{ranks} {have} waited {seconds} in {wait}")
         conflict = "; these are different calls, so no rank can go on" if self.is_deadlock else ""
-        if conflict and any(state.phase == "exchange" for state in (*self.waiting, *self.missing)):
+        in_exchange = any(state.phase == "exchange" for state in (*self.waiting, *self.missing))
+        if conflict and in_exchange and not any(state.raised for state in self.missing):
             conflict += " (does each rank call backward() as often?)"
         return f"{' and '.join(parts)} for {self._for_whom()}{conflict}"
 
@@ -163,17 +169,23 @@ def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | 
 
 
 def _at_another_call(states: Sequence[RankState]) -> list[RankState]:
-    """The smallest group of ranks in the same call; of equal groups, a group in a call, not in the exchange."""
+    """The smallest group of ranks in the same call; of equal groups, one after an exception, or not in the exchange."""
     where: dict[str, list[RankState]] = {}
     for state in states:
         where.setdefault(state.call if state.phase == "call" else "", []).append(state)
-    fewest, *others = sorted(where.values(), key=lambda group: (len(group), group[0].phase != "call"))
+
+    def likeliest(group: Sequence[RankState]) -> tuple[int, bool, bool]:
+        return len(group), not any(state.raised for state in group), group[0].phase != "call"
+
+    fewest, *others = sorted(where.values(), key=likeliest)
     return fewest if others else []
 
 
 def state_of(rank: int, pulse: PulseReading, seconds: float, host: str = "") -> RankState:
     """The state that a rank's pulse describes; its phase began this many seconds ago."""
-    return RankState(rank, pulse.step, pulse.phase, pulse.call, pulse.waits, seconds, host)
+    return RankState(
+        rank, pulse.step, pulse.phase, pulse.call, pulse.waits, seconds, host, raised=pulse.raised
+    )
 
 
 def _of_step(step: int, word: str = "of") -> str:

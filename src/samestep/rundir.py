@@ -35,12 +35,14 @@ WAITS = ("exchange", "call")
 COMPUTE = ("forward", "backward", "optimizer", "user", "evaluation")
 PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 
-# A pulse file holds _MAGIC, _OPENED, a checksum of _BEAT, and _BEAT; the checksum reveals a half-written beat.
-_MAGIC = b"pulse\0\0\5"
+# A pulse file holds _MAGIC, _OPENED, _RAISED, a checksum of _BEAT, and _BEAT; the checksum reveals a half-written beat.
+_MAGIC = b"pulse\0\0\6"
 _OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
+_RAISED = struct.Struct("<160s")  # the exception that its script handles now, written by another thread
 _BEAT = struct.Struct("<qidd16sdQ160s")  # step, epoch, Unix and monotonic time, phase, its begin, waits, call
 _CHECKSUM = struct.Struct("<I")
-_AT_CHECKSUM = len(_MAGIC) + _OPENED.size
+_AT_RAISED = len(_MAGIC) + _OPENED.size
+_AT_CHECKSUM = _AT_RAISED + _RAISED.size
 _AT_BEAT = _AT_CHECKSUM + _CHECKSUM.size
 _PULSE_BYTES = _AT_BEAT + _BEAT.size
 
@@ -59,6 +61,7 @@ class PulseReading(NamedTuple):
     waits: int = 0  # how many waits for other ranks it has begun, with the present wait
     pid: int = 0
     patience_s: float = 0.0
+    raised: str = ""
 
 
 class Pulse:
@@ -87,6 +90,10 @@ class Pulse:
         self._phase = phase.encode(), now, self._waits, call.encode(errors="replace")
         self._write(now)
 
+    def note_raised(self, raised: str) -> None:
+        """Write the exception that this process handles now, such as in `finally`; "" if it handles none."""
+        _RAISED.pack_into(self._memory, _AT_RAISED, raised.encode(errors="replace"))
+
     def _write(self, now: float) -> None:
         beat = _BEAT.pack(self._step, self._epoch, time.time(), now, *self._phase)
         self._memory[_AT_CHECKSUM:] = _CHECKSUM.pack(crc32(beat)) + beat
@@ -113,9 +120,10 @@ def pulse_in(file: int) -> PulseReading | None:
         return None
     device, pid, patience_s = _OPENED.unpack_from(data, len(_MAGIC))
     step, epoch, unix, monotonic, phase, phase_began, waits, call = _BEAT.unpack_from(data, _AT_BEAT)
-    device, phase, call = (text.rstrip(b"\0").decode(errors="ignore") for text in (device, phase, call))
+    texts = (device, phase, call, *_RAISED.unpack_from(data, _AT_RAISED))
+    device, phase, call, raised = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
     beat = (step, epoch, device, unix, monotonic)
-    return PulseReading(*beat, phase, call, phase_began, waits, pid, patience_s)
+    return PulseReading(*beat, phase, call, phase_began, waits, pid, patience_s, raised)
 
 
 def log_path(run: Path, rank: int) -> Path:

@@ -95,6 +95,10 @@ def recorded_traceback(failure: Failure) -> Traceback:
     if failure.group:
         exception += (f"in {printable(failure.group.splitlines()[0], _MOST_COLUMNS)}",)
     traceback = Traceback(failure.frames[-1] if failure.frames else None, exception)
+    if failure.handled and (traceback.is_echo or "RanksDiffer" in exception[0]):
+        traceback = traceback._replace(
+            exception=(*exception, f"while it handled {_printed(failure.handled)}")
+        )
     if _OF_POOL in failure.cause and (remote := read_traceback(failure.cause)):
         traceback = traceback._replace(frame=remote.frame)
     return _with_loaders_cause(traceback, _shortened(failure.cause.splitlines()))

@@ -277,11 +277,11 @@ class WorkerGroup:
             cause = min([cause, *(worker for worker in hung if worker.was_stopped)], key=_blame)
         # all ranks raise that they differ; prefer a rank that the exception names over the first that raised
         told_by, ranks = cause, cause.blamed
-        cause = next((worker for worker in self.workers if worker.status and worker.rank in ranks), cause)
+        named = [worker for worker in self.workers if worker.status and worker.rank in ranks]
+        cause = min(named, key=_blame, default=cause)
         status = 1 if cause.was_stopped else cause.status or 0
-        traceback = (
-            cause.traceback() or told_by.traceback() if status > 0 or status in _WITH_TRACEBACK else None
-        )
+        told = (None if cause.is_echo else cause.traceback()) or told_by.traceback()
+        traceback = told if status > 0 or status in _WITH_TRACEBACK else None
         was_asked = self._stop_signal is not None and not _is_own_fault(status, traceback)
         if was_asked or status == CHECKPOINTED or self._stop_signal == signal.SIGINT:
             return Outcome(
@@ -290,9 +290,10 @@ class WorkerGroup:
         return Outcome(status, cause, traceback, self._stop_signal)
 
 
-def _blame(worker: Worker) -> tuple[bool, float]:
+def _blame(worker: Worker) -> tuple[bool, bool, float]:
     """Sort key; the smallest is the cause: an own failure comes before a report of another's, then the earliest."""
-    return worker.is_echo, worker.failed_at
+    failure = worker.failure
+    return worker.is_echo, not (failure and failure.ranks and failure.handled), worker.failed_at
 
 
 def _is_own_fault(status: int, traceback: Traceback | None) -> bool:

@@ -90,8 +90,9 @@ def _at_different_calls(places: Mapping[int, str]) -> RanksDiffer:
         ranks_at.setdefault(place, []).append(rank)
     groups = sorted(ranks_at.items(), key=lambda item: len(item[1]))
     parts = [f"{name_ranks(ranks)} at {place}" for place, ranks in groups]
+    fewest = len(groups[0][1])
     return RanksDiffer(
         f"ranks are at different calls: {', '.join(parts)}; "
         "every rank has to make the same calls in the same order",
-        ranks=groups[0][1],
+        ranks=[rank for _, ranks in groups if len(ranks) == fewest for rank in ranks],
     )

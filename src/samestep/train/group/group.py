@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -29,7 +30,7 @@ from samestep.train.group.census import Item, added, by_rank, item_of, merged, o
 from samestep.train.group.control import LEFT, Join, exchange, left_at, place_of, script_frame, users_line
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output
-from samestep.train.group.watch import MutualWatch
+from samestep.train.group.watch import MutualWatch, note_raised
 
 T = TypeVar("T", bound="Member")
 _LEAVE = timedelta(seconds=1)
@@ -87,6 +88,9 @@ class Group:
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._note_failure
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
+        self._closed = threading.Event()
+        if tree and pulse and self._watch is None:
+            threading.Thread(target=note_raised, args=(pulse, self._closed), daemon=True).start()
 
     @property
     def leaving_code(self) -> int:
@@ -196,6 +200,7 @@ class Group:
         saved = True
         self._marks.clear()
         self._phases_heard.clear()
+        self._closed.set()
         self.enter("end", self._left)
         if self._watch is not None:
             self._watch.close()

@@ -23,7 +23,7 @@ from samestep.hang import GONE_S, LEAST_S, STUCK_S, Hang, RankState, find_hang
 from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
-from samestep.rundir import STOP, WAITS, own_run
+from samestep.rundir import STOP, WAITS, Pulse, own_run
 from samestep.tracebacks import recorded_traceback
 
 _LOOK_S = 1.0
@@ -33,6 +33,7 @@ _WORTH_TELLING_S = 2.0
 _FRESH_LOOKS = 3
 _LEAVE_S = 2.0
 _LOST_S = 0.5  # the tree may notice the end of a process later than torch
+_MOST_SAID = 120
 _ENDS = "ends"
 _SILENT = "gives no answer (is it stopped, or does it hold the GIL?)"
 
@@ -59,8 +60,9 @@ class MutualWatch:
 
     def tell_failure(self, error: BaseException, show_traceback: Callable[[], None]) -> None:
         """Show what ended this rank: a line if another rank is the cause, otherwise the traceback and a report."""
-        world, failure = self._group.world, recorded_traceback(failure_of(error, 1))
-        if failure.is_echo:
+        world, record = self._group.world, failure_of(error, 1)
+        failure = recorded_traceback(record)
+        if failure.is_echo and not record.handled:
             # that rank may send an exit code to end with; a SIGTERM from srun must not come first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with self._speaks:
@@ -139,9 +141,11 @@ class MutualWatch:
         quiet_s = now - self._quiet[1]
         if phase not in WAITS and quiet_s > _WORTH_TELLING_S and (wait := torchs_wait(stack)):
             # a wait that the script made through torch, which the group has not counted
-            return RankState(self._tree.number, -1, "call", wait, group.waits + 1, quiet_s)
+            return RankState(self._tree.number, -1, "call", wait, group.waits + 1, quiet_s, raised=_raised())
         line = frame.place if frame else ""
-        state = RankState(self._tree.number, -1, phase, call, group.waits, seconds, line=line)
+        state = RankState(
+            self._tree.number, -1, phase, call, group.waits, seconds, line=line, raised=_raised()
+        )
         return state._replace(does=frame.doing) if frame else state
 
     def _silent(self, known: Sequence[RankState], seconds: float) -> list[RankState]:
@@ -152,6 +156,26 @@ class MutualWatch:
             return []
         silent = self._tree.silent_neighbours(seconds)
         return [RankState(rank, -1, "other", "", -1, 0.0, does=_SILENT) for rank in silent]
+
+
+def note_raised(pulse: Pulse, closed: threading.Event) -> None:
+    """Write into the pulse what the script raises or handles, until the group is closed: a thread's loop."""
+    while not closed.wait(_LOOK_S):
+        pulse.note_raised(_raised())
+
+
+def _raised() -> str:
+    """The exception that the script's main thread handles or ends with, such as in `finally`, and its line."""
+    active: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = (
+        active[1] if isinstance(active, tuple) else active
+    )  # before Python 3.12 it is as from sys.exc_info
+    error = error or getattr(sys, "last_value", None)
+    if error is None or isinstance(error, GeneratorExit | StopIteration):
+        return ""
+    failure = recorded_traceback(failure_of(error, 1))
+    said = failure.exception[0][:_MOST_SAID] if failure.exception else type(error).__name__
+    return f"{said} ({failure.frame.place})" if failure.frame else said
 
 
 def _news_from(said: Any) -> RankState | int:

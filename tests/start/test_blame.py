@@ -1,0 +1,42 @@
+"""A failure is told with the exception and the rank that began it, not with what other ranks met because of it."""
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        (
+            "dist.all_reduce(torch.ones(1)); dist.barrier()",
+            "rank 1, which is in barrier (train.py:12) after {}; these",
+        ),
+        ("dist.all_reduce(torch.ones(1)); time.sleep(99)", "rank 1, which is at train.py:12 after {}\n"),
+        (
+            "samestep.sum(1); samestep.save('state.pt', {{}})",
+            "at samestep.save (train.py:12); every rank has to make",
+        ),
+    ],
+)
+def test_an_exception_that_a_script_handles_is_told_where_its_finally_waits_for_others(calls, says, launcher):
+    others, finally_calls = calls.split("; ")
+    launcher.write(
+        f"""
+        import time, torch, torch.distributed as dist, samestep
+        rank = samestep.init().rank
+        try:
+            if rank == 1:
+                raise ValueError("mine")
+            {others}
+        except KeyError:
+            print()
+        finally:
+            if rank == 1:
+                {finally_calls.format()}
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--fork", "--hang-timeout", "7", "train.py")
+    assert code == 1
+    assert "failed on rank 1 of 2" in err
+    assert says.format("ValueError: mine (train.py:6)") in err
+    assert ("while it handled ValueError: mine (train.py:6)" in err) == ("save" in finally_calls)
