@@ -120,6 +120,17 @@ def test_one_value_per_channel_in_the_whole_batch_is_an_error(world):
         train(model, loader)
 
 
+def test_a_batch_that_every_rank_has_counts_once(world):
+    model, plain = samestep.replicate(made(), sync_batchnorm=True), made()
+    fixed = torch.rand(5, 3, 4, generator=torch.Generator().manual_seed(1)).double()
+    for x in (*(x for (x,) in samestep.loader(data(8), 8)), fixed):
+        model(x)
+    for x in (data(8).tensors[0], fixed):
+        plain(x)
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
+
+
 def test_images_in_two_and_three_dimensions_and_half_precision(world):
     for kind, shape in ((nn.BatchNorm2d, (7, 3, 2, 2)), (nn.BatchNorm3d, (7, 3, 2, 2, 2))):
         draw = torch.Generator(torch.get_default_device()).manual_seed(0)

@@ -94,7 +94,9 @@ def _of_all_ranks(rows: torch.Tensor, *, counts: bool) -> tuple[torch.Tensor, to
     means = every[:, :channels] / numbers.clamp(min=1)
     mean = every[:, :channels].sum(0) / count
     squares = every[:, channels:-1] + numbers * (means - mean).square()
-    return count, mean, squares.sum(0) / count
+    # a batch that every rank has, such as fixed noise for samples, has each value once
+    is_alike = (every == every[0]).all()
+    return torch.where(is_alike, numbers[0, 0], count), mean, squares.sum(0) / count
 
 
 @torch.no_grad()
