@@ -217,6 +217,17 @@ def test_sums_of_weights_that_are_equal_on_ranks_by_chance_hide_no_others(world)
     assert said.getvalue().count("unlike numbers of them for each of their samples") == (not world.rank)
 
 
+def test_a_mean_of_the_share_and_a_mean_of_all_samples_in_turn_have_no_unlike_terms(world):
+    """As of a generator and a discriminator that gets all samples; the ranks compare their terms between the two."""
+    look_again()
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for x, _ in samestep.loader(DATA, 7):
+            model(x).square().mean().backward()
+            model(samestep.gather(x)).square().mean().backward()
+    assert "unlike numbers" not in said.getvalue()
+
+
 def test_a_mean_over_one_of_two_batches_that_are_iterated_together_is_no_mean_over_unlike_terms(world):
     look_again()
     model = samestep.replicate(network())

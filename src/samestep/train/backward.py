@@ -12,6 +12,7 @@ import struct
 import sys
 from binascii import crc32
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ class Backward(Member):
         # the latest batches that were the first of all or of an epoch; for each its latest loss's number of terms, and
         # that number for each sample
         self._terms: dict[Share, tuple[float, float]] = {}
-        group.watch(self._mark_of_terms, self._unlike_terms)
+        for at in range(_FIRST_LOSSES):
+            group.watch(partial(self._mark_of_terms, at), self._unlike_terms)
         # constants in the loss: how many the first loss has, its digest, and that of the latest loss with as many
         self._num_weights, self._weight_digests = -1, bytes(8)
         # whether batch/places.py followed a loss; not after a restart: the first start has printed the remarks
@@ -252,11 +254,8 @@ class Backward(Member):
             return False
         return share in self._terms or len(self._terms) < _FIRST_LOSSES or not share.batch_start
 
-    def _mark_of_terms(self) -> bytes:
-        """The terms of these losses, each with another factor: a few could be equal on ranks by chance."""
-        counts = list(zip(*self._terms.values(), strict=True))
-        sums = [sum(count / at**0.5 for at, count in enumerate(kind, 1)) for kind in counts if all(kind)]
-        return _TERMS.pack(*(sums or (0.0, 0.0)))
+    def _mark_of_terms(self, at: int) -> bytes:
+        return _TERMS.pack(*(*self._terms.values(), *[(0.0, 0.0)] * _FIRST_LOSSES)[at])
 
     def _has_trained(self, loss: torch.Tensor) -> bool:
         """Whether the loss trains parameters on this rank's samples, and not on samples that were gathered."""
@@ -275,9 +274,9 @@ class Backward(Member):
 
     def _unlike_terms(self, marks: list[bytes], call: str) -> None:
         """Print that ranks' numbers of terms are neither equal nor proportional to their shares of a batch."""
-        sums = list(zip(*map(_TERMS.unpack, marks), strict=True))
+        terms = list(zip(*map(_TERMS.unpack, marks), strict=True))
         # rank 0 counts none of a loss that mixes samples, and has printed another remark
-        if not sums[0][0] or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in sums):
+        if not terms[0][0] or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in terms):
             return
         self.group.say(
             "the loss is a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
