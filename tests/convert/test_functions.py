@@ -119,3 +119,72 @@ def test_data_that_are_drawn_after_the_model_is_made_are_drawn_before_it_is_repl
     after = _after(BEGIN.replace("optimizer =", f"{drawn}optimizer =") + f"for x, y in train:\n{STEP}")
     assert "model = nn.Linear(4, 3)\n" in after
     assert f"{drawn}model = samestep.replicate(model)\noptimizer =" in after
+
+
+def test_numbers_that_a_method_draws_for_the_whole_data_set_are_not_noted():
+    pairs = "class Pairs:\n    def draw(self):\n        self.chosen = torch.randperm(20)\n"
+    pairs += "    def __getitem__(self, i):\n        return data[self.chosen[i]]\n"
+    assert not _of(f"{BEGIN}{pairs}for x, y in train:\n{STEP}").notes
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "torch.FloatTensor(len(y), 3).zero_()",
+        "torch.cuda.FloatTensor(y.size(0), 3)",
+        "torch.Tensor(x.size(0), 3)",
+    ],
+)
+def test_a_tensor_made_by_its_type_has_a_row_for_each_sample_of_the_share(made):
+    lines = (
+        f"    one_hot = {made}\n    loss = (model(x) - one_hot.scatter_(1, y[:, None], 1)).square().mean()\n"
+    )
+    found = _of(text := f"{BEGIN}for x, y in train:\n{lines}    loss.backward()\n    optimizer.step()\n")
+    assert not found.gaps
+    assert lines in _after(text)
+
+
+def test_a_count_in_a_tensor_made_by_its_type_is_a_number_of_the_share():
+    lines = "    print(torch.FloatTensor([len(y), 3]))\n"
+    assert "[samestep.sum(len(y)), 3]" in _after(f"{BEGIN}for x, y in train:\n{STEP}{lines}")
+
+
+def test_a_list_repeated_for_each_sample_of_the_share_is_no_number():
+    lines = "    at = torch.LongTensor([2] * len(x))\n    loss = F.nll_loss(model(x), at) + F.nll_loss(model(x), y)\n"
+    found = _of(text := f"{BEGIN}for x, y in train:\n{lines}    loss.backward()\n    optimizer.step()\n")
+    assert not found.gaps
+    assert lines in _after(text)
+
+
+@pytest.mark.parametrize(
+    "product", ["torch.mm(z, z.t().contiguous())", "torch.matmul(z, z.T)", "z.matmul(z.t())"]
+)
+def test_products_between_samples_by_a_function_are_those_of_the_whole_batch(product):
+    lines = (
+        f"    z = model(x)\n    loss = {product}.exp().mean()\n    loss.backward()\n    optimizer.step()\n"
+    )
+    assert product.replace("z,", "samestep.gather(z),").replace("z.t", "samestep.gather(z).t").replace(
+        "z.T", "samestep.gather(z).T"
+    ).replace("z.m", "samestep.gather(z).m") in _after(f"{BEGIN}for x, y in train:\n{lines}")
+
+
+@pytest.mark.parametrize("path", ["path", "(path / 'a.pt')"])
+def test_a_file_that_a_path_opens_is_written_by_one_process(path):
+    begin = f"from pathlib import Path\n{BEGIN}path = Path('out')\nfor x, y in train:\n{STEP}"
+    opened = path.strip("()")
+    assert (
+        f'torch.save(model.state_dict(), open({opened} if samestep.init().rank == 0 else "/dev/null", "wb"))'
+        in _after(f'{begin}torch.save(model.state_dict(), {path}.open("wb"))\n')
+    )
+    lines = f'with {path}.open("wb") as file:\n    torch.save(model.state_dict(), file)\n'
+    assert "    torch.save(model.state_dict(), file)\n" in _after(begin + lines)
+
+
+def test_a_function_that_stays_as_it_is_loses_no_half_of_an_edit():
+    note = "def note(loss):\n    seen['loss'] += loss.sum().item()\n    seen['count'] += loss.size(0)\n"
+    text = f"{BEGIN}seen = {{'loss': 0.0, 'count': 0}}\n{note}note(torch.zeros(4))\nfor x, y in train:\n"
+    step = STEP.replace("(x), y)", "(x), y, reduction='none')").replace(
+        "loss.backward", "loss.mean().backward"
+    )
+    text += f"{step}    note(loss.detach())\nprint(seen['loss'] / seen['count'])\n"
+    assert note in _after(text)

@@ -136,7 +136,7 @@ def _leave_alone(findings: Findings, source: Source) -> None:
         if not isinstance(node, ast.FunctionDef):
             continue
         start, end = source.start(node), source.end(node)
-        edits = [edit for edit in findings.edits if edit.source is source and start <= edit.start < end]
+        edits = [edit for edit in findings.edits if edit.source is source and start <= edit.start <= end]
         gaps = [place for place in findings.gaps if place[0] is source and start <= source.at(place[1]) < end]
         has_batches = any(
             kind == "batches" and file is source and start <= at < end

@@ -191,6 +191,8 @@ class Expressions(Names):
         left, right = self.together(nodes, [self.value(operand) for operand in nodes])
         if isinstance(node.op, ast.Mod) and left.text is not None:
             right = self.shown(node.right)
+        if isinstance(node.left, ast.List) and right.kind == Kind.COUNT:
+            return Value(Kind.ROWS)  # [length] * len(x)
         is_shared = left.is_shared or right.is_shared
         result = combined(node.op, left, right) if is_shared else Value()
         return replace(result, models=models_of(left, right))

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from samestep.convert.follow import Follower
@@ -18,6 +19,7 @@ _LISTED = {
 }
 _FIRST = 'write it inside `with samestep.first(per="run"):`, and only where it is missing'
 _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
+_MODE = re.compile(r"[rbt+]*[wax][rbt+]*")
 _READS = re.compile(r"^open$|read|load|exists|isfile|fromtxt")
 _DRAWS = re.compile(r"\brandom\.|torch\.rand|normal\(")
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
@@ -55,8 +57,13 @@ def _without_module(followed: Follower, source: Source, node: ast.Attribute) -> 
 def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None:
     """Note functions that are used but were not followed, and random draws for each sample."""
     text, cls = ast.unparse(node), source.parents[node]
-    methods = [item for item in getattr(cls, "body", ()) if getattr(item, "name", "__init__") != "__init__"]
-    if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(item)) for item in methods):
+    methods, called = [*getattr(cls, "body", ())], [node]
+    for caller in called:
+        body = ast.unparse(caller)
+        called += [
+            item for item in methods if f"self.{getattr(item, 'name', '')}(" in body and item not in called
+        ]
+    if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(item)) for item in called):
         remark = "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
         followed.findings.note(source, node, remark)
     is_used = sum(item.data.count(node.name.encode()) for item in followed.modules) > 1
@@ -101,20 +108,32 @@ def _written(followed: Follower, source: Source, node: ast.Call) -> None:
         findings.edit(source.replaced(node.func, "os.makedirs"), Edit(source, end, end, ", exist_ok=True"))
     if not _writes(node):
         return
-    if (line := _read_at(followed, followed.path_of(node.args[0]))) is not None:
+    path = _path_of(node)
+    if (line := _read_at(followed, followed.path_of(path))) is not None:
         reason = f"every process would write this file, which {line} reads; {_FIRST}"
         followed.findings.gap(source, node, reason)
-    elif name == "open":
-        opens, closes = "()" if isinstance(node.args[0], ast.IfExp) else ("", "")
+    elif name.endswith("open"):
+        opens, closes = "()" if isinstance(path, ast.IfExp) else ("", "")
         no_file = f'{closes} if samestep.init().rank == 0 else "/dev/null"'
-        followed.findings.edit(*source.wrapped(node.args[0], opens, no_file))
+        before, after = source.wrapped(path, opens, no_file)
+        if path not in node.args:  # path.open("w")
+            before = replace(before, start=source.start(node), text="open(")
+            after = replace(after, end=source.start(node.args[0]), text=f"{no_file}, ")
+        followed.findings.edit(before, after)
 
 
 def _writes(node: ast.Call) -> bool:
     name = ast.unparse(node.func)
     modes = [*node.args[1:2], *(mode.value for mode in node.keywords if mode.arg == "mode")]
-    chosen = (set(str(mode.value)) & set("wax") for mode in modes if isinstance(mode, ast.Constant))
-    return bool(node.args) and (any(chosen) if name == "open" else bool(_WRITES.search(name)))
+    modes = node.args[:1] if name.endswith(".open") else modes
+    chosen = (_MODE.fullmatch(str(mode.value)) for mode in modes if isinstance(mode, ast.Constant))
+    return bool(node.args) and (any(chosen) if name.endswith("open") else bool(_WRITES.search(name)))
+
+
+def _path_of(node: ast.Call) -> ast.expr:
+    """The path in a call that opens a file, also in `path.open("w")`."""
+    is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "open"
+    return node.func.value if is_method else node.args[0]  # type: ignore[attr-defined]
 
 
 def _read_at(followed: Follower, path: str) -> str | None:

@@ -14,6 +14,7 @@ from samestep.convert.signatures import (
     dims_of,
     given_to_loss,
     is_loss,
+    makes_rows,
     of_loss,
     of_tensors,
     over_rows,
@@ -110,7 +111,8 @@ class Library(Rewrites, Expressions):
             return self.optimizes(*values)
         of_rows = first.kind == "list" and {part.kind for part in first.parts} <= ROWS
         is_array = name.startswith("numpy.") and (first.kind in (*ROWS, *NUMBERS) or of_rows)
-        if is_array or name.startswith(_FUNCTIONAL) or (name.startswith("torch.") and name.count(".") == 1):
+        is_of_torch = name.startswith("torch.") and (name.count(".") == 1 or last.endswith("Tensor"))
+        if is_array or is_of_torch or name.startswith(_FUNCTIONAL):
             return self._of_torch(last, node, values, first)
         return self._of_library(name, last, node, values)
 
@@ -156,7 +158,7 @@ class Library(Rewrites, Expressions):
         values = self.together(node.args, values)
         first = (*values, first)[0]
         is_shared = any(value.is_shared for value in values)
-        if name in NAMED["made"] and not is_shared and self.sized(node, None):
+        if makes_rows(name) and not is_shared and self.sized(node, None):
             return Value(Kind.ROWS)
         if name == "compile" or not is_shared:
             return first if name == "compile" else Value(models=models_of(*values))
@@ -275,6 +277,8 @@ class Library(Rewrites, Expressions):
             # the object is a model, whatever made it
             self.bind(node.func.value, Value("model", self.key(node)))  # type: ignore[attr-defined]
             return self.parameters(node)
+        if name_of(node) == "open":
+            return Value("file")
         if name_of(node) in NAMED["spread"] and values and values[0].kind == Kind.COUNT:
             return Value(Kind.ROWS)
         values = [*values, *self._uses(values, node)]

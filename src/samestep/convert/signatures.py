@@ -43,6 +43,7 @@ piece       split chunk unbind
 joined      cat concat concatenate vstack row_stack
 """
 _OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.Sub()}
+_OPERATORS |= dict.fromkeys(("mm", "matmul"), ast.MatMult())
 NAMED: dict[str, set[str]] = {}
 for _kind, *_names in map(str.split, _TABLE.strip().splitlines()):
     NAMED.setdefault(_kind, set()).update(_names)
@@ -57,6 +58,11 @@ _CHOSEN = "is a mean over chosen samples of a share"
 def is_loss(name: str) -> bool:
     """Whether this name of torch.nn or torch.nn.functional is a loss."""
     return name in NAMED["loss"] or name.endswith(("_loss", "Loss"))
+
+
+def makes_rows(name: str) -> bool:
+    """Whether this function, or a type as FloatTensor, makes a tensor whose first dimension is its first argument."""
+    return name in NAMED["made"] or name.endswith("Tensor")
 
 
 def given_to_loss(node: ast.Call, at: int, name: str) -> dict[str, Any]:
@@ -142,7 +148,8 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     is_between = name in NAMED["between"] or (name in NAMED["moved"] and is_over_rows)
     if is_between and not in_forward:
         return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
-    if name.rstrip("_") in _OPERATORS and base.kind in NUMBERS and len(values) == 2:
+    is_plain = base.kind in NUMBERS or Kind.COLUMNS in {value.kind for value in values}
+    if name.rstrip("_") in _OPERATORS and is_plain and len(values) == 2:
         return combined(_OPERATORS[name.rstrip("_")], *values)
     if base.kind == Kind.COLUMNS and name in ("t", "reshape", "view", "flatten", "ravel"):
         return Value(Kind.ROWS)
@@ -174,7 +181,8 @@ def _by_rows(name: str, shared: Values, in_forward: int) -> Value:
         return Value(Kind.ROW)
     if kinds <= NUMBERS and name in NAMED["number"] and len(opened) == 1:
         return shared[0]
-    is_number = kinds <= {Kind.COUNT, Kind.PER} and name not in NAMED["made"]
+    is_data = name.endswith("Tensor") and shared[0].kind == "list" and None not in shared[0].of
+    is_number = kinds <= {Kind.COUNT, Kind.PER} and (is_data or not makes_rows(name))
     if kinds <= {*ROWS, Kind.ROW, Kind.COUNT, Kind.PER} and not (is_number and not in_forward):
         return rows_of(kinds)
     return other(f"is {name} of values of this process's share", *opened)
