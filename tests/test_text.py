@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.text import duration, name_ranks, printable, size
+from samestep.text import duration, figures, name_ranks, printable, size, step_time
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,19 @@ def test_sizes_take_the_unit_of_the_larger_number():
 
 def test_durations_have_at_most_two_units():
     assert [duration(seconds) for seconds in (4.21, 192, 7512)] == ["4.2 s", "3 min 12 s", "2 h 5 min"]
+
+
+def test_large_numbers_have_no_exponent_and_long_steps_are_in_seconds():
+    assert [figures(number) for number in (0.0125, 8.0549, 99.96, 1254.3)] == [
+        "0.0125",
+        "8.05",
+        "100",
+        "1,254",
+    ]
+    steps = (0.0000123, 0.0527, 0.1284, 0.9999, 3.17, 4321.0)
+    assert [step_time(step) for step in steps] == [
+        "0.0123 ms", "52.7 ms", "128 ms", "1,000 ms", "3.17 s", "4,321 s",
+    ]  # fmt: skip
 
 
 def test_foreign_text_is_printed_on_one_bounded_line_without_control_characters():

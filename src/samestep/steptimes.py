@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samestep.files import in_memory, read_regular
-from samestep.text import duration, percent
+from samestep.text import duration, percent, step_time
 
 # What reports show, and the measured parts of a step that belong to it. `exchange` is the time that backward waits for
 # the exchange of gradients, with the wait for a slower rank; `call` is the time of other collective calls.
@@ -27,8 +27,8 @@ START_UP_STEPS = 3  # not in the sums: DDP builds its buckets, and allocators wa
 KEPT_STEPS = 1024
 _MOST_STEPS = 0.7  # the slowest rank is slowest in at least this part of the steps
 
-_MAGIC = b"steps\0\0\2"
-_HEADER = struct.Struct("<QQQQqqiiidddddd")  # the fields of Progress
+_MAGIC = b"steps\0\0\3"
+_HEADER = struct.Struct("<QQQQqqiiiddddddi")  # the fields of Progress
 _SUMS = struct.Struct(f"<{len(PARTS)}d")
 _ROW = struct.Struct(f"<qdII{len(PARTS)}f")  # step, when it began, samples of this rank and of all, parts
 _AT_SUMS = len(_MAGIC) + _HEADER.size
@@ -69,6 +69,7 @@ class Progress:
     first: float = 0.0  # when the first step of the sums began
     last: float = 0.0  # when the last step ended
     between_s: float = 0.0  # outside of steps, between `first` and `last`
+    pieces: int = 0  # that ranks can share in the largest step: samples, or microbatches
 
     @property
     def step_s(self) -> float:
@@ -190,9 +191,8 @@ class Breakdown:
             if seconds >= 0.005 * self.step_s
         ]
         rate, batch = self.samples_per_second, round(self.samples_per_second * self.step_s)
-        return (
-            f"{rate:,.0f} samples/s, step {1e3 * self.step_s:.3g} ms of {batch:,} samples: {', '.join(texts)}"
-        )
+        step = f"step {step_time(self.step_s)} of {batch:,} samples"
+        return f"{rate:,.0f} samples/s, {step}: {', '.join(texts)}"
 
 
 def breakdown(readings: Mapping[int, Reading]) -> Breakdown | None:

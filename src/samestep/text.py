@@ -42,6 +42,16 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
+def figures(number: float) -> str:
+    """Three figures, or more, without an exponent: `0.0125`, `12.5`, `1,254`."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def step_time(seconds: float) -> str:
+    """`8.05 ms`, `3.17 s`."""
+    return f"{figures(1e3 * seconds)} ms" if seconds < 1 else f"{figures(seconds)} s"
+
+
 def duration(seconds: float) -> str:
     """`4.2 s`, `3 min 12 s` or `2 h 5 min`."""
     if seconds < 60:

@@ -11,7 +11,7 @@ from samestep.steptimes import PARTS, SHOWN, Breakdown
 MB = 1 << 20
 
 
-def model(link, jitter=(1.0,), weak=False, sizes=(1, 2)):
+def model(link, jitter=(1.0,), weak=False, sizes=(1, 2), pieces=64):
     """Of steps with 10 ms of data, 40 of forward and 80 of backward at one process, and 5 ms of rest at any size."""
     runs = []
     for size in sizes:
@@ -20,7 +20,7 @@ def model(link, jitter=(1.0,), weak=False, sizes=(1, 2)):
         said = Breakdown(step_s, 64 / step_s, 6400, dict.fromkeys(SHOWN, 0.0), ranks, None, None)
         runs.append(Measured(Variant(size, 1), 0, 1.0, said))
     fine = [((at + 1) / 8, MB / 2) for at in range(8)]
-    return Model(rows_of(runs, [run.variant for run in runs]), fine, link, 64, jitter, weak)
+    return Model(rows_of(runs, [run.variant for run in runs]), fine, link, 64, pieces, jitter, weak)
 
 
 FAST = Link(1e15, 0.0)
@@ -88,6 +88,14 @@ def test_a_link_that_was_measured_beside_other_programs_is_refused():
 def test_parts_shrink_with_the_share_and_the_rest_does_not(sizes):
     assert model(FAST, sizes=sizes).step_s(8)[0] == pytest.approx(0.13 / 8 + 0.005)
     assert model(FAST, weak=True, sizes=(1,)).step_s(8)[0] == pytest.approx(0.135)
+
+
+def test_a_step_waits_for_the_largest_share_where_samples_do_not_divide():
+    assert model(FAST).step_s(48)[0] == pytest.approx(0.13 * 2 / 64 + 0.005)
+    assert model(FAST, pieces=4).step_s(3)[0] == pytest.approx(0.13 * 2 / 4 + 0.005)  # four microbatches
+    assert model(FAST, pieces=4, sizes=(1,)).step_s(3)[0] == pytest.approx(0.13 * 2 / 4 + 0.005)
+    assert [model(FAST).has_shares_for(size) for size in (64, 65)] == [True, False]
+    assert model(FAST, weak=True).has_shares_for(65)
 
 
 def test_the_slowest_of_many_is_the_largest_of_as_many_draws():

@@ -191,7 +191,7 @@ def test_one_process_drives_all_devices_of_dataparallel(monkeypatch):
         "samestep.measure.scale.masked", lambda env, names: ({"CUDA_VISIBLE_DEVICES": names}, 2)
     )
     both = variants([2], ["method=ddp,dataparallel"], 1)
-    assert [(one.processes, one.lacks) for one in both] == [(2, None), (1, None)]
+    assert [(one.processes, one.lacks) for one in both] == [(2, ""), (1, "")]
     assert both[1].env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
@@ -212,6 +212,8 @@ def test_throughput_and_step_of_a_row_agree():
             "method=dataparallel",
             "method=dataparallel was not measured: it needs 2 devices, and 0 are visible",
         ),
+        ("launcher=srun", "launcher=srun was not measured: it needs srun in a Slurm allocation"),
+        ("nodes=1,2", "nodes=1 was not measured: it needs srun in a Slurm allocation"),
     ],
 )
 def test_what_cannot_be_varied_is_said(tmp_path, vary, said):
@@ -280,6 +282,7 @@ def test_compute_that_more_processes_do_not_shorten_is_the_models_limit():
 def test_an_exchange_longer_than_a_step_of_one_process_is_said():
     said = verdict(of_sizes(run_of(1, seconds=0.001), run_of(2, seconds=0.001, exchange=0.005)))
     assert "2 processes are slower than 1 process: speed-up 0.17" in said
+    assert "no faster than 1 process: speed-up 1.00" in verdict(of_sizes(run_of(1), run_of(2, 0, 0.1001)))
     assert "the exchange alone takes 5 ms, a step of 1 process 1 ms" in said
     assert "Without that a step would take 1 ms instead of 6 ms" in said
 

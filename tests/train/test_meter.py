@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from samestep.rundir import pulse_path, read_pulse
-from samestep.steptimes import PARTS, START_UP_STEPS, breakdown, read_step_times
+from samestep.steptimes import PARTS, START_UP_STEPS, Breakdown, breakdown, read_step_times
 from samestep.train.meter import _Clock
 
 LOOP = """
@@ -127,6 +127,45 @@ def test_the_last_line_is_rank_zeros_and_only_where_it_was_asked_for_or_the_run_
     line = r"samestep: [\d,]+ samples/s, step [\d.]+ ms of 3 samples: .*compute \d+ %.*rest \d+ %"
     assert re.search(line, said[0])
     assert "samples/s" not in said[1]
+
+
+def test_a_step_of_seconds_is_in_seconds():
+    parts = dict.fromkeys(PARTS, 0.0) | {"forward": 3.17}
+    said = Breakdown(3.17, 64 / 3.17, 640, {"compute": 3.17}, [parts], None, None)
+    assert str(said) == "20 samples/s, step 3.17 s of 64 samples: compute 100 %"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_loaders_in_a_zip_make_steps_of_their_batches_together(run, tmp_path, size):
+    for folder in ("pulse", "logs"):
+        (tmp_path / "run" / folder).mkdir(parents=True)
+    source = """
+    rows = torch.utils.data.TensorDataset(torch.ones(48, 4))
+    train, other, kept = samestep.loader(rows, 6), samestep.loader(rows, 4), iter(samestep.loader(rows, 2))
+    for epoch in range(2):
+        for (x,), (y,) in zip(train, other):
+            (model(x).sum() + model(y).sum() + model(next(kept)[0]).sum()).backward()
+            optimizer.step()
+            time.sleep(0.02)
+    """
+    assert run(source, size, env={"SAMESTEP_RUN": str(tmp_path / "run")})[0] == [0] * size
+    found = read_step_times(Path(tmp_path, "run", "pulse", "steps-0"))
+    assert len(found.steps) == 2 * 8 - START_UP_STEPS
+    assert {step.all for step in found.steps} == {6 + 4 + 2}
+    assert min(step.seconds for step in found.steps) > 0.02
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_last_line_is_printed_once_before_the_traceback_of_a_ctrl_c(run, size):
+    source = """
+    for epoch in range(3):
+        for (x,) in train:
+            model(x).sum().backward()
+    raise KeyboardInterrupt
+    """
+    said = run(source, size, env={"SAMESTEP_METER": "1"})[1]
+    assert re.findall(r"samples/s|Traceback", said[0]) == ["samples/s", "Traceback"]
+    assert "samples/s" not in "".join(said[1:])
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-_NUMBER = re.compile(r"[0-9.,:]*(e[+-][0-9]+)?( [kMG]B| %)?|-")
+_NUMBER = re.compile(r"[0-9.,:]*(e[+-][0-9]+)?( [kMG]B| %| m?s)?|-")
 _LAST_COLUMN = 10  # the least width of a table's last column
 
 

@@ -9,7 +9,7 @@ import click
 from samestep.cli.output import harmless, print_json, print_table, verb
 from samestep.errors import UsageError
 from samestep.measure.runs import list_runs, root_of
-from samestep.text import printable
+from samestep.text import figures, printable
 
 _HEADING = ("run", "state", "ranks", "step", "steps/s", "started", "took", "command")
 
@@ -43,7 +43,7 @@ def command(directory: str | None, as_json: bool) -> None:
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:
     name = printable(row["run"].rpartition("/")[2])
     step = "-" if row["step"] is None else row["step"]
-    speed = f"{row['steps_per_second']:.3g}" if row["steps_per_second"] else "-"
+    speed = figures(row["steps_per_second"]) if row["steps_per_second"] else "-"
     started = time.strftime("%m-%d %H:%M", time.localtime(row["started"]))
     took = timedelta(seconds=int(row["seconds"]))
     return name, row["state"], row["ranks"], step, speed, started, took, row["command"]

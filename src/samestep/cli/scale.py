@@ -73,8 +73,12 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             rows = rows_of(measure(plan, report_progress), chosen, plan.weak)
         predicted = []
         try:
-            model = model_of(plan, rows, link) if predicted_sizes else None
-            predicted = [model.predict(size) for size in predicted_sizes] if model else []
+            if predicted_sizes:
+                model = model_of(plan, rows, link)
+                predicted = [model.predict(size) for size in predicted_sizes if model.has_shares_for(size)]
+                if refused := [str(size) for size in predicted_sizes if not model.has_shares_for(size)]:
+                    shared = f"{model.pieces} samples or microbatches, which they cannot share"
+                    lacking.append(f"{', '.join(refused)} processes were not predicted: a step has {shared}")
         except WorkerFailed as error:  # still report what was measured
             lacking.append(f"nothing was predicted: {error}")
     text = " ".join([verdict(rows), *(f"{why}." for why in lacking)])

@@ -7,6 +7,7 @@ import click
 from samestep.cli.output import harmless, print_json, verb
 from samestep.hang import LEAST_S, find_hang, state_of
 from samestep.measure.runs import find_run
+from samestep.text import figures
 
 
 @verb("samestep status")
@@ -38,7 +39,7 @@ def command(run: str | None, as_json: bool) -> None:
         ]
         print_json({**facts, "by_rank": ranks, "hang": hang and hang.sentence()})
         return
-    speed = f", {facts['steps_per_second']:.3g} steps/s" if facts["steps_per_second"] else ""
+    speed = f", {figures(facts['steps_per_second'])} steps/s" if facts["steps_per_second"] else ""
     if facts["samples_per_second"]:
         speed += f", {facts['samples_per_second']:,.0f} samples/s"
     click.echo(f"{harmless(target.path)}: {target.state}, {target.command} on {target.size} ranks{speed}")

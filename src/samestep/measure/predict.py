@@ -21,7 +21,7 @@ from samestep.measure.verdict import Row
 from samestep.placement.devices import cores
 from samestep.rundir import step_times_path
 from samestep.steptimes import PARTS, SHOWN, read_step_times
-from samestep.text import percent
+from samestep.text import figures, percent
 
 CAPS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0)
 _FIRST_MB = 1.0  # DDP's default for the first bucket
@@ -59,7 +59,7 @@ class Link:
         return 2 * (size - 1) / size * num_bytes / self.bandwidth
 
     def __str__(self) -> str:
-        return f"{self.bandwidth / 1e9:.3g} GB/s, {1e6 * self.latency_s:.3g} us"
+        return f"{figures(self.bandwidth / 1e9)} GB/s, {figures(1e6 * self.latency_s)} us"
 
 
 def link_of(text: str, *, is_gloo: bool) -> Link:
@@ -67,7 +67,7 @@ def link_of(text: str, *, is_gloo: bool) -> Link:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]?)(B|bit)/s, ?(\d+(?:\.\d+)?) ?(us|ms|s)", text)
     if not match or not float(match[1]):
         raise UsageError(
-            f"--link {text} is not a bandwidth and a latency; write for instance --link 25GB/s,5us"
+            f"--link {text} is not a bandwidth and a latency; write for instance --link 25GB/s,5us or 10Gbit/s,50us"
         )
     bandwidth = float(match[1]) * _SCALES[match[2]] * _UNITS[match[3]]
     return Link(bandwidth, float(match[4]) * _TIMES[match[5]], is_gloo)
@@ -137,20 +137,29 @@ class Model:
     fine: Ready  # small buckets; times as fractions of backward
     link: Link
     batch: float
+    pieces: int  # samples or microbatches of a step, of which a rank has at least one
     jitter: Sequence[float]  # a rank's step times relative to their mean, ascending
     weak: bool = False
 
+    def has_shares_for(self, size: int) -> bool:
+        """Whether the script could run at this size: samestep refuses a batch_size below the number of ranks."""
+        return self.weak or size <= self.pieces
+
     def part(self, size: int, name: str) -> float:
-        """Seconds of a part at a size: a + b * share, fitted to the measured sizes; with a single size, see _SHARED."""
+        """Seconds of a part at a size: a + b * share, fitted to the measured sizes; with a single size, see _SHARED.
+
+        The step waits for the rank with the largest share: of 64 samples on 48 ranks, that is 2.
+        """
         seconds = [fmean(row.of_rank(rank)[name] for rank in range(row.variant.size)) for row in self.rows]
         if self.weak:
             return median(seconds)
         shares = [1 / row.variant.size for row in self.rows]
+        largest = -(-self.pieces // size) / self.pieces
         if len(shares) == 1:
-            return seconds[0] / size / shares[0] if name in _SHARED else seconds[0]
+            return seconds[0] * largest / shares[0] if name in _SHARED else seconds[0]
         mean, share = sum(seconds) / len(seconds), sum(shares) / len(shares)
         slope = max(0.0, min(linear_regression(shares, seconds).slope, mean / share))
-        return mean + slope * (1 / size - share)
+        return mean + slope * (largest - share)
 
     def step_s(self, size: int, cap_mb: float | None = None) -> tuple[float, float]:
         """Seconds of a step, and the part of them that waits for the exchange."""
@@ -181,10 +190,10 @@ class Model:
 
 def model_of(plan: Plan, rows: Sequence[Row], link: Link | None) -> Model:
     """Record the script's buckets in a further run, and measure the link if it is not given."""
-    fine, jitter = _recorded(plan, rows[-1].variant.cores)
+    fine, jitter, pieces = _recorded(plan, rows[-1].variant.cores)
     first = rows[0].runs[0].said
     batch = first.samples_per_second * first.step_s / (rows[0].variant.size if plan.weak else 1)
-    return Model(rows, fine, link or measure_link(), batch, jitter, plan.weak)
+    return Model(rows, fine, link or measure_link(), batch, pieces, jitter, plan.weak)
 
 
 def measure_link() -> Link:
@@ -209,8 +218,8 @@ def link_from_sweep(sweep: Sequence[tuple[float, float]], size: int, *, is_gloo:
     return Link(2 * (size - 1) / size / slope, latency_s / steps, is_gloo)
 
 
-def _recorded(plan: Plan, each: int) -> tuple[list[tuple[float, float]], list[float]]:
-    """The ready times of small buckets as fractions of backward, from a run without exchange, and the jitter."""
+def _recorded(plan: Plan, each: int) -> tuple[list[tuple[float, float]], list[float], int]:
+    """From a run without exchange: small buckets with ready times as fractions of backward, the jitter, and pieces."""
     with TemporaryDirectory(prefix="record-", dir=plan.directory) as directory:
         record_file = Path(directory, "buckets.jsonl").absolute()
         env = {
@@ -237,4 +246,5 @@ def _recorded(plan: Plan, each: int) -> tuple[list[tuple[float, float]], list[fl
     ready = accumulate((median(column) for column in zip(*fractions, strict=True)), max)
     own = [step.seconds for step in times.steps]
     jitter = sorted(seconds * len(own) / sum(own) for seconds in own)
-    return [(at, num_bytes) for at, (_, num_bytes) in zip(ready, recorded[-1], strict=True)], jitter
+    sizes = (float(num_bytes) for _, num_bytes in recorded[-1])
+    return list(zip(ready, sizes, strict=True)), jitter, times.progress.pieces

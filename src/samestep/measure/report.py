@@ -16,9 +16,9 @@ from samestep.files import write_atomically
 from samestep.measure.predict import Prediction
 from samestep.measure.verdict import Row
 from samestep.steptimes import SHOWN
-from samestep.text import duration, percent
+from samestep.text import duration, percent, step_time
 
-_RUNS = ("processes", "samples/s", "step ms", "speed-up", "efficiency")
+_RUNS = ("processes", "samples/s", "step", "speed-up", "efficiency")
 _EACH = ("processes", "samples/s each", "cores each", "device time an epoch")
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; color: #111; }
@@ -109,8 +109,8 @@ def _html(table: tuple[str, Sequence[Sequence[str]]]) -> str:
 
 
 def _run(row: Row) -> list[str]:
-    rate, step = f"{row.throughput.value:,.0f}", f"{1e3 * row.step_s.value:.3g}"
-    return [str(row.variant), rate, step, str(row.speedup), percent(row.efficiency)]
+    rate, step_s = f"{row.throughput.value:,.0f}", row.step_s.value
+    return [str(row.variant), rate, step_time(step_s), str(row.speedup), percent(row.efficiency)]
 
 
 def _each(row: Row) -> list[str]:
@@ -165,13 +165,14 @@ def _speedup(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool)
 
 def _step(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool) -> None:
     base = [0.0] * len(rows)
+    unit, times = ("s", 1.0) if max(row.step_s.value for row in rows) >= 1 else ("ms", 1e3)
     for name in SHOWN:
-        high = [1e3 * row.parts[name] for row in rows]
+        high = [times * row.parts[name] for row in rows]
         if any(high):
             colour, hatch = _LOOKS[name]
             axes.bar(at, high, 0.6, base, label=name, color=colour, hatch=hatch, edgecolor="#222")
         base = [low + more for low, more in zip(base, high, strict=True)]
-    axes.set(title="Time of a step", ylabel="ms")
+    axes.set(title="Time of a step", ylabel=unit)
     axes.figure.legend(loc="outside right upper")  # inside it would cover bars
 
 

@@ -87,12 +87,18 @@ class Variant:
         return env | ({"SAMESTEP_DDP": json.dumps(ddp)} if ddp else {})
 
     @property
-    def lacks(self) -> str | None:
-        """A sentence why it cannot be measured here; None if it can."""
+    def lacks(self) -> str:
+        """A sentence why it cannot be measured here; empty if it can."""
         visible, needed = len(visible_devices(os.environ)), max(2, self.size)
-        if self.asked.get("method") != "dataparallel" or visible >= needed:
-            return None
-        return f"{self.in_words} was not measured: it needs {needed} devices, and {visible} are visible"
+        program, why = next(iter(self.launcher), scripts_python()), ""
+        is_in_slurm = program == "srun" and "SLURM_JOB_ID" in os.environ
+        if self.asked.get("method") == "dataparallel" and visible < needed:
+            why = f"it needs {needed} devices, and {visible} are visible"
+        elif (program == "srun" or "nodes" in self.asked) and not is_in_slurm:
+            why = "it needs srun in a Slurm allocation"
+        elif shutil.which(program) is None:
+            why = f"{program} is not installed"
+        return why and f"{self.in_words} was not measured: {why}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from samestep.measure.scale import Measured, Variant
 from samestep.steptimes import PARTS, SHOWN
-from samestep.text import counted, duration, percent
+from samestep.text import counted, duration, percent, step_time
 
 _LEAST = 0.1  # a part below a tenth of the step is no limit
 _WORTH = 1.3  # the speed-up that makes a doubling worth it
@@ -161,8 +161,8 @@ class Limit:
 
     def __str__(self) -> str:
         what, helps = _LIMITS[self.name]
-        took = f"{_ms(self.seconds)} of each step, {percent(self.seconds / self.of_s)}"
-        without, now = _ms(self.of_s - self.seconds), _ms(self.of_s)
+        took = f"{step_time(self.seconds)} of each step, {percent(self.seconds / self.of_s)}"
+        without, now = step_time(self.of_s - self.seconds), step_time(self.of_s)
         return (
             f"{what.format(them=self.them, who=self.who)} ({took}){self.because}. Without that a step would take "
             f"{without} instead of {now}. What helps: {helps}."
@@ -189,7 +189,10 @@ def _slow_rank(row: Row, rank: int) -> tuple[str, str]:
     ranks = [row.of_rank(other) for other in range(row.variant.processes) if other != rank]
     others = {name: median(times[name] for times in ranks) for name in PARTS}
     part = max(PARTS, key=lambda name: own[name] - others[name])
-    return f"rank {rank}", f"; its {part} takes {_ms(own[part])}, that of the others {_ms(others[part])}"
+    return (
+        f"rank {rank}",
+        f"; its {part} takes {step_time(own[part])}, that of the others {step_time(others[part])}",
+    )
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -218,7 +221,7 @@ def _gains(rows: Sequence[Row]) -> Iterable[str]:
     """Sentences: how much faster the last size is, what the last step gained, and the last size that is worth it."""
     first, last = rows[0], rows[-1]
     speed = last.speedup
-    how = "slower than" if speed.high < 1 else "no faster than" if speed.low <= 1 else "faster than"
+    how = "slower than" if speed.high < 0.995 else "no faster than" if speed.low <= 1 else "faster than"
     yield f"{last.processes} are {how} {first.processes}: speed-up {speed}, efficiency {percent(last.efficiency)}."
     gains = []
     for before, after in pairwise(rows):
@@ -236,7 +239,7 @@ def _gains(rows: Sequence[Row]) -> Iterable[str]:
         )
         return
     exchange, step = last.parts["exchange"], first.step_s.value
-    alone = f": the exchange alone takes {_ms(exchange)}, a step of {first.processes} {_ms(step)}"
+    alone = f": the exchange alone takes {step_time(exchange)}, a step of {first.processes} {step_time(step)}"
     yield f"More than {first.processes} is not worth it, {rule}{alone if exchange > step else ''}."
 
 
@@ -250,7 +253,3 @@ def _best(best: Row, others: Sequence[Row]) -> str:
     if ratio.low <= 1.0:
         return f"No setting is clearly faster than the others: {best.variant} is {comparison}."
     return f"{best.variant} is fastest: {comparison}."
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -51,7 +51,8 @@ class Meter(Member, Subscriber):
         self.times: StepTimes | None = None
         self._clock = (_DeviceClock if overlaps(group.world.device) else _Clock)(self._note)
         self._loss_at, self._say_at, self._pause_s = 0.0, self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
-        self._planned = self._spare_workers = 0
+        self._planned = self._spare_workers = self._mine = self._all = 0
+        self._open: set[Pass] = set()
         self._asked = os.environ.get("SAMESTEP_METER", "")
         self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
         if os.environ.get("SAMESTEP_PROFILE"):
@@ -68,6 +69,9 @@ class Meter(Member, Subscriber):
         if self.times is None:
             self.times = StepTimes(step_times_of(os.environ, self.group.world.rank))
         now = self.times.progress
+        if not self._open:
+            self._mine = self._all = 0  # of a step that a `break` has left
+        self._open.add(begun)
         now.epoch, now.epochs, now.batches, now.end = begun.epoch, self._planned, begun.batches, 0
         if self._planned and begun.batches:
             now.end = now.rows + begun.batches + (self._planned - begun.epoch - 1) * len(begun.of)
@@ -77,18 +81,29 @@ class Meter(Member, Subscriber):
     def pass_ends(self, ended: Pass) -> None:
         self._evaluates = False
 
+    def pass_left(self, left: Pass) -> None:
+        self._open.discard(left)
+
     def step_begins(self, share: Share) -> None:
         if share.of.training:
             self.group.beat((share.step if self.counted is None else self.counted) + 1, share.of.epoch)
+            self._mine += share.mine
+            self._all += share.all
 
     def phase_begins(self, phase: str, call: str) -> None:
         self._clock.mark(_EVALUATION if self._evaluates else _AT.get(phase, _REST))
 
     def step_ends(self, share: Share) -> None:
-        if share.of.training:
-            self._clock.end((share.step, share.mine, share.all))
-            if self._most and share.step + 1 >= self._most:
-                raise SystemExit(0)  # every rank has come to the end of this step
+        """End the step, with the batches that loaders in a zip() gave; only the first of them ends it."""
+        if not share.of.training or (len(self._open) > 1 and not self._clock.has(_AT["backward"])):
+            return
+        assert self.times is not None
+        now = self.times.progress
+        now.pieces = max(now.pieces, *(share.of.microbatches or (share.all,)))
+        self._clock.end((share.step, self._mine, self._all))
+        self._mine = self._all = 0
+        if self._most and share.step + 1 >= self._most:
+            raise SystemExit(0)  # every rank has come to the end of this step
 
     def backward_begins(self, loss: torch.Tensor) -> None:
         """Keep the loss for the line of progress; only on CPU, since reading it waits for other devices."""
@@ -113,9 +128,13 @@ class Meter(Member, Subscriber):
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._say_at = ended + self._pause_s
 
+    def interrupted(self) -> None:
+        self.close()
+
     def close(self) -> None:
-        if self.group.world.rank == 0 and self.times is not None and self._asked != "0":
-            self._say_breakdown(self.times)
+        times, self.times = self.times, None
+        if self.group.world.rank == 0 and times is not None and self._asked != "0":
+            self._say_breakdown(times)
 
     def _say_breakdown(self, times: StepTimes) -> None:
         """Print where the time of the steps went, at the end of a run that was not short."""
@@ -150,6 +169,9 @@ class _Clock:
     def mark(self, slot: int) -> None:
         if not self._marks or slot != self._marks[-1][1]:
             self._set(slot)
+
+    def has(self, slot: int) -> bool:
+        return any(mark[1] == slot for mark in self._marks)
 
     def end(self, facts: _Facts) -> None:
         self._set(_DATA)

@@ -48,6 +48,9 @@ class Member:
     def close(self) -> None:
         """Release resources; the group is still open."""
 
+    def interrupted(self) -> None:
+        """Ctrl-C ends the script; the traceback is not printed yet."""
+
 
 class Group:
     """The world, small messages between ranks, and the members."""
@@ -331,6 +334,8 @@ class Group:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         code = self._record_failure(error)
+        for member in self._members.values() if code == 130 else ():
+            member.interrupted()
         show = partial(self._excepthook, kind, error, traceback)
         if self._watch is None or code != 1:
             show()
