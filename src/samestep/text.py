@@ -1,5 +1,6 @@
 """Turns facts into words: ranks, sizes, percentages, durations, reasons, and untrusted text that is safe to print."""
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -50,6 +51,11 @@ def figures(number: float) -> str:
 def step_time(seconds: float) -> str:
     """`8.05 ms`, `3.17 s`."""
     return f"{figures(1e3 * seconds)} ms" if seconds < 1 else f"{figures(seconds)} s"
+
+
+def unbroken(text: str) -> str:
+    """The text with no-break spaces before its units, as in `5 %`."""
+    return re.sub(r"(?<=\d) (?=%|m?s\b|[kMG]B\b)", "\xa0", text)
 
 
 def duration(seconds: float) -> str:

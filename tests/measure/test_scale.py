@@ -185,6 +185,15 @@ def test_settings_become_variables_and_options_of_ddp():
     assert {(one.env["SAMESTEP_BACKEND"], one.env["SAMESTEP_METHOD"]) for one in found} == {("gloo", "ddp")}
 
 
+def test_processes_of_srun_have_as_many_threads_at_each_size(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [one.env["OMP_NUM_THREADS"] for one in variants([1, 2], [], None)] == ["3", "3"]
+    assert [one.env["OMP_NUM_THREADS"] for one in variants([2], ["OMP_NUM_THREADS=1,2"], None)] == ["1", "2"]
+    assert [one.env.get("OMP_NUM_THREADS") for one in variants([2], ["launcher=run"], None)] == [None]
+
+
 def test_one_process_drives_all_devices_of_dataparallel(monkeypatch):
     monkeypatch.setattr("samestep.measure.scale.visible_devices", lambda env: ["0", "1", "2", "3"])
     monkeypatch.setattr(

@@ -146,7 +146,7 @@ def print_table(rows: Sequence[Sequence[object]], err: bool = False) -> None:
     # the last column may be long: it may continue in the terminal's next line
     if sum(wide[:-1]) + 2 * len(wide[1:]) + min(wide[-1], _LAST_COLUMN) > room(sys.maxsize):
         for row in zip(*(column[1:] for column in columns), strict=True):
-            click.echo(row[0], err=err)
+            click.echo(f"{rows[0][0]} {row[0]}", err=err)
             for heading, cell in zip(rows[0][1:], row[1:], strict=True):
                 text = fill(f"{heading} {cell}", room(), initial_indent="  ", subsequent_indent="    ")
                 click.echo(text, err=err)

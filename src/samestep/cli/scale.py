@@ -12,7 +12,7 @@ from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.trial import end_on_signals
 from samestep.placement.devices import cores, visible_devices
 from samestep.placement.launchers import count
-from samestep.text import counted
+from samestep.text import counted, unbroken
 
 if TYPE_CHECKING:
     from samestep.measure.predict import Link
@@ -99,8 +99,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             print_table(rows_of_table)
             click.echo()
         for text in report.sentences():
-            unbroken = text.replace(" %", "\xa0%")  # keeps `5 %` on a single line
-            click.echo(fill(unbroken, room()).replace("\xa0", " ") + "\n")
+            click.echo(fill(unbroken(text), room()).replace("\xa0", " ") + "\n")
         click.echo(f"Report: {written}")
 
 

@@ -16,7 +16,7 @@ from samestep.files import write_atomically
 from samestep.measure.predict import Prediction
 from samestep.measure.verdict import Row
 from samestep.steptimes import SHOWN
-from samestep.text import duration, percent, step_time
+from samestep.text import duration, percent, step_time, unbroken
 
 _RUNS = ("processes", "samples/s", "step", "speed-up", "efficiency")
 _EACH = ("processes", "samples/s each", "cores each", "device time an epoch")
@@ -54,7 +54,7 @@ class Report:
         figures = "".join(f"<figure>{plot}</figure>" for plot in plots)
         figures = figures or "<p>For plots: pip install 'samestep[plot]', and give the command again.</p>"
         name = html.escape(title)
-        body = "".join(f"<p>{html.escape(text)}</p>" for text in self.sentences()).replace(" %", "&nbsp;%")
+        body = "".join(f"<p>{html.escape(unbroken(text))}</p>" for text in self.sentences())
         text = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}: scaling</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -104,7 +104,7 @@ class Report:
 def _html(table: tuple[str, Sequence[Sequence[str]]]) -> str:
     title, (heads, *rows) = table
     cells = ["".join(f"<th>{html.escape(cell)}</th>" for cell in heads)]
-    cells += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    cells += ["".join(f"<td>{html.escape(unbroken(cell))}</td>" for cell in row) for row in rows]
     return f'<h2>{title}</h2><div class="table"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
 
@@ -159,7 +159,7 @@ def _speedup(axes: Any, rows: Sequence[Row], at: Sequence[int], are_sizes: bool)
     _line(axes, at, [row.speedup for row in rows], "{:.2f}", are_sizes)
     if are_sizes:
         axes.plot(at, [size / at[0] for size in at], "--", color="#555", label="ideal")
-        axes.legend()
+        axes.legend(loc="upper left")  # above the ideal
     axes.set(title="Speed-up", ylabel="times as fast")
 
 

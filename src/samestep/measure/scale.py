@@ -75,6 +75,8 @@ class Variant:
     @property
     def env(self) -> dict[str, str]:
         env, ddp = dict(_MPI), {}
+        if self.launcher[:1] == ["srun"]:  # not every Slurm binds a task to its cores
+            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(self.cores))
         for name, value in self.settings:
             if name in ("backend", "method"):
                 env[f"SAMESTEP_{name.upper()}"] = value
