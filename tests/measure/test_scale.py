@@ -1,5 +1,6 @@
 """`samestep scale` measures what is planted, keeps what it has, and says it on 60 columns and in one page."""
 
+import fcntl
 import json
 import os
 import re
@@ -13,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from samestep.cli import scale as scale_command
-from samestep.errors import WorkerFailed
+from samestep.errors import UsageError, WorkerFailed
 from samestep.measure.report import Report, plots_of
-from samestep.measure.scale import Measured, Variant, variants
+from samestep.measure.scale import Measured, Plan, Variant, measure, variants
 from samestep.measure.trial import Result
 from samestep.measure.verdict import limit_of, rows_of, verdict
 from samestep.steptimes import PARTS, SHOWN, Breakdown
@@ -92,6 +93,17 @@ def test_an_interrupted_measurement_goes_on_to_a_report_of_60_columns_and_a_page
     assert not re.search(r"""(src|href)="(?!#)|@import|url\((?!#)""", text)
     assert {one.name for one in page.parent.glob("*.png")} == {"throughput.png", "speedup.png", "step.png"}
     assert [one for one in page.parent.iterdir() if one.name.startswith("run-")] == []
+
+
+def test_two_measurements_of_the_same_script_at_the_same_time_are_refused(tmp_path):
+    plan = Plan([str(tmp_path / "train.py")], variants([1], [], 1), 1, 10, False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SAMESTEP_RUN_DIR", str(tmp_path))
+        plan.directory.mkdir()
+    with (plan.directory / "runs.jsonl").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="is written by another `samestep scale` of the same script"):
+            measure(plan, lambda *_: None)
 
 
 def test_a_script_that_takes_no_measured_steps_is_refused(tmp_path):

@@ -1,9 +1,10 @@
 """Runs a script at several sizes or settings in turns, and keeps the step times of each run.
 
 Covered: an interrupted measurement continues where it was; disturbances of the machine affect all variants equally,
-because each repeat runs all of them. Not covered: two measurements of the same script at the same time.
+because each repeat runs all of them.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import TextIO
 
 from samestep.errors import UsageError
 from samestep.measure.trial import Trial
@@ -171,19 +173,14 @@ def measure(plan: Plan, report: Callable[[int, str, str], None]) -> list[Measure
     Before each run, `report` gets the number of finished runs, the next run, and the time left.
     Raises WorkerFailed if a run fails, UsageError if the script takes no steps that can be measured.
     """
-    kept = plan.directory / "runs.jsonl"
-    if (plan.directory / "report.json").exists():
-        shutil.rmtree(plan.directory)
     plan.directory.mkdir(parents=True, exist_ok=True)
-    for failed in plan.directory.glob("run-*"):
-        shutil.rmtree(failed)
-    measured = [_from_json(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {(run.variant, run.repeat) for run in measured}
     order = []
     for repeat in range(plan.repeat):
         first = repeat % len(plan.variants)
         order += [(run, repeat) for run in (*plan.variants[first:], *plan.variants[:first])]
-    with kept.open("a") as file:
+    with (plan.directory / "runs.jsonl").open("a+") as file:
+        measured = _kept(plan.directory, file)
+        done = {(run.variant, run.repeat) for run in measured}
         for number, (variant, repeat) in enumerate(order, 1):
             if (variant, repeat) in done:
                 continue
@@ -195,6 +192,26 @@ def measure(plan: Plan, report: Callable[[int, str, str], None]) -> list[Measure
             measured.append(_run(plan, variant, repeat))
             print(json.dumps(asdict(measured[-1])), file=file, flush=True)
     return measured
+
+
+def _kept(directory: Path, file: TextIO) -> list[Measured]:
+    """The runs of an interrupted measurement, from its open file; refuses a measurement that is still going on."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{directory} is written by another `samestep scale` of the same script; wait for its end, and type it "
+            "without mpirun, srun or torchrun: it starts the processes itself"
+        ) from None
+    except OSError:
+        pass  # the file system has no locks
+    if (report := directory / "report.json").exists():
+        report.unlink()
+        file.truncate(0)
+    for failed in directory.glob("run-*"):
+        shutil.rmtree(failed)
+    file.seek(0)
+    return [_from_json(line) for line in file]
 
 
 def _run(plan: Plan, variant: Variant, repeat: int) -> Measured:
