@@ -94,8 +94,11 @@ def test_a_step_waits_for_the_largest_share_where_samples_do_not_divide():
     assert model(FAST).step_s(48)[0] == pytest.approx(0.13 * 2 / 64 + 0.005)
     assert model(FAST, pieces=4).step_s(3)[0] == pytest.approx(0.13 * 2 / 4 + 0.005)  # four microbatches
     assert model(FAST, pieces=4, sizes=(1,)).step_s(3)[0] == pytest.approx(0.13 * 2 / 4 + 0.005)
-    assert [model(FAST).has_shares_for(size) for size in (64, 65)] == [True, False]
-    assert model(FAST, weak=True).has_shares_for(65)
+    assert [model(FAST, weak=weak).predict(size).size for weak, size in ((False, 64), (True, 65))] == [64, 65]
+    with pytest.raises(
+        WorkerFailed, match="65 processes cannot share the 64 samples or microbatches of a step"
+    ):
+        model(FAST).predict(65)
 
 
 def test_the_slowest_of_many_is_the_largest_of_as_many_draws():

@@ -15,7 +15,7 @@ from samestep.placement.launchers import count
 from samestep.text import counted, unbroken
 
 if TYPE_CHECKING:
-    from samestep.measure.predict import Link
+    from samestep.measure.predict import Link, Prediction
 
 
 @verb("samestep scale", allow_interspersed_args=False)
@@ -71,16 +71,12 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     with end_on_signals():
         with progress(len(chosen) * plan.repeat) as report_progress:
             rows = rows_of(measure(plan, report_progress), chosen, plan.weak)
-        predicted = []
+        predicted: list[Prediction] = []
         try:
-            if predicted_sizes:
-                model = model_of(plan, rows, link)
-                predicted = [model.predict(size) for size in predicted_sizes if model.has_shares_for(size)]
-                if refused := [str(size) for size in predicted_sizes if not model.has_shares_for(size)]:
-                    shared = f"{model.pieces} samples or microbatches, which they cannot share"
-                    lacking.append(f"{', '.join(refused)} processes were not predicted: a step has {shared}")
+            model = model_of(plan, rows, link) if predicted_sizes else None
+            predicted += (model.predict(size) for size in predicted_sizes if model)
         except WorkerFailed as error:  # still report what was measured
-            lacking.append(f"nothing was predicted: {error}")
+            lacking.append(f"{'no more' if predicted else 'nothing'} was predicted: {error}")
     text = " ".join([verdict(rows), *(f"{why}." for why in lacking)])
     report = Report(rows, text, predicted)
     document: dict[str, object] = {
@@ -116,7 +112,7 @@ def check(options: Mapping[str, Any]) -> "tuple[list[int], list[int], Link | Non
         for option, name in (("-n", "sizes"), ("--predict", "predict"))
     )
     link = link_of(options["link"], is_gloo=not visible_devices(os.environ)) if options["link"] else None
-    return sorted(given), predicted, link
+    return sorted(given), sorted(predicted), link
 
 
 def _crowded(processes: int) -> list[str]:

@@ -141,10 +141,6 @@ class Model:
     jitter: Sequence[float]  # a rank's step times relative to their mean, ascending
     weak: bool = False
 
-    def has_shares_for(self, size: int) -> bool:
-        """Whether the script could run at this size: samestep refuses a batch_size below the number of ranks."""
-        return self.weak or size <= self.pieces
-
     def part(self, size: int, name: str) -> float:
         """Seconds of a part at a size: a + b * share, fitted to the measured sizes; with a single size, see _SHARED.
 
@@ -171,6 +167,10 @@ class Model:
         return own * self._slowest_of(size) + waits, waits
 
     def predict(self, size: int) -> Prediction:
+        if size > self.pieces and not self.weak:  # samestep.loader refuses it
+            raise WorkerFailed(
+                f"{size} processes cannot share the {self.pieces} samples or microbatches of a step"
+            )
         step, waits = self.step_s(size)
         by_cap = {cap: self.step_s(size, cap)[0] for cap in CAPS_MB}
         best = min(by_cap, key=lambda cap: by_cap[cap])

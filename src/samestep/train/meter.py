@@ -54,6 +54,7 @@ class Meter(Member, Subscriber):
         self._planned = self._spare_workers = self._mine = self._all = 0
         self._open: set[Pass] = set()
         self._asked = os.environ.get("SAMESTEP_METER", "")
+        group.before_ctrl_c = self.close
         self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
         if os.environ.get("SAMESTEP_PROFILE"):
             group.the(Profile)
@@ -127,9 +128,6 @@ class Meter(Member, Subscriber):
             say(str(progress))
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._say_at = ended + self._pause_s
-
-    def interrupted(self) -> None:
-        self.close()
 
     def close(self) -> None:
         times, self.times = self.times, None

@@ -48,9 +48,6 @@ class Member:
     def close(self) -> None:
         """Release resources; the group is still open."""
 
-    def interrupted(self) -> None:
-        """Ctrl-C ends the script; the traceback is not printed yet."""
-
 
 class Group:
     """The world, small messages between ranks, and the members."""
@@ -81,6 +78,9 @@ class Group:
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
         self.failed: int | None = None
+        self.before_ctrl_c: Callable[[], None] = lambda: (
+            None
+        )  # called before the traceback of a Ctrl-C is shown
         self._said: set[str] = set()
         self._left, self._output = "", output
         self._exit_code: Any = None
@@ -334,8 +334,8 @@ class Group:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         code = self._record_failure(error)
-        for member in self._members.values() if code == 130 else ():
-            member.interrupted()
+        if code == 130:
+            self.before_ctrl_c()
         show = partial(self._excepthook, kind, error, traceback)
         if self._watch is None or code != 1:
             show()
