@@ -14,7 +14,15 @@ from samestep.cli import checkpoints, export
 from samestep.state.directory import CheckpointDirectory
 from samestep.train.checkpoint import capture as carry
 
-META = {"step": 4, "time": 1.7e9, "script": "train.py", "seed": 0, "evil": "\x1b[31m\n"}
+META = {
+    "step": 4,
+    "time": 1.7e9,
+    "script": "train.py",
+    "seed": 0,
+    "size": 2,
+    "commit_seconds": 1.0,
+    "evil": "\x1b[31m\n",
+}
 
 
 @pytest.fixture
@@ -53,7 +61,7 @@ def test_checkpoints_are_listed_newest_first_with_what_made_them(directory):
     head, four, two = result.output.splitlines()
     assert head.split() == ["step", "committed", "size", "state", "from"]
     assert four.split()[0] == "4"
-    assert "complete  script=train.py seed=0 evil=\\x1b[31m\\n" in four
+    assert "complete  script=train.py seed=0 ranks=2 evil=\\x1b[31m\\n" in four
     assert two.split()[0] == "2"
 
 
@@ -128,6 +136,20 @@ def test_export_replaces_nothing_unless_told_to(directory, tmp_path):
     assert (result.exit_code, output.read_text()) == (2, "mine")
     assert "exists; write --force to replace it" in result.output
     assert run("export", directory, "-o", output, "--force").exit_code == 0
+
+
+def test_export_takes_a_file_of_plain_weights_as_it_is(tmp_path):
+    torch.save({"module.w": torch.ones(2), "module.b": torch.zeros(1)}, tmp_path / "best.pt")
+    result = run("export", tmp_path / "best.pt", "-o", tmp_path / "w.safetensors")
+    assert result.exit_code == 0
+    assert {key: value.tolist() for key, value in load_file(tmp_path / "w.safetensors").items()} == {
+        "w": [1.0, 1.0],
+        "b": [0.0],
+    }
+    result = run("export", tmp_path / "best.pt", "-o", tmp_path / "e.pt", "--part", "ema")
+    assert (
+        "ema is not in this checkpoint, which holds module.w, module.b; choose with --part" in result.output
+    )
 
 
 def test_export_of_what_is_not_there_is_a_mistake_of_the_command_line(tmp_path):

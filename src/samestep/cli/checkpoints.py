@@ -16,7 +16,7 @@ from samestep.state import file as state_file
 from samestep.state.directory import Candidate, examine
 from samestep.text import printable, size
 
-_IN_COLUMNS = ("step", "time")
+_LEFT_OUT = ("step", "time", "commit_seconds")  # in columns of their own; a guess in the first commit
 
 
 @verb("samestep checkpoints")
@@ -63,9 +63,8 @@ def _table(rows: list[dict[str, Any]]) -> None:
     table: list[tuple[object, ...]] = [("step", "committed", "size", "state", "from")]
     for row in rows:
         meta = row.get("meta", {})
-        facts = {key: value for key, value in meta.items() if key not in _IN_COLUMNS and value != ""}
-        shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in facts.items()}
-        origin = " ".join(f"{key}={value}" for key, value in shown.items())
+        facts = {key: value for key, value in meta.items() if key not in _LEFT_OUT and value != ""}
+        origin = " ".join(f"{'ranks' if key == 'size' else key}={value}" for key, value in facts.items())
         text = printable(row.get("why", origin))
         table.append((row["step"], _when(meta), size(row.get("bytes", 0)), row["state"], text))
     print_table(table)

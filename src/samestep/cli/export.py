@@ -17,7 +17,7 @@ from samestep.text import printable
 @click.option("--part", default="model", show_default=True, help="Part of the state; a dot separates levels.")
 @click.option("--force", is_flag=True, help="Replace the output file.")
 def command(source: Path, output: Path, part: str, force: bool) -> None:
-    """Write the weights in SOURCE, a checkpoint or a directory of them, to a .safetensors or .pt file.
+    """Write the weights in SOURCE, a checkpoint, a directory of them or plain weights, to a .safetensors or .pt file.
 
     \b
     samestep export runs/checkpoints -o model.safetensors
@@ -45,12 +45,13 @@ def command(source: Path, output: Path, part: str, force: bool) -> None:
 
 def _part(state: Any, part: str) -> Any:
     for name in part.split("."):
-        known = state if isinstance(state, dict) else {}
-        key = next((key for key in known if str(key) == name), None)
-        if key is None:
-            names = ", ".join(printable(key) for key in known) or "nothing by name"
+        known = {str(key): value for key, value in state.items()} if isinstance(state, dict) else {}
+        if name not in known:
+            if part == "model" and known and all(hasattr(value, "data_ptr") for value in known.values()):
+                return known  # a file of plain weights
+            names = printable(", ".join(known)) or "nothing by name"
             raise UsageError(f"{part} is not in this checkpoint, which holds {names}; choose with --part")
-        state = known[key]
+        state = known[name]
     return state
 
 
