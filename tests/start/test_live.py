@@ -1,9 +1,12 @@
 """On a terminal the launcher draws how far a run is, below the script's own lines, and leaves nothing of it behind."""
 
+import fcntl
 import os
 import pty
 import re
+import struct
 import sys
+import termios
 
 import pytest
 
@@ -20,7 +23,7 @@ for epoch in train.epochs(2):
 """
 
 
-def on_a_terminal(launcher, **env) -> bytes:
+def on_a_terminal(launcher, columns=0, **env) -> bytes:
     """What a terminal gets of a run of one process."""
     launcher.write(TRAIN)
     pid, descriptor = pty.fork()
@@ -28,6 +31,7 @@ def on_a_terminal(launcher, **env) -> bytes:
         os.chdir(launcher.home)
         told = {**launcher.env, "TERM": "xterm", **env}
         os.execve(sys.executable, [sys.executable, "-m", "samestep", "run", "-n", "1", "train.py"], told)
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     seen = b""
     try:
         while data := os.read(descriptor, 4096):
@@ -49,6 +53,14 @@ def test_a_live_line_is_drawn_and_taken_back(launcher):
     assert len(drawn) > 1
     left = re.sub(rb"[^\r\n]*\r\x1b\[K", b"", seen)
     assert left.split() == b"epoch 0 is over epoch 1 is over".split()
+
+
+@pytest.mark.slow
+def test_a_narrow_terminal_gets_the_first_facts_of_the_live_line_and_none_of_them_cut(launcher):
+    seen = on_a_terminal(launcher, columns=36)
+    drawn = re.findall(rb"(epoch \d of 2[^\r]*)\r\x1b\[K", seen)
+    assert len(drawn) > 1
+    assert all(re.fullmatch(rb"epoch \d of 2, step \d+(, [\d,]+ samples/s)?", line) for line in drawn), drawn
 
 
 @pytest.mark.slow

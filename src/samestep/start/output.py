@@ -86,7 +86,9 @@ class Terminal:
             return
         self._erase_progress(ERR)
         self._drawn_at = now
-        self._line = text[: os.get_terminal_size(ERR).columns - 1].encode(errors="backslashreplace")
+        columns = os.get_terminal_size(ERR).columns or 80  # 0 where nobody has set it
+        text = text if len(text) < columns else text[:columns].rpartition(", ")[0]
+        self._line = text.encode(errors="backslashreplace")
         self._waiting[ERR] += self._line
 
     def _erase_progress(self, kind: int) -> None:
