@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import inspect
 import re
 import runpy
 import xml.etree.ElementTree as ET
@@ -72,6 +73,16 @@ def test_a_picture_says_what_it_shows_and_takes_nothing_from_elsewhere(picture: 
     text = picture.read_text().replace("http://www.w3.org/2000/svg", "")
     assert re.findall(r"https?:|@import|url\((?!#)|<script|<image", text) == []
     assert any(f"(pictures/{picture.name})" in page.read_text() for page in PAGES)
+
+
+def test_a_default_in_the_reference_is_a_value_and_no_private_name() -> None:
+    for name in samestep.__all__:
+        tree = ast.parse(inspect.getsource(getattr(samestep, name)))
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            if function.name == "__init__" or not function.name.startswith("_"):
+                defaults = [*function.args.defaults, *filter(None, function.args.kw_defaults)]
+                names = [each.id for each in defaults if isinstance(each, ast.Name)]
+                assert not [each for each in names if each.startswith("_")], f"{name}: {names}"
 
 
 def test_the_pictures_are_what_their_program_draws() -> None:

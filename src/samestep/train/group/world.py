@@ -33,7 +33,6 @@ from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output, share_run
 
 _GLOO_FILES = 2
-_TIMEOUT = timedelta(minutes=10)
 _DRAWN_SEED = 1 << 48  # torch draws seeds of 64 bits; people write smaller seeds
 
 _group: Group | None = None
@@ -68,7 +67,7 @@ class World:
 def init(
     *,
     backend: str | None = None,
-    timeout: timedelta = _TIMEOUT,
+    timeout: timedelta = timedelta(minutes=10),
     rank: int | None = None,
     size: int | None = None,
     rendezvous: str = "env://",
@@ -103,7 +102,7 @@ def init(
                 else f"timeout={timeout!r} is not a timedelta; write timedelta(minutes=10)"
             )
         _open(backend, timeout)
-    elif timeout not in (_TIMEOUT, _group.timeout):
+    elif timeout not in (timedelta(minutes=10), _group.timeout):
         raise UsageError(
             f"init got timeout={timeout!r}, and this process is in a group with {_group.timeout!r} already: an earlier "
             "init, loader or replicate has joined it; call init with the timeout before them"
