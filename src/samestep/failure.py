@@ -66,6 +66,11 @@ _TOO_MANY = (
     "this process may start no more threads or processes (`ulimit -u`, or pids.max of a container or job); raise that "
     "limit, or use fewer loader workers"
 )
+_OF_TORCHS_LOAD = "torch/serialization.py"
+_IF_WRITTEN = (
+    "if rank 0 writes this file, other ranks have to wait for it: write it with samestep.save, or make it in `with "
+    "samestep.first():`"
+)
 # Words in errors that lines of a serial or hand-written script cause, and what to write instead.
 _REMEDIES = {
     "has no attribute 'module'": "replicate returns the model itself; write model where model.module stands",
@@ -75,6 +80,10 @@ _REMEDIES = {
     ),
     "SyncBatchNorm layers only work with GPU": (
         "leave convert_sync_batchnorm out, and write replicate(model, sync_batchnorm=True), which works on a CPU too"
+    ),
+    "unable to allocate shared memory": (
+        "/dev/shm is too small for what loader workers hand over; make it larger (`docker run --shm-size=8g`), or use "
+        "fewer workers"
     ),
     "can't start new thread": _TOO_MANY,
     os.strerror(EAGAIN): _TOO_MANY,
@@ -95,11 +104,14 @@ _REMEDIES = {
 }
 
 
-def add_remedy(error: BaseException) -> None:
-    """Add to a known exception of another library what to write instead."""
-    for words, remedy in _REMEDIES.items():
-        if words in str(error) and not getattr(error, "__notes__", None):
-            error.add_note(f"samestep: {remedy}")
+def add_remedy(error: BaseException, rank: int = 0) -> None:
+    """Add to a known exception of another library, on this rank, what to write instead."""
+    said = [remedy for words, remedy in _REMEDIES.items() if words in str(error)]
+    is_torn = isinstance(error, EOFError | FileNotFoundError) or "PytorchStreamReader" in str(error)
+    if rank and is_torn and any(step.file.endswith(_OF_TORCHS_LOAD) for step in _steps(error)):
+        said.append(_IF_WRITTEN)
+    if said and not getattr(error, "__notes__", None):
+        error.add_note(f"samestep: {said[0]}")
 
 
 def is_users(file: str) -> bool:

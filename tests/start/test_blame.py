@@ -40,3 +40,20 @@ def test_an_exception_that_a_script_handles_is_told_where_its_finally_waits_for_
     assert "failed on rank 1 of 2" in err
     assert says.format("ValueError: mine (train.py:6)") in err
     assert ("while it handled ValueError: mine (train.py:6)" in err) == ("save" in finally_calls)
+
+
+@pytest.mark.slow
+def test_a_rank_that_reads_what_rank_0_still_writes_is_told_how_to_wait_for_it(launcher):
+    launcher.write(
+        """
+        import torch, samestep
+        open("whole.pt", "wb").close()
+        rank = samestep.init().rank
+        if rank == 1:
+            torch.load("whole.pt")
+        samestep.sum(1)
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--fork", "train.py")
+    assert (code, "failed on rank 1 of 2" in err, "EOFError" in err) == (1, True, True)
+    assert "other ranks have to wait for it: write it with samestep.save" in err

@@ -351,7 +351,7 @@ class Group:
             lines = [f" at {Path(file).name}:{line}" for file, line in frames if is_users(file)]
             # a thread may keep this process from ending, while other ranks wait for it
             self.enter("end", f"failed with {type(error).__name__}{''.join(lines[-1:])}")
-        add_remedy(error)
+        add_remedy(error, self.world.rank)
         write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
         return code
 

@@ -94,9 +94,11 @@ def _difference(name: str, column: Sequence[str | None], when: str) -> str:
     }
     commonest, votes = Counter(column).most_common(1)[0]
     if votes * 2 <= len(column):
-        return f"{said} differs between {' and '.join(ranks.values())}; resume from the last checkpoint"
+        return (
+            f"{said} differs between {' and '.join(ranks.values())}; start again, or from an older checkpoint"
+        )
     odd = [rank for rank, value in enumerate(column) if value != commonest]
     return (
         f"{said} of {name_ranks(odd)} is not what {ranks[commonest]} have; memory of that process, or code that "
-        "only it runs, changed it: resume from the last checkpoint"
+        "only it runs, changed it: start again, or from an older checkpoint"
     )

@@ -1,8 +1,10 @@
-"""Exchanges of a model's tensors beside DDP's all-reduce, hooks after it, and its times."""
+"""Exchanges of a model's tensors beside DDP's all-reduce, hooks after it, its times, and its order among models."""
 
 import json
 import os
 import time
+from binascii import crc32
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +12,35 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.errors import RanksDiffer
+from samestep.text import name_ranks
 from samestep.train.group.device import moved
+from samestep.train.group.group import Group, Member
+
+
+class Turns(Member):
+    """Compares in which order ranks exchange their models' gradients: DDP mixes those of models of equal sizes."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._order = 0
+        group.watch(lambda: self._order.to_bytes(8), _unlike_order)
+
+    def take(self, number: int) -> None:
+        """Note an exchange of the model with this number."""
+        self._order = crc32(number.to_bytes(4), self._order)
+
+
+def _unlike_order(orders: list[bytes], call: str) -> None:
+    fewest = min(Counter(orders).values())
+    odd = [rank for rank, order in enumerate(orders) if orders.count(order) == fewest]
+    how = "in different orders" if len(odd) == len(orders) else "in another order than the other ranks"
+    raise RanksDiffer(
+        f"{name_ranks(odd)} called backward() of the models {how}, so gradients of different models were added; call "
+        "backward() of the same models in the same order on every rank",
+        ranks=odd,
+        call=call,
+    )
 
 
 def average(parameters: Sequence[torch.nn.Parameter]) -> None:

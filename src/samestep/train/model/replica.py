@@ -25,7 +25,7 @@ from samestep.train.draws.draws import Draws
 from samestep.train.group.group import Group
 from samestep.train.model.alike import check_alike
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers
-from samestep.train.model.exchange import average, broadcast, hooks_on, record_buckets
+from samestep.train.model.exchange import Turns, average, broadcast, hooks_on, record_buckets
 from samestep.train.model.tree import Tree
 from samestep.train.model.weighing import (
     after_backward,
@@ -63,6 +63,7 @@ class Replica:
         self.dirty = False
         self.ddp: DistributedDataParallel | None = None
         self._group, self._spine, self._draws = group, group.the(Spine), group.the(Draws)
+        self._turns = group.the(Turns)
         self._is_checked = self._drops_gradients = False
         self._hooks: list[RemovableHandle] = []
         # a later model may have the same parameters
@@ -221,6 +222,7 @@ class Replica:
 
     def _begin_to_wait(self) -> None:
         """This rank has all its gradients; at the end of backward DDP waits for the other ranks."""
+        self._turns.take(self.number)
         self._group.enter("exchange")
         after_backward(self._end_exchange)
 
