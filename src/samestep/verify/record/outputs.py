@@ -4,6 +4,7 @@ import builtins
 import io
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,8 +53,12 @@ class Outputs:
 
     def _listen(self, stream: TextIO, verb: str, into: str = "") -> None:
         begun = at = ""
+        # a file that the script leaves to Python to close, as in json.dump(losses, open("losses.json", "w")), must not
+        # be kept open by its own methods
+        this: Callable[[], Any] = weakref.ref(stream)
+        kind: Any = type(stream)
 
-        def write(original: Callable[[str], int], text: str) -> int:
+        def write(text: str) -> int:
             nonlocal begun, at
             at = at if begun else users_line()
             *lines, begun = (begun + text).split("\n")
@@ -61,15 +66,14 @@ class Outputs:
                 if "\r" not in line.rstrip("\r") and not line.startswith("samestep:"):
                     self._note(verb, into + line, at)
             at = users_line() if lines else at
-            return original(text)
+            return int(kind.write(this(), text))
 
-        def close(original: Callable[[], None]) -> None:
-            if begun and not stream.closed:
+        def close() -> None:
+            if begun and not this().closed:
                 self._note(verb, into + begun, at)
-            original()
+            kind.close(this())
 
-        wrap(stream, "write", write)
-        wrap(stream, "close", close)
+        vars(stream).update(write=write, close=close)
 
     def _save(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         path = args[place] if len(args) > place else kwargs.get("f", kwargs.get("path"))

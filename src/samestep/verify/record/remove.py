@@ -119,10 +119,16 @@ def _with_a_seed(call: Callable[..., Any], *seed: Any, **options: Any) -> Any:
 def _share_nothing() -> None:
     """Give each rank all samples of every batch, and make totals local: every rank is a copy of the serial script."""
     alone = SimpleNamespace(world=SimpleNamespace(size=1))
+
+    def met() -> Any:
+        # the script may rely on a total to make ranks wait, as for a file that rank 0 writes
+        world.joined().all_gather("a total", 0)
+        return alone
+
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
         *((module, "cut", lambda count, size, rank: (0, count)) for module in (share, steps, passes)),
         *((module, "share_weight", lambda *_, **__: 1.0) for module in (replica, weighing)),
-        (totals, "joined", lambda: alone),
+        (totals, "joined", met),
         (Replicas, "draw_apart", lambda _: None),
         (replicate, "convert", lambda _: None),  # BatchNorm has the whole batch already
         (Spine, "weight_here", lambda _: 1.0),
