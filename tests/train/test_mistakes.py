@@ -147,6 +147,49 @@ def test_an_evaluation_without_a_total_is_said(world, total):
     assert len(re.findall(text, said.getvalue())) == (total is None and world.rank == 0)
 
 
+def counted(train, model):
+    for x, _ in train:
+        x.sum(0)
+
+
+def totalled(train, model):
+    samestep.sum(sum(x.sum(0) for x, _ in train))
+
+
+def kept(train, model):
+    for x, y in list(train):
+        F.mse_loss(model(x), y).backward()
+
+
+def evaluated_within(train, model):
+    for at, (x, y) in enumerate(train, 1):
+        F.mse_loss(model(x), y).backward()
+        if at == len(train):
+            samestep.mean(sum(F.mse_loss(model(x), y).item() for x, y in samestep.loader(DATA, 7)))
+
+
+def stepped_by_function(train, model):
+    optimizer, parameters = torch.optim.SGD(model.parameters(), 0.1), list(model.parameters())
+    for x, y in train:
+        slopes = torch.autograd.grad(F.mse_loss(model(x), y), parameters)
+        for parameter, slope in zip(parameters, slopes, strict=True):
+            parameter.grad = slope
+        optimizer.step()
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("loop", [counted, totalled, kept, evaluated_within, stepped_by_function])
+def test_a_loop_in_training_mode_without_backward_and_total_is_said(world, loop):
+    look_again()
+    model, train = samestep.replicate(network()), samestep.loader(DATA, 6)
+    with redirect_stderr(StringIO()) as said:
+        loop(train, model)
+        for x, y in train:
+            F.mse_loss(model(x), y).backward()
+    text = r"called no backward\(\) and was not followed by samestep.sum, .* rank's (8|12) of its 23 samples"
+    assert len(re.findall(text, said.getvalue())) == (loop is counted and world.rank == 0)
+
+
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("samples", [1, 23])
 @pytest.mark.parametrize("on_all", [False, True])

@@ -1,11 +1,13 @@
 """Says what a script forgot: to share its training data, or to add up what an evaluation counted.
 
 Covered: a DataLoader with a sampler that torch made, where the ranks' data sets look alike; an evaluation over a loader
-that only some ranks iterate, or after which nothing is totalled before the next epoch of training.
+that only some ranks iterate, or after which nothing is totalled before the next epoch of training; a loop without
+backward(), such as one that adds up statistics of the data, likewise.
 Not covered: streams, batches that the script cuts by hand, and one of several evaluations.
 """
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -35,24 +37,33 @@ class Evaluations(Member, Subscriber):
         self._spine.subscribe(self)
         self._text = self._line = ""
         self._totals_before = (0, 0)
-        self._count = 0
+        self._count = self._backwards = 0
+        self._backwards_before = weakref.WeakKeyDictionary[Pass, int]()
         group.watch(lambda: self._count.to_bytes(8), self._unlike_counts)
 
     def pass_ends(self, ended: Pass) -> None:
-        if ended.training:
+        if ended.training and self._backwards > self._backwards_before[ended]:
             return
-        self._count, self._line = self._count + 1, users_line()
-        self._totals_before = self._totals()
+        if not ended.training:
+            self._count += 1
+        self._line, self._totals_before = users_line(), self._totals()
         total = share.batch_start + share.all if (share := ended.latest) else 0
         if ended.counted < total:
+            kind, used = ("loop", "total") if ended.training else ("evaluation", "correct")
             self._text = (
-                f"the evaluation at {self._line} was not followed by samestep.sum, mean or gather: what it counted is "
-                f"of this rank's {ended.counted} of its {total} samples; write samestep.sum(correct) where it is used"
+                f"the {kind} at {self._line} {'called no backward() and ' * ended.training}was not followed by "
+                f"samestep.sum, mean or gather: what it counted is of this rank's {ended.counted} of its {total} "
+                f"samples; write samestep.sum({used}) where it is used"
             )
 
     def pass_begins(self, begun: Pass) -> None:
         if begun.training:
             self.close()
+            self._backwards_before[begun] = self._backwards
+
+    def phase_begins(self, phase: str, call: str) -> None:
+        if phase in ("backward", "optimizer"):
+            self._backwards += 1
 
     def close(self) -> None:
         if self._text and self._totals() == self._totals_before:
