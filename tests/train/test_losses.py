@@ -203,6 +203,53 @@ def test_a_mean_over_unlike_numbers_of_terms_is_said(world, ignored):
     assert said.getvalue().count("unlike numbers of them for each of their samples") == is_said
 
 
+def by_class(losses, y):
+    return torch.stack([losses[y == label].mean() for label in (0, 1)]).mean()
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(
+    ("loss", "is_said"),
+    [
+        (lambda out, y: F.cross_entropy(out, y) + out[y == 0].square().mean(), True),
+        (
+            lambda out, y: (
+                F.cross_entropy(out, y) + 0.1 * (F.cross_entropy(out[y == 0], y[y == 0]) + out.mean())
+            ),
+            True,
+        ),
+        (lambda out, y: F.cross_entropy(out, y) + by_class(out.square().sum(1), y), True),
+        (
+            lambda out, y: (
+                F.cross_entropy(out, y) + out.square().mean() + out[:, y.new_tensor([0, 0, 1])].mean()
+            ),
+            False,
+        ),
+        (lambda out, y: sum(one[: 1 + at % 2].mean() for at, one in enumerate(out)) / len(y), False),
+        (lambda out, y: torch.stack([one[: 1 + at % 2].mean() for at, one in enumerate(out)]).mean(), False),
+        (lambda out, y: samestep.gather(out).mean() + F.cross_entropy(out, y), False),
+    ],
+    ids=[
+        "masked",
+        "nested",
+        "by class",
+        "all samples",
+        "sample by sample",
+        "stacked samples",
+        "of all ranks",
+    ],
+)
+def test_a_mean_over_unlike_numbers_of_terms_is_said_where_a_loss_is_a_sum_of_several(world, loss, is_said):
+    look_again()
+    labels = ((torch.arange(23) % 3 > 0) & (torch.arange(23) > 5)).long()
+    model = samestep.replicate(nn.Linear(4, 2).double())
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(TensorDataset(X, labels), 23):
+            loss(model(x), y).backward()
+            samestep.mean(0.0)
+    assert said.getvalue().count("unlike numbers of them for each") == (is_said and world.rank == 0)
+
+
 @pytest.mark.sizes(2)
 def test_sums_of_weights_that_are_equal_on_ranks_by_chance_hide_no_others(world):
     """In the first two batches of four, the weights of each rank's two samples add up to the batch's four."""

@@ -13,6 +13,7 @@ import sys
 from binascii import crc32
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +23,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
-from samestep.train.loss import Averaged, leaves_before, name_of, nodes_before, reduction_of, weights_in
+from samestep.train.loss import (
+    Averaged,
+    addends_of,
+    leaves_before,
+    name_of,
+    nodes_before,
+    reduction_of,
+    weights_in,
+)
 from samestep.train.passes import Share
 from samestep.train.script.lines import scripts_frame
 from samestep.train.script.sizes import is_over_samples
@@ -35,6 +44,7 @@ _AUTOGRAD: Any = torch.autograd
 _TERMS = struct.Struct("<ff")
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
 _MANY_LOSSES = 4
+_MOST_MEANS = 3
 _MOST_NODES = 1000
 _NEAR_NODES = 50
 _REAL = (torch.Tensor, torch.nn.Parameter)
@@ -66,11 +76,11 @@ class Backward(Member):
         # of the first batches: the leaves of the loss that belong to no replica
         self._unreplicated: dict[Share, list[torch.Tensor]] = {}
         self._losses_to_look_at = _FIRST_LOSSES if group.world.size > 1 else 0
-        # the latest batches that were the first of all or of an epoch; for each its latest loss's number of terms, and
-        # that number for each sample
-        self._terms: dict[Share, tuple[float, float]] = {}
-        for at in range(_FIRST_LOSSES):
-            group.watch(partial(self._mark_of_terms, at), self._unlike_terms)
+        # the latest batches that were the first of all or of an epoch; for each the number of terms of each mean in its
+        # latest loss, and that number for each sample
+        self._terms: dict[Share, list[tuple[float, float]]] = {}
+        for batch, mean in product(range(_FIRST_LOSSES), range(_MOST_MEANS)):
+            group.watch(partial(self._mark_of_terms, batch, mean), partial(self._unlike_terms, mean))
         # constants in the loss: how many the first loss has, its digest, and that of the latest loss with as many
         self._num_weights, self._weight_digests = -1, bytes(8)
         # whether batch/places.py followed a loss; not after a restart: the first start has printed the remarks
@@ -190,7 +200,10 @@ class Backward(Member):
         A sum divided by the whole batch's size is a sum. So is a sum of as many mean losses as this rank has samples;
         divided by that number it is a mean.
         """
-        found, share = reduction_of(loss), self._spine.trained
+        return self._kind_of(reduction_of(loss))
+
+    def _kind_of(self, found: dict[str, Any]) -> tuple[str | None, float | None]:
+        share = self._spine.trained
         count, mine = found.get("terms"), share.mine if share is not None else 0
         if found["reduction"] == "mean":
             is_sum = found["losses"] >= mine >= _MANY_LOSSES and found["divisor"] is None
@@ -219,10 +232,9 @@ class Backward(Member):
                 self._terms.clear()
             elif share not in self._terms and len(self._terms) == _FIRST_LOSSES:
                 del self._terms[next(iter(self._terms))]
-            parts = [batch.mine for batch in spine.open_shares if batch.mine]
-            each = [(count or 0.0) / part for part in parts]
-            in_each = min([terms for terms in each if terms == int(terms)] or each)
-            self._terms[share] = (0.0, 0.0) if averaged.does else (count or 0.0, in_each)
+            counts = [] if averaged.does else [count, *self._counts_of_addends(loss, share)]
+            zeros = [0.0] * (_MOST_MEANS - len(counts))
+            self._terms[share] = [self._terms_in(count or 0.0) for count in (*counts, *zeros)]
         if not adds:  # else a mean is multiplied by this rank's own number of terms
             weights = weights_in(loss, _NEAR_NODES)
             digest = crc32(repr(weights).encode()).to_bytes(4)
@@ -248,14 +260,25 @@ class Backward(Member):
                 what="a mean",
             )
 
+    def _counts_of_addends(self, loss: torch.Tensor, share: Share) -> list[float | None]:
+        """The numbers of terms of a loss's means after its first; none if each may be the mean of a sample."""
+        found = addends_of(loss, min(_MOST_MEANS, share.mine // 2))
+        return [count for reduction, count in map(self._kind_of, found[1:]) if reduction == "mean"]
+
+    def _terms_in(self, count: float) -> tuple[float, float]:
+        """A number of terms, and that number for each sample of a loader that is iterated now."""
+        each = [count / batch.mine for batch in self._spine.open_shares if batch.mine]
+        return count, min([terms for terms in each if terms == int(terms)] or each)
+
     def _is_counted(self, share: Share | None) -> bool:
         """Whether the terms of losses in this batch are compared: all ranks have a share of it."""
         if share is None or share.lent or (share.all < self.group.world.size and share.microbatch is None):
             return False
         return share in self._terms or len(self._terms) < _FIRST_LOSSES or not share.batch_start
 
-    def _mark_of_terms(self, at: int) -> bytes:
-        return _TERMS.pack(*(*self._terms.values(), *[(0.0, 0.0)] * _FIRST_LOSSES)[at])
+    def _mark_of_terms(self, batch: int, mean: int) -> bytes:
+        batches = [terms[mean] for terms in self._terms.values()]
+        return _TERMS.pack(*(*batches, *[(0.0, 0.0)] * _FIRST_LOSSES)[batch])
 
     def _has_trained(self, loss: torch.Tensor) -> bool:
         """Whether the loss trains parameters on this rank's samples, and not on samples that were gathered."""
@@ -272,15 +295,17 @@ class Backward(Member):
                 what="unlike weights",
             )
 
-    def _unlike_terms(self, marks: list[bytes], call: str) -> None:
+    def _unlike_terms(self, mean: int, marks: list[bytes], call: str) -> None:
         """Print that ranks' numbers of terms are neither equal nor proportional to their shares of a batch."""
         terms = list(zip(*map(_TERMS.unpack, marks), strict=True))
-        # rank 0 counts none of a loss that mixes samples, and has printed another remark
-        if not terms[0][0] or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in terms):
+        # rank 0 counts none of a loss that mixes samples, and has printed another remark; a rank with few samples may
+        # count none but its loss's first mean
+        is_counted = all(terms[0]) if mean else terms[0][0]
+        if not is_counted or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in terms):
             return
         self.group.say(
-            "the loss is a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
-            "ignore_index, class weights or padding; so it is not the mean of the whole batch: write "
+            "the loss has a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
+            "ignore_index, class weights, a mask or padding; so it is not the mean of the whole batch: write "
             'replicate(model, loss="sum"), and divide the sum of the terms by samestep.sum of their number',
             what="unlike terms",
         )

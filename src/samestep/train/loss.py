@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-_PASSED = ("Mul", "Div", "Neg", "ToCopy", "Add", "Sub", "Rsub", "View", "Squeeze", "Clone")
+_SCALED = ("Mul", "Div", "Neg", "ToCopy", "View", "Squeeze", "Clone")
+_ADDED = ("Add", "Sub", "Rsub", "Stack")
+_PASSED = (*_SCALED, *_ADDED[:3])
 _NEAR = 8
 
 
@@ -27,6 +29,23 @@ class Averaged(NamedTuple):
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
     """The last reduction of a loss: its kind, its divisor, a mean's number of terms, and how many losses are added."""
     return _reduction_at(loss.grad_fn)
+
+
+def addends_of(loss: torch.Tensor, most: int) -> list[dict[str, Any]]:
+    """How each loss was reduced that this loss is a sum or a mean of; none where these are more than `most`."""
+    found: list[dict[str, Any]] = []
+    queue: list[Any] = [loss.grad_fn]
+    while queue and len(found) <= most:
+        top = node = queue.pop()
+        while name_of(node).startswith(_SCALED) and (child := _only_child(node)) is not None:
+            node = child
+        if name_of(node).startswith(("Mean", "Sum")) and name_of(_only_child(node)).startswith("Stack"):
+            node = _only_child(node)
+        if name_of(node).startswith(_ADDED):
+            queue += [child for child, _ in reversed(node.next_functions) if child is not None]
+        else:
+            found.append(_reduction_at(top))
+    return found if len(found) <= most else []
 
 
 def weights_in(loss: torch.Tensor, most: int) -> list[float]:
@@ -97,8 +116,13 @@ def _reduction_at(node: Any) -> dict[str, Any]:
     return {"reduction": None}
 
 
+def _only_child(node: Any) -> Any:
+    children = [child for child, _ in node.next_functions if child is not None]
+    return children[0] if len(children) == 1 else None
+
+
 def name_of(node: Any) -> str:
-    return str(node.name()).partition("Backward")[0]
+    return str(node.name()).partition("Backward")[0] if node is not None else ""
 
 
 def _count(node: Any) -> float | None:
