@@ -59,6 +59,7 @@ INVARIANT = (
 )
 REFERRED = "o = model(x, 0); sum((o[i] - o).square().mean() for i in range(len(o))).backward()"
 EASY = "l = model(x, 0).square()[:, 0]; (l * (l < l.mean())).mean().backward()"
+MASKED = "l = model(x, 0)[:, 0].square(); l[l >= l.detach().quantile(0.7)].mean().backward()"
 COUNTED = "l = model(x, 0).square()[:, 0]; m = torch.ones(len(x)); ((l * m).sum() / m.sum().clamp(min=1)).backward()"
 FREQUENT = (
     "y = (x[:, 0] > 0.5).long(); w = len(y) / torch.bincount(y, minlength=2).clamp(min=1); "
@@ -111,6 +112,7 @@ DRAWN = (
         ({"inside": TURNED}, "moves samples within a batch (train.py:"),
         ({"inside": PAIRED}, "pairs of the samples of a batch (train.py:"),
         ({"inside": "model(x, 0)[:, 0].sort()[0][0].backward()"}, "compares the samples of a batch (train.py:"),
+        ({"inside": MASKED}, "compares the samples of a batch (train.py:"),
         ({"inside": "model(x, 0).square().mean().sqrt().backward()"}, AVERAGES),
         ({"inside": NORMALIZED}, AVERAGES),
         ({"inside": PRODUCT}, AVERAGES),
@@ -126,8 +128,8 @@ DRAWN = (
         "one-by-one-of-all",
         *("on-rank-0", "seeded-by-rank", "square-and-not-in-the-first-call"),
         *("several-for-each-sample", "half-as-many", "several-words", "a-choice-of-samples"),
-        *("flipped-samples", "turned-by-numpy", "pairs-of-samples", "hardest-samples", "a-root-of-a-mean"),
-        "a-normalized-batch",
+        *("flipped-samples", "turned-by-numpy", "pairs-of-samples", "hardest-samples", "above-a-quantile"),
+        *("a-root-of-a-mean", "a-normalized-batch"),
         *("a-product-of-means", "a-balance-of-experts", "a-masks-mean", "pairs-in-a-later-loss", "a-copys-statistics"),
     ],
 )  # fmt: skip

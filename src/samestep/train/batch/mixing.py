@@ -55,12 +55,13 @@ def averaged(
     have_batch = [operand.has_batch for operand in operands]
     if not isinstance(result, torch.Tensor):
         return None
+    # also a mask or an index that is made of it
+    if mixed := next((average for average in averages if average.does), None):
+        return mixed
     # an integer is no term of a loss, but it may be the count that divides it
     is_count = name in _COUNTS or (averages and (any(have_batch) or name in {"mul", *_LINEAR, *_BOUNDS}))
     if not (result.is_floating_point() or is_count):
         return None
-    if mixed := next((average for average in averages if average.does), None):
-        return mixed
     arguments = arguments_of(func, args, kwargs)
     if does := _mixes(name, arguments, operands, probe, order, rows.mine):
         return Averaged(f"{does} ({users_line()})")

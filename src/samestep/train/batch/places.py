@@ -29,6 +29,7 @@ from samestep.train.script.sizes import distribution_drawn, fixed_sizes, measure
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _GROWN = {"expand", "repeat"}
 _SELECT: Any = torch.ops.aten.select.int
+_RESHAPING = {"squeeze_", "unsqueeze_", "transpose_", "t_"}  # in place, as quantile does it
 _SIZED = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "as_strided"}
 
 
@@ -108,10 +109,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func._opname == "_local_scalar_dense" and not isinstance(args[0], torch.Tensor):
             return args[0]  # torch passes a wrapped number on as the number itself
+        before = self._traced(args[0]) if func._opname in _RESHAPING else None
         probe, sure = self._run_probes(func, args, kwargs)
-        outer_probe, self._coming_probe = self._coming_probe, None
-        if isinstance(probe, torch.Tensor) and (sure or any(map(self._sizes.in_probe, probe.shape))):
-            self._coming_probe = probe
+        shows = isinstance(probe, torch.Tensor) and (sure or any(map(self._sizes.in_probe, probe.shape)))
+        outer_probe, self._coming_probe = self._coming_probe, probe if shows else None
         try:
             result = func(*args, **kwargs)
         finally:
@@ -119,6 +120,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with suppress(Exception):  # the script must not fail because a probe could not be made
             if func._opname == "unbind":
                 self._follow_unbind(result, *args)
+            elif before is not None:
+                self._note(result, probe, sure, before.averaged, before.order)
             else:
                 self._follow(func, args, kwargs, result, probe, sure)
         return result
@@ -385,12 +388,11 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _traced(self, tensor: torch.Tensor) -> Traced:
         """What is known of a tensor; a tensor that was made before and is not the batch's has no batch dimension."""
-        if self._is_joined(tensor):
-            return Traced(tensor, meta_of(tensor))
-        if known := self._stored_of(tensor):
-            return known
-        if self._is_new(tensor):
-            return Traced(tensor, *self._guessed_by_sizes(tensor, ()))
+        if not self._is_joined(tensor):
+            if known := self._stored_of(tensor):
+                return known
+            if self._is_new(tensor):
+                return Traced(tensor, *self._guessed_by_sizes(tensor, ()))
         return Traced(tensor, meta_of(tensor))
 
 
