@@ -67,3 +67,32 @@ def test_a_difference_that_is_no_mistake_is_not_shown_as_one(capsys: pytest.Capt
     ):
         _show_table(report)
         assert all(line.endswith(shown) for line in capsys.readouterr().out.splitlines()[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("noise_in_the_loop", "without it, random draws are each rank's own"),
+        (
+            "padded_mean",
+            "without it, batches that collate_fn makes of a share (padding, a mean) are each rank's own",
+        ),
+        (
+            "standardized_by_collate",
+            "without it, dropout masks and batches that collate_fn makes of a share (padding,",
+        ),
+    ],
+)
+def test_what_each_rank_draws_is_told_from_what_collate_fn_makes_of_its_share(
+    script: str, words: str, nest: Nest
+) -> None:
+    assert words in str(verify([str(SCRIPTS / f"{script}.py")], [1, 2], run=Forked(nest)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [2, 1000])
+def test_a_run_that_is_cut_says_that_what_it_prints_later_was_not_compared(steps: int, nest: Nest) -> None:
+    report = verify([str(SCRIPTS / "share_accuracy.py")], [1, 2], steps=steps, run=Forked(nest))
+    assert report.verdict == ("rounding" if steps == 2 else "printed"), report
+    assert str(report).endswith("after the last of these steps was not compared") == (steps == 2)

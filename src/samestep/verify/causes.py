@@ -130,7 +130,9 @@ def _of_the_share(compared: Compared) -> str:
         kind = "decided"
     if kind:
         return f"{difference.rstrip('.')}; {OF_THE_SHARE.get(kind, remedies.DECIDED)}"
-    return OF_THE_SHARE[_numbers_of_the_share(compared)] if compared.is_in_a_step else remedies.DECIDED
+    if not compared.is_in_a_step:
+        return remedies.DECIDED
+    return _scaled(compared) or OF_THE_SHARE[_numbers_of_the_share(compared)]
 
 
 def _numbers_of_the_share(compared: Compared) -> str:

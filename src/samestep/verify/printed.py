@@ -15,7 +15,7 @@ from samestep.verify.experiments import Experiments, Removed
 from samestep.verify.read import NUMBER, Line, Run
 
 _MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
-_SHAPE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)")
+_NO_VALUE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)|\S+\.py:\d+")  # a shape, the place of a warning
 _CLOSE = 1e-5  # the relative distance that is always allowed
 _LARGEST_TIMES = 20.0  # times the largest distance in the training
 _TIMES_NOISE = 10.0  # times the distance of a run with other last bits
@@ -183,13 +183,13 @@ def _has(run: Run, kind: str, at: int, line: Line, near: _Near) -> bool:
 
 
 def _numbers(line: Line, other: Line) -> Iterator[tuple[int, str, str]]:
-    """The numbers of both lines by their place, without shapes, durations, rates and amounts of memory."""
+    """The numbers of both lines by their place, without shapes, lines of code, durations, rates and sizes of memory."""
     for at, (a, b) in enumerate(zip(*map(_counted, (line.text, other.text)), strict=False)):
         yield at, a, b
 
 
 def _counted(line: str) -> Iterator[str]:
-    line = _SHAPE.sub("", line)
+    line = _NO_VALUE.sub("", line)
     return (match[0] for match in NUMBER.finditer(line) if not _MEASURED.match(line, match.end()))
 
 

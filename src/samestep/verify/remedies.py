@@ -6,7 +6,7 @@ STEPS = "use steps, whose microbatches are the same at any number of processes"
 SHOWN = {
     "foreign": "use samestep.loader, so that the ranks share each batch",
     "samples": "give samestep.loader the same dataset, sampler, seed and batch_size, which is that of the whole step, "
-    "at any number of processes",
+    "and each step as many batches, at any number of processes",
     "mode": "call model.train() on every rank before the epoch",
     "rate": "every step has the whole batch, so do not scale it by the number of processes",
     "schedule": "its schedule uses a length or count that depends on the number of processes",
@@ -44,8 +44,8 @@ OF_WORLD = SHOWN | {
 }
 # A value computed from a rank's share causes the difference.
 DECIDED = (
-    "it is decided by a value of each rank's own share, such as its loss or accuracy; decide by a value that is equal "
-    "on all ranks: samestep.mean(loss), samestep.sum(correct)"
+    "it is decided by a value of each rank's own share, such as its loss, accuracy or length; decide by a value that "
+    "is equal on all ranks: samestep.mean(loss), samestep.sum(correct), samestep.sum(len(x))"
 )
 DRAWN_APART = (
     "draw it for the whole batch in the collate_fn, as docs/losses.md shows for mixup; without that draw verify can "
@@ -67,8 +67,9 @@ OF_THE_SHARE = {
     f"queue); compute it from samestep.gather(model(x)), or from samestep.sum and mean, or {STEPS}",
     "gradients": "the loss is the same and its gradient is not: each rank makes (autograd.grad, torch.func), clips or "
     "scales its own, or they are averaged by hand with equal weights for unequal shares, or the loss takes other "
-    "ranks' values without their gradient, as dist.all_gather does; leave them to loss.backward() and "
-    "samestep.replicate, or take samestep.mean of what torch.func gives, and use samestep.gather",
+    "ranks' values without their gradient, as dist.all_gather does, or a hook or an autograd.Function takes a mean of "
+    "gradients over the samples; leave them to loss.backward() and samestep.replicate, or take samestep.mean of what "
+    "torch.func gives, and use samestep.gather",
     "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
 }
 # A specific experiment shows the cause.
@@ -110,7 +111,7 @@ GRADIENTS_SCALED = (
 )
 LOSS_SCALED = (
     "the loss is {:.3g} times that {}: one of its factors depends on the number of processes (world.size, the length "
-    "of a share); leave that factor out"
+    "of a share, samestep.sum of the ranks' means); leave that factor out"
 )
 OWN_SEED = (
     "each rank has a seed of its own for what it draws; with --same too its draws are then not those of the serial "

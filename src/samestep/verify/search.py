@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from samestep.verify.causes import Cause, came_apart, failure_of, says_its_cause, stated, suspects, unstable
 from samestep.verify.experiments import Experiments, Removed
-from samestep.verify.read import Run
+from samestep.verify.read import alike
 from samestep.verify.remedies import OWN_DRAWS, STILL_UNSTABLE
 from samestep.verify.trajectory import SOFT, Compared, first_fact, follow
 
@@ -17,6 +17,7 @@ _MOST_CAUSES = 8
 _MOST_LINES = 2
 _IsEnough = Callable[[Sequence[Cause]], bool]
 _DRAWN = "draw them before replicate"  # data that each rank draws for itself
+_COLLATED = "batches that collate_fn makes of a share (padding, a mean)"
 _SCALE = "scale="  # hides the difference, whatever its cause
 
 
@@ -112,7 +113,11 @@ class Search:
             self.causes.append(Cause(sentence))
 
     def _confirmed(self, causes: Sequence[Cause], size: int) -> Compared:
-        self.causes += causes
+        # the same factor is another power of another number of ranks
+        is_scaled = any(str(cause.removed).startswith(_SCALE) for cause in self.causes)
+        self.causes += [
+            cause for cause in causes if not (is_scaled and str(cause.removed).startswith(_SCALE))
+        ]
         self.removed = (*self.removed, *(cause.removed for cause in causes if cause.removed))
         return self.without(size)
 
@@ -154,16 +159,22 @@ class Search:
 
     def harmless(self, size: int) -> list[Cause]:
         """A harmless cause: what each rank draws for itself, in addition to the harmful causes."""
-        run = self._experiments.run(size, ())
-        if self._experiments.first is None or "draws" not in self.removed or not run.fact("own"):
+        compared = self._experiments.compared(size, ())
+        if self._experiments.first is None or "draws" not in self.removed or not compared.run.fact("own"):
             return []
-        sentence = f"{draws_of(run)} are each rank's own; --same makes them those of the whole batch"
+        sentence = f"{draws_of(compared)} are each rank's own; --same makes them those of the whole batch"
         return [Cause(sentence, "draws", is_harmless=True)]
 
 
-def draws_of(run: Run) -> str:
+def draws_of(compared: Compared) -> str:
     """In words, what each rank draws for itself by default."""
-    return " and ".join(run.fact("own") or ["random draws, or what collate_fn makes of a share (padding),"])
+    first, run, step = compared.first, compared.run, compared.step
+    widths = zip(first.fact("widths") or (), run.fact("widths") or (), strict=False)
+    is_collated = any(mine != theirs for mine, theirs in widths) or (
+        compared.is_in_a_step and not alike(first.batch("given", step), run.batch("given", step))
+    )
+    own = [*(run.fact("own") or ()), *[_COLLATED] * is_collated]
+    return " and ".join(own or ["random draws"])
 
 
 def _together(causes: list[Cause], is_enough: _IsEnough) -> list[Cause]:

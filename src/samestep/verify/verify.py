@@ -127,7 +127,10 @@ class Report:
             text += f"; without --same{own}"
         if self.unfinished and self.is_same_step:
             return f"{text}; {self.unfinished} the comparison of what it prints"
-        return f"{text}; what it prints is not the same, see above" if self.verdict == "printed" else text
+        if self.verdict == "printed":
+            return f"{text}; what it prints is not the same, see above"
+        is_cut = self.is_same_step and self.worst.first.fact("cut")
+        return f"{text}; what it prints after the last of these steps was not compared" if is_cut else text
 
     def _step_verdict(self) -> str:
         worst = self.worst
@@ -266,12 +269,12 @@ def _explained(experiments: Experiments, search: Search, report: Report) -> Repo
 def _draws(search: Search, outcomes: dict[int | None, Compared], last: int, differing: Sequence[int]) -> str:
     """In words, what differs without --same; with an untouched script all runs had it, so run once without it."""
     if None not in outcomes:
-        return draws_of(outcomes[last].run) if search.causes or differing else ""
+        return draws_of(outcomes[last]) if search.causes or differing else ""
     by_default = search.by_default(last)
     if by_default.kind == "failed":
         outcomes[last] = by_default
         return ""
-    return draws_of(by_default.run) if by_default.difference else ""
+    return draws_of(by_default) if by_default.difference else ""
 
 
 def _of_earlier_runs(experiments: Experiments, outcomes: Mapping[int | None, Compared]) -> list[str]:

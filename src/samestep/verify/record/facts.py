@@ -82,7 +82,7 @@ def _numbers(values: Iterable[Any]) -> Iterator[float]:
 
 def rows_of(value: Any) -> list[float]:
     """A number for each row of the first dense tensor in a nested value; similar rows have similar numbers."""
-    tensor = _first_tensor(value)
+    tensor = first_tensor(value)
     if tensor is None or not tensor.dim() or not tensor.numel():
         return []
     with _disable_current_modes():  # modes of the script must not see these operations
@@ -93,8 +93,8 @@ def rows_of(value: Any) -> list[float]:
         return [float(f"{number:.9g}") for number in (flat @ along).tolist()]
 
 
-def _first_tensor(value: Any) -> torch.Tensor | None:
+def first_tensor(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         return value if value.layout is torch.strided and not value.is_nested else None
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((tensor for tensor in map(_first_tensor, inner) if tensor is not None), None)
+    return next((tensor for tensor in map(first_tensor, inner) if tensor is not None), None)

@@ -42,6 +42,7 @@ from samestep.verify.record import wrap
 from samestep.verify.record.facts import (
     current_share,
     digests_of,
+    first_tensor,
     hyper_of,
     is_in_training_loop,
     is_ours,
@@ -82,6 +83,9 @@ class Recorder:
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
         self._given: list[float] = []
+        self._widths: list[
+            Sequence[int]
+        ] = []  # of each batch, the sizes of its first tensor behind the samples
         self._turn = 0
         self._depth = 0
         self._evaluated = self._in_backward = False
@@ -120,6 +124,7 @@ class Recorder:
             "seeded": self._reads.seeded,
             "whole_batches": "shares" in self._removed,
             "own": sorted(self._own, reverse=True),
+            "widths": self._widths,
             "param": digests_of(self._named(nn.Module.named_parameters)),
             "buffer": digests_of(self._named(nn.Module.named_buffers)),
         }
@@ -206,7 +211,10 @@ class Recorder:
             return
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         with _disable_current_modes():  # modes of the script must not see these operations
-            weight = self._record_loss(losses)
+            gradients = kwargs.get("grad_tensors", args[0] if args else None)
+            weight = self._record_loss(
+                losses, [gradients] if isinstance(gradients, torch.Tensor) else gradients
+            )
         self._facts["backwards"] += 1
         self._in_backward = True
         try:
@@ -214,13 +222,13 @@ class Recorder:
         finally:
             self._in_backward = False
 
-    def _record_loss(self, losses: list[torch.Tensor]) -> float:
+    def _record_loss(self, losses: list[torch.Tensor], gradients: Sequence[Any] | None) -> float:
         """Note the losses of a backward call; returns the factor by which to multiply them."""
         share, reduction = current_share(), reduction_of(losses[-1])
         count = reduction.get("count") if "counts" in self._removed else None
         weight = count / totals.sum(float(count)) if count else 1.0
         part = {
-            "loss": sum(map(_value, losses)) * weight,
+            "loss": sum(map(_value, losses, gradients or [None] * len(losses))) * weight,
             "forwards": self._forwards,
             "given": self._given,
             "turn": self._turn,
@@ -264,6 +272,8 @@ class Recorder:
         """Note a batch before the training loop gets it."""
         self._evaluated = False
         self._given = rows_of(batch)
+        tensor = first_tensor(batch)
+        self._widths.append([] if tensor is None else tensor.shape[1:])
         self._turn += 1
 
     def _leave_pass(self, original: Callable[..., None], spine: Spine, passed: Pass) -> None:
@@ -316,6 +326,7 @@ class Recorder:
         self._change_last_bits(_stepped(optimizer))
         first = next(iter(self._taken))
         if self._taken[first] == self._most_steps:
+            self._facts["cut"] = True
             raise SystemExit(0)
 
     def _outermost(self) -> list[nn.Module]:
@@ -340,9 +351,10 @@ def _scaled(original: Callable[..., Any], scaler: torch.amp.GradScaler, outputs:
     return scaled
 
 
-def _value(loss: torch.Tensor) -> float:
-    """A loss without the scale of a GradScaler."""
-    return float(loss.detach().double().sum()) / getattr(loss, "loss_scale", 1.0)
+def _value(loss: torch.Tensor, gradient: torch.Tensor | None) -> float:
+    """A loss without the scale of a GradScaler; of several, the sum that their gradients stand for."""
+    terms = loss.detach().double() * (gradient if gradient is not None and loss.numel() > 1 else 1.0)
+    return float(terms.sum()) / getattr(loss, "loss_scale", 1.0)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
