@@ -18,6 +18,7 @@ from samestep import RanksDiffer, UsageError
 from samestep.train.backward import Backward
 from samestep.train.data.loader import _Begun
 from samestep.train.draws.draws import Draws
+from samestep.train.forgotten import Evaluations
 from samestep.train.group.world import joined
 from samestep.train.step import Spine
 
@@ -39,6 +40,7 @@ def batches(size):
 def look_again():
     group = joined()
     group._said.clear()
+    group.the(Evaluations)._text = ""
     backward = group.the(Backward)
     group.the(Draws).watching._watched_kinds.clear()
     backward._terms.clear()
@@ -173,7 +175,7 @@ def stepped_by_function(train, model):
     for x, y in train:
         slopes = torch.autograd.grad(F.mse_loss(model(x), y), parameters)
         for parameter, slope in zip(parameters, slopes, strict=True):
-            parameter.grad = slope
+            parameter.grad = samestep.mean(slope)
         optimizer.step()
 
 
@@ -188,6 +190,22 @@ def test_a_loop_in_training_mode_without_backward_and_total_is_said(world, loop)
             F.mse_loss(model(x), y).backward()
     text = r"called no backward\(\) and was not followed by samestep.sum, .* rank's (8|12) of its 23 samples"
     assert len(re.findall(text, said.getvalue())) == (loop is counted and world.rank == 0)
+
+
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("is_totalled", [False, True])
+def test_statistics_that_are_counted_before_replicate_are_said(world, is_totalled):
+    look_again()
+    train = samestep.loader(DATA, 6)
+    with redirect_stderr(StringIO()) as said:
+        total = sum(x.sum(0) for x, _ in train)
+        model = samestep.replicate(network())
+        if is_totalled:
+            samestep.sum(total)
+        for x, y in train:
+            F.mse_loss(model(x), y).backward()
+    is_said = not is_totalled and world.rank == 0
+    assert said.getvalue().count("was not followed by samestep.sum, mean or gather") == is_said
 
 
 @pytest.mark.sizes(2, 3)

@@ -9,7 +9,7 @@ Not covered: streams, batches that the script cuts by hand, and one of several e
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 from zlib import crc32
 
@@ -60,6 +60,14 @@ class Evaluations(Member, Subscriber):
         if begun.training:
             self.close()
             self._backwards_before[begun] = self._backwards
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context manager: what samestep itself exchanges is no total of the script."""
+        is_due = self._totals() == self._totals_before
+        yield
+        if is_due:
+            self._totals_before = self._totals()
 
     def phase_begins(self, phase: str, call: str) -> None:
         if phase in ("backward", "optimizer"):

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from samestep.errors import UsageError
 from samestep.train.draws.draws import Draws
+from samestep.train.forgotten import Evaluations
 from samestep.train.group.world import joined
 from samestep.train.model.alike import check_alike
 from samestep.train.model.arithmetic import FixedArithmetic
@@ -99,7 +100,8 @@ def replicate(
         replicas.draw_apart()
     if any(parameter.requires_grad for parameter in target.parameters()):
         _remark_own_statistics(target)
-        replicas.add(target, ddp, sums=sums)
+        with group.the(Evaluations).undisturbed():
+            replicas.add(target, ddp, sums=sums)
     else:
         broadcast((*target.parameters(), *target.buffers()))
     return model
