@@ -32,7 +32,7 @@ _HEADING = ("processes", "steps", "samples", "last loss", "first difference", "s
     help="The untouched script: say whether SCRIPT, its conversion, takes its step.",
 )
 @click.option("--exact", is_flag=True, help="Fail unless all bits are the same.")
-@click.option("--no-causes", is_flag=True, help="Leave out the runs that look for causes.")
+@click.option("--no-causes", is_flag=True, help="Do not look for causes, or compare what is printed.")
 @click.option("--steps", metavar="K", type=click.IntRange(1), help="Stop each run after K optimizer steps.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -123,8 +123,8 @@ class Report:
         is_conversion = self.is_same_step and None in self.outcomes
         text = "your conversion takes the serial script's step: " * is_conversion + self._step_verdict()
         if is_conversion and self.step != "with_same" and max(size or 1 for size in self.outcomes) > 1:
-            own = f", {self.draws} are each rank's own" if self.draws else " too"
-            text += f"; without --same{own}"
+            own = f"without --same, {self.draws} are each rank's own" if self.draws else "also without --same"
+            text += f"; {own}"
         if self.unfinished and self.is_same_step:
             return f"{text}; {self.unfinished} the comparison of what it prints"
         if self.verdict == "printed":
