@@ -76,7 +76,7 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
             model = model_of(plan, rows, link) if predicted_sizes else None
             predicted += (model.predict(size) for size in predicted_sizes if model)
         except WorkerFailed as error:  # still report what was measured
-            lacking.append(f"{'no more' if predicted else 'nothing'} was predicted: {error}")
+            lacking.append(f"Not predicted: {error}")
     text = " ".join([verdict(rows), *(f"{why}." for why in lacking)])
     report = Report(rows, text, predicted)
     document: dict[str, object] = {
