@@ -22,7 +22,7 @@ from report import RESULTS, Rows, keep
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "cluster"))
 from network import Network
 
-from samestep.measure.predict import link_from_sweep, model_of
+from samestep.measure.predict import SWEEP, link_from_sweep, model_of
 from samestep.measure.scale import Plan, measure, variants
 from samestep.measure.verdict import rows_of
 from samestep.rundir import step_times_path
@@ -30,7 +30,6 @@ from samestep.steptimes import read_step_times
 
 HERE = Path(__file__).parent
 EMULATED = str(HERE / "scripts" / "emulated.py")
-SWEEP = str(HERE.parent / "src" / "samestep" / "measure" / "sweep.py")
 PAGE = HERE.parent / "docs" / "prediction.md"
 CAPS = (None, 0.25, 0.5, 2.0)
 NODES = [f"host{k}" for k in range(4)]
@@ -69,7 +68,7 @@ def predicted(network: Network, home: Path, pause: str) -> Rows:
     links, rows = {}, []
     for rate in sorted({rate for _, rate, _ in CASES}):
         limit(network, rate)
-        run = on_nodes(network, 2, [SWEEP], None, home / f"sweep-{rate}")
+        run = on_nodes(network, 2, [str(SWEEP)], None, home / f"sweep-{rate}")
         _, sweep = json.loads((run / "logs" / "rank-0.log").read_text().splitlines()[-1])
         links[rate] = link_from_sweep(sweep, 2)
         print(f"link of {rate} Mbit/s: {links[rate]}", flush=True)

@@ -1,9 +1,12 @@
 """The model behind `scale --predict` gives what can be worked out by hand."""
 
+import sys
+
 import pytest
 
 from samestep.errors import UsageError, WorkerFailed
-from samestep.measure.predict import Link, Model, buckets, exchange_end, link_from_sweep, link_of
+from samestep.measure.demo import SCRIPT
+from samestep.measure.predict import SWEEP, Link, Model, buckets, exchange_end, link_from_sweep, link_of
 from samestep.measure.scale import Measured, Variant
 from samestep.measure.verdict import rows_of
 from samestep.steptimes import PARTS, SHOWN, Breakdown
@@ -57,6 +60,13 @@ def test_buckets_share_a_link_and_wait_for_a_lane():
     slow = Link(1e15, 0.1)  # 0.4 s of latency each: two of three pass beside each other, the third after them
     assert exchange_end([(0.0, 1.0)] * 3, 2, slow) == pytest.approx(0.8)
     assert exchange_end([(0.0, 1.0)] * 2, 2, Link(1e15, 0.1, is_gloo=False)) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("script", [SWEEP, SCRIPT], ids=["sweep", "demo"])
+def test_no_file_beside_a_script_of_the_package_has_the_name_of_a_module_of_python(script):
+    """Python finds those first: torch.profiler found measure/profile.py, and the link could not be measured."""
+    assert script.is_file()
+    assert {path.stem for path in script.parent.glob("*.py")} & sys.stdlib_module_names == set()
 
 
 def test_a_link_is_found_again_in_the_times_of_its_all_reduces():

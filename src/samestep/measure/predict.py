@@ -23,6 +23,7 @@ from samestep.rundir import step_times_path
 from samestep.steptimes import PARTS, SHOWN, read_step_times
 from samestep.text import figures, percent
 
+SWEEP = Path(__file__).parents[1] / "data" / "sweep.py"
 CAPS_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0)
 _FIRST_MB = 1.0  # DDP's default for the first bucket
 _MB = 1 << 20
@@ -199,8 +200,7 @@ def model_of(plan: Plan, rows: Sequence[Row], link: Link | None) -> Model:
 def measure_link() -> Link:
     """Measure the link between two processes of this machine by all-reduces of several sizes."""
     with TemporaryDirectory(prefix="samestep-") as directory:
-        script = Path(__file__).with_name("sweep.py")
-        result = Trial([str(script)], 2, Path(directory), cores=min(2, len(cores()))).run().checked()
+        result = Trial([str(SWEEP)], 2, Path(directory), cores=min(2, len(cores()))).run().checked()
         is_gloo, sweep = json.loads(result.printed()[-1])
         return link_from_sweep(sweep, 2, is_gloo=is_gloo)
 
