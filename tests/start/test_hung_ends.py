@@ -1,0 +1,64 @@
+"""A run that hangs ends when it is asked to, or when its time is over, and goes on where restarts are on."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+HUNG = """
+    import os, re, sys, torch, samestep
+    from datetime import timedelta
+    world = samestep.init(timeout=timedelta(seconds={timeout}))
+    model = samestep.replicate(torch.nn.Linear(2, 1), exact=True)
+    data = torch.utils.data.TensorDataset(torch.ones(24, 2))
+    for step, batch in enumerate(samestep.steps(data, 6, microbatch=2)):
+        if world.rank == 1 and step == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            print(file=open("stuck", "a"))
+            re.match("(a+)+$", "a" * 60 + "b")  # holds the GIL
+        for (x,) in batch:
+            model(x).mean().backward()
+"""
+
+
+@pytest.mark.slow
+def test_the_timeout_of_init_ends_a_hung_run_of_an_exact_model(launcher):
+    launcher.write(HUNG.format(timeout=9))
+    started = launcher.start("-n", "2", "--fork", "train.py")
+    started.wait_for_lines("stuck")
+    began = time.monotonic()
+    code, _, err = started.finish()
+    assert (code, 8 < time.monotonic() - began < 25) == (1, True)
+    assert err.count("for rank 1, which is at train.py:10\n") == 2  # the notice, and the report
+    assert "failed on rank 1 of 2" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["Ctrl-C", "samestep stop"])
+def test_a_hung_run_that_hears_nothing_is_ended_within_the_shutdown_timeout(launcher, way):
+    launcher.write(HUNG.format(timeout=600))
+    started = launcher.start("-n", "2", "--fork", "--shutdown-timeout", "7", "train.py")
+    started.wait_for_lines("stuck")
+    began = time.monotonic()
+    if way == "Ctrl-C":
+        started.process.send_signal(signal.SIGINT)
+    else:
+        command = [sys.executable, "-m", "samestep", "stop"]
+        subprocess.run(command, cwd=launcher.home, env=launcher.env, check=True, capture_output=True)
+    code, _, _ = started.finish()
+    assert time.monotonic() - began < 25  # of 30 s without the option
+    assert code == 128 + (signal.SIGINT if way == "Ctrl-C" else signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_hung_run_is_started_again_and_ends_well(launcher):
+    launcher.write(HUNG.format(timeout=600))
+    options = ["--fork", "--hang-timeout", "6", "--max-restarts", "2"]
+    started = launcher.start("-n", "2", *options, "train.py")
+    started.wait_for_lines("stuck")
+    code, _, err = started.finish()
+    assert code == 0
+    assert "rank 1 failed in step 3 (rank 0 has waited" in err
+    assert "which is at train.py:10): restart 1 of 2" in err
+    assert "restart 2 of 2" not in err
