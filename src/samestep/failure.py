@@ -200,12 +200,9 @@ def read_failure(path: Path, pid: int) -> Failure | None:
         return None
     try:
         frames = tuple(Frame(*frame) for frame in record["frames"])
-        exception, group, cause, handled = (
-            str(record[name]) for name in ("exception", "group", "cause", "handled")
-        )
-        return Failure(
-            exception, group, cause, frames, int(record["code"]), tuple(record.get("ranks", ())), handled
-        )
+        exception, group, cause = (str(record[name]) for name in ("exception", "group", "cause"))
+        ranks, handled = tuple(record.get("ranks", ())), str(record.get("handled", ""))
+        return Failure(exception, group, cause, frames, int(record["code"]), ranks, handled)
     except (KeyError, TypeError, ValueError):
         return None
 

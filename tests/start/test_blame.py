@@ -57,3 +57,24 @@ def test_a_rank_that_reads_what_rank_0_still_writes_is_told_how_to_wait_for_it(l
     code, _, err = launcher.run("-n", "2", "--fork", "train.py")
     assert (code, "failed on rank 1 of 2" in err, "EOFError" in err) == (1, True, True)
     assert "other ranks have to wait for it: write it with samestep.save" in err
+
+
+@pytest.mark.slow
+def test_what_a_rank_printed_is_told_where_a_script_goes_on_after_every_exception(launcher):
+    launcher.write(
+        """
+        import traceback, torch, torch.distributed as dist, samestep
+        rank = samestep.init().rank
+        try:
+            if rank == 1:
+                raise ValueError("mine")
+            dist.all_reduce(torch.ones(1))
+        except Exception:
+            traceback.print_exc()
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--fork", "train.py")
+    assert code == 0
+    assert (
+        "although rank 0 lost another rank: rank 1 had printed ValueError: mine (train.py:6). Logs: " in err
+    )

@@ -42,6 +42,8 @@ def ending(
             how = f"was stopped by {asked} {after}."
             if outcome.status == 0:  # by itself, or since the signal came at its end
                 how = f"was asked to end by {asked}, and every rank came to the end of the script {after}."
+        elif apart := _apart(workers):
+            how = f"ended with exit code 0 {after}, although {apart}."
         else:
             return None
         return f"{name} {how} {logs}"
@@ -84,6 +86,18 @@ def _failure_lines(
         left = [f"rank {cause.rank} {pulse.call}"] if pulse and pulse.phase == "end" and pulse.call else []
         return [*words, *left, describe_end(outcome.status)]
     return lines if outcome.status == 1 else [*lines, describe_end(outcome.status)]
+
+
+def _apart(workers: Sequence[Worker]) -> str:
+    """What ranks printed that lost each other, where the script goes on after its exceptions."""
+    printed = [(worker.rank, said) for worker in workers if (said := worker.traceback())]
+    lost = [rank for rank, said in printed if said.is_echo]
+    began = [(rank, said) for rank, said in printed if not said.is_echo]
+    if not lost or not began:
+        return ""
+    rank, said = began[0]
+    at = f" ({said.frame.place})" if said.frame else ""
+    return f"{name_ranks(lost)} lost another rank: rank {rank} had printed {said.exception[0]}{at}"
 
 
 def _others(cause: Worker, workers: Sequence[Worker]) -> str:
