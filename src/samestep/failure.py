@@ -26,6 +26,15 @@ _WAITING = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
 # The wait of a collective that was begun with async_op=True has no frame of its own.
 _WORKS_WAIT = re.compile(r"(?<!\bos)\.wait\(")
 
+# An echo: an error that a rank raises because another rank has failed. It must also be torch's or samestep's own, since
+# a server of the script may refuse or reset connections too.
+_OF_RANKS = re.compile(r"RuntimeError\b|torch\.distributed\.|samestep\.")
+_ECHO = re.compile(
+    r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
+    r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
+    r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
+)
+
 
 class Frame(NamedTuple):
     """One frame of a traceback."""
@@ -112,6 +121,11 @@ def add_remedy(error: BaseException, rank: int = 0) -> None:
         said.append(_IF_WRITTEN)
     if said and not getattr(error, "__notes__", None):
         error.add_note(f"samestep: {said[0]}")
+
+
+def is_echo(exception: Sequence[str]) -> bool:
+    """Whether the lines of an exception only say that another rank has ended."""
+    return bool(exception) and bool(_OF_RANKS.match(exception[0])) and any(map(_ECHO.search, exception))
 
 
 def is_users(file: str) -> bool:
@@ -208,11 +222,17 @@ def read_failure(path: Path, pid: int) -> Failure | None:
 
 
 def _handled(error: BaseException) -> str:
-    """The script's exception during whose handling, as in `finally`, this one was raised, with its line."""
+    """The script's exception during whose handling, as in `finally`, this one was raised, with its line.
+
+    No exception that only says what happened to another rank.
+    """
     before = error.__context__
-    while before is not None and not (frames := [step for step in _steps(before) if is_users(step.file)]):
+    while before is not None:
+        lines, frames = _text(before).splitlines(), [step for step in _steps(before) if is_users(step.file)]
+        if frames and not hasattr(before, "ranks") and not is_echo(lines):
+            return f"{lines[0]} ({frames[-1].place})"
         before = before.__context__
-    return "" if before is None else f"{_text(before).splitlines()[0]} ({frames[-1].place})"
+    return ""
 
 
 def _text(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.failure import Failure, Frame, is_users, typed
+from samestep.failure import Failure, Frame, is_echo, is_users, typed
 from samestep.text import printable
 
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -20,14 +20,6 @@ _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<
 _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 _NOISE = re.compile(
     r"^(?:-[-+]{7}|\[[WEIF]\d|Exception ignored|terminate called|The above exception|During handling)"
-)
-# An echo: an error that a rank raises because another rank has failed. It must also be torch's or samestep's own, since
-# a server of the script may refuse or reset connections too.
-_OF_RANKS = re.compile(r"RuntimeError\b|torch\.distributed\.|samestep\.")
-_ECHO = re.compile(
-    r"closed by peer|reset by peer|[Bb]roken pipe|remote process exited|Connection refused"
-    r"|failed to recv, got 0 bytes|DistNetworkError|DistBackendError|RankMissing"
-    r"|[Tt]imed? ?out waiting|[Ss]ocket [Tt]imeout|RanksDiffer.* at the end of the script"
 )
 _WORKER = "DataLoader worker (pid"
 _OF_POOL = "RemoteTraceback:"  # what a process of multiprocessing's or concurrent.futures' pool raised
@@ -60,8 +52,7 @@ class Traceback(NamedTuple):
     @property
     def is_echo(self) -> bool:
         """Whether the exception only says that another rank has ended."""
-        is_of_ranks = bool(self.exception) and _OF_RANKS.match(self.exception[0]) is not None
-        return is_of_ranks and any(map(_ECHO.search, self.exception))
+        return is_echo(self.exception)
 
 
 def read_traceback(stderr: str) -> Traceback | None:

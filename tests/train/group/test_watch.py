@@ -86,6 +86,28 @@ def test_under_another_launcher_the_rank_that_failed_reports_and_the_others_say_
         assert ranks[rank].code == 1
 
 
+IN_FINALLY = """
+import samestep
+
+rank = samestep.init().rank
+try:
+    if rank == 1:
+        raise ValueError("mine")
+    samestep.sum(1)
+finally:
+    samestep.save("model.pt", {})
+"""
+
+
+def test_under_another_launcher_a_rank_whose_finally_calls_others_reports_its_exception(nest, tmp_path):
+    (tmp_path / "train.py").write_text(IN_FINALLY)
+    ranks = nest.start(tmp_path / "train.py", 2, cwd=tmp_path)
+    nest.wait(ranks, 40)
+    report = ranks[1].said.partition("train.py failed on rank 1 of 2 (")[2]
+    assert report.endswith("\nwhile it handled ValueError: mine (train.py:7)\n")
+    assert "failed on rank" not in ranks[0].said
+
+
 LEAVES = """
 import os, sys, samestep
 rank = samestep.init().rank
