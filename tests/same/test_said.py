@@ -246,3 +246,28 @@ def test_what_is_watched_keeps_no_memory_and_its_numbers_can_be_read(same, nest,
     script.write_text(WATCHED.format(same=same))
     ranks = nest.start(script, 2, cwd=tmp_path, apart=True)
     assert nest.wait(ranks) == [0, 0], ranks[0].complained
+
+
+DRAWN = "draws for samples that were sorted"
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "rows = x[:, 0].argsort(); model(x[rows], 0)[rows.argsort()].square().mean().backward()",
+        "rows = x[:, 0].argsort(); (model(x, 0)[rows] + torch.randn(len(x), 1)).square().mean().backward()",
+        "y = model(x[x[:, 0].argsort()], 0); (y + torch.rand_like(y)).square().mean().backward()",
+    ],
+    ids=["a-mask", "noise", "noise-like"],
+)
+def test_draws_for_samples_that_were_sorted_are_said_by_same_alone(inside, same, seed, nest, tmp_path):
+    """Also where the first batch has rank 0's samples in order already, as with the first seed."""
+    script = tmp_path / "train.py"
+    script.write_text(dedent(SCRIPT).format(**PLAIN | {"inside": inside, "same": same, "seed": seed}))
+    ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
+    assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
+    assert ranks[0].complained.count(DRAWN) == same
+    assert "unlike numbers" not in ranks[0].complained
+    assert "samples of a batch" not in ranks[0].complained

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from samestep.text import name_ranks
 from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
@@ -232,7 +233,7 @@ class Backward(Member):
                 self._terms.clear()
             elif share not in self._terms and len(self._terms) == _FIRST_LOSSES:
                 del self._terms[next(iter(self._terms))]
-            counts = [] if averaged.does else [count, *self._counts_of_addends(loss, share)]
+            counts = [-1.0] if averaged.does else [count, *self._counts_of_addends(loss, share)]
             zeros = [0.0] * (_MOST_MEANS - len(counts))
             self._terms[share] = [self._terms_in(count or 0.0) for count in (*counts, *zeros)]
         if not adds:  # else a mean is multiplied by this rank's own number of terms
@@ -298,9 +299,15 @@ class Backward(Member):
     def _unlike_terms(self, mean: int, marks: list[bytes], call: str) -> None:
         """Print that ranks' numbers of terms are neither equal nor proportional to their shares of a batch."""
         terms = list(zip(*map(_TERMS.unpack, marks), strict=True))
-        # rank 0 counts none of a loss that mixes samples, and has printed another remark; a rank with few samples may
-        # count none but its loss's first mean
-        is_counted = all(terms[0]) if mean else terms[0][0]
+        mixing = [rank for rank, count in enumerate(terms[0]) if count < 0]
+        if mixing and mixing[0]:  # else rank 0 has printed a remark with the line
+            self.group.say(
+                f"the loss mixes the samples of a batch on {name_ranks(mixing)}, as where these are sorted, so it is "
+                "not the serial script's: first join the batch with samestep.gather(...)",
+                what="mixed samples",
+            )
+        # a rank with few samples may count none but its loss's first mean
+        is_counted = not mixing and (all(terms[0]) if mean else terms[0][0])
         if not is_counted or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in terms):
             return
         self.group.say(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from samestep.train.batch.sizes import Traced, stands_for_samples
+from samestep.train.batch.sizes import Order, Traced, stands_for_samples
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
 from samestep.train.passes import Rows
@@ -42,7 +42,7 @@ def averaged(
     operands: Sequence[Traced],
     result: Any,
     probe: Any,
-    order: tuple[int, ...],
+    order: Order,
     rows: Rows,
 ) -> Averaged | None:
     """How an operation's result depends on averages over this rank's samples, None where it does not."""
@@ -124,7 +124,7 @@ def _mixes(
     arguments: Mapping[str, Any],
     operands: Sequence[Traced],
     probe: Any,
-    order: tuple[int, ...],
+    order: Order,
     mine: int,
 ) -> str:
     """In words, how an operation mixes the samples of a batch; "" where it does not."""
@@ -136,7 +136,7 @@ def _mixes(
         # with a known order it is harmless until samples in another order are combined with it
         return "" if order else _MOVES
     batches = [operand for operand in operands if operand.sure and operand.has_batch]
-    if len({batch.order for batch in batches}) > 1 and name not in _PICKS:
+    if len({batch.order for batch in batches} - {None}) > 1 and name not in _PICKS:
         return _MOVES
     # a single sample with all samples; in a share of one sample these are the same
     has_single = any(operand.order and not operand.has_batch for operand in operands)
@@ -149,14 +149,26 @@ def mixed_by_copy(target: Traced, source: Traced) -> str:
     """In words, how a copy into a part of a tensor mixes samples; "" where it does not."""
     if source.averaged is not None and source.averaged.does:
         return source.averaged.does
-    moves = source.sure and source.has_batch and target.has_batch and target.order != source.order
+    moves = source.sure and source.has_batch and target.has_batch
+    moves &= len({target.order, source.order} - {None}) > 1
     return f"{_MOVES} ({users_line()})" if moves else ""
 
 
-def order_kept(name: str, operands: Sequence[Traced], has_batch: bool) -> tuple[int, ...]:
+def order_kept(func: Any, operands: Sequence[Traced], has_batch: bool) -> Order:
     """The order of the samples in an operation's result; zeros_like of a single sample is not that sample."""
-    sources = () if _uses_only_sizes(name) and not has_batch else operands
-    return next((source.order for source in sources if source.order and source.has_batch == has_batch), ())
+    if torch.Tag.nondeterministic_seeded in func.tags and "dropout" not in func._opname:
+        return None
+    sources = () if _uses_only_sizes(func._opname) and not has_batch else operands
+    orders = [source.order for source in sources if source.has_batch == has_batch]
+    is_drawn = bool(orders) and set(orders) == {None}
+    return None if is_drawn else next(filter(None, orders), ())
+
+
+def draws_for_moved(func: Any, operands: Sequence[Traced]) -> bool:
+    """Whether an operation draws for samples in another order than the batch's, or uses what was drawn for them."""
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+    is_drawn |= any(operand.order is None for operand in operands)
+    return is_drawn and any(operand.order and operand.has_batch for operand in operands)
 
 
 def _uses_only_sizes(name: str) -> bool:

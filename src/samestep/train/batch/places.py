@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.train.batch.mixing import IN_PLACE, averaged, mixed_by_copy, order_kept
-from samestep.train.batch.sizes import BatchSizes, Place, Traced
+from samestep.train.batch.mixing import IN_PLACE, averaged, draws_for_moved, mixed_by_copy, order_kept
+from samestep.train.batch.sizes import BatchSizes, Order, Place, Traced
 from samestep.train.batch.views import dim_after_view, dim_in_view, key_of, layout_of, meta_of
 from samestep.train.group.control import users_line
 from samestep.train.loss import Averaged
@@ -61,6 +61,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes, self._rows = BatchSizes(share), share.rows
         # the line that read a model's average as a number, and that line once a number weighed such an average
         self._read_at = self.weighed_by = ""
+        self.drawn_at = ""
         for tensor in constants:
             self._note(tensor, meta_of(tensor))
         self._note_inputs(share, list(inputs))
@@ -138,6 +139,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_copied(*args[:2])
             self._note_changed(result, args, probe if sure else None)
             if func._opname not in IN_PLACE:
+                self._note_drawn(func, [self._traced(result)])
                 return
             _, probe, sure, *_ = self._traced(result)
         if isinstance(result, torch.Tensor):
@@ -147,15 +149,26 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = [self._traced(tensor) for _, tensor in named_tensors((args, kwargs))]
         if not self._uses_guesses:
             operands = [old if old.sure else old._replace(probe=meta_of(old.tensor)) for old in operands]
-        order = order_kept(func._opname, operands, Traced(result, probe).has_batch)
+        self._note_drawn(func, operands)
+        order = order_kept(func, operands, Traced(result, probe).has_batch)
         if (reordered := self._sizes.reordered(func._opname, args, result, self._traced)) is not None:
-            (probe, order), sure = reordered, True
+            (probe, order), sure, operands = (
+                reordered,
+                True,
+                operands[: 1 if "index" in func._opname else None],
+            )
         average = averaged((func, args, kwargs), operands, result, probe, order, self._rows)
         if func._opname == "_local_scalar_dense" and operands[0].averaged and operands[0].averaged.of_model:
             self._read_at = users_line()
         elif average is not None and any(type(arg) is float for arg in args):
             self.weighed_by = self.weighed_by or self._read_at
         self._note(result, probe, sure, average, order)
+
+    def _note_drawn(self, func: Any, operands: list[Traced]) -> None:
+        """Note where numbers are drawn for samples that were moved, and that their own order is any."""
+        self.drawn_at = self.drawn_at or (users_line() if draws_for_moved(func, operands) else "")
+        if func._schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags:
+            self._store(operands[0]._replace(order=None))
 
     def averaged(self, tensor: torch.Tensor) -> Averaged | None:
         """How a tensor depends on averages over this rank's samples, None where it does not."""
@@ -210,9 +223,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._expanded(result, source, args[1], name == "repeat")
         if probe is None and (name in _SIZED or not _has_tensor(args)):
             return self._guessed_by_sizes(result, args)
-        if name == "bincount" and (
-            len(args[0]) == self._rows.mine or len(result) not in self._sizes.probes()
-        ):
+        lengths = self._sizes.probes()
+        if name == "bincount" and (len(args[0]) == self._rows.mine or len(result) not in lengths):
             return meta_of(result), True  # counts of labels; other lengths may be counts for each graph
         if probe is None and all(self._traced(tensor).is_constant for _, tensor in named_tensors(args)):
             return meta_of(result), True
@@ -288,7 +300,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
 
         try:
-            probes = list(map(probe_of, args)), {name: probe_of(value) for name, value in kwargs.items()}
+            probes = [*map(probe_of, args)], {name: probe_of(value) for name, value in kwargs.items()}
             result = self._sizes.run(func, args, *probes) if operands else None
         except Exception:  # the operation needs values, or sizes that were given as numbers
             if as_guessed and not all(operand.sure for operand in operands):
@@ -360,12 +372,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return meta_of(result, sizes), not equal and sizes == list(result.shape)
 
     def _note(
-        self,
-        result: Any,
-        probe: Any,
-        sure: bool = True,
-        average: Averaged | None = None,
-        order: tuple[int, ...] = (),
+        self, result: Any, probe: Any, sure: bool = True, average: Averaged | None = None, order: Order = ()
     ) -> None:
         if isinstance(result, list | tuple):
             has_all = isinstance(probe, list | tuple) and len(probe) == len(result)

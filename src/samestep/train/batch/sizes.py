@@ -50,20 +50,23 @@ class BatchSize(NamedTuple):
     ragged: str = ""
 
 
+Order = tuple[int, ...] | None
+
+
 class Traced(NamedTuple):
     """A tensor and what is known of it.
 
     probe: the same tensor at another batch size, None where that is not known; if not `sure`, it is a guess.
     averaged: how the tensor depends on averages over this rank's samples, None where it does not.
     order: the samples in the tensor, if they are not all there in the batch's order; a single index where the tensor is
-        one sample without a batch dimension.
+        one sample without a batch dimension. None: random numbers, which may be of samples in any order.
     """
 
     tensor: torch.Tensor
     probe: torch.Tensor | None
     sure: bool = True
     averaged: Averaged | None = None
-    order: tuple[int, ...] = ()
+    order: Order = ()
 
     @property
     def has_batch(self) -> bool:
@@ -133,7 +136,7 @@ class BatchSizes:
         if name in ("flip", "roll"):
             return self._flipped(name, traced(args[0]), *args[1:])
         if name == "stack":
-            return self._stacked(result, [traced(index).order for index in args[0]], *args[1:])
+            return self._stacked(result, [traced(index).order or () for index in args[0]], *args[1:])
         if name in ("select", "index_select"):
             dim, rows = args[1] % args[0].dim(), args[2]
         elif name == "index" and sum(index is not None for index in args[1]) == 1:

@@ -83,6 +83,8 @@ class Watching(Subscriber):
         self._known_places: dict[Any, list[list[Place | None]]] = {}
         # the tensors that are older than the first batch, by their memory
         self._before_loop: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._drawn_at = ""
+        spine.group.watch(lambda: bytes([bool(self._drawn_at)]) * 8, self._remark_drawn)
 
     def watch_again(self) -> None:
         """Watch the next call of this kind: this call draws at a line where no watched call has drawn."""
@@ -218,11 +220,23 @@ class Watching(Subscriber):
                 f"join the batch with samestep.gather(...), or {how}(...)",
                 what="mixed samples",
             )
+        if self.finds_draws and watched is not None and watched.drawn_at:
+            self._drawn_at = watched.drawn_at
+            self._remark_drawn()
         # later losses of this batch, as of a GAN's generator, may mix samples too
         self.places, self._losses_to_watch = None, self._losses_to_watch - 1
         if self._losses_to_watch <= 0:
             self._leave_loop()
         self._again.loss_made(spine.batches)
+
+    def _remark_drawn(self, *_: Any) -> None:
+        """Print a remark on draws for samples in another order; a rank may have them in order by chance."""
+        self._spine.group.say(
+            f"what {self._drawn_at or 'another rank'} draws for samples that were sorted, or moved otherwise, is not "
+            "the serial script's under same=True: their places in the whole batch are not known; sort in the "
+            "collate_fn, which gets the whole batch",
+            what="drawn for moved",
+        )
 
     def slopes_given(self, given: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None], bool]) -> None:
         if self._loop_places is not None:
