@@ -59,9 +59,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._coming_probe: torch.Tensor | None = None
         self._uses_guesses = True
         self._sizes, self._rows = BatchSizes(share), share.rows
-        # the line that read a model's average as a number, and that line once a number weighed such an average
-        self._read_at = self.weighed_by = ""
-        self.drawn_at = ""
+        # lines: what read a model's average as a number, that once it weighed such an average, draws for moved samples
+        self._read_at = self.weighed_by = self.drawn_at = ""
         for tensor in constants:
             self._note(tensor, meta_of(tensor))
         self._note_inputs(share, list(inputs))
@@ -152,11 +151,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_drawn(func, operands)
         order = order_kept(func, operands, Traced(result, probe).has_batch)
         if (reordered := self._sizes.reordered(func._opname, args, result, self._traced)) is not None:
-            (probe, order), sure, operands = (
-                reordered,
-                True,
-                operands[: 1 if "index" in func._opname else None],
-            )
+            (probe, order), sure = reordered, True
+            operands = operands[: 1 if "index" in func._opname else None]
         average = averaged((func, args, kwargs), operands, result, probe, order, self._rows)
         if func._opname == "_local_scalar_dense" and operands[0].averaged and operands[0].averaged.of_model:
             self._read_at = users_line()
