@@ -217,7 +217,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in _VIEWS:
                 return self._viewed(result, source)
             return self._expanded(result, source, args[1], name == "repeat")
-        if probe is None and (name in _SIZED or not _has_tensor(args)):
+        if probe is None and (name in _SIZED or not any(map(torch.is_tensor, args))):
             return self._guessed_by_sizes(result, args)
         lengths = self._sizes.probes()
         if name == "bincount" and (len(args[0]) == self._rows.mine or len(result) not in lengths):
@@ -354,7 +354,8 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _guessed_by_sizes(self, result: torch.Tensor, args: Any) -> tuple[torch.Tensor, bool]:
         """A guess for a tensor whose sizes were given as numbers; a wrong one fails where its probe is used."""
         sizes = list(result.shape)
-        if (probe := self._probe_by_script(result, args[0] if _has_tensor(args[:1]) else None)) is not None:
+        like = args[0] if any(map(torch.is_tensor, args[:1])) else None
+        if (probe := self._probe_by_script(result, like)) is not None:
             return probe, True
         equal = [dim for dim, size in enumerate(sizes) if size == self._sizes.samples.mine]
         fixed = fixed_sizes(len(sizes)) if equal else []
@@ -397,7 +398,3 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._is_new(tensor):
                 return Traced(tensor, *self._guessed_by_sizes(tensor, ()))
         return Traced(tensor, meta_of(tensor))
-
-
-def _has_tensor(args: Sequence[Any]) -> bool:
-    return any(isinstance(arg, torch.Tensor) for arg in args)
