@@ -50,8 +50,8 @@ def command(script: str, args: tuple[str, ...], **options: Any) -> None:
     samestep scale -n 2 --vary launcher=run,torchrun train.py
     samestep scale -n 1,2 --predict 8,64 --link 25GB/s,5us train.py
 
-    SCRIPT runs unchanged, in turns at each size, and each run ends after --steps steps. Every process has as many
-    cores at every size. A measurement that was interrupted goes on when the same command is given again.
+    SCRIPT runs unchanged, in turns at each size, and writes its usual files. Each run ends after --steps steps. Every
+    process has as many cores at every size. A measurement that was interrupted goes on at the same command.
     """
     from samestep.measure.predict import model_of
     from samestep.measure.report import Report
