@@ -42,7 +42,7 @@ class Evaluations(Member, Subscriber):
         group.watch(lambda: self._count.to_bytes(8), self._unlike_counts)
 
     def pass_ends(self, ended: Pass) -> None:
-        if ended.training and self._backwards > self._backwards_before[ended]:
+        if ended.training and self._backwards > self._backwards_before.get(ended, -1):
             return
         if not ended.training:
             self._count += 1
