@@ -46,7 +46,7 @@ def savers(model: nn.Module, home: Path, rank: int) -> dict[str, Save]:
 
     def ours() -> Callable[[], object]:
         run.commit()
-        return lambda: run._await_writer()
+        return run._writer.wait
 
     def plain() -> Callable[[], object]:
         if rank == 0:
