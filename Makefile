@@ -52,7 +52,7 @@ integrations: .venv/made-integrations
 
 bench: .venv/made-bench
 	.venv/bin/python benchmarks/control.py --keep
-	for one in overhead meter watch recovery data exact same checkpoint peers launchers lines weight; do .venv/bin/python benchmarks/$$one.py || exit; done
+	for benchmark in overhead meter watch recovery data exact same checkpoint peers launchers lines weight; do .venv/bin/python benchmarks/$$benchmark.py || exit; done
 
 same: .venv/made
 	LONG=1 .venv/bin/python -m pytest tests/same

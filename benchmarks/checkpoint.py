@@ -67,27 +67,27 @@ def stalls(size: int, megabytes: int, rounds: int, home: Path) -> Rows:
     world = samestep.init()
     model = samestep.replicate(state_of(megabytes)) if size > 1 else state_of(megabytes)
     made = savers(model, home, world.rank)
-    times: dict[str, list[tuple[float, float]]] = {one: [] for one in made}
+    times: dict[str, list[tuple[float, float]]] = {system: [] for system in made}
     order = list(made)
     for _ in range(rounds + 1):
         order = order[1:] + order[:1]
-        for one in order:
+        for system in order:
             if world.rank == 0:
                 os.sync()
             samestep.sum(0)
             begun = time.perf_counter()
-            rest = made[one]()
+            rest = made[system]()
             stalled = time.perf_counter() - begun
             rest()
             whole = time.perf_counter() - begun
-            times[one].append((max(samestep.gather([stalled])), max(samestep.gather([whole]))))
+            times[system].append((max(samestep.gather([stalled])), max(samestep.gather([whole]))))
     rows = []
-    for one, measured in times.items():
+    for system, measured in times.items():
         first, *later = [stall for stall, _ in measured]
         base = times["torch.save"][1:]
         rows.append(
             {
-                "kind": "stall", "size": size, "megabytes": megabytes, "system": one, "base": "torch.save",
+                "kind": "stall", "size": size, "megabytes": megabytes, "system": system, "base": "torch.save",
                 "first_ms": round(first * 1e3, 1), "ms": round(statistics.median(later) * 1e3, 1),
                 "whole_ms": round(statistics.median(whole for _, whole in measured[1:]) * 1e3, 1),
                 **spread(mine[0] / theirs[0] for mine, theirs in zip(measured[1:], base, strict=True)),

@@ -164,11 +164,11 @@ def measure(way: str, size: int) -> dict[str, Any]:
     told_rows = list(ROW.iter_unpack(told))
     count = len(NAMES)
     row: dict[str, Any] = {"way": way, "ranks": size, "files of rank 0": int(told_rows[0][-2])}
-    row["most files"] = int(max(one[-2] for one in told_rows))
+    row["most files"] = int(max(figures[-2] for figures in told_rows))
     for at, name in enumerate(NAMES):
-        cpu = [one[count + at] * 1000 for one in told_rows]
+        cpu = [figures[count + at] * 1000 for figures in told_rows]
         row[name] = {
-            "ms": max(one[at] for one in told_rows) * 1000, "cpu of rank 0": cpu[0],
+            "ms": max(figures[at] for figures in told_rows) * 1000, "cpu of rank 0": cpu[0],
             "cpu of a rank": statistics.median(cpu), "cpu in all": sum(cpu),
         }  # fmt: skip
         row[name] = {key: round(value, 3) for key, value in row[name].items()}

@@ -31,22 +31,22 @@ def measure(name: str, rounds: int) -> Rows:
             dataset, BATCH, shuffle=True, num_workers=workers, persistent_workers=True
         ),
     }
-    speeds: dict[str, list[float]] = {one: [] for one in loaders}
+    speeds: dict[str, list[float]] = {system: [] for system in loaders}
     for number in range(rounds + 1):
-        for one, batches in loaders.items():
+        for system, batches in loaders.items():
             begun = time.perf_counter()
             seen = sum(len(labels) for _, labels in batches)
             speed = seen / (time.perf_counter() - begun)
             assert seen == shape[0]
             if number:
-                speeds[one].append(speed)
+                speeds[system].append(speed)
     return [
         {
-            "images": name, "shape": list(shape[1:]), "batch": BATCH, "system": one, "base": "samestep",
-            "images_per_s": round(statistics.median(speeds[one])),
-            **spread(ours / theirs for ours, theirs in zip(speeds["samestep"], speeds[one], strict=True)),
+            "images": name, "shape": list(shape[1:]), "batch": BATCH, "system": system, "base": "samestep",
+            "images_per_s": round(statistics.median(speeds[system])),
+            **spread(ours / theirs for ours, theirs in zip(speeds["samestep"], speeds[system], strict=True)),
         }
-        for one in loaders
+        for system in loaders
     ]  # fmt: skip
 
 

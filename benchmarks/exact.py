@@ -81,19 +81,19 @@ def measure(rounds: int) -> Rows:
         seen: dict[str, list[tuple[float, float]]] = {kind: [] for kind in made}
         for number in range(rounds + 1):
             for kind in sorted(made, reverse=bool(number % 2)):
-                one = block(*made[kind])
+                turn = block(*made[kind])
                 if number:
-                    seen[kind].append(one)
-        gradient = sum(one.numel() * 4 for one in made["exact"][0].parameters())
+                    seen[kind].append(turn)
+        gradient = sum(parameter.numel() * 4 for parameter in made["exact"][0].parameters())
         ring = 2 * (world.size - 1) * gradient
         rows.append(
             {
                 "network": name, "ranks": world.size, "gradient_bytes": gradient,
-                "default_ms": round(statistics.median(one[0] for one in seen["default"]) * 1e3, 2),
-                "exact_ms": round(statistics.median(one[0] for one in seen["exact"]) * 1e3, 2),
+                "default_ms": round(statistics.median(turn[0] for turn in seen["default"]) * 1e3, 2),
+                "exact_ms": round(statistics.median(turn[0] for turn in seen["exact"]) * 1e3, 2),
                 **spread(a[0] / b[0] for a, b in zip(seen["exact"], seen["default"], strict=True)),
-                "default_bytes_of_ring": round(statistics.median(one[1] for one in seen["default"]) / ring, 3),
-                "exact_bytes_of_ring": round(statistics.median(one[1] for one in seen["exact"]) / ring, 3),
+                "default_bytes_of_ring": round(statistics.median(turn[1] for turn in seen["default"]) / ring, 3),
+                "exact_bytes_of_ring": round(statistics.median(turn[1] for turn in seen["exact"]) / ring, 3),
             }
         )  # fmt: skip
     return rows

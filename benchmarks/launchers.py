@@ -105,7 +105,7 @@ def main() -> None:
                 break
     rows: Rows = []
     for (kind, launcher), found in runs.items():
-        middle = {name: round(median(one[name] for one in found), 4)
+        middle = {name: round(median(run[name] for run in found), 4)
                   for name in ("step_s", "start_s", "seconds", "threads", "cores")}  # fmt: skip
         base = runs[kind, "torchrun"]
         ratio = spread(mine["step_s"] / theirs["step_s"] for mine, theirs in zip(found, base, strict=True))

@@ -142,22 +142,22 @@ def measure(size: int, rounds: int) -> Rows:
         made = variants(name, size)
         base = "serial" if size == 1 else "ddp"
         for kind in ("alone", "loop"):
-            times: dict[str, list[float]] = {one: [] for one in made}
+            times: dict[str, list[float]] = {system: [] for system in made}
             order = list(made)
             count = ALONE if kind == "alone" else steps
             turns = rounds * steps // count
             for number in range(turns + 2):
                 order = order[1:] + order[:1]
-                for one in order:
+                for system in order:
                     if size > 1:
                         torch.distributed.barrier()
-                    seconds = block(*made[one], kind == "alone", count)
+                    seconds = block(*made[system], kind == "alone", count)
                     if number > 1:
-                        times[one].append(seconds)
-            for one, seconds in times.items():
+                        times[system].append(seconds)
+            for system, seconds in times.items():
                 rows.append(
                     {
-                        "size": size, "model": name, "batch": batch, "kind": kind, "system": one, "base": base,
+                        "size": size, "model": name, "batch": batch, "kind": kind, "system": system, "base": base,
                         "microseconds": round(statistics.median(seconds) * 1e6, 1),
                         **spread(mine / theirs for mine, theirs in zip(seconds, times[base], strict=True)),
                     }
@@ -172,22 +172,22 @@ def start_up(rounds: int) -> Rows:
         "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", script, "ddp"],
         "samestep": [str(BIN / "samestep"), "run", "-n", "2", script, "samestep"],
     }
-    times: dict[str, list[float]] = {one: [] for one in commands}
+    times: dict[str, list[float]] = {system: [] for system in commands}
     for number in range(rounds + 1):
-        for one, command in commands.items():
+        for system, command in commands.items():
             begun = time.time()
             # not checked: a plain DDP script over Gloo sometimes aborts at its exit, long after the step
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             reached = next(line for line in done.stdout.splitlines() if line.startswith("first step"))
             if number:
-                times[one].append(float(reached.split()[-1]) - begun)
+                times[system].append(float(reached.split()[-1]) - begun)
     return [
         {
-            "kind": "start", "size": 2, "system": one, "base": "torchrun",
-            "seconds": round(statistics.median(times[one]), 2),
-            **spread(mine / theirs for mine, theirs in zip(times[one], times["torchrun"], strict=True)),
+            "kind": "start", "size": 2, "system": system, "base": "torchrun",
+            "seconds": round(statistics.median(times[system]), 2),
+            **spread(mine / theirs for mine, theirs in zip(times[system], times["torchrun"], strict=True)),
         }
-        for one in commands
+        for system in commands
     ]  # fmt: skip
 
 

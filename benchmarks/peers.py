@@ -108,7 +108,11 @@ class Weight:
 
     def _look(self) -> None:
         while not self._is_over.wait(0.1):
-            now = [one for one in psutil.Process().children(recursive=True) if one.pid not in self._others]
+            now = [
+                process
+                for process in psutil.Process().children(recursive=True)
+                if process.pid not in self._others
+            ]
             self.bytes = max(self.bytes, sum(map(self._of, now)))
 
     @staticmethod
@@ -129,14 +133,16 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
     )
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     with open(Path(folder, "said"), "w+") as said:
-        started = [subprocess.Popen(one, cwd=PEERS, env=env, stdout=said, stderr=said) for one in starts]
+        started = [
+            subprocess.Popen(command, cwd=PEERS, env=env, stdout=said, stderr=said) for command in starts
+        ]
         try:
-            codes = [one.wait(90) for one in started]
+            codes = [process.wait(90) for process in started]
         except subprocess.TimeoutExpired:
             codes = [124]
-            for one in started:
-                one.kill()
-                one.wait()
+            for process in started:
+                process.kill()
+                process.wait()
         seconds = time.time() - began
         said.seek(0)
         if not notes.exists():
@@ -159,10 +165,10 @@ def row_of(system: str, found: Sequence[dict[str, Any]], base: Sequence[dict[str
     # a torchrun that was aborted took another time
     rounds = [both for both in rounds if not both[1]["code"]] or rounds
     names = ("start_s", "step_s", "seconds", "cpu_s", "accuracy", "truth")
-    middle = {name: round(median(one[name] for one in found if name in one), 4) for name in names}
+    middle = {name: round(median(run[name] for run in found if name in run), 4) for name in names}
     command = (COMMANDS | TWO_NODES)[system]
     return {
-        "system": system, **middle, "runs": len(found), "failed_exits": sum(one["code"] != 0 for one in found),
+        "system": system, **middle, "runs": len(found), "failed_exits": sum(run["code"] != 0 for run in found),
         "lines": changed(PEERS / "serial.py", PEERS / command[-1]),
         **spread(mine["seconds"] / theirs["seconds"] for mine, theirs in rounds),
     }  # fmt: skip
@@ -237,7 +243,7 @@ def main() -> None:
     rows = [
         row_of(system, found, runs.get("torchrun", found)) | {"bytes": weights[system]}
         for system, found in runs.items()
-        if any("step_s" in one for one in found)
+        if any("step_s" in run for run in found)
     ]
     if chosen == [*COMMANDS, *TWO_NODES]:
         keep(max(map(len, runs.values())), rows)

@@ -57,8 +57,8 @@ def on_nodes(network: Network, size: int, words: list[str], cap: float | None, h
         subprocess.Popen([*network.enter(NODES[k]), *run, str(k), *words], env=env, **pipes)
         for k in range(size)
     ]
-    said = [one.communicate(timeout=180)[0] for one in started]
-    if any(one.returncode for one in started):
+    said = [process.communicate(timeout=180)[0] for process in started]
+    if any(process.returncode for process in started):
         sys.exit("\n".join(said))
     return max(home.iterdir(), key=lambda run: run.stat().st_mtime_ns)
 
@@ -155,7 +155,10 @@ def main() -> None:
                     run = on_nodes(network, row["size"], words, row["bucket_mb"], home / "runs")
                     times = read_step_times(step_times_path(run, 0))
                     took.append(median(step.seconds for step in times.steps))
-                row["measured_s"], row["runs_s"] = round(min(took), 4), [round(one, 4) for one in took]
+                row["measured_s"], row["runs_s"] = (
+                    round(min(took), 4),
+                    [round(seconds, 4) for seconds in took],
+                )
                 row["error"] = round(row["predicted_s"] / row["measured_s"] - 1, 4)
                 print(row, flush=True)
         finally:

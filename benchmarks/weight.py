@@ -27,7 +27,11 @@ def required(names: Iterable[str], known: set[str]) -> set[str]:
     """The distributions of these names and all that they require, without extras and without the known ones."""
     for name in set(names) - known:
         wanted = map(Requirement, distribution(name).requires or [])
-        needed = {one.name.lower() for one in wanted if not one.marker or one.marker.evaluate({"extra": ""})}
+        needed = {
+            requirement.name.lower()
+            for requirement in wanted
+            if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+        }
         known = known | {name} | required(needed, known | {name})
     return known
 

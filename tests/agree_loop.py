@@ -58,4 +58,4 @@ def trials(flips: int, quiet: int) -> str:
 
 
 if __name__ == "__main__":
-    print(samestep.launch(trials, 3, *(int(one) for one in sys.argv[1:] or (200, 10_000)))[0])
+    print(samestep.launch(trials, 3, *(int(number) for number in sys.argv[1:] or (200, 10_000)))[0])

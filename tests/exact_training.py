@@ -14,9 +14,9 @@ def digest(model, optimizer, metrics):
     found = hashlib.sha256(repr(metrics).encode())
     tensors = [*model.state_dict().values()]
     for state in optimizer.state_dict()["state"].values():
-        tensors += [one for one in state.values() if isinstance(one, torch.Tensor)]
-    for one in tensors:
-        found.update(one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -64,7 +64,7 @@ def train_convolutional():
             losses = []
             for x, y in step:
                 loss = F.cross_entropy(model(x), y) + 1e-4 * sum(
-                    one.abs().sum() for one in model.head.parameters()
+                    parameter.abs().sum() for parameter in model.head.parameters()
                 )
                 loss.backward()
                 losses.append(loss.item())

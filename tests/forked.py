@@ -128,9 +128,9 @@ class Nest:
     def wait(self, ranks: Sequence[Rank], seconds: float = 50) -> list[int | None]:
         """Their exit codes; None for one that did not end in time."""
         until = time.monotonic() + seconds
-        while any(one.code is None for one in ranks) and time.monotonic() < until:
+        while any(rank.code is None for rank in ranks) and time.monotonic() < until:
             self._read(_POLL_S * 4)
-        return [one.code for one in ranks]
+        return [rank.code for rank in ranks]
 
     def look(self, seconds: float = 0.0) -> None:
         """Hear who has ended."""
@@ -187,7 +187,7 @@ def _nest() -> dict[str, Any]:
     living: dict[int, int] = {}
     while True:
         ready, _, _ = select.select([0, *living], [], [])
-        for fd in [one for one in ready if one]:
+        for fd in [fd for fd in ready if fd]:
             _, status = os.waitpid(living[fd], 0)
             _answer({"ended": living.pop(fd), "code": os.waitstatus_to_exitcode(status)})
             os.close(fd)

@@ -265,17 +265,17 @@ def main():
             seeds = range(arguments.seed, arguments.seed + arguments.processes)
             found = list(pool.map(fuzz, [good] * len(shares), shares, seeds))
         canary = ["canary"] if os.path.exists("canary") else []
-    counts = sum((one.counts for one in found), collections.Counter())
+    counts = sum((result.counts for result in found), collections.Counter())
     worst, ran = (
         list(chain.from_iterable(lists))
-        for lists in zip(*((one.worst, one.ran) for one in found), strict=True)
+        for lists in zip(*((result.worst, result.ran) for result in found), strict=True)
     )
     ran += canary
     silent = sum(": read in" in line for line in worst)
     print(
         f"damaged files {counts.total()} | read silently {silent} | other errors {len(worst) - silent} "
-        f"| code run {len(ran)} | slowest {max(one.slowest for one in found):.3f} s "
-        f"| memory {max(one.highest for one in found):.2f} of twice the file + {SLACK >> 20} MiB "
+        f"| code run {len(ran)} | slowest {max(result.slowest for result in found):.3f} s "
+        f"| memory {max(result.highest for result in found):.2f} of twice the file + {SLACK >> 20} MiB "
         f"| seed {arguments.seed}"
     )
     print(*(f"{name} {count}" for name, count in sorted(counts.items())), sep=", ")

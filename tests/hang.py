@@ -223,7 +223,7 @@ def healthy(count, draw, pool):
         for _ in range(count)
     ]
     wrong = notices = 0
-    ends = pool.map(lambda one: said_of(one[0], "--slow", one[1], limit_s=60), made)
+    ends = pool.map(lambda pair: said_of(pair[0], "--slow", pair[1], limit_s=60), made)
     for (case, slow_s), (code, lines, _) in zip(made, ends, strict=True):
         found = untrue(case, slow_s, code, lines)
         notices += sum(" waited " in text for _, text in lines)

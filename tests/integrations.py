@@ -71,9 +71,9 @@ def test_a_stateful_loader_goes_on_where_its_state_says(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not find_spec("timm") or not find_spec("torchvision"), reason="timm needs torchvision")
 def test_a_model_of_timm_trains_the_same_on_one_process_and_on_two(tmp_path: Path) -> None:
-    one, two = (on(size, tmp_path, "timm_model.py") for size in (1, 2))
-    assert one == two
-    assert one.count("loss") == 3
+    alone, shared = (on(size, tmp_path, "timm_model.py") for size in (1, 2))
+    assert alone == shared
+    assert alone.count("loss") == 3
 
 
 @pytest.mark.timeout(120)  # two runs, each with a start of its own
@@ -285,7 +285,7 @@ def test_the_command_of_the_indexed_job_makes_one_run_of_its_pods(tmp_path: Path
 def test_the_variables_of_a_pytorchjob_make_one_run_of_its_pods(tmp_path: Path, launcher: list[str]) -> None:
     *_, job = manifests()
     replicas = job["spec"]["pytorchReplicaSpecs"]
-    commands = [one["template"]["spec"]["containers"][0]["command"] for one in replicas.values()]
+    commands = [replica["template"]["spec"]["containers"][0]["command"] for replica in replicas.values()]
     assert commands[0] == commands[1]
     held, port = hold_port()
     held.close()

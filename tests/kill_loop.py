@@ -82,7 +82,7 @@ def disturb(kind: str, run: Run, ranks: list[Rank], draw: random.Random) -> floa
     nest, until = run.nest, time.monotonic() + 20
     wait = draw.uniform(0, 0.3 if kind == "recovery" else SPAN_S)
     begun = time.monotonic()
-    while time.monotonic() < begun + wait and all(one.code is None for one in ranks):
+    while time.monotonic() < begun + wait and all(rank.code is None for rank in ranks):
         nest.look(0.002)
     if kind == "system call":
         return kill_at_a_call(nest, ranks[0], until, draw)
@@ -92,14 +92,14 @@ def disturb(kind: str, run: Run, ranks: list[Rank], draw: random.Random) -> floa
             nest.look(0)
         time.sleep(draw.uniform(0, 0.01))
     nest.look()
-    pids = [one.pid for one in victims]
+    pids = [rank.pid for rank in victims]
     if kind == "loader worker":
         while not (pids := workers_of(victims[0])) and time.monotonic() < until:
             nest.look(0.002)
-            if any(one.code is not None for one in ranks):
+            if any(rank.code is not None for rank in ranks):
                 return None
         pids = [draw.choice(pids)]
-    return None if any(one.code is not None for one in ranks) else kill_now(pids)
+    return None if any(rank.code is not None for rank in ranks) else kill_now(pids)
 
 
 def kill_at_a_call(nest: Nest, rank: Rank, until: float, draw: random.Random) -> float | None:
@@ -135,8 +135,8 @@ def unfinished(directory: Path) -> bool:
 def clear(nest: Nest, ranks: list[Rank], patience_s: float) -> None:
     """What a launcher does: what does not end by itself is stopped, with all that it started."""
     nest.wait(ranks, patience_s)
-    for one in ranks:
-        end_group(one)
+    for rank in ranks:
+        end_group(rank)
     nest.wait(ranks)
 
 
@@ -154,7 +154,7 @@ def killed_until_done(run: Run, kinds: Iterator[str], left: int, draw: random.Ra
         elif run.nest.wait(ranks) == [0] * size:
             break
         else:
-            said = "\n".join(f"rank {one.rank} ended with {one.code}:\n{one.said}" for one in ranks)
+            said = "\n".join(f"rank {rank.rank} ended with {rank.code}:\n{rank.said}" for rank in ranks)
             sys.exit(f"attempt {run.attempts}, with no fault, failed\n{said}")
         size = draw.choice((size, size, 1, 2, 3))
     tally.survived += len(times)

@@ -45,7 +45,7 @@ def once(script: Path, size: int) -> list[int]:
             subprocess.Popen(
                 [sys.executable, str(script)],
                 env=os.environ
-                | {key: str(one) for key, one in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()},
+                | {key: str(value) for key, value in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()},
             )
             for rank in range(size)
         ]
@@ -58,8 +58,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     load = [multiprocessing.Process(target=burn, daemon=True) for _ in range(options.load)]
-    for one in load:
-        one.start()
+    for process in load:
+        process.start()
     began = time.monotonic()
     ends: collections.Counter[int] = collections.Counter()
     with tempfile.TemporaryDirectory() as home:

@@ -94,8 +94,8 @@ def completed(lines):
 
 def of_call(name, words, below):
     """One call as operations on names and on files, or nothing where it changes nothing below the directory."""
-    strings = [text(one) for one in STRING.findall(words)]
-    places = [os.fsdecode(text(one)) for one in PATH.findall(words)]
+    strings = [text(quoted) for quoted in STRING.findall(words)]
+    places = [os.fsdecode(text(quoted)) for quoted in PATH.findall(words)]
     here = places[0] if places else ""
     if name in ("pwritev", "pwritev2", "pwrite64", "write") and here.startswith(below):
         offset = 0 if name == "write" else int(words.split(", ")[-2 if name == "pwritev2" else -1])
@@ -106,8 +106,8 @@ def of_call(name, words, below):
     if name in ("fsync", "fdatasync") and here.startswith(below):
         return [("sync", here, "")]
     paths = [
-        os.path.join(folder, os.fsdecode(one))
-        for folder, one in zip(places or [""] * 2, strings, strict=False)
+        os.path.join(folder, os.fsdecode(string))
+        for folder, string in zip(places or [""] * 2, strings, strict=False)
     ]
     if not paths or not paths[-1].startswith(below + "/"):
         return []

@@ -178,7 +178,7 @@ class Device(TorchDispatchMode):
         if self.order == 1:
             self.run_free([self.main])
         elif self.order == 2:
-            self.run_free([one for one in self.streams if one is not self.main])
+            self.run_free([side for side in self.streams if side is not self.main])
         elif self.order:
             self.run_free(self.dice.sample(self.streams, self.dice.randrange(len(self.streams))))
         return operation
@@ -240,7 +240,7 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         target = torch.device(kwargs.get("device") or "cpu").type
-        devices = {one.device for one in tree_leaves((args, kwargs)) if isinstance(one, OnDevice)}
+        devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OnDevice)}
         if len(devices) > 1:
             raise RuntimeError(f"{func} got tensors on several devices: {devices}")
         is_here = bool(devices)
@@ -265,7 +265,7 @@ class Device(TorchDispatchMode):
 
     def copied(self, target, source, non_blocking=False):
         """A copy from or to the host."""
-        into, of = (one.host if isinstance(one, OnDevice) else one for one in (target, source))
+        into, of = (tensor.host if isinstance(tensor, OnDevice) else tensor for tensor in (target, source))
         if into is target:
             spoil(into)
         operation = self.queue(self.current, lambda: into.copy_(of))
@@ -275,8 +275,8 @@ class Device(TorchDispatchMode):
 
     def computed(self, func, args, kwargs):
         def hosts(place):
-            kinds = {OnDevice: lambda one: one.host, torch.device: lambda one: torch.device("cpu")}
-            return tree_map(lambda one: kinds.get(type(one), lambda same: same)(one), place)
+            kinds = {OnDevice: lambda tensor: tensor.host, torch.device: lambda _: torch.device("cpu")}
+            return tree_map(lambda leaf: kinds.get(type(leaf), lambda same: same)(leaf), place)
 
         own = hosts(args), hosts(kwargs)
         returns = func._schema.returns
@@ -288,16 +288,16 @@ class Device(TorchDispatchMode):
             return func(*own[0], **own[1])
         alias = returns[0].alias_info
         if alias is not None and not alias.is_write:
-            memory = next(one.memory for one in tree_leaves(args) if isinstance(one, OnDevice))
-            return tree_map(lambda one: OnDevice(one, memory, self.device), func(*own[0], **own[1]))
+            memory = next(leaf.memory for leaf in tree_leaves(args) if isinstance(leaf, OnDevice))
+            return tree_map(lambda view: OnDevice(view, memory, self.device), func(*own[0], **own[1]))
         if alias is not None:
             self.queue(self.current, lambda: func(*own[0], **own[1]))
             return kwargs.get("out", args[0] if args else None)
 
-        def as_meta(one):
-            if isinstance(one, torch.Tensor):
-                return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-            return torch.device("meta") if isinstance(one, torch.device) else one
+        def as_meta(leaf):
+            if isinstance(leaf, torch.Tensor):
+                return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
         made = func(*tree_map(as_meta, own[0]), **tree_map(as_meta, own[1]))
         made = tree_map(self.allocate, made)

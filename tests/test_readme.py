@@ -89,7 +89,7 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 
 def run(directory: Path, *command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(one) for one in command],
+        [str(word) for word in command],
         cwd=directory,
         env={
             **os.environ,
@@ -206,11 +206,11 @@ def test_a_page_has_the_table_of_each_benchmark_that_was_measured() -> None:
 
 def test_the_page_of_costs_shows_what_was_measured() -> None:
     steps = {
-        (one["base"], one["model"], one["kind"], one["system"]): f"{one['ratio']:.2f}"
-        for one in measured("overhead")
-        if "model" in one
+        (row["base"], row["model"], row["kind"], row["system"]): f"{row['ratio']:.2f}"
+        for row in measured("overhead")
+        if "model" in row
     }
-    loading = {(one["images"], one["system"]): f"{one['ratio']:.1f}" for one in measured("data")}
+    loading = {(row["images"], row["system"]): f"{row['ratio']:.1f}" for row in measured("data")}
     text = (ROOT / "docs" / "speed.md").read_text()
     tables = re.findall(r"^\| (.+) \|\n\|[-|]+\|\n((?:\|.+\|\n)+)", text, re.MULTILINE)
     seen = 0
@@ -227,7 +227,7 @@ def test_the_page_of_costs_shows_what_was_measured() -> None:
                 seen += 1
     assert seen == 6 * 2 + 6 * 4 + 2 * 2
     start = next(
-        one for one in measured("overhead") if one["kind"] == "start" and one["system"] == "samestep"
+        row for row in measured("overhead") if row["kind"] == "start" and row["system"] == "samestep"
     )
     assert f"takes {start['ratio']:.2f} of `torchrun`'s time ({start['seconds']:.1f}" in text
 

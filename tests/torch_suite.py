@@ -162,7 +162,8 @@ def main(names: list[str]) -> int:
             nest.wait(ranks, 5)
             outputs = [rank.said for rank in ranks]
             worst = next(
-                (one for one, code in zip(outputs, codes, strict=True) if "FAILED" in one), outputs[0]
+                (output for output, code in zip(outputs, codes, strict=True) if "FAILED" in output),
+                outputs[0],
             )
             rows.append((name, *judged(name, worst, inspect.getsource(inspect.unwrap(everything[name])))))
             print(*rows[-1], sep="  ", flush=True)

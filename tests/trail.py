@@ -54,10 +54,10 @@ def leaves(node: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield where, node if isinstance(node, bytes) else repr(node).encode()
 
 
-def differing_bits(one: State, other: State) -> int:
+def differing_bits(left: State, right: State) -> int:
     count = 0
-    for place in one.keys() | other.keys():
-        pair = [state.get(place, b"") for state in (one, other)]
+    for place in left.keys() | right.keys():
+        pair = [state.get(place, b"") for state in (left, right)]
         length = max(map(len, pair))
         first, second = (int.from_bytes(value.ljust(length, b"\0"), "little") for value in pair)
         count += (first ^ second).bit_count() + 8 * abs(len(pair[0]) - len(pair[1]))

@@ -69,15 +69,18 @@ def flood(place: tuple[str, int]) -> int:
 
 def reflected(place: tuple[str, int]) -> int:
     """What the host says to one connection is sent back to it in another."""
-    with socket.create_connection(place, timeout=3) as one, socket.create_connection(place, timeout=3) as two:
-        one.sendall(MAGIC + bytes(64))
-        one.settimeout(0.3)
+    with (
+        socket.create_connection(place, timeout=3) as first,
+        socket.create_connection(place, timeout=3) as second,
+    ):
+        first.sendall(MAGIC + bytes(64))
+        first.settimeout(0.3)
         try:
-            heard = one.recv(1 << 12)
+            heard = first.recv(1 << 12)
         except OSError:
             heard = b""
-        two.sendall(MAGIC + (heard or bytes(64)) + bytes(32))
-        return answered(two)
+        second.sendall(MAGIC + (heard or bytes(64)) + bytes(32))
+        return answered(second)
 
 
 KEPT: list[socket.socket] = []
@@ -94,7 +97,7 @@ ATTEMPTS: dict[str, Callable[[tuple[str, int]], int]] = {
     "the magic and zeros": said(MAGIC + bytes(64)),
     "all three messages at once": said(MAGIC + secrets.token_bytes(64) + secrets.token_bytes(32) + OLD_HELLO),
     "a huge length": said(MAGIC + secrets.token_bytes(96) + b"\xff" * 20),
-    "half a magic, slowly": said(*(bytes([one]) for one in MAGIC[:6]), pause=0.1),
+    "half a magic, slowly": said(*(bytes([byte]) for byte in MAGIC[:6]), pause=0.1),
     "a greeting without end": said(*[b"s" * 60_000] * 5),
     "deep nesting": said(b"[" * 100_000),
     "gloo's number 0": said((0).to_bytes(8, "little")),

@@ -28,9 +28,9 @@ def test_states_that_no_run_can_have_are_refused_and_the_commit_before_is_used(a
     control, *forged = [json.loads(line) for line in ran.stdout.splitlines()]
     assert control["step"] == 4, "the forger must know how to make a commit that is believed"
     assert len(forged) > 100
-    for one in forged:
-        attempt(one["name"])
-        assert one.get("step") == 3, one
+    for forgery in forged:
+        attempt(forgery["name"])
+        assert forgery.get("step") == 3, forgery
     assert ran.stderr.count("is not damaged, but") == len(forged)
     assert "Traceback" not in ran.stderr
 
@@ -73,10 +73,10 @@ class Scene:
             file.write(opened.fileno(), packed("forged", step), sealed)
         return self.ours / name
 
-    def swap(self, one, other):
+    def swap(self, path, other):
         between = self.ours / "between"
-        one.rename(between)
-        other.rename(one)
+        path.rename(between)
+        other.rename(path)
         between.rename(other)
 
     def put(self, path, name=""):

@@ -150,7 +150,7 @@ def test_sockets_of_another_user_in_our_place_do_not_even_slow_a_start(attempt, 
             )
             for rank in range(4)
         ]
-        assert [one.communicate(timeout=30)[0] for one in ranks] == ["[0, 1, 2, 3]\n"] * 4
+        assert [rank.communicate(timeout=30)[0] for rank in ranks] == ["[0, 1, 2, 3]\n"] * 4
         assert time.monotonic() - began < 15
 
 
@@ -195,10 +195,10 @@ def test_a_flood_from_400_addresses_keeps_nobody_out(attempt, kind):
         for n in (1, 2, 3)
     ]
     try:
-        for one in joins:
-            one.start()
-        for one in (*joins, hosting):
-            one.join(40)
+        for thread in joins:
+            thread.start()
+        for thread in (*joins, hosting):
+            thread.join(40)
     finally:
         ended.set()
         flooding.join(20)

@@ -56,7 +56,7 @@ TRAIN = """
         total = samestep.sum(number)
     reach("end")
     if world.rank == 0:
-        state = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
+        state = b"".join(tensor.detach().numpy().tobytes() for tensor in model.state_dict().values())
         print("bits", hashlib.sha256(state).hexdigest(), flush=True)
 """
 
@@ -97,9 +97,14 @@ class Run:
 
     def ports(self) -> list[int]:
         """All at which a process of this run listens."""
-        family = [one for process in self.processes for one in _family(process.pid)]
+        family = [member for process in self.processes for member in _family(process.pid)]
         return sorted(
-            {line.laddr.port for one in family for line in one.net_connections() if line.status == "LISTEN"}
+            {
+                line.laddr.port
+                for member in family
+                for line in member.net_connections()
+                if line.status == "LISTEN"
+            }
         )
 
     def bits(self) -> str:
@@ -204,8 +209,8 @@ class Tap:
                 to.sendall(data)
             except OSError:
                 break
-        for one in (source, to):
-            one.close()
+        for end in (source, to):
+            end.close()
 
 
 def _received(source: socket.socket) -> bytes:
@@ -284,7 +289,9 @@ for name in os.listdir("/tmp"):
         tried(f"a socket in {name}", lambda: open(f"/tmp/{name}/0-0", "w"))
 """
     workers = [
-        one for one in _family(attacked.processes[0].pid) if "train.py" in " ".join(one.cmdline()[-1:])
+        process
+        for process in _family(attacked.processes[0].pid)
+        if "train.py" in " ".join(process.cmdline()[-1:])
     ]
     for worker in workers:
         done = subprocess.run(
@@ -318,10 +325,10 @@ def test_a_comer_with_another_key_or_none_is_never_a_rank(attempt):
         b"",
         *(bytes([*key[:at], 99, *key[at + 1 :]]) for at in (0, 31)),
     ]
-    for one in wrong:
-        attempt(f"the key {one.hex()}")
+    for other_key in wrong:
+        attempt(f"the key {other_key.hex()}")
         with pytest.raises(RankMissing, match="found nothing with this run's key there"):
-            join(lambda: [place], Member("r", 1, 2, one, limit_s=0.2))
+            join(lambda: [place], Member("r", 1, 2, other_key, limit_s=0.2))
         assert not found
     for at in range(0, 75, 15):
         attempt(f"a knock with byte {at} changed")

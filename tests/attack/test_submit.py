@@ -73,7 +73,10 @@ def test_thirty_submissions_at_once_have_scripts_of_their_own(attempt, tmp_path)
     with ThreadPoolExecutor(8) as pool:
         said = list(pool.map(submit, range(30)))
     written = [
-        line.removeprefix("wrote ") for one in said for line in one.splitlines() if line.startswith("wrote ")
+        line.removeprefix("wrote ")
+        for text in said
+        for line in text.splitlines()
+        if line.startswith("wrote ")
     ]
     assert len(set(written)) == 30
     for number, path in enumerate(written):

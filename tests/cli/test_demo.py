@@ -118,7 +118,9 @@ def test_a_signal_ends_the_demo_with_its_processes_and_files(tmp_path: Path, num
     demo.communicate()
     assert demo.returncode == code
     assert list(tmp_path.glob("samestep*")) == []
-    assert not [one for one in run if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        process for process in run if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 @pytest.mark.slow
@@ -159,7 +161,7 @@ ONE, TWO, WIDE = Setup(1, 1), Setup(2, 2), Setup(1, 2)
 def test_what_differs_is_named(changed: dict[str, Any], line: str) -> None:
     is_same, said = compared([run_of(ONE), run_of(TWO, **changed)])
     assert not is_same
-    assert any(one.startswith(line) for one in said)
+    assert any(text.startswith(line) for text in said)
     assert said[-1].startswith("different")
 
 

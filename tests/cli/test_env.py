@@ -143,9 +143,9 @@ def test_two_mpiruns_at_once_do_not_meet(mpirun, tmp_path):
     for directory in directories:
         directory.mkdir()
     runs = [start_under(mpirun, 2, directory) for directory in directories]
-    one, other = ({p["origin"]["master_port"] for p in answers(run)} for run in runs)
-    assert len(one) == len(other) == 1
-    assert one != other
+    ports, other_ports = ({p["origin"]["master_port"] for p in answers(run)} for run in runs)
+    assert len(ports) == len(other_ports) == 1
+    assert ports != other_ports
 
 
 @pytest.mark.mpi
@@ -166,7 +166,7 @@ def test_rank_0_prints_where_all_ranks_are(tmp_path):
         host, cores = os.uname().nodename, len(os.sched_getaffinity(0))
         if option == "--json":
             found = json.loads(said.stdout)
-            assert [(one["rank"], one["host"], one["backend"]) for one in found["ranks"]] == [
+            assert [(row["rank"], row["host"], row["backend"]) for row in found["ranks"]] == [
                 (rank, host, "gloo") for rank in (0, 1)
             ]
             assert found["settings"]["NCCL_ALGO"] == "Ring"

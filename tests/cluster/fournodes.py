@@ -276,9 +276,9 @@ def _kill(daemon: "subprocess.Popen[bytes]") -> None:
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as bound:
         sockets = [bound.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for reserved in sockets:
+            reserved.bind(("127.0.0.1", 0))
+        return [reserved.getsockname()[1] for reserved in sockets]
 
 
 def _clear_abandoned() -> None:

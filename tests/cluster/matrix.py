@@ -33,7 +33,7 @@ def main():
             optimizer.zero_grad()
     places = samestep.gather(torch.tensor([[world.node, world.local_rank]])).tolist()
     if world.rank == 0:
-        state = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
+        state = b"".join(tensor.detach().numpy().tobytes() for tensor in model.state_dict().values())
         where = " ".join(f"{node}.{local}" for node, local in places)
         print(f"\\nbits {hashlib.sha256(state).hexdigest()} {world.launcher} {where}", flush=True)
 
@@ -142,13 +142,13 @@ def _on_nodes(*each: Sequence[str]) -> Callable[[Cluster, Path], str]:
     """By hand on several machines at once: the words for each of them."""
 
     def start(cluster: Cluster, folder: Path) -> str:
-        words = [
-            cluster.command(*(one.format(folder=folder) for one in words), node=f"ssnode{k}", cwd=folder)
+        commands = [
+            cluster.command(*(word.format(folder=folder) for word in words), node=f"ssnode{k}", cwd=folder)
             for k, words in enumerate(each, 1)
         ]
         started = [
-            subprocess.Popen(one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for one in words
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for command in commands
         ]
         try:
             outputs = [process.communicate(timeout=_LIMIT_S)[0] for process in started]
@@ -175,9 +175,9 @@ def _submitted(*words: str) -> Callable[[Cluster, Path], str]:
         said = cluster.run(_SAMESTEP, "submit", *words, "train.py", cwd=folder)
         job = said.split("job ", 1)[1].split(";")[0]
         jobs = [f"{job}_{k}" for k in range(2)] if "--array-ranks" in words else [job]
-        for one in jobs:
+        for name in jobs:
             output = _output(
-                cluster, one, lambda: "".join(path.read_text() for path in (folder / "runs").glob("*.out"))
+                cluster, name, lambda: "".join(path.read_text() for path in (folder / "runs").glob("*.out"))
             )
         return output
 

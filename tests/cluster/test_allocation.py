@@ -48,7 +48,7 @@ def test_the_step_has_all_that_each_node_was_allocated(cluster: Cluster, tmp_pat
     told = [
         dict(word.split("=", 1) for word in line.split("]")[-1].split()) for line in done.stdout.splitlines()
     ]
-    nodes = {one.pop("SLURMD_NODENAME"): one for one in told if "WORLD_SIZE" in one}
+    nodes = {task.pop("SLURMD_NODENAME"): task for task in told if "WORLD_SIZE" in task}
     names = ("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "SLURM_CPUS_ON_NODE", "SLURM_CPUS_PER_TASK")
     found = [" ".join(nodes[node][name] or "-" for name in names) for node in sorted(nodes)]
     assert " | ".join(found) == seen

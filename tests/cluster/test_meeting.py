@@ -54,10 +54,10 @@ def test_jobs_that_start_at_once_at_one_port_of_one_node_never_meet(srun):
             for port in range(12_000 + first, 12_000 + min(first + _AT_ONCE, _PAIRS))
             for _ in range(2)
         ]
-        for one in pairs:
-            lines = one.communicate(timeout=60)[0].splitlines()
+        for step in pairs:
+            lines = step.communicate(timeout=60)[0].splitlines()
             met = [re.fullmatch(r"rank \d of (job \d+\.0) met \['(.*)'\]", line) for line in lines]
-            assert one.returncode == 0, lines
+            assert step.returncode == 0, lines
             assert len(met) == 2, lines
             assert {found and found[1] for found in met} == {found and found[2] for found in met}, lines
 

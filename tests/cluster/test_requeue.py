@@ -122,7 +122,7 @@ def test_a_job_is_looked_at_and_stopped_from_outside(isolated: Cluster, tmp_path
     _wait_for_step(trail, 3)
     seen = json.loads(isolated.run(_SAMESTEP, "status", "--json", cwd=tmp_path))
     assert (Path(seen["run"]).name, seen["state"], seen["ranks"]) == (f"train_{job}", "running", 2)
-    assert [one["step"] > 1 for one in seen["by_rank"]] == [True, True]
+    assert [row["step"] > 1 for row in seen["by_rank"]] == [True, True]
     isolated.run(_SAMESTEP, "stop", cwd=tmp_path)
     with pytest.raises(RuntimeError, match="is FAILED"):
         isolated.wait_state(job, "COMPLETED", timeout=60)

@@ -292,10 +292,10 @@ def test_how_a_tensor_lies_in_memory_does_not_matter(tensor: torch.Tensor) -> No
 def test_a_difference_is_symmetric() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(1000), torch.randn(1000)
-    one, other = compare({"w": a}, {"w": b}).worst, compare({"w": b}, {"w": a}).worst
-    assert one is not None
-    assert other is not None
-    assert (one.absolute, one.relative, one.bits) == (other.absolute, other.relative, other.bits)
+    forth, back = compare({"w": a}, {"w": b}).worst, compare({"w": b}, {"w": a}).worst
+    assert forth is not None
+    assert back is not None
+    assert (forth.absolute, forth.relative, forth.bits) == (back.absolute, back.relative, back.bits)
 
 
 def test_a_random_stream_of_a_checkpoint_is_named() -> None:

@@ -150,8 +150,8 @@ def main(names: list[str]) -> int:
         for name in names or SCRIPTS:
             outcomes.append(tried(nest, name, Path(place) / name))
             print(outcomes[-1], flush=True)
-    wrong = [one.name for one in outcomes if one.is_wrong]
-    complete = sum(one.is_complete for one in outcomes)
+    wrong = [outcome.name for outcome in outcomes if outcome.is_wrong]
+    complete = sum(outcome.is_complete for outcome in outcomes)
     print(
         f"\n{complete} of {len(outcomes)} complete ({complete / len(outcomes):.0%}), silently wrong: {wrong or 'none'}"
     )

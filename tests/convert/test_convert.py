@@ -311,8 +311,8 @@ def test_a_loader_of_an_evaluation_without_totals_stays_torchs_own(lines, reason
 
 def test_a_total_of_what_all_processes_have_is_listed():
     lines = (
-        "one = DataLoader(data, batch_size=1)\ndef count(loader):\n    n = 0\n    with torch.no_grad():\n"
-        "        for x, y in loader:\n            n += len(x)\n    return n\nprint(count(train), count(one))"
+        "singles = DataLoader(data, batch_size=1)\ndef count(loader):\n    n = 0\n    with torch.no_grad():\n"
+        "        for x, y in loader:\n            n += len(x)\n    return n\nprint(count(train), count(singles))"
     )
     found = _of(f"{BEGIN}for x, y in train:\n{STEP}{lines}\n")
     assert [gap for gap in found.gaps if "count once for each process" in gap]

@@ -33,8 +33,8 @@ def r2(out, y):
         (f"{TRAIN}{STEP}    losses = {{'ce': loss}}\n    for k, v in losses.items():\n"
          "        sums[k] = sums.get(k, 0.0) + v.item()\nprint(sums)".replace("for x", "sums = {}\nfor x", 1),
          "        sums[k] = sums.get(k, 0.0) + v.item() * train.share\nprint(samestep.sum(sums))"),
-        (f"{TRAIN}{SLOPES}, create_graph=True)\n    (loss + sum(one.pow(2).sum() for one in slopes)).backward()\n",
-         "    (loss + sum(one.pow(2).sum() for one in slopes)).backward()\n"),
+        (f"{TRAIN}{SLOPES}, create_graph=True)\n    (loss + sum(slope.pow(2).sum() for slope in slopes)).backward()\n",
+         "    (loss + sum(slope.pow(2).sum() for slope in slopes)).backward()\n"),
     ],
 )  # fmt: skip
 def test_a_function_is_taken_as_the_method_is(lines, becomes):

@@ -37,7 +37,7 @@ SEVEN_LINES = """\
 def run(directory: Path, size: int, script: str, *args: object) -> str:
     """What an example prints, started as a user starts it."""
     done = subprocess.run(
-        [str(one) for one in (SAMESTEP, "run", "--fork", "-n", size, EXAMPLES / script, *args)],
+        [str(word) for word in (SAMESTEP, "run", "--fork", "-n", size, EXAMPLES / script, *args)],
         cwd=directory,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
         capture_output=True,
@@ -68,7 +68,7 @@ def learn_digits(
     nest: Nest, directory: Path, size: int, script: str
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     printed = run_forked(nest, directory, size, EXAMPLES / script, "--epochs", 3)
-    found = [float(one) for one in re.findall(r"^epoch \d+: ([\d.]+)%$", printed, re.MULTILINE)]
+    found = [float(accuracy) for accuracy in re.findall(r"^epoch \d+: ([\d.]+)%$", printed, re.MULTILINE)]
     assert len(found) == 3
     return found, torch.load(directory / "digits.pt", weights_only=True)
 
@@ -95,8 +95,8 @@ def test_the_digits_are_learnt_alike_by_one_process_and_by_more(
 ) -> None:
     accuracies, weights = learn_digits(nest, tmp_path, size, "digits.py")
     assert accuracies == alone[0]
-    for name, one in alone[1].items():
-        torch.testing.assert_close(weights[name], one, rtol=0, atol=1e-5)
+    for name, weight in alone[1].items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_the_networks_have_the_published_numbers_of_parameters(monkeypatch: pyte
     import resnet
 
     def parameters(model: torch.nn.Module) -> int:
-        return sum(one.numel() for one in model.parameters())
+        return sum(parameter.numel() for parameter in model.parameters())
 
     assert parameters(mnist.Net()) == 1_199_882
     assert parameters(cifar10.ResNet()) == 269_722

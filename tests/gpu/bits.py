@@ -45,7 +45,7 @@ for _ in train.epochs(3):
         found.update(repr(samestep.gather(losses)).encode())
         optimizer.step()
         optimizer.zero_grad()
-for one in model.state_dict().values():
-    found.update(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+for tensor in model.state_dict().values():
+    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 if world.rank == 0:
     print(found.hexdigest())

@@ -22,19 +22,19 @@ with tempfile.TemporaryDirectory() as home:
             with torch.no_grad():
                 if on_gpu:
                     torch.cuda._sleep(200_000_000)
-                for one in model.parameters():
-                    one.fill_(10 * number + wait + 1)
+                for parameter in model.parameters():
+                    parameter.fill_(10 * number + wait + 1)
                 run.step()
                 run.commit(wait=wait)
-                for one in model.parameters():
-                    one.fill_(-1)
+                for parameter in model.parameters():
+                    parameter.fill_(-1)
         if world.rank == 0:
             for place, path in enumerate(sorted(Path(home).glob("*.samestep"))[-2:]):
                 found = []
-                map_tensors(lambda one, found=found: found.append(one) or one, capture.read(path)[0])
-                weights = [one for one in found if one.shape == model.weight.shape]
+                map_tensors(lambda tensor, found=found: found.append(tensor) or tensor, capture.read(path)[0])
+                weights = [tensor for tensor in found if tensor.shape == model.weight.shape]
                 assert weights, path
-                assert all((one == 10 * number + place + 1).all() for one in weights), (
+                assert all((weight == 10 * number + place + 1).all() for weight in weights), (
                     path,
                     weights[0][0, 0],
                 )

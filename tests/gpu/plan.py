@@ -130,9 +130,9 @@ def main() -> int:
         print(REMEDY.format(device=unused[0], torch=torch.__version__), file=sys.stderr)
         return 2
     count = max(2, torch.cuda.device_count() if ON_GPU else 2)
-    checks = [one for one in (of_many(count) if asked.many else of_one()) if asked.only in one.name]
+    checks = [check for check in (of_many(count) if asked.many else of_one()) if asked.only in check.name]
     if asked.list:
-        print(*(one.name for one in checks), sep="\n")
+        print(*(check.name for check in checks), sep="\n")
         return 0
     print(
         f"on {torch.cuda.get_device_name() if ON_GPU else 'the cores: no GPU is here'}, torch {torch.__version__}"

@@ -57,6 +57,6 @@ for name, loader in loaders.items():
             x = batch.x if isinstance(batch, Graph) else batch[0]
             results.append((x * 2 + 1).sum(1))
             del x, batch
-        found = torch.cat([one.cpu() for one in results])
+        found = torch.cat([result.cpu() for result in results])
         assert torch.equal(found, torch.cat([(rows * 2 + 1).sum(1) for rows in ROWS.split(8)])), name
 print("every batch has the values of its samples")

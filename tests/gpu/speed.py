@@ -110,20 +110,20 @@ for name, (make, data, batch) in cases.items():
     ours, plain = make().to(world.device), make().to(world.device)
     if world.size > 1:
         plain = nn.parallel.DistributedDataParallel(plain)
-    share = TensorDataset(*(one[world.rank :: world.size] for one in data.tensors))
+    share = TensorDataset(*(column[world.rank :: world.size] for column in data.tensors))
     runs = {
         "samestep": (samestep.replicate(ours), samestep.loader(data, batch, shuffle=True)),
         "torch": (plain, torch.utils.data.DataLoader(share, batch // world.size, pin_memory=on_gpu)),
     }
     optimizers = {
-        one: torch.optim.AdamW(model.parameters(), fused=on_gpu) for one, (model, _) in runs.items()
+        system: torch.optim.AdamW(model.parameters(), fused=on_gpu) for system, (model, _) in runs.items()
     }
-    times = {one: [] for one in runs}
+    times = {system: [] for system in runs}
     for turn in range(rounds + 1):
-        for one, (model, loader) in runs.items():
-            seconds = epoch(model, optimizers[one], loader)
+        for system, (model, loader) in runs.items():
+            seconds = epoch(model, optimizers[system], loader)
             if turn:
-                times[one].append(seconds)
+                times[system].append(seconds)
     ratio = statistics.median(mine / theirs for mine, theirs in zip(*times.values(), strict=True))
     if world.rank == 0:
         print(f"{name}: {1e3 * statistics.median(times['samestep']):.1f} ms a step, {ratio:.3f} of torch's")

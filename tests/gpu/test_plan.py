@@ -8,19 +8,19 @@ from gpu import plan
 ALL = [*plan.of_one(), *plan.of_many(2)]
 # Checks that differ by their backend alone are the same on the cores, and the kinds of numbers take long.
 SHORT = {
-    str(one.commands): one
-    for one in ALL
-    if os.environ.get("LONG") or ("in b" not in one.name and "in c" not in one.name)
+    str(check.commands): check
+    for check in ALL
+    if os.environ.get("LONG") or ("in b" not in check.name and "in c" not in check.name)
 }
-TESTS = [one for one in ALL if "pytest" in one.commands[0]]
+TESTS = [check for check in ALL if "pytest" in check.commands[0]]
 
 
 def test_every_script_is_in_a_plan_and_its_checks_have_names_of_their_own():
     for checks in ([*plan.of_one()], [*plan.of_many(8)]):
-        assert len({one.name for one in checks}) == len(checks)
+        assert len({check.name for check in checks}) == len(checks)
     assert len(TESTS) == 2
     scripts = {path.name for path in plan.HERE.glob("*.py")} - {"plan.py", "test_plan.py"}
-    used = {word.rpartition("/")[2] for one in ALL for command in one.commands for word in command}
+    used = {word.rpartition("/")[2] for check in ALL for command in check.commands for word in command}
     assert scripts <= used
 
 
@@ -31,9 +31,9 @@ _ALWAYS = ("device choice",)
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(one, id=one.name, marks=[pytest.mark.long] * (one.name not in _ALWAYS))
-        for one in SHORT.values()
-        if one not in TESTS and "sanitizer" not in one.name
+        pytest.param(check, id=check.name, marks=[pytest.mark.long] * (check.name not in _ALWAYS))
+        for check in SHORT.values()
+        if check not in TESTS and "sanitizer" not in check.name
     ],
 )
 def test_a_check_passes_on_the_cores(check):

@@ -121,8 +121,8 @@ def on_nodes(network: Any, home: Path) -> Path:
         subprocess.Popen([*network.enter(node), *run, "--node-rank", str(k), __file__, "link"], env=env)
         for k, node in enumerate(NODES)
     ]
-    assert [one.wait(120) for one in started] == [0, 0]
-    return max(home.iterdir(), key=lambda one: one.stat().st_mtime_ns)
+    assert [process.wait(120) for process in started] == [0, 0]
+    return max(home.iterdir(), key=lambda run: run.stat().st_mtime_ns)
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def main() -> None:
             for part in asked.parts.split(","):
                 home = Path(folder, part.replace(" ", "-"))
                 found = [limit(part, network, home) for _ in range(asked.times)]
-                right = sum(one == NAMED[part] for one in found)
+                right = sum(name == NAMED[part] for name in found)
                 print(f"{part}: named in {right} of {asked.times} ({found})", flush=True)
         finally:
             if network is not None:

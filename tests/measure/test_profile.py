@@ -74,9 +74,9 @@ def test_a_trace_keeps_the_format_and_names_steps_phases_and_buckets_of_each_ran
     steps = {
         rank: [event for event in events if event["pid"] == rank and event.get("tid") == 1] for rank in (0, 1)
     }
-    for one, other in zip(*(rows(steps[rank])[rank, 1] for rank in (0, 1)), strict=True):
+    for first, second in zip(*(rows(steps[rank])[rank, 1] for rank in (0, 1)), strict=True):
         # both are in the exchange of a step at one time, however late one of them begins it
-        assert max(one["ts"], other["ts"]) < min(one["ts"] + one["dur"], other["ts"] + other["dur"])
+        assert max(first["ts"], second["ts"]) < min(first["ts"] + first["dur"], second["ts"] + second["dur"])
 
 
 @pytest.mark.slow

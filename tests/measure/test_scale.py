@@ -93,8 +93,8 @@ def test_an_interrupted_measurement_goes_on_to_a_report_of_60_columns_and_a_page
     text = page.read_text()
     assert text.count("<svg") == 3
     assert not re.search(r"""(src|href)="(?!#)|@import|url\((?!#)""", text)
-    assert {one.name for one in page.parent.glob("*.png")} == {"throughput.png", "speedup.png", "step.png"}
-    assert [one for one in page.parent.iterdir() if one.name.startswith("run-")] == []
+    assert {path.name for path in page.parent.glob("*.png")} == {"throughput.png", "speedup.png", "step.png"}
+    assert [path for path in page.parent.iterdir() if path.name.startswith("run-")] == []
 
 
 def test_two_measurements_of_the_same_script_at_the_same_time_are_refused(tmp_path):
@@ -191,21 +191,23 @@ def test_a_measured_run_leaves_the_scripts_commits_alone_and_what_had_no_devices
 
 def test_settings_become_variables_and_options_of_ddp():
     found = variants([2], ["bucket_cap_mb=1,2.5", "NCCL_ALGO=Ring", "backend=gloo", "method=ddp"], 1)
-    assert [json.loads(one.env["SAMESTEP_DDP"]) for one in found] == [
+    assert [json.loads(variant.env["SAMESTEP_DDP"]) for variant in found] == [
         {"bucket_cap_mb": 1},
         {"bucket_cap_mb": 2.5},
     ]
-    assert {one.env["NCCL_ALGO"] for one in found} == {"Ring"}
-    assert {(one.env["SAMESTEP_BACKEND"], one.env["SAMESTEP_METHOD"]) for one in found} == {("gloo", "ddp")}
+    assert {variant.env["NCCL_ALGO"] for variant in found} == {"Ring"}
+    assert {(variant.env["SAMESTEP_BACKEND"], variant.env["SAMESTEP_METHOD"]) for variant in found} == {
+        ("gloo", "ddp")
+    }
 
 
 def test_processes_of_srun_have_as_many_threads_at_each_size(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [one.env["OMP_NUM_THREADS"] for one in variants([1, 2], [], None)] == ["3", "3"]
-    assert [one.env["OMP_NUM_THREADS"] for one in variants([2], ["OMP_NUM_THREADS=1,2"], None)] == ["1", "2"]
-    assert [one.env.get("OMP_NUM_THREADS") for one in variants([2], ["launcher=run"], None)] == [None]
+    assert [variant.env["OMP_NUM_THREADS"] for variant in variants([1, 2], [], None)] == ["3", "3"]
+    assert [variant.env["OMP_NUM_THREADS"] for variant in variants([2], ["OMP_NUM_THREADS=1,2"], None)] == ["1", "2"]
+    assert [variant.env.get("OMP_NUM_THREADS") for variant in variants([2], ["launcher=run"], None)] == [None]
 
 
 def test_one_process_drives_all_devices_of_dataparallel(monkeypatch):
@@ -214,7 +216,7 @@ def test_one_process_drives_all_devices_of_dataparallel(monkeypatch):
         "samestep.measure.scale.masked", lambda env, names: ({"CUDA_VISIBLE_DEVICES": names}, 2)
     )
     both = variants([2], ["method=ddp,dataparallel"], 1)
-    assert [(one.processes, one.lacks) for one in both] == [(2, ""), (1, "")]
+    assert [(variant.processes, variant.lacks) for variant in both] == [(2, ""), (1, "")]
     assert both[1].env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
@@ -323,9 +325,9 @@ def test_equal_runs_that_differ_much_are_said():
 
 def test_a_setting_is_faster_only_beyond_the_spread():
     def runs(*seconds):
-        return [run_of(2, at, one, (("bucket_cap_mb", "1"),)) for at, one in enumerate(seconds)]
+        return [run_of(2, at, took, (("bucket_cap_mb", "1"),)) for at, took in enumerate(seconds)]
 
-    base = [run_of(2, at, one, (("bucket_cap_mb", "25"),)) for at, one in enumerate((0.1, 0.1, 0.1, 0.1))]
+    base = [run_of(2, at, took, (("bucket_cap_mb", "25"),)) for at, took in enumerate((0.1, 0.1, 0.1, 0.1))]
     faster = verdict(of_sizes(*runs(0.08, 0.08, 0.08, 0.08), *base))
     assert "2, bucket_cap_mb=1 is fastest: 1.25 times as fast as 2, bucket_cap_mb=25" in faster
     assert "limits 2 processes, bucket_cap_mb=1 (" in faster  # judged is the fastest, not the last

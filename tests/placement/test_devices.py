@@ -264,6 +264,6 @@ def test_rank_0_says_for_all_which_devices_no_process_uses(local_size, nodes, la
         Placement(rank, size, rank % local_size, local_size, rank // local_size, nodes, launcher)
         for rank in range(size)
     ]
-    lines = [idle_devices(one, 4, "train.py") for one in ranks]
+    lines = [idle_devices(placement, 4, "train.py") for placement in ranks]
     assert lines == [f"4 devices are visible and {said}", *[None] * (size - 1)]
-    assert not any(idle_devices(one, local_size, "train.py") for one in ranks)
+    assert not any(idle_devices(placement, local_size, "train.py") for placement in ranks)

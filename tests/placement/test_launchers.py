@@ -91,7 +91,7 @@ def test_a_process_with_fewer_cores_than_its_share_or_than_were_asked_for_is_not
     ],
 )  # fmt: skip
 def test_a_task_that_runs_by_itself_in_a_step_of_several_is_noted(left, note):
-    env = STEP | TORCHRUN | dict(one.split("=") for one in left.split())
+    env = STEP | TORCHRUN | dict(word.split("=") for word in left.split())
     assert place(env).notes[0] == f"task 1 of 3 in this job step runs by itself, for {note}"
     # the first task may be the only one that started torchrun
     assert not any("by itself" in note for note in place(env | {"SLURM_PROCID": "0"}).notes)

@@ -46,6 +46,6 @@ def test_an_address_is_found_on_its_interface():
 
 def test_places_where_nothing_listens_are_told_apart():
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_server(("127.0.0.1", 0)) as ended:
-        places = [one.getsockname()[:2] for one in (listening, ended)]
+        places = [server.getsockname()[:2] for server in (listening, ended)]
         ended.close()
         assert addresses.unreachable(places) == places[1:]

@@ -43,10 +43,10 @@ def gathered(peers: Tree, word: str) -> list[str]:
 def test_all_hear_what_each_brings_by_number(size):
     opened, where = listening()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, size, KEY))) for n in range(1, size)]
-    groups = [host(opened, Member("r", 0, size, KEY)), *(one.result(20) for one in coming)]
+    groups = [host(opened, Member("r", 0, size, KEY)), *(future.result(20) for future in coming)]
     rest = [start(lambda c=c, n=n: gathered(c, f"word {n}")) for n, c in enumerate(groups) if n]
     assert gathered(groups[0], "word 0") == [f"word {n}" for n in range(size)]
-    assert [one.result(20) for one in rest] == [[f"word {n}" for n in range(size)]] * (size - 1)
+    assert [future.result(20) for future in rest] == [[f"word {n}" for n in range(size)]] * (size - 1)
     assert groups[0].names == dict.fromkeys(range(size), socket.gethostname())
     for peers in groups:
         peers.leave()
@@ -105,9 +105,9 @@ def test_a_rank_that_comes_twice_is_named_with_both_its_places():
     twin += f"join(lambda: {where!r}, Member('r', 1, 3, KEY, limit_s=20))"
     time.sleep(0.5)
     done = subprocess.run([sys.executable, "-c", twin], capture_output=True, text=True, timeout=30)
-    for one in (hosting, first):
+    for future in (hosting, first):
         with pytest.raises((RanksDiffer, RankMissing), match="rank 1 came twice: process"):
-            one.result(20)
+            future.result(20)
     assert "rank 1 came twice: process" in done.stderr
 
 
@@ -132,9 +132,9 @@ def test_members_that_run_two_scripts_are_refused_whatever_their_numbers():
     with pytest.raises(RanksDiffer, match=says) as raised:
         join(lambda: where, Member("r", -1, 3, KEY, "node", limit_s=5, script="b\n" + 1000 * "b"))
     assert len(str(raised.value)) < 500
-    for one in (hosting, unsaid):
+    for future in (hosting, unsaid):
         with pytest.raises(RanksDiffer, match=says):
-            one.result(20)
+            future.result(20)
 
 
 def test_one_that_left_before_all_were_there_may_come_again():
@@ -146,24 +146,24 @@ def test_one_that_left_before_all_were_there_may_come_again():
         time.sleep(1)
         process.kill()
     again = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY, noun="node"))) for n in (1, 2)]
-    for one in (hosting, *again):
-        one.result(20).leave()
+    for future in (hosting, *again):
+        future.result(20).leave()
 
 
 def test_a_member_without_a_number_gets_a_free_one():
     opened, where = listening()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY))) for n in (-1, 2)]
     peers = host(opened, Member("r", 0, 3, KEY))
-    assert [one.result(20).number for one in coming] == [1, 2]
-    for one in (peers, *(one.result() for one in coming)):
-        one.leave()
+    assert [future.result(20).number for future in coming] == [1, 2]
+    for group in (peers, *(future.result() for future in coming)):
+        group.leave()
 
 
 def test_a_lost_member_is_named_to_all():
     opened, where = listening()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY))) for n in (1, 2)]
     peers = host(opened, Member("r", 0, 3, KEY))
-    first, second = (one.result(20) for one in coming)
+    first, second = (future.result(20) for future in coming)
     for channel in first._channels.values():
         channel.connection.shutdown(socket.SHUT_RDWR)
     told = start(lambda: gathered(second, "here"))
@@ -179,16 +179,16 @@ def test_news_of_one_reach_all_others():
     opened, where = listening()
     coming = [start(lambda n=n: join(lambda: where, Member("r", n, 3, KEY))) for n in (1, 2)]
     peers = host(opened, Member("r", 0, 3, KEY))
-    first, second = (one.result(20) for one in coming)
+    first, second = (future.result(20) for future in coming)
     first.tell({"failed": 1})
-    for one in (peers, second):
+    for group in (peers, second):
         until = time.monotonic() + 10
-        while not (news := one.take_news()) and time.monotonic() < until:
+        while not (news := group.take_news()) and time.monotonic() < until:
             time.sleep(0.01)
         assert news == [(1, {"failed": 1})]
     assert first.take_news() == []
-    for one in (first, peers, second):
-        one.leave()
+    for group in (first, peers, second):
+        group.leave()
 
 
 def test_a_note_that_a_crash_left_is_replaced(tmp_path):
@@ -201,8 +201,8 @@ def test_a_note_that_a_crash_left_is_replaced(tmp_path):
     with note.posted(path, opened):
         peers = host(opened, Member("r", 0, 2, KEY))
     assert not path.exists()
-    for one in (peers, coming.result(20)):
-        one.leave()
+    for group in (peers, coming.result(20)):
+        group.leave()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "bomb", "list"])

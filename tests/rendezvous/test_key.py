@@ -35,7 +35,7 @@ def test_the_file_is_made_once_for_all_that_begin_together_and_only_its_user_rea
     assert len(found) == 1
     path = tmp_path / "samestep" / "key"
     assert found == {path.read_bytes().hex().encode() + b"\n"}
-    assert [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)] == [0o600, 0o700]
+    assert [stat.S_IMODE(entry.stat().st_mode) for entry in (path, path.parent)] == [0o600, 0o700]
 
 
 @pytest.mark.parametrize("wrong", ["mode", "owner", "link", "pipe", "long"])
@@ -117,8 +117,8 @@ def pair() -> Iterator[Callable[..., list[socket.socket]]]:
         return made[-2:]
 
     yield make
-    for one in made:
-        one.close()
+    for opened in made:
+        opened.close()
 
 
 def linked(ends: list[socket.socket], host_key: bytes, comer_key: bytes) -> tuple[Channel, Channel]:
@@ -152,8 +152,8 @@ def test_another_key_is_noticed_by_the_first_message(pair):
     "changed", [(b"s" * 32, 1, 2), (b"r" * 32, 2, 2), (b"r" * 32, 1, 3)], ids=["run", "number", "size"]
 )
 def test_a_proof_holds_for_one_run_one_number_and_one_size(pair, changed):
-    (one, wire), (other, tap) = pair(), pair()
-    host, comer = linked([one, other], b"k" * 32, b"k" * 32)
+    (host_end, wire), (comer_end, tap) = pair(), pair()
+    host, comer = linked([host_end, comer_end], b"k" * 32, b"k" * 32)
     wire.sendall(tap.recv(1 << 16)), read(host), tap.sendall(wire.recv(1 << 16)), read(comer)
     claim, proof = CLAIM.pack(b"r" * 32, 1, 2), tap.recv(1 << 16)
     assert proof.startswith(claim)
@@ -165,8 +165,8 @@ def test_a_proof_holds_for_one_run_one_number_and_one_size(pair, changed):
 
 @pytest.mark.parametrize("change", ["bit", "again", "number", "length"])
 def test_a_changed_or_repeated_message_is_refused(pair, change):
-    (one, wire), (other, tap) = pair(), pair()
-    host, comer = linked([one, other], b"k" * 32, b"k" * 32)
+    (host_end, wire), (comer_end, tap) = pair(), pair()
+    host, comer = linked([host_end, comer_end], b"k" * 32, b"k" * 32)
 
     def carry(source: socket.socket, to: socket.socket) -> bytes:
         data = source.recv(1 << 16)

@@ -161,8 +161,8 @@ def test_nonsense_where_number_0_should_be_is_no_number_0(said):
                 with suppress(OSError, EOFError), opened.accept()[0] as line:
                     link = Channel(line, KEY)
                     link.wait_json()
-                    for one in said:
-                        link.send(json.dumps(one).encode())
+                    for message in said:
+                        link.send(json.dumps(message).encode())
 
         thread = threading.Thread(target=speak, daemon=True)
         thread.start()

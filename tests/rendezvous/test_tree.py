@@ -46,13 +46,13 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., list["subprocess.Popen[str]"
         return started
 
     yield start
-    for one in started:
-        one.kill()
-        one.communicate()
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def said(started: list["subprocess.Popen[str]"]) -> list[str]:
-    return [one.communicate(timeout=30)[0].strip() for one in started]
+    return [process.communicate(timeout=30)[0].strip() for process in started]
 
 
 @pytest.mark.parametrize("size", [12, 20])
@@ -134,12 +134,12 @@ def test_one_that_is_killed_is_heard_of_by_all_within_a_second(ranks, lost):
         print(error)
     """
     started = ranks(work.replace("LOST", str(lost)), 7)
-    for one in started:
-        assert one.stdout.readline() == "up\n"
+    for process in started:
+        assert process.stdout.readline() == "up\n"
     time.sleep(0.2)
     began = time.monotonic()
     os.kill(started[lost].pid, signal.SIGKILL)
-    rest = [one.communicate(timeout=30)[0] for rank, one in enumerate(started) if rank != lost]
+    rest = [process.communicate(timeout=30)[0] for rank, process in enumerate(started) if rank != lost]
     assert time.monotonic() - began < 5
     assert all(f"rank {lost}" in text and "was lost: its process has ended" in text for text in rest), rest
 
@@ -235,7 +235,7 @@ def test_all_that_wait_name_the_same_ranks_and_so_does_one_that_comes_too_late(r
         time.sleep(3)  # a rank that ends is another reason
     """
     started = ranks(work, 7)
-    found = [one.communicate(timeout=30)[0].strip() for rank, one in enumerate(started) if rank != 5]
+    found = [process.communicate(timeout=30)[0].strip() for rank, process in enumerate(started) if rank != 5]
     assert found == ["Late (2, 5)"] * 6
 
 
@@ -270,7 +270,7 @@ def test_one_that_has_the_key_and_sends_what_is_no_message_is_named_to_all(ranks
     """
     found = said(ranks(work, 5)[:4])
     assert all(
-        re.fullmatch(r"RankMissing rank 4 .*was lost: it sends what is no message", one) for one in found
+        re.fullmatch(r"RankMissing rank 4 .*was lost: it sends what is no message", text) for text in found
     )
 
 
@@ -289,7 +289,7 @@ def test_what_a_launcher_of_another_version_says_of_its_end_ends_in_a_sentence(r
     print(news, tree.lost)
     os._exit(0)
     """
-    found = [one.splitlines() for one in said(ranks(work, 3))]
+    found = [text.splitlines() for text in said(ranks(work, 3))]
     lost = r"rank 1( \(.+\))? was lost: it sends what is no message"  # which host, the one that found it may not know
     for of_gather, of_news in (found[0], found[2]):
         assert re.fullmatch(lost, of_gather)

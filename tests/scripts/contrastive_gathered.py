@@ -16,9 +16,9 @@ data = TensorDataset(torch.randn(36, 6), torch.randn(36, 6))
 model = samestep.replicate(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(2):
-    for one, two in samestep.loader(data, 12, shuffle=True, drop_last=True):
-        a = F.normalize(samestep.gather(model(one)), dim=1)
-        b = F.normalize(samestep.gather(model(two)), dim=1)
+    for first, second in samestep.loader(data, 12, shuffle=True, drop_last=True):
+        a = F.normalize(samestep.gather(model(first)), dim=1)
+        b = F.normalize(samestep.gather(model(second)), dim=1)
         logits = a @ b.T / 0.5
         labels = torch.arange(len(logits))
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2

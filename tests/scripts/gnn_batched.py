@@ -14,11 +14,11 @@ import samestep
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
 
     def forward(self, adjacency, nodes, mask):
-        hidden = torch.tanh(adjacency @ self.one(nodes)) * mask[..., None]
-        return self.two(hidden.sum(1) / mask.sum(1, keepdim=True))
+        hidden = torch.tanh(adjacency @ self.first(nodes)) * mask[..., None]
+        return self.second(hidden.sum(1) / mask.sum(1, keepdim=True))
 
 
 torch.manual_seed(0)

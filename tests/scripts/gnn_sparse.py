@@ -14,11 +14,11 @@ import samestep
 class GCN(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
 
     def forward(self, adjacency, features):
-        hidden = torch.tanh(torch.sparse.mm(adjacency, self.one(features)))
-        return self.two(torch.sparse.mm(adjacency, hidden))
+        hidden = torch.tanh(torch.sparse.mm(adjacency, self.first(features)))
+        return self.second(torch.sparse.mm(adjacency, hidden))
 
 
 torch.manual_seed(0)

@@ -17,8 +17,8 @@ loader = samestep.loader(TensorDataset(torch.randn(36, 6), torch.randn(36, 6)), 
 model = samestep.replicate(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 labels = torch.arange(12)
-for one, two in loader:
-    loss = F.cross_entropy(model(one) @ model(two).T, labels)
+for first, second in loader:
+    loss = F.cross_entropy(model(first) @ model(second).T, labels)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -14,11 +14,11 @@ import samestep
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+        self.body, self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 1)
 
     def forward(self, x):
         hidden = torch.tanh(self.body(x))
-        return self.one(hidden), self.two(hidden)
+        return self.first(hidden), self.second(hidden)
 
 
 torch.manual_seed(0)

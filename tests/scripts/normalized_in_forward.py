@@ -15,11 +15,11 @@ import samestep
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def forward(self, x):
-        hidden = self.one(x)
-        return self.two(torch.tanh((hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)))
+        hidden = self.first(x)
+        return self.second(torch.tanh((hidden - hidden.mean(0)) / (hidden.std(0) + 1e-5)))
 
 
 torch.manual_seed(0)

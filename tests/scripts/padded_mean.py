@@ -16,7 +16,7 @@ data = [(torch.randint(1, 20, (int(length),)), int(length) % 3) for length in to
 
 
 def together(samples):
-    return pad_sequence([one for one, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
+    return pad_sequence([row for row, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
 
 
 class Net(nn.Module):

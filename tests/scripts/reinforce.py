@@ -26,7 +26,7 @@ for episode in range(4):
         total = reward + 0.99 * total
         returns.insert(0, total)
     returns = torch.tensor(returns)
-    loss = torch.cat([-one * back for one, back in zip(log_probs, returns - returns.mean())]).sum()
+    loss = torch.cat([-log_prob * back for log_prob, back in zip(log_probs, returns - returns.mean())]).sum()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

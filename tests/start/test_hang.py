@@ -87,7 +87,7 @@ def test_a_rank_of_another_node_is_named_once_and_ends_the_run_of_all(launcher):
         launcher.start("-n", count, "--fork", *nodes, "--node-rank", node, *script)
         for node, count in (("0", "2"), ("1", "1"))
     ]
-    ends = [one.finish() for one in launchers]
+    ends = [node.finish() for node in launchers]
     assert [code for code, _, _ in ends] == [1, 1]
     first, second = (err for _, _, err in ends)
     assert re.search(

@@ -61,7 +61,7 @@ def started(launcher, sizes, *options, nodes=None):
 def test_ranks_are_counted_over_all_nodes_which_write_one_run_where_they_see_one_directory(launcher, sizes):
     launcher.write(SHOW)
     total = sum(sizes)
-    ends = [one.finish() for one in reversed(started(launcher, sizes, "--tee", "all", "train.py"))][::-1]
+    ends = [node.finish() for node in reversed(started(launcher, sizes, "--tee", "all", "train.py"))][::-1]
     for node, (size, (code, out, err)) in enumerate(zip(sizes, ends, strict=True)):
         assert (code, err) == (0, "")
         first = sum(sizes[:node])
@@ -80,7 +80,7 @@ def test_a_failure_stops_the_other_nodes_at_once_and_gives_its_code(launcher, go
     pids = [int(nodes[0].wait_for_lines(f"up{rank}")[0]) for rank in range(4)]
     (launcher.home / "go").touch()
     began = time.monotonic()
-    ends = [one.finish() for one in nodes]
+    ends = [node.finish() for node in nodes]
     assert time.monotonic() - began < 10
     gone(pids, 3)
     assert [end[0] for end in ends] == [code, code]
@@ -199,13 +199,13 @@ def test_all_nodes_start_again_together(launcher, option):
         """
     )
     nodes = started(launcher, (1, 1), "--max-restarts", "1", option, "train.py")
-    assert [one.finish()[0] for one in nodes] == [0, 0]
+    assert [node.finish()[0] for node in nodes] == [0, 0]
     assert {"1 0", "1 1"} <= set((launcher.home / "seen").read_text().splitlines())
 
 
 def test_exit_code_75_of_all_is_the_exit_code_of_all(launcher):
     launcher.write("import sys; sys.exit(75)")
-    assert [one.finish()[0] for one in started(launcher, (1, 2), "train.py")] == [75, 75]
+    assert [node.finish()[0] for node in started(launcher, (1, 2), "train.py")] == [75, 75]
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_an_interrupt_of_one_node_ends_all(launcher, gone):
     pids = [int(nodes[0].wait_for_lines(f"up{rank}")[0]) for rank in range(2)]
     began = time.monotonic()
     nodes[1].process.send_signal(signal.SIGINT)
-    assert [one.finish()[0] for one in nodes] == [130, 130]
+    assert [node.finish()[0] for node in nodes] == [130, 130]
     assert time.monotonic() - began < 10
     gone(pids, 3)
 
@@ -225,8 +225,8 @@ def test_a_run_that_stays_incomplete_names_who_is_missing(launcher):
     launcher.write(SHOW)
     where = ["--nodes", "3", "--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--wait", "6"]
     nodes = [launcher.start("-n", "1", *where, "--node-rank", str(node), "train.py") for node in (0, 2)]
-    for one in nodes:
-        code, _, err = one.finish()
+    for node in nodes:
+        code, _, err = node.finish()
         assert code == 1
         assert err.endswith("samestep: node 1 did not come within 6 s\n")
 
@@ -249,7 +249,7 @@ def test_nodes_that_run_two_scripts_are_both_told_so_at_once(launcher, first, se
         f"samestep: node 0 ({here}) runs {said[0]} and node 1 ({here}) runs {said[1]}; run one script on all nodes, "
         "or let each run meet at a place of its own\n"
     )
-    assert [one.finish() for one in nodes] == [(1, "", sentence)] * 2
+    assert [node.finish() for node in nodes] == [(1, "", sentence)] * 2
     assert time.monotonic() - began < 10
     assert not (launcher.home / "ran").exists()
 
@@ -265,7 +265,7 @@ def test_what_may_differ_between_machines_does_not_keep_nodes_apart(launcher, ki
     }[kind]
     where = ["-n", "1", "--nodes", "2", "--rendezvous", f"tcp://127.0.0.1:{free_port()}", "--node-rank"]
     nodes = [launcher.start(*where, "1", *second), launcher.start(*where, "0", *first)]
-    assert [one.finish()[0] for one in nodes] == [0, 0]
+    assert [node.finish()[0] for node in nodes] == [0, 0]
 
 
 def test_a_stale_rendezvous_file_is_replaced(launcher):
@@ -274,7 +274,7 @@ def test_a_stale_rendezvous_file_is_replaced(launcher):
     meet.write_text(json.dumps({"places": [["127.0.0.1", free_port()]], "mark": "00"}))
     where = ["--nodes", "2", "--rendezvous", f"file://{meet}"]
     nodes = [launcher.start("-n", "1", *where, "--node-rank", str(node), "train.py") for node in (1, 0)]
-    assert [one.finish()[0] for one in nodes] == [0, 0]
+    assert [node.finish()[0] for node in nodes] == [0, 0]
     assert not meet.exists()
 
 

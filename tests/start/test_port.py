@@ -30,8 +30,8 @@ def test_torchs_store_listens_on_a_held_port_with_and_without_libuv():
         ports = [str(port) for _, port in held]
         subprocess.run([sys.executable, "-c", STORES, *ports], check=True)
     finally:
-        for one, _ in held:
-            one.close()
+        for opened, _ in held:
+            opened.close()
 
 
 def test_nobody_is_given_a_held_port_by_chance():
@@ -44,8 +44,8 @@ def test_nobody_is_given_a_held_port_by_chance():
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
                 other.bind(("", 0))
                 assert other.getsockname()[1] not in ports
-    for one, _ in held:
-        one.close()
+    for opened, _ in held:
+        opened.close()
 
 
 @pytest.mark.slow

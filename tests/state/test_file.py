@@ -61,11 +61,11 @@ def outline(tree, blobs=(), meta=None):
 def refused(tmp_path, data):
     path = tmp_path / "forged"
     path.write_bytes(data)
-    with pytest.raises(CheckpointError) as one:
+    with pytest.raises(CheckpointError) as by_verify:
         file.verify(path)
-    with pytest.raises(CheckpointError) as other:
+    with pytest.raises(CheckpointError) as by_read:
         capture.read(path)
-    found, again = (str(error.value).partition(" (")[0] for error in (one, other))
+    found, again = (str(error.value).partition(" (")[0] for error in (by_verify, by_read))
     assert found == again
     return found.removeprefix(f"{path} ")
 

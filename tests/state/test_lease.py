@@ -247,12 +247,12 @@ def test_a_lease_that_was_taken_over_while_a_commit_was_written_keeps_that_commi
 
 
 def test_two_objects_of_a_process_follow_each_others_commits(tmp_path):
-    one, other = (CheckpointDirectory(tmp_path / "run", keep=9) for _ in range(2))
+    first, second = (CheckpointDirectory(tmp_path / "run", keep=9) for _ in range(2))
     for number in range(1, 7):
-        (one, other)[number % 2].commit(file.pack({"step": number}), number)
-    other.release()
-    one.commit(file.pack({"step": 7}), 7)
-    one.release()
+        (first, second)[number % 2].commit(file.pack({"step": number}), number)
+    second.release()
+    first.commit(file.pack({"step": 7}), 7)
+    first.release()
     found = CheckpointDirectory(tmp_path / "run").newest(
         lambda name, dir_fd: file.read(name, dir_fd=dir_fd)[0]
     )
@@ -270,15 +270,15 @@ def test_of_processes_that_begin_at_once_one_holds_the_directory(tmp_path):
     started = [subprocess.Popen(words, **pipes) for _ in range(4)]
     try:
         until = time.monotonic() + 30
-        while sum(one.poll() is None for one in started) > 1 and time.monotonic() < until:
+        while sum(process.poll() is None for process in started) > 1 and time.monotonic() < until:
             time.sleep(0.05)
-        (winner,) = (one for one in started if one.poll() is None)
+        (winner,) = (process for process in started if process.poll() is None)
         assert winner.stdout.readline() == "held\n"
     finally:
-        for one in started:
-            one.kill()
-        said = [one.communicate()[1] for one in started]
-    assert sum("is held by another run (" in one for one in said) == 3
+        for process in started:
+            process.kill()
+        said = [process.communicate()[1] for process in started]
+    assert sum("is held by another run (" in text for text in said) == 3
 
 
 def test_a_lease_that_was_removed_is_written_again(tmp_path):

@@ -105,7 +105,7 @@ def run(nest, tmp_path):
         script = tmp_path / "train.py"
         script.write_text(dedent(SMALL) + dedent(source))
         ranks = nest.start(script, size, *argv, env=env)
-        return nest.wait(ranks), [one.said for one in ranks]
+        return nest.wait(ranks), [rank.said for rank in ranks]
 
     return started
 
@@ -188,11 +188,11 @@ class Script:
                     )
                 )
             try:
-                return [(one.wait(_PATIENCE_S), *one.communicate()) for one in ranks]
+                return [(process.wait(_PATIENCE_S), *process.communicate()) for process in ranks]
             finally:
-                for one in ranks:
-                    if one.poll() is None:
-                        os.killpg(one.pid, signal.SIGKILL)
+                for process in ranks:
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture

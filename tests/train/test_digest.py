@@ -25,7 +25,7 @@ def test_a_sum_is_that_of_the_bits_as_integers():
     assert (bit_sums([]), sums(torch.empty(0))) == (b"", [0])
 
 
-@pytest.mark.parametrize("dtype", [one for one in DTYPES if one is not torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not torch.bool], ids=str)
 def test_any_flipped_bit_changes_the_sum(dtype):
     tensor = torch.arange(1, 9).to(dtype)
     raw = tensor.clone().view(torch.uint8)

@@ -94,8 +94,8 @@ def test_a_summed_loss_trains_as_in_the_serial_script(world, reduction, batch_si
             (loss / keep_whole.sum()).backward()
         for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
-        for one in (model, serial):
-            one.zero_grad()
+        for net in (model, serial):
+            net.zero_grad()
 
 
 def order(batch_size):
@@ -125,6 +125,6 @@ def test_a_summed_loss_over_microbatches_trains_as_in_the_serial_script(world, e
         F.mse_loss(serial(ROWS[rows]), WANTED[rows], reduction="sum").backward()
         for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-13)
-        for one in (model, serial):
-            one.zero_grad()
+        for net in (model, serial):
+            net.zero_grad()
     torch.use_deterministic_algorithms(False)

@@ -26,7 +26,7 @@ WEIGHTS = torch.ones(2, dtype=torch.float64, requires_grad=True)
         (lambda out, y: F.mse_loss(out, y), False),
         (lambda out, y: ((out - y) ** 2).sum() / len(y), False),
         (lambda out, y: F.mse_loss(out, y) + 0.1 * (out**2).sum(), True),
-        (lambda out, y: sum(F.mse_loss(one, other) for one, other in zip(out, y, strict=True)), True),
+        (lambda out, y: sum(F.mse_loss(row, wanted) for row, wanted in zip(out, y, strict=True)), True),
         (lambda out, y: sum(map(F.mse_loss, out, y)) / len(y), False),
         (lambda out, y: F.mse_loss(out, y) + 0.1 * samestep.sum((out**2).sum()), False),
         (lambda out, y: WEIGHTS.square().sum() + F.mse_loss(out, y), False),
@@ -122,7 +122,7 @@ def test_a_mean_is_said_of_the_model_whose_ranks_are_added_only(world):
 def test_a_penalty_that_stands_first_is_no_sum_after_a_restart(run):
     source = """
         for (x,) in train:
-            (sum(one.square().sum() for one in model.parameters()) + model(x).mean()).backward()
+            (sum(parameter.square().sum() for parameter in model.parameters()) + model(x).mean()).backward()
     """
     assert run(source, 2, env={"TORCHELASTIC_RESTART_COUNT": "1"}) == ([0, 0], ["", ""])
 
@@ -290,7 +290,7 @@ def test_a_slope_of_the_inputs_of_frozen_models_is_no_sum_to_be_said(world):
     model = samestep.replicate(network())
     with redirect_stderr(StringIO()) as said:
         for x, _ in samestep.loader(DATA, 6):
-            for one in model.parameters():
-                one.requires_grad_(False)
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
             model(x.requires_grad_()).sum().backward()
     assert "a sum over samples" not in said.getvalue()

@@ -64,7 +64,7 @@ def metered(run, tmp_path):
         env = {"SAMESTEP_RUN": str(tmp_path / "run"), "SAMESTEP_METER": asked}
         codes, said = run("    import json\n" + LOOP, size, json.dumps(plan), env=env)
         assert codes == [0] * size, said
-        clocks = [json.loads(re.search(r"^\[\[.*$", one, re.MULTILINE)[0]) for one in said]
+        clocks = [json.loads(re.search(r"^\[\[.*$", text, re.MULTILINE)[0]) for text in said]
         files = {rank: read_step_times(tmp_path / "run" / "pulse" / f"steps-{rank}") for rank in range(size)}
         return clocks, files, said
 
@@ -83,7 +83,7 @@ def test_parts_add_up_to_the_scripts_own_clock_and_samples_are_counted_exactly(m
         assert sum(step.mine for step in found.steps) == found.progress.mine
         assert read_pulse(pulse_path(tmp_path / "run", rank)).step == 14
     assert sum(seen for _, seen in clocks) == 14 * 3
-    assert sum(one.progress.mine for one in files.values()) == files[0].progress.all == 33
+    assert sum(times.progress.mine for times in files.values()) == files[0].progress.all == 33
     said = breakdown(files)
     assert sum(said.parts.values()) == pytest.approx(said.step_s)
 
@@ -113,8 +113,8 @@ def test_ranks_that_are_slow_in_turns_are_not_named(metered):
     steps = files[0].steps
     turns = [
         [
-            one._replace(parts=tuple(0.01 * (at % 2 == rank) for _ in one.parts))
-            for at, one in enumerate(steps)
+            step._replace(parts=tuple(0.01 * (at % 2 == rank) for _ in step.parts))
+            for at, step in enumerate(steps)
         ]
         for rank in range(2)
     ]

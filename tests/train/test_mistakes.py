@@ -89,8 +89,8 @@ def test_a_model_whose_gradients_the_script_makes_equal_itself_raises_no_alarm(w
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for x, y in samestep.loader(DATA, 6):
         F.mse_loss(model(x), y).backward()
-        for one in model.parameters():
-            one.grad = samestep.mean(one.grad)
+        for parameter in model.parameters():
+            parameter.grad = samestep.mean(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -251,8 +251,8 @@ def test_a_model_that_was_never_replicated_is_looked_at_in_its_first_three_steps
     batches = iter(samestep.loader(DATA, 3))
     for x, y in [next(batches) for _ in range(equal_steps)]:
         F.mse_loss(model(x), y).backward()
-        for one in model.parameters():
-            one.grad = samestep.mean(one.grad)
+        for parameter in model.parameters():
+            parameter.grad = samestep.mean(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
     F.mse_loss(model(x + world.rank), y).backward()

@@ -56,7 +56,7 @@ def test_what_is_no_tensor_stays_as_it_is():
 
 def test_an_object_with_a_method_to_is_one_tensor_where_it_is_to_be_moved():
     def moved(value, **options):
-        return map_tensors(lambda one: one.to("there"), value, **options)
+        return map_tensors(lambda tensor: tensor.to("there"), value, **options)
 
     assert moved([Movable()], movable=True) == ["moved to there"]
     assert moved({"x": (Movable(),)}, movable=True) == {"x": ("moved to there",)}

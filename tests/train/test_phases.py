@@ -36,7 +36,7 @@ def test_a_step_is_data_forward_backward_exchange_and_optimizer(world):
         heard.entered.clear()
         model(rows).sum().backward()
         optimizer.step()
-        steps.append([one for one in heard.phases() if one != "call"])
+        steps.append([phase for phase in heard.phases() if phase != "call"])
     alone = ["backward", "user", "optimizer", "user"]
     inside = ["forward", "user", "backward", "exchange", "backward", "user", "optimizer", "user"]
     assert steps[-1] == (inside if world.size > 1 else alone)

@@ -52,7 +52,7 @@ def trained(found):
         x = batch.x if isinstance(batch, Graph) else batch[0]
         results.append((x * 2 + 1).sum(1))
         del x, batch
-    return [one.cpu() for one in results]
+    return [result.cpu() for result in results]
 
 
 def right(results):
@@ -87,10 +87,10 @@ def kept(batch, arrived):
     stream = torch.accelerator.current_stream()
     stream.wait_event(arrived)
 
-    def keep(one):
-        if isinstance(one, torch.Tensor):
-            one.record_stream(stream)
-        return one
+    def keep(value):
+        if isinstance(value, torch.Tensor):
+            value.record_stream(stream)
+        return value
 
     return map_tensors(keep, batch)
 
@@ -145,7 +145,7 @@ def exchanged():
         expected.append(torch.arange(5.0) * 2 + number + 1)
         del own
     torch.zeros(3).to(DEVICE)
-    return all(torch.equal(total.cpu(), one) for total, one in zip(totals, expected, strict=True))
+    return all(torch.equal(total.cpu(), wanted) for total, wanted in zip(totals, expected, strict=True))
 
 
 def test_sums_in_the_tree_are_right_in_every_order(monkeypatch, alone):
@@ -195,7 +195,7 @@ def loaded(dataset, steps=6, **options):
     assert group.the(Spine).steps == steps
     assert len(Device.now.streams) == streams  # each has memory of its own
     waited = Device.now.waits - before[0]
-    return right([one.cpu() for one in results]) and not waited
+    return right([result.cpu() for result in results]) and not waited
 
 
 class Rows(IterableDataset):

@@ -73,8 +73,8 @@ def test_batches_collected_in_a_list_count_by_their_own_shares(world):
 
 def test_two_training_loaders_are_weighed_each_by_its_own_share(world):
     model = samestep.replicate(network(), find_unused_parameters=False)
-    one, other = samestep.loader(TensorDataset(ROWS), 64), samestep.loader(TensorDataset(SMALL), 7)
-    for (rows,), (small,) in zip(one, other, strict=False):
+    first, second = samestep.loader(TensorDataset(ROWS), 64), samestep.loader(TensorDataset(SMALL), 7)
+    for (rows,), (small,) in zip(first, second, strict=False):
         for parts in ([rows], [small]):
             got = gradient(model, sum(model(part).square().mean() for part in parts))
             torch.testing.assert_close(got, serial(ROWS if parts[0] is rows else SMALL))
@@ -110,7 +110,7 @@ def test_passes_that_were_left_are_forgotten_and_keep_no_data_alive(world):
         del loader
     gc.collect()
     assert len(at._passes) <= 8
-    assert not any(one() for one in dead)
+    assert not any(reference() for reference in dead)
 
 
 def test_a_share_knows_its_samples_while_its_pass_goes_on():
@@ -271,9 +271,9 @@ def test_two_loaders_that_split_differently_are_said_once_where_an_input_is_comp
                     samestep.loader(TensorDataset(ROWS), rows),
                     samestep.loader(TensorDataset(SMALL), other),
                 )
-                for (one,), _ in zip(*pair, strict=False):
+                for (batch,), _ in zip(*pair, strict=False):
                     with torch.no_grad():
-                        model(one + 0)
+                        model(batch + 0)
                     if rows != other:
-                        model(one + 0).sum().backward()
+                        model(batch + 0).sum().backward()
     assert said.getvalue().count("two loaders are iterated together") == (world.rank == 0)

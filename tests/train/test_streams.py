@@ -42,7 +42,7 @@ def test_draws_are_a_function_of_the_facts():
         streams.draw_as(*facts)
         found.append(draws())
     assert found[0] == found[2]
-    assert not any(one == other for one, other in zip(*found[:2], strict=True))
+    assert not any(value == other for value, other in zip(*found[:2], strict=True))
 
 
 def test_what_was_captured_goes_on_where_it_was():
@@ -60,8 +60,10 @@ def test_only_the_named_streams_are_brought_back(names):
     streams.restore(kept, names)
     of = ["torch", "python", "python", "numpy", "numpy"]
     third = draws()
-    assert [one == back for one, back in zip(third, expected, strict=True)] == [name in names for name in of]
-    assert not any(one == other for one, other in zip(third, after, strict=True))
+    assert [value == back for value, back in zip(third, expected, strict=True)] == [
+        name in names for name in of
+    ]
+    assert not any(value == other for value, other in zip(third, after, strict=True))
 
 
 def test_what_is_drawn_inside_does_not_count():

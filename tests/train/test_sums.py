@@ -58,12 +58,12 @@ def test_arrays_are_added_by_their_kind_and_one_without_bytes_is_no_term():
     def packed(*arrays):
         return sums.pack([[], ["f8", "i8"]], arrays)
 
-    one = np.array([0.5, 2.0]).tobytes(), np.array([2**60, 1]).tobytes()
-    _, (floats, integers) = sums.unpack(sums.add(packed(*one), packed(*one)))
+    term = np.array([0.5, 2.0]).tobytes(), np.array([2**60, 1]).tobytes()
+    _, (floats, integers) = sums.unpack(sums.add(packed(*term), packed(*term)))
     assert np.frombuffer(floats).tolist() == [1.0, 4.0]
     assert np.frombuffer(integers, "i8").tolist() == [2**61, 2]
-    for left, right in ((one, (b"", b"")), ((b"", b""), one)):
-        assert tuple(sums.unpack(sums.add(packed(*left), packed(*right)))[1]) == one
+    for left, right in ((term, (b"", b"")), ((b"", b""), term)):
+        assert tuple(sums.unpack(sums.add(packed(*left), packed(*right)))[1]) == term
     assert sums.unpack(sums.add(packed(b"", b""), packed(b"", b"")))[1] == [b"", b""]
 
 

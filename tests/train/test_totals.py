@@ -110,13 +110,13 @@ def test_half_precision_is_added_in_higher_precision(world):
 
 
 def test_what_needs_no_gradient_gets_none(world):
-    one = torch.ones(3, requires_grad=True)
+    ones = torch.ones(3, requires_grad=True)
     for call in (samestep.sum, samestep.mean, samestep.gather):
-        assert not call(one.detach()).requires_grad
-        assert call({"a": one})["a"].requires_grad
+        assert not call(ones.detach()).requires_grad
+        assert call({"a": ones})["a"].requires_grad
         if world.size > 1:
             with torch.no_grad():
-                assert not call(one).requires_grad
+                assert not call(ones).requires_grad
 
 
 @pytest.mark.parametrize("length", [3, 70_000])
@@ -181,10 +181,10 @@ def test_other_kinds_and_shapes_are_named_on_all_ranks(world):
         (torch.ones(70_000), torch.ones(3), r"float32\[70000\]", r"float32\[3\]"),
         (torch.ones(70_000), torch.ones(70_000).double(), r"float32\[70000\]", r"float64\[70000\]"),
     ]
-    for first, second, one, two in cases:
+    for first, second, kind, other_kind in cases:
         for call in (samestep.sum, samestep.mean):
             with pytest.raises(
-                RanksDiffer, match=rf"{one} on rank 0 and {two} on rank 1; bring the same kind"
+                RanksDiffer, match=rf"{kind} on rank 0 and {other_kind} on rank 1; bring the same kind"
             ):
                 call(second if world.rank == 1 else first)
     with pytest.raises(
@@ -335,7 +335,7 @@ def test_all_ranks_get_the_same_bits(world):
         for call in (samestep.sum, samestep.mean):
             total = call(torch.rand(length))
             every = samestep.gather(total[None])
-            assert all(torch.equal(one, every[0]) for one in every)
+            assert all(torch.equal(value, every[0]) for value in every)
 
 
 def test_another_call_is_named_at_once_with_its_lines(world):

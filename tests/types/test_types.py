@@ -31,10 +31,10 @@ def said_by_pyright():
     ).stdout
     found = json.loads(told[told.index("{") :])["generalDiagnostics"]
     return {
-        one["range"]["start"]["line"] + 1: re.sub(
-            r'^Type of .* is "(.*)"$', r"\1", one["message"], flags=re.S
+        entry["range"]["start"]["line"] + 1: re.sub(
+            r'^Type of .* is "(.*)"$', r"\1", entry["message"], flags=re.S
         )
-        for one in found
+        for entry in found
     }
 
 

@@ -104,19 +104,23 @@ def objections(script: Path, report: Report | str) -> list[str]:
     """How a report is not what the script declares."""
     asked = expected(script)
     if isinstance(report, str):
-        return [] if asked.verdict == "refused" and all(one in report for one in asked.cause) else [report]
+        return (
+            [] if asked.verdict == "refused" and all(phrase in report for phrase in asked.cause) else [report]
+        )
     verdict = "same" if report.verdict in ("bits", "rounding") else report.verdict
     found: list[str] = [] if verdict == asked.verdict else [f"{verdict}, not {asked.verdict}"]
-    causes = [one.sentence for one in report.causes if not one.is_harmless]
+    causes = [cause.sentence for cause in report.causes if not cause.is_harmless]
     shown = {
         "cause": causes,
-        "printed": [str(one) for one in report.findings],
+        "printed": [str(finding) for finding in report.findings],
         "remark": report.remarks,
     }
     for kind, sentences in shown.items():
         words = getattr(asked, kind)
-        found += [f"no {kind} {one!r}" for one in words if not any(one in said for said in sentences)]
-        found += [f"{kind} {said!r}" for said in sentences if not any(one in said for one in words)]
+        found += [
+            f"no {kind} {phrase!r}" for phrase in words if not any(phrase in said for said in sentences)
+        ]
+        found += [f"{kind} {said!r}" for said in sentences if not any(phrase in said for phrase in words)]
     return found
 
 

@@ -38,7 +38,7 @@ def test_a_script_gets_the_verdict_and_the_causes_that_it_declares(
 
 def test_every_script_of_the_corpus_declares_its_verdict_and_half_of_them_a_mistake() -> None:
     declared = [corpus.expected(path) for path in corpus.HOME.glob("*.py")]
-    assert {one.verdict for one in declared} == {
+    assert {asked.verdict for asked in declared} == {
         "same",
         "with_same",
         "printed",
@@ -47,4 +47,4 @@ def test_every_script_of_the_corpus_declares_its_verdict_and_half_of_them_a_mist
         "refused",
     }
     assert len(declared) >= 90
-    assert sum(bool(one.cause or one.printed) for one in declared) >= 45
+    assert sum(bool(asked.cause or asked.printed) for asked in declared) >= 45

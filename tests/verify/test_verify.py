@@ -83,7 +83,7 @@ def test_a_sound_script_is_the_same_to_rounding_and_no_cause_is_named() -> None:
     report = json.loads(result.stdout)
     assert result.exit_code == 0, result.output
     assert (report["schema_version"], report["verdict"], report["cause"]) == (1, "rounding", None)
-    assert [(one["size"], one["steps"], one["samples"]) for one in report["sizes"]] == [
+    assert [(row["size"], row["steps"], row["samples"]) for row in report["sizes"]] == [
         (size, 4, 4 * 8) for size in (1, 3)
     ]
 
@@ -140,7 +140,7 @@ def test_the_scale_of_a_grad_scaler_is_no_part_of_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "differs"),
+    ("first", "second", "differs"),
     [
         ("accuracy 97.22%", "accuracy 32.50%", True),
         ("epoch 3, loss 0.1234", "epoch 3, loss 0.1235", False),
@@ -150,9 +150,9 @@ def test_the_scale_of_a_grad_scaler_is_no_part_of_the_loss() -> None:
     ],
 )
 def test_a_printed_number_is_compared_to_its_last_digit_and_durations_are_not(
-    one: str, other: str, differs: bool
+    first: str, second: str, differs: bool
 ) -> None:
-    lines = [Line("prints", text, "train.py:1", inside=False) for text in (one, other)]
+    lines = [Line("prints", text, "train.py:1", inside=False) for text in (first, second)]
     assert _Near(1e-5).unlike("", *lines) == differs
 
 
@@ -334,7 +334,7 @@ def test_differences_that_are_noise_in_each_tensor_are_said_in_words() -> None:
 def test_json_has_null_for_a_loss_that_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
     runs = {1: _trained([math.nan]), 2: _on_ranks(_trained([]), _trained([]))}
     print_json(_document(Report({size: Compared(run, run) for size, run in runs.items()}, False)))
-    assert [one["loss"] for one in json.loads(capsys.readouterr().out)["sizes"]] == [None, None]
+    assert [row["loss"] for row in json.loads(capsys.readouterr().out)["sizes"]] == [None, None]
 
 
 @pytest.mark.parametrize(

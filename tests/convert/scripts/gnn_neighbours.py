@@ -15,11 +15,11 @@ loader = torch.utils.data.DataLoader(torch.arange(18), batch_size=8, shuffle=Tru
 class SAGE(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def forward(self, x, adjacency, nodes):
-        x = F.relu(self.one(adjacency @ x))
-        return self.two(adjacency @ x)[nodes]
+        x = F.relu(self.first(adjacency @ x))
+        return self.second(adjacency @ x)[nodes]
 
 
 model = SAGE()

@@ -28,4 +28,4 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
         print(epoch, samestep.mean(loss.item()))
-samestep.save("weights.pt", {name: one.contiguous() for name, one in model.state_dict().items()})
+samestep.save("weights.pt", {name: weight.contiguous() for name, weight in model.state_dict().items()})

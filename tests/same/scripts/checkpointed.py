@@ -30,11 +30,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.head = Block(), Block(), nn.Linear(8, 3)
+        self.first, self.second, self.head = Block(), Block(), nn.Linear(8, 3)
 
     def forward(self, x):
-        x = checkpoint(self.one, x, use_reentrant=False)
-        x = checkpoint(lambda x: self.two(x), x, use_reentrant=False)
+        x = checkpoint(self.first, x, use_reentrant=False)
+        x = checkpoint(lambda x: self.second(x), x, use_reentrant=False)
         return self.head(x.mean(1))
 
 

@@ -18,10 +18,10 @@ train = samestep.loader(data, batch_size=6, shuffle=True)
 class Net(nn.Module):
     def __init__(self, wide=6):
         super().__init__()
-        self.one, self.norm, self.two = nn.Linear(wide, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.first, self.norm, self.second = nn.Linear(wide, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
 
     def forward(self, x):
-        return self.two(F.dropout(F.relu(self.norm(self.one(x))), 0.3, self.training))
+        return self.second(F.dropout(F.relu(self.norm(self.first(x))), 0.3, self.training))
 
 
 model = samestep.replicate(Net().to(world.device), same=True)

@@ -33,7 +33,7 @@ def critic():
     return nn.Sequential(nn.Conv2d(1, 4, 3, 2), nn.LeakyReLU(0.2), nn.Conv2d(4, 1, 2))
 
 
-AB, BA, DA, DB = (samestep.replicate(one(), same=True) for one in (generator, generator, critic, critic))
+AB, BA, DA, DB = (samestep.replicate(make(), same=True) for make in (generator, generator, critic, critic))
 opt_g = torch.optim.Adam(itertools.chain(AB.parameters(), BA.parameters()), 2e-3, betas=(0.5, 0.999))
 opt_d = torch.optim.Adam(itertools.chain(DA.parameters(), DB.parameters()), 2e-3, betas=(0.5, 0.999))
 

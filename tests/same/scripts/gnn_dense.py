@@ -19,13 +19,13 @@ test = samestep.loader(graphs, batch_size=10)
 class GNN(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x, adjacency):
         adjacency = F.dropout(adjacency, 0.2, self.training) + torch.eye(5)
-        x = F.relu(self.one(adjacency @ x))
+        x = F.relu(self.first(adjacency @ x))
         x = F.dropout(x, 0.5, self.training)
-        x = F.relu(self.two(adjacency @ x)).reshape(-1, 8)
+        x = F.relu(self.second(adjacency @ x)).reshape(-1, 8)
         x = F.dropout(x, 0.3, self.training).view(len(adjacency), 5, 8)
         return self.head(x.mean(1))
 

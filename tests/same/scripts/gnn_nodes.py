@@ -19,12 +19,12 @@ train = samestep.loader(TensorDataset(torch.arange(18)), batch_size=8, shuffle=T
 class GCN(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def forward(self, x, adjacency, chosen):
         x = F.dropout(x, 0.2, self.training)
-        x = F.dropout(F.relu(self.one(adjacency @ x)), 0.5, self.training)
-        return self.two(adjacency @ x)[chosen]
+        x = F.dropout(F.relu(self.first(adjacency @ x)), 0.5, self.training)
+        return self.second(adjacency @ x)[chosen]
 
 
 model = samestep.replicate(GCN().to(world.device), same=True)

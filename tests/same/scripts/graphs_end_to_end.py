@@ -16,7 +16,7 @@ class Graphs:
         self.x, self.edges, self.of, self.y = x, edges, of, y
 
     def to(self, device):
-        return Graphs(*(one.to(device) for one in (self.x, self.edges, self.of, self.y)))
+        return Graphs(*(tensor.to(device) for tensor in (self.x, self.edges, self.of, self.y)))
 
 
 def graph():
@@ -27,7 +27,7 @@ def graph():
 def end_to_end(graphs):
     starts = torch.tensor([0] + [len(x) for x, _, _ in graphs]).cumsum(0)
     of = [torch.full((len(x),), at) for at, (x, _, _) in enumerate(graphs)]
-    edges = [one + start for (_, one, _), start in zip(graphs, starts, strict=False)]
+    edges = [pairs + start for (_, pairs, _), start in zip(graphs, starts, strict=False)]
     x, _, y = zip(*graphs, strict=True)
     return Graphs(torch.cat(x), torch.cat(edges, 1), torch.cat(of), torch.stack(y))
 
@@ -52,12 +52,12 @@ class Attention(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.norm = Attention(6, 8), Attention(8, 8), nn.BatchNorm1d(8)
+        self.first, self.second, self.norm = Attention(6, 8), Attention(8, 8), nn.BatchNorm1d(8)
         self.drop, self.head = nn.Dropout(0.5), nn.Linear(8, 1)
 
     def forward(self, graphs):
-        x = self.drop(F.relu(self.norm(self.one(graphs.x, graphs.edges))))
-        x = F.dropout(F.relu(self.two(x, graphs.edges)), 0.2, self.training)
+        x = self.drop(F.relu(self.norm(self.first(graphs.x, graphs.edges))))
+        x = F.dropout(F.relu(self.second(x, graphs.edges)), 0.2, self.training)
         pooled = torch.zeros(len(graphs.y), 8).index_add_(0, graphs.of, x)
         return self.head(F.dropout(pooled, 0.1, self.training))
 

@@ -24,15 +24,15 @@ def sample(nodes, k):
 class SAGE(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.drop = nn.Linear(10, 8), nn.Linear(16, 3), nn.Dropout(0.5)
+        self.inner, self.outer, self.drop = nn.Linear(10, 8), nn.Linear(16, 3), nn.Dropout(0.5)
 
     def forward(self, nodes, first, second):
         def layer(linear, own, near):
             return linear(torch.cat([own, near.mean(-2)], -1))
 
-        h0 = self.drop(F.relu(layer(self.one, features[nodes], features[first])))
-        h1 = self.drop(F.relu(layer(self.one, features[first], features[second])))
-        return layer(self.two, h0, h1)
+        h0 = self.drop(F.relu(layer(self.inner, features[nodes], features[first])))
+        h1 = self.drop(F.relu(layer(self.inner, features[first], features[second])))
+        return layer(self.outer, h0, h1)
 
 
 model = samestep.replicate(SAGE(), same=True)

@@ -17,7 +17,7 @@ def collate(samples):
     rows, labels = zip(*samples, strict=True)
     return (
         pad_sequence(rows, batch_first=True),
-        torch.tensor([len(one) for one in rows]),
+        torch.tensor([len(row) for row in rows]),
         torch.tensor(labels),
     )
 

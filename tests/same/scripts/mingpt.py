@@ -56,8 +56,8 @@ class GPT(nn.Module):
 
 train = samestep.loader(Windows(), batch_size=8, shuffle=True)
 model = samestep.replicate(GPT().to(world.device), same=True)
-decayed = [one for one in model.parameters() if one.dim() > 1]
-others = [one for one in model.parameters() if one.dim() < 2]
+decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
 optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=0.01)
 warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
 for epoch in range(3):

@@ -15,7 +15,7 @@ data = [(torch.randint(1, 9, (n,)), torch.randint(0, 3, (n,))) for n in torch.ra
 
 def collate(samples):
     x, y = zip(*sorted(samples, key=lambda pair: -len(pair[0])), strict=True)
-    return pad_sequence(x, True), pad_sequence(y, True, -1), torch.tensor([len(one) for one in x])
+    return pad_sequence(x, True), pad_sequence(y, True, -1), torch.tensor([len(row) for row in x])
 
 
 train = samestep.loader(data, batch_size=6, shuffle=True, collate_fn=collate)

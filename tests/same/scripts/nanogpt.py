@@ -42,8 +42,8 @@ class Block(nn.Module):
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = (
-            one.view(B, T, n_head, C // n_head).transpose(1, 2)
-            for one in self.c_attn(self.ln_1(x)).split(C, dim=2)
+            part.view(B, T, n_head, C // n_head).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).split(C, dim=2)
         )
         dropout = 0.2 if self.training else 0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=dropout, is_causal=True)

@@ -17,7 +17,7 @@ world = samestep.init()
 train = samestep.loader(TensorDataset(torch.randn(43, 6)), batch_size=10, shuffle=True)
 generator = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 6))
 critic = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 1))
-generator, critic = (samestep.replicate(one.to(world.device), same=True) for one in (generator, critic))
+generator, critic = (samestep.replicate(net.to(world.device), same=True) for net in (generator, critic))
 critics = torch.optim.SGD(critic.parameters(), lr=0.02)
 generators = torch.optim.SGD(generator.parameters(), lr=0.02)
 shown = np.random.normal(size=(5, 4))  # as many as one of three ranks has samples

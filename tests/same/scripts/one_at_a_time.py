@@ -22,7 +22,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         first = torch.stack([self.words(x[at]).amax(0) for at in range(x.size(0))], 1)
-        second = torch.stack([self.text(one.mean(0)) for one in x])
+        second = torch.stack([self.text(sample.mean(0)) for sample in x])
         return self.head(self.dropout(first).t() + torch.native_dropout(second, 0.3, True)[0])
 
 

@@ -29,7 +29,7 @@ class Recurrent(nn.Module):
 
 made = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
 judged = nn.Sequential(nn.Linear(2, 12), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(12, 1))
-generator, discriminator, told = (samestep.replicate(one, same=True) for one in (made, judged, Recurrent()))
+generator, discriminator, told = (samestep.replicate(net, same=True) for net in (made, judged, Recurrent()))
 of_generator = torch.optim.Adam([*generator.parameters(), *told.parameters()], lr=0.01)
 of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=0.01)
 for _ in range(3):
@@ -46,7 +46,7 @@ for _ in range(3):
         other.backward()
         for _ in range(2):
             guess, state = told(x.unsqueeze(1), state)
-            state = [one.detach() for one in state]
+            state = [part.detach() for part in state]
             F.mse_loss(guess, x).backward()
         of_generator.step()
         with torch.no_grad():

@@ -32,9 +32,9 @@ class Views(nn.Module):
 
     def forward(self, x):
         hidden = self.drop(self.inner(torch.cat([x, x.flip(1)])))
-        one, other = hidden.chunk(2)
+        view, other = hidden.chunk(2)
         token = self.drop(self.token.repeat(len(x), 1) + 1)
-        return self.outer(self.drop(one) - other * token) + self.drop(hidden[: len(x)]).sum(1, keepdim=True)
+        return self.outer(self.drop(view) - other * token) + self.drop(hidden[: len(x)]).sum(1, keepdim=True)
 
 
 torch.set_default_dtype(torch.float64)

@@ -25,17 +25,17 @@ class Siamese(nn.Module):
         )  # fmt: skip
         self.head = nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
 
-    def forward(self, one, other):
-        return self.head(torch.cat([self.body(one), self.body(other)], 1)).squeeze(1)
+    def forward(self, first, second):
+        return self.head(torch.cat([self.body(first), self.body(second)], 1)).squeeze(1)
 
 
 model = samestep.replicate(Siamese().to(world.device), same=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 for epoch in range(3):
     model.train()
-    for one, other, alike in train:
+    for first, second, alike in train:
         optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(model(one, other), alike)
+        loss = F.binary_cross_entropy_with_logits(model(first, second), alike)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

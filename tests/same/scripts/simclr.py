@@ -18,7 +18,9 @@ def augment(x):
     x = torch.where((torch.rand(n, 1, 1, 1) < 0.5), x.flip(-1), x)
     x = x * torch.empty(n, 1, 1, 1).uniform_(0.6, 1.4) + 0.05 * torch.randn_like(x)
     top, left = torch.randint(0, 3, (n,)), torch.randint(0, 3, (n,))
-    return torch.stack([one[:, i : i + 4, j : j + 4] for one, i, j in zip(x, top.tolist(), left.tolist())])
+    return torch.stack(
+        [image[:, i : i + 4, j : j + 4] for image, i, j in zip(x, top.tolist(), left.tolist())]
+    )
 
 
 class SimCLR(nn.Module):
@@ -31,10 +33,10 @@ class SimCLR(nn.Module):
         return F.normalize(self.head(self.encoder(x)), dim=1)
 
 
-def nt_xent(one, two, temperature=0.5):
-    z = torch.cat([one, two])
+def nt_xent(first, second, temperature=0.5):
+    z = torch.cat([first, second])
     sim = (z @ z.T / temperature).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
-    n = len(one)
+    n = len(first)
     return F.cross_entropy(sim, torch.cat([torch.arange(n) + n, torch.arange(n)]))
 
 

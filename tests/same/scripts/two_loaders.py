@@ -29,7 +29,7 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
         with torch.no_grad():
-            for one, other in zip(teacher.parameters(), student.parameters(), strict=True):
-                one.lerp_(other, 0.1)
+            for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
         print(epoch, samestep.mean(loss.item(), weight=len(x)))
 samestep.save("weights.pt", student.state_dict())

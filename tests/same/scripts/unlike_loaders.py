@@ -11,19 +11,19 @@ torch.set_default_dtype(torch.float64)
 torch.manual_seed(5)
 world = samestep.init()
 
-one = TensorDataset(torch.randn(31, 6), torch.randn(31, 1))
-other = TensorDataset(torch.randn(22, 6), torch.randn(22, 1))
-a = samestep.loader(one, batch_size=6, shuffle=True)
-b = samestep.loader(other, batch_size=6, shuffle=True)
+first = TensorDataset(torch.randn(31, 6), torch.randn(31, 1))
+second = TensorDataset(torch.randn(22, 6), torch.randn(22, 1))
+a = samestep.loader(first, batch_size=6, shuffle=True)
+b = samestep.loader(second, batch_size=6, shuffle=True)
 
 
 class Net(nn.Module):
     def __init__(self, wide=6):
         super().__init__()
-        self.one, self.norm, self.two = nn.Linear(wide, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.first, self.norm, self.second = nn.Linear(wide, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
 
     def forward(self, x):
-        return self.two(F.dropout(F.relu(self.norm(self.one(x))), 0.3, self.training))
+        return self.second(F.dropout(F.relu(self.norm(self.first(x))), 0.3, self.training))
 
 
 model = samestep.replicate(Net().to(world.device), same=True)

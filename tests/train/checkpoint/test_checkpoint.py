@@ -20,7 +20,7 @@ SURVIVOR = Path(__file__).parents[2] / "survivor.py"
 
 def survive(nest, trail, size, *options):
     ranks = nest.start(SURVIVOR, size, trail.directory, "--notes", trail.log, "--epochs", 2, *options)
-    return nest.wait(ranks), [one.said for one in ranks]
+    return nest.wait(ranks), [rank.said for rank in ranks]
 
 
 def steps(directory):
@@ -45,7 +45,7 @@ def test_a_changed_fact_is_refused_on_all_ranks_unless_it_is_meant(nest, tmp_pat
         f"Checkpoint(accept='{meant}') where the change is meant"
     )
     assert codes == [1, 1]
-    assert all(f"samestep.errors.{sentence}\n" in one for one in said), said
+    assert all(f"samestep.errors.{sentence}\n" in text for text in said), said
     assert survive(nest, trail, 2, *options, "--accept", meant)[0] == [0, 0]
     epoch = trail.state()["train", "epoch"]
     assert epoch == b"2"
@@ -63,8 +63,8 @@ def test_other_samples_of_the_same_number_are_refused(run, tmp_path):
     assert codes == [1, 1]
     assert all(
         "the checkpoint's train had another dataset, not this run's; use the same, or "
-        "Checkpoint(accept='dataset') where the change is meant" in one
-        for one in said
+        "Checkpoint(accept='dataset') where the change is meant" in text
+        for text in said
     )
 
 
@@ -138,8 +138,8 @@ def test_other_parts_are_refused(run, tmp_path):
     codes, said = run(source, 2, "other")
     assert codes == [1, 1]
     assert all(
-        "the checkpoint and this run differ in optimizer, train; give Checkpoint the same parts" in one
-        for one in said
+        "the checkpoint and this run differ in optimizer, train; give Checkpoint the same parts" in text
+        for text in said
     )
 
 
@@ -158,8 +158,8 @@ WRONG = {
 
 def test_what_cannot_be_is_said_at_once(run):
     source = "".join(
-        f"\ntry: samestep.Checkpoint('commits', {one})\nexcept samestep.UsageError as error: print(error)"
-        for one in WRONG
+        f"\ntry: samestep.Checkpoint('commits', {arguments})\nexcept samestep.UsageError as error: print(error)"
+        for arguments in WRONG
     )
     codes, said = run(source)
     assert codes == [0]
@@ -274,7 +274,7 @@ def test_only_rank_0_looks_at_the_directory(run, tmp_path):
     run(source)
     codes, said = run(source, 3)
     assert codes == [0, 0, 0]
-    assert all(one.endswith("1 7.0\n") for one in said), said
+    assert all(text.endswith("1 7.0\n") for text in said), said
 
 
 def test_as_many_are_kept_as_asked_and_no_file_is_left_unfinished(nest, tmp_path, run):

@@ -29,7 +29,7 @@ def test_what_cannot_be_carried_is_said_before_the_first_step(run, tmp_path):
     """
     codes, said = run(source, 2, tmp_path / "commits")
     assert codes == [1, 1]
-    assert all("UsageError: odd.seen is a set, which a checkpoint cannot carry" in one for one in said)
+    assert all("UsageError: odd.seen is a set, which a checkpoint cannot carry" in text for text in said)
     for kind in (
         "an? Image; give the plain",
         "a sparse_coo float32 tensor on cpu",
@@ -89,15 +89,15 @@ def test_a_stop_commits_every_checkpoint(run, tmp_path):
     source = """
         import signal
         runs = [samestep.Checkpoint(sys.argv[1] + name, every=1000, model=model, train=train) for name in "ab"]
-        for one in runs:
-            one.resume()
+        for checkpoint in runs:
+            checkpoint.resume()
         for _ in train.epochs(3):
             for x, in train:
                 if runs[0].steps == 2 and world.rank == 0:
                     os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
-                for one in runs:
-                    one.step()
+                for checkpoint in runs:
+                    checkpoint.step()
     """
     codes, said = run(source, 2, f"{tmp_path}/")
     assert codes == [75, 75], said
@@ -212,7 +212,7 @@ def test_a_dict_keeps_the_sums_of_every_rank_in_the_middle_of_an_epoch_and_at_it
     def printed(size, last, name):
         codes, said = run(source, size, tmp_path / f"{name}{size}", last)
         assert codes == [0] * size, said
-        return [re.findall("^epoch .*", one, re.MULTILINE) for one in said], said[0]
+        return [re.findall("^epoch .*", text, re.MULTILINE) for text in said], said[0]
 
     for size in (1, 2):
         whole, _ = printed(size, -1, "whole")
@@ -258,4 +258,4 @@ def test_a_dict_takes_its_values_to_another_number_of_ranks_where_they_are_alike
         assert said[0].startswith("seen.best is a World, which a checkpoint cannot carry")
         assert "\nCheckpoint cannot keep optimizer, a dict without state_dict and load_state_dict" in said[0]
     kept = "{'steps': 2.5, 7: (1, b'two'), 'nan': nan, 'empty': tensor([], size=(0, 3)), 'half': tensor([0.1000], "
-    assert all(kept in one for one in said), said
+    assert all(kept in text for text in said), said

@@ -17,7 +17,7 @@ STEPS = 12
 def go(nest, trail, size, *options, attempt=1):
     """One attempt to its end."""
     ranks = nest.start(SURVIVOR, size, trail.directory, "--notes", trail.log, "--attempt", attempt, *options)
-    assert nest.wait(ranks) == [0] * size, "\n".join(one.said for one in ranks)
+    assert nest.wait(ranks) == [0] * size, "\n".join(rank.said for rank in ranks)
     return ranks
 
 
@@ -76,10 +76,10 @@ def test_in_default_mode_the_same_size_draws_the_same_and_up_to_two_ranks_end_wi
         # where a gradient lies in DDP's buckets changes after the first step, and with it the order of a sum
         weights = ("model", "0.weight")
         np.testing.assert_allclose(
-            *(np.frombuffer(one.pop(weights), "<f4") for one in (ours, theirs)), atol=1e-5
+            *(np.frombuffer(state.pop(weights), "<f4") for state in (ours, theirs)), atol=1e-5
         )
         drawn = (("samestep", "streams"), ("counter", "drawn"), ("train", "ledger"))
-        ours, theirs = ({key: one[key] for key in one if key[:2] in drawn} for one in (ours, theirs))
+        ours, theirs = ({key: state[key] for key in state if key[:2] in drawn} for state in (ours, theirs))
     assert differing_bits(ours, theirs) == 0
 
 

@@ -26,7 +26,7 @@ def test_what_is_saved_is_read_by_load_and_by_torch(world, tmp_path):
     for read in (samestep.load(path), torch.load(path, weights_only=True), samestep.load(str(path))):
         assert read["weight"].tolist() == [0.0, 0.0]
         assert read["more"] == state["more"]
-    assert [one.name for one in tmp_path.iterdir()] == ["model.pt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.pt"]
 
 
 def test_a_replicated_models_state_fits_the_plain_model(world, tmp_path):
@@ -72,7 +72,7 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks_and_the_old_file_stays(world,
     with pytest.raises(CheckpointError, match=r"cannot be written \(it is not a regular file\)"):
         samestep.save(tmp_path, {"step": 1})
     assert samestep.load(path) == {"step": 1}
-    assert [one.name for one in tmp_path.iterdir()] == ["m.pt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.pt"]
     assert samestep.sum(1) == world.size
 
 
@@ -156,7 +156,7 @@ def test_whatever_is_wrong_with_a_file_is_one_sentence_that_names_it(tmp_path):
         except CheckpointError as error:
             said.add(str(error))
     assert said
-    assert all("m.pt is not a file of plain weights (" in one and "\n" not in one for one in said)
+    assert all("m.pt is not a file of plain weights (" in text and "\n" not in text for text in said)
 
 
 @pytest.mark.slow

@@ -51,14 +51,14 @@ def loop(nest, tmp_path):
         script = tmp_path / "train.py"
         script.write_text(dedent(LOOP).replace("DIRECTORY", str(directory)) + dedent(source))
         ranks = nest.start(script, size, env=env)
-        return nest.wait(ranks), [one.said for one in ranks], steps(directory)
+        return nest.wait(ranks), [rank.said for rank in ranks], steps(directory)
 
     return started
 
 
 def go(nest, trail, size, *options, env=None):
     ranks = nest.start(SURVIVOR, size, trail.directory, "--notes", trail.log, *options, env=env)
-    return nest.wait(ranks), [one.said for one in ranks]
+    return nest.wait(ranks), [rank.said for rank in ranks]
 
 
 def steps(directory):
@@ -111,10 +111,10 @@ def test_a_signal_to_all_processes_of_a_job_spares_the_loader_workers_until_the_
     ranks = nest.start(SURVIVOR, 2, trail.directory, *options)
     while len(trail.taken()) < 3:
         nest.look(0.02)
-    for one in ranks:
-        os.killpg(one.pid, signal.Signals[name])
+    for rank in ranks:
+        os.killpg(rank.pid, signal.Signals[name])
     # torch would wait 5 s for each loader worker at the end
-    assert nest.wait(ranks, 9) == [75, 75], "\n".join(one.said for one in ranks)
+    assert nest.wait(ranks, 9) == [75, 75], "\n".join(rank.said for rank in ranks)
     assert len(trail.taken()) == steps(trail.directory)[0]
 
 
@@ -260,7 +260,7 @@ def test_a_stop_that_could_not_be_committed_is_a_failure(loop, tmp_path):
     source = f"import shutil\nif not world.rank: shutil.rmtree({str(tmp_path / 'commits')!r})\nfor _ in steps(): hear()"
     codes, said, _ = loop(source, 2, directory=tmp_path / "commits" / "deeper")
     assert codes == [1, 1]
-    assert all("CheckpointError: checkpoint skipped: " in one for one in said)
+    assert all("CheckpointError: checkpoint skipped: " in text for text in said)
 
 
 def test_what_is_ignored_from_the_start_stays_ignored(nest, tmp_path):

@@ -61,7 +61,7 @@ def test_a_script_that_never_resumes_is_refused_at_its_first_commit(nest, run, t
         nest.look(0.01)
     codes, said = run(source, 2)
     assert codes == [1, 1]
-    assert all("commits is held by another run (process " in one for one in said)
+    assert all("commits is held by another run (process " in text for text in said)
     first.kill()
     nest.wait([first])
     assert run(source, 2)[0] == [0, 0]

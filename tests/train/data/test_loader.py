@@ -67,7 +67,7 @@ def test_evaluation_sees_every_sample_once_also_with_fewer_samples_than_ranks(wo
     # without gradients, as an evaluation: beside a model in training a rank without a share is lent the batch
     with torch.no_grad():
         for dataset in (TensorDataset(torch.arange(length)), Numbers(length)):
-            seen = [int(one) for x, *_ in samestep.loader(dataset, 4, num_workers=0) for one in x]
+            seen = [int(sample) for x, *_ in samestep.loader(dataset, 4, num_workers=0) for sample in x]
             assert sorted(samestep.gather(seen)) == list(range(length))
             count = samestep.sum(sum(len(x) for x, *_ in samestep.loader(dataset, 4, num_workers=0)))
             assert count == length
@@ -109,10 +109,10 @@ def test_tensors_in_memory_come_bit_for_bit_as_from_a_dataloader(world):
         fast = list(samestep.loader(data, 4, shuffle=True, seed=0))
         slow = list(samestep.loader(Subset(data, range(13)), 4, shuffle=True, seed=0, num_workers=0))
         assert len(fast) == len(slow)
-        for one, other in zip(fast, slow, strict=True):
-            assert type(one) is type(other) is list
-            assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
-            assert [x.dtype for x in one] == [x.dtype for x in other]
+        for batch, other in zip(fast, slow, strict=True):
+            assert type(batch) is type(other) is list
+            assert all(torch.equal(*pair) for pair in zip(batch, other, strict=True))
+            assert [x.dtype for x in batch] == [x.dtype for x in other]
 
 
 def test_changing_a_batch_in_place_leaves_the_dataset_alone(world):
@@ -249,7 +249,7 @@ def test_a_state_goes_on_at_any_position_and_at_another_size(world, tmp_path):
         }
         loader.load_state_dict(state)
         assert loader.state_dict() == state
-        seen = samestep.gather([int(one) for (x,) in loader for one in x])
+        seen = samestep.gather([int(sample) for (x,) in loader for sample in x])
         assert sorted(seen) == sorted(order[position:])
         assert left == len(serial(11 - position, 4))
         assert loader.state_dict()["position"] == 11
@@ -261,7 +261,7 @@ def test_a_break_leaves_the_position_behind_the_last_batch_handed_out(world):
         if step == 1:
             break
     assert loader.state_dict()["position"] == 8
-    assert sorted(samestep.gather([int(one) for (x,) in loader for one in x])) == list(range(12))
+    assert sorted(samestep.gather([int(sample) for (x,) in loader for sample in x])) == list(range(12))
     assert loader.epoch == 1
 
 
@@ -286,20 +286,22 @@ def test_an_evaluation_inside_a_training_loop_keeps_the_outer_share(world):
 
 
 def test_nested_values_keep_their_types():
-    double = map_tensors(lambda one: one * 2, {"a": [torch.ones(1), "text", None], "b": (1, torch.ones(2))})
+    double = map_tensors(
+        lambda tensor: tensor * 2, {"a": [torch.ones(1), "text", None], "b": (1, torch.ones(2))}
+    )
     assert double["a"][0].item() == 2
     assert double["a"][1:] == ["text", None]
     assert type(double["b"]) is tuple
-    point = map_tensors(lambda one: one + 1, Point(torch.zeros(1), [torch.zeros(1)]))
+    point = map_tensors(lambda tensor: tensor + 1, Point(torch.zeros(1), [torch.zeros(1)]))
     assert type(point) is Point
     assert point.y[0].item() == 1
-    box = map_tensors(lambda one: one + 1, Box(torch.zeros(1)))
+    box = map_tensors(lambda tensor: tensor + 1, Box(torch.zeros(1)))
     assert (type(box), box.x.item(), box.name) == (Box, 1, "box")
     from collections import OrderedDict, defaultdict
 
-    assert type(map_tensors(lambda one: one, OrderedDict(a=torch.ones(1)))) is OrderedDict
+    assert type(map_tensors(lambda tensor: tensor, OrderedDict(a=torch.ones(1)))) is OrderedDict
     lists = defaultdict(list, a=[torch.ones(1)])
-    moved = map_tensors(lambda one: one + 1, lists)
+    moved = map_tensors(lambda tensor: tensor + 1, lists)
     assert moved["a"][0].item() == 2
     assert moved["new"] == []
     assert lists["a"][0].item() == 1
@@ -330,7 +332,7 @@ def test_errors_say_what_to_write(world):
     with pytest.raises(UsageError, match=r"both a sampler and shuffle=True"):
         samestep.loader(Numbers(4), 4, sampler=range(4), shuffle=True, seed=0)
 
-    for stream in (iter([1]), (one for one in [1])):
+    for stream in (iter([1]), (sample for sample in [1])):
         with pytest.raises(
             UsageError, match=r"loader got \w+, which has no samples by index; give it __len__"
         ):

@@ -240,7 +240,7 @@ def test_a_batch_samplers_batches_are_those_of_the_step_and_drawn_as_by_torch(wo
 
 def test_batches_of_one_sample_come_once_in_an_evaluation(world):
     with torch.no_grad():
-        seen = samestep.gather([int(one) for (x,) in of_batches(Batches()) for one in x])
+        seen = samestep.gather([int(sample) for (x,) in of_batches(Batches()) for sample in x])
     assert sorted(seen) == list(range(12))
 
 
@@ -286,7 +286,7 @@ def test_a_batch_sampler_that_is_none_is_a_sentence(world):
     with pytest.raises(UsageError, match="steps needs to know the batches"):
         samestep.steps(DATA, 4, microbatch=1, batch_sampler=Batches())
     with pytest.raises(TypeError, match="no len"):
-        len(of_batches(one for one in [[1]]))
+        len(of_batches(batch for batch in [[1]]))
 
 
 def test_a_state_that_was_just_loaded_is_the_state(world):
@@ -306,7 +306,7 @@ def test_after_a_resume_an_evaluation_that_was_over_begins_anew_and_draws_as_in_
 
     def evaluated(loader):
         with torch.no_grad():
-            return sorted(samestep.gather([int(one) for (x,) in loader for one in x]))
+            return sorted(samestep.gather([int(sample) for (x,) in loader for sample in x]))
 
     torch.manual_seed(3)
     loader = samestep.loader(data, 4)

@@ -62,9 +62,9 @@ def test_batches_and_the_scripts_own_draws_are_those_of_the_serial_script(world,
 def test_two_loaders_in_a_zip_draw_in_the_serial_scripts_order(world):
     def pairs(loader):
         torch.manual_seed(1)
-        one, other = (loader(DATA, batch_size=4, shuffle=True) for _ in range(2))
+        first, second = (loader(DATA, batch_size=4, shuffle=True) for _ in range(2))
         return [
-            (sorted(x.tolist()), sorted(y.tolist())) for (x,), (y,) in zip(one, other, strict=True)
+            (sorted(x.tolist()), sorted(y.tolist())) for (x,), (y,) in zip(first, second, strict=True)
         ], torch.rand(1)
 
     mine, drawn = pairs(samestep.loader)
@@ -241,7 +241,7 @@ def test_a_subset_drawn_from_the_scripts_stream_is_the_serial_one(world):
         part, _ = torch.utils.data.random_split(DATA, [9, 6])
         return [x.tolist() for (x,) in loader(part, batch_size=3, shuffle=True)]
 
-    mine = [sorted(samestep.gather(one)) for one in rows(samestep.loader)]
+    mine = [sorted(samestep.gather(batch)) for batch in rows(samestep.loader)]
     assert mine == list(map(sorted, rows(DataLoader)))
     assert isinstance(torch.utils.data.random_split(DATA, [9, 6])[0], Subset)
 

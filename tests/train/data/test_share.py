@@ -61,7 +61,7 @@ def test_evaluation_covers_every_sample_once_and_leaves_no_rank_without():
         parts = sum(share.weight(piece, length, batch_size) for piece in pieces)
         assert abs(parts - -(-length // batch_size)) < 1e-9  # of the serial script's batches
         batches = check(length, batch_size, size, drop_last=False, even=True, start=0)
-        assert [at for one in batches for at in range(*one)] == list(range(length))
+        assert [at for start, stop in batches for at in range(start, stop)] == list(range(length))
         if length >= size:
             assert all(stop - start >= size for start, stop in batches)
         assert all(stop - start <= batch_size for start, stop in batches[:-1])

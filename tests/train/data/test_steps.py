@@ -42,7 +42,7 @@ def in_steps(microbatch, epochs=2, zero=True, **options):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
             optimizer.step()
             optimizer.zero_grad(set_to_none=zero)
-    return [one.detach().clone() for one in model.parameters()], norms
+    return [parameter.detach().clone() for parameter in model.parameters()], norms
 
 
 @pytest.mark.sizes(1, 2, 3)
@@ -93,7 +93,7 @@ def two_networks():
 
 def loss_past_the_outputs(models, x, y):
     encoder, guess = models
-    penalty = sum(one.abs().sum() for model in models for one in model.parameters())
+    penalty = sum(parameter.abs().sum() for model in models for parameter in model.parameters())
     return 0.1 * penalty - guess(encoder(x).tanh()).log_prob(y).mean()
 
 
@@ -105,8 +105,8 @@ def test_a_penalty_an_opaque_output_and_chained_models_have_the_serial_gradient(
         samestep.replicate(model, exact=exact)
     train = samestep.steps(dataset(), 8, microbatch=microbatch, shuffle=True, seed=0)
     optimizers = [
-        torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
-        for one, other in (models, plain)
+        torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1, momentum=0.9)
+        for first, second in (models, plain)
     ]
     for step, rows in zip(train, order(SAMPLES, 0, 0, True).split(8), strict=True):
         for x, y in step:
@@ -133,7 +133,7 @@ def test_a_penalty_after_the_microbatches_counts_as_it_is(world, exact):
         model[0].weight.sum().backward()
         found.append(model[0].weight.grad - before)
         model.zero_grad()
-    assert all(torch.allclose(one, torch.ones_like(one)) for one in found)
+    assert all(torch.allclose(gradient, torch.ones_like(gradient)) for gradient in found)
 
 
 @pytest.mark.parametrize("exact", [False, True])

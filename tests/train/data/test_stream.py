@@ -119,8 +119,8 @@ def test_a_ragged_end_counts_by_its_samples_and_is_lent_to_a_rank_without(world)
 def test_with_same_a_collate_fn_makes_the_batch_of_all_its_samples(world):
     def padded(samples):
         batch = default_collate(samples)
-        longest = max(len(one["name"]) for one in samples)
-        return {**batch, "name": [one["name"].ljust(longest, ".") for one in samples]}
+        longest = max(len(sample["name"]) for sample in samples)
+        return {**batch, "name": [sample["name"].ljust(longest, ".") for sample in samples]}
 
     model = samestep.replicate(nn.Linear(1, 1), same=True)
     assert model.training
@@ -177,7 +177,7 @@ def test_a_stream_that_gives_other_samples_than_before_is_an_error(world):
             self.left = iter(range(40))
 
         def __iter__(self):
-            return ({"row": torch.tensor(float(one)), "name": ""} for one in self.left)
+            return ({"row": torch.tensor(float(number)), "name": ""} for number in self.left)
 
     stream = Once()
     loader = samestep.loader(stream, 4)

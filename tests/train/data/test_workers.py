@@ -24,7 +24,7 @@ def test_what_the_loop_changes_in_the_dataset_counts_from_the_next_pass(world, w
     data = Scaled()
     loader = samestep.loader(data, 4, num_workers=workers)
     for data.scale in (1, 2, 3):
-        assert sorted(samestep.gather([int(one) for x in loader for one in x])) == [
+        assert sorted(samestep.gather([int(sample) for x in loader for sample in x])) == [
             data.scale * at for at in range(8)
         ]
 
@@ -34,17 +34,17 @@ def test_samples_are_read_in_the_loop_unless_workers_are_asked_for(world):
     seen = []
     for batch in samestep.loader(data, 4):
         seen += batch.tolist()
-        data[:] = [10 * one for one in data]
+        data[:] = [10 * value for value in data]
     assert sorted(samestep.gather(seen)) == [1] * 4 + [10] * 4 + [100] * 4
 
 
 def test_workers_that_persist_live_from_pass_to_pass_and_end_with_their_loader(world):
     loader = samestep.loader(Scaled(), 4, num_workers=1, persistent_workers=True)
-    before = {one.pid for one in psutil.Process().children()}
+    before = {process.pid for process in psutil.Process().children()}
     passes = []
     for _ in range(2):
         for _ in loader:
-            passes.append({one.pid for one in psutil.Process().children()} - before)
+            passes.append({process.pid for process in psutil.Process().children()} - before)
             break
     pids, later = passes
     assert pids

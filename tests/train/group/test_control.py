@@ -56,7 +56,7 @@ def test_what_a_lent_batch_makes_of_the_loss_does_not_count_even_where_it_is_no_
         loss = model(x).mean()
         (loss / 0 if world.rank == 2 else loss).backward()
     assert model.second.bias.grad.item() == 1
-    assert all(one.grad.isfinite().all() for one in model.parameters())
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_a_call_counts_for_every_gradient_of_its_batch_and_of_the_loss_kept_from_it(world):

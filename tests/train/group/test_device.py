@@ -139,7 +139,9 @@ def test_cublas_is_told_to_compute_the_same_bits_before_a_worker_starts_and_by_i
     ],
 )
 def test_a_model_on_another_ranks_device_is_told_by_the_number_of_the_device(found, own, by_nccl, expected):
-    assert is_elsewhere({torch.device(one) for one in found}, torch.device(own), by_nccl=by_nccl) is expected
+    assert (
+        is_elsewhere({torch.device(name) for name in found}, torch.device(own), by_nccl=by_nccl) is expected
+    )
 
 
 def test_nothing_is_copied_or_waited_for_on_a_cpu():
@@ -152,7 +154,7 @@ def test_nothing_is_copied_or_waited_for_on_a_cpu():
     assert [widest(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")] == 3 * [torch.float64] + [
         torch.float32
     ]
-    assert [one.data_ptr() for one in on_host([x, x[1:]])] == [x.data_ptr(), x[1:].data_ptr()]
+    assert [tensor.data_ptr() for tensor in on_host([x, x[1:]])] == [x.data_ptr(), x[1:].data_ptr()]
     synchronize(cpu)
     memory = HostMemory(33, cpu)
     memory.pin()

@@ -61,7 +61,7 @@ LEAKS = """
     settled = seen[len(seen) // 2 - 1]
     gc.unfreeze()
     gc.collect()
-    assert not any(one() for one in groups), "a closed group is kept"
+    assert not any(reference() for reference in groups), "a closed group is kept"
     print(*settled, *seen[-1], sep=",")
     assert max(results) - min(results) <= (0 if exact else 1e-6 * abs(max(results))), results
 """

@@ -274,7 +274,7 @@ FORGETFUL = """
     next(stream)
     import torch.distributed as dist
     pending = dist.all_reduce(torch.ones(10), async_op=True)
-    print(os.getpid(), *(one.pid for one in __import__("psutil").Process().children(recursive=True)))
+    print(os.getpid(), *(process.pid for process in __import__("psutil").Process().children(recursive=True)))
 """
 
 

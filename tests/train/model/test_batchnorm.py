@@ -36,11 +36,11 @@ def train(model, loader):
 def equal_on_all_ranks(model):
     for buffer in model.buffers():
         every = samestep.gather(buffer[None])
-        assert all(torch.equal(one, every[0]) for one in every)
+        assert all(torch.equal(value, every[0]) for value in every)
 
 
 def own_statistics(model):
-    return [one.clone() for one in model.buffers()]
+    return [buffer.clone() for buffer in model.buffers()]
 
 
 @pytest.mark.parametrize("other_buffer", [False, True])
@@ -92,18 +92,18 @@ def test_synced_statistics_and_gradients_are_those_of_the_whole_batch(world, mom
     whole = data().tensors[0]
     for at in range(0, 11, 3):
         plain(whole[at : at + 3]).square().mean().backward()
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=1e-9, atol=1e-14), name
-    for (name, one), other in zip(model.named_buffers(), plain.buffers(), strict=True):
-        assert torch.allclose(one.double(), other.double(), rtol=1e-12), name
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, other.grad, rtol=1e-9, atol=1e-14), name
+    for (name, buffer), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(buffer.double(), other.double(), rtol=1e-12), name
 
 
 def test_synced_layers_stay_batchnorms_and_their_copies_are_plain_ones(world):
     model = samestep.replicate(made(), sync_batchnorm=True)
     assert isinstance(model[0], nn.BatchNorm1d)
     assert list(model.state_dict()) == list(made().state_dict())
-    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model[0])):
-        assert not any("samestep" in type(module).__module__ for module in one.modules())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model[0])):
+        assert not any("samestep" in type(module).__module__ for module in copied.modules())
     if world.rank == 0:
         copy.deepcopy(model)(data().tensors[0])
     assert samestep.sum(1) == world.size
@@ -156,7 +156,7 @@ def test_statistics_taken_anew_without_gradients_are_everyones_too(world):
         model.eval()(x)
         ranks = samestep.gather(model[1].running_mean[None])
     assert not torch.equal(own[0], own[1])
-    assert all(torch.equal(one, own[0]) for one in ranks)
+    assert all(torch.equal(mean, own[0]) for mean in ranks)
 
 
 @pytest.mark.sizes(2, 3)

@@ -46,7 +46,7 @@ def test_a_flipped_bit_is_found_within_k_steps_and_named(world):
             ) as caught:
                 run(network(), 12, flip_at=1 + trial % 5, rank=odd)
             if world.size == 3:
-                others = ", ".join(str(one) for one in range(3) if one != odd)
+                others = ", ".join(str(rank) for rank in range(3) if rank != odd)
                 assert f"of rank {odd} is not what ranks {others} have" in str(caught.value)
             else:
                 assert "differs between rank 0 and rank 1; start again, or from" in str(caught.value)
@@ -92,8 +92,8 @@ def test_a_complex_parameter_and_a_buffer_of_an_exact_replica_are_compared(world
         with pytest.raises(RanksDiffer, match=rf"came apart between steps \d+ and \d+: {planted}"):
             train()
     finally:
-        for one in kept:  # a replica that lives on would be compared in the next test too
-            model.state_dict()[planted].copy_(one)
+        for value in kept:  # a replica that lives on would be compared in the next test too
+            model.state_dict()[planted].copy_(value)
         del os.environ["SAMESTEP_CHECK_EVERY"]
         torch.use_deterministic_algorithms(False)
 

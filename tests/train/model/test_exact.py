@@ -24,8 +24,8 @@ TRAINING = Path(__file__).parents[2] / "exact_training.py"
 def digests(nest, size):
     """What each rank printed."""
     ranks = nest.start(TRAINING, size)
-    assert nest.wait(ranks) == [0] * size, "\n".join(one.said for one in ranks)
-    return [one.said for one in ranks]
+    assert nest.wait(ranks) == [0] * size, "\n".join(rank.said for rank in ranks)
+    return [rank.said for rank in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_another_microbatch_is_another_computation(world):
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()
             optimizer.step()
-        found.add(str([one.tolist() for one in model.parameters()]))
+        found.add(str([parameter.tolist() for parameter in model.parameters()]))
     assert len(found) == 3
 
 
@@ -157,13 +157,13 @@ class Laid(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one = nn.Parameter(torch.rand(2, 3, dtype=torch.complex128))
-        self.two = nn.Parameter(torch.rand(3, 2, dtype=torch.complex128).t())
+        self.plain = nn.Parameter(torch.rand(2, 3, dtype=torch.complex128))
+        self.transposed = nn.Parameter(torch.rand(3, 2, dtype=torch.complex128).t())
         self.part = nn.Parameter(torch.rand(3, 5, dtype=torch.float64)[:, :2].t())
         self.last = nn.Conv2d(2, 3, 2).double().to(memory_format=torch.channels_last)
 
     def forward(self, x):
-        turned = (self.one * self.two * (2j + x) * self.part).imag.sum()
+        turned = (self.plain * self.transposed * (2j + x) * self.part).imag.sum()
         return turned + self.last(x.view(1, 2, 1, 3).expand(1, 2, 2, 3)).square().sum()
 
 
@@ -198,11 +198,11 @@ def test_unused_parameters_have_the_gradient_of_the_serial_script_or_none(world,
     plain, model = Branching(), Branching()
     model.load_state_dict(plain.state_dict())
     samestep.replicate(model, exact=True, find_unused_parameters=True)
-    adams = [torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.5) for one in (plain, model)]
+    adams = [torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5) for net in (plain, model)]
     for step, x in zip(samestep.steps(TensorDataset(rows), 6, microbatch=1), rows.split(6), strict=True):
         for (part,) in step:
             model(part).square().sum().backward()
-        (sum(plain(one[None]).square().sum() for one in x) / len(x)).backward()
+        (sum(plain(row[None]).square().sum() for row in x) / len(x)).backward()
         for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None), name
             assert mine.grad is None or torch.allclose(mine.grad, theirs.grad), name
@@ -211,7 +211,7 @@ def test_unused_parameters_have_the_gradient_of_the_serial_script_or_none(world,
             adam.zero_grad()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
-        assert all(torch.equal(one, mine) for one in samestep.gather(mine.detach()[None]))
+        assert all(torch.equal(value, mine) for value in samestep.gather(mine.detach()[None]))
 
 
 class Unwritten(nn.Linear):
@@ -259,9 +259,9 @@ class Counted(TorchDispatchMode):
         alias = func._schema.returns[0].alias_info if func._schema.returns else None
         if func.namespace == "aten" and (alias is None or alias.is_write):
             kinds = [
-                (len(one), {getattr(each, "dtype", None) for each in one})
-                for one in args
-                if type(one) is list
+                (len(tensors), {getattr(each, "dtype", None) for each in tensors})
+                for tensors in args
+                if type(tensors) is list
             ]
             self.count += max((length for length, types in kinds if len(types) > 1), default=1)
         return func(*args, **(kwargs or {}))

@@ -72,13 +72,17 @@ def gradient(model, call=lambda model, x: model(x), length=7, loader=None):
         call(model, x).square().sum(1).mean().backward()
         steps += 1
     assert steps == 1
-    return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def serial_gradient(call=lambda model, x: model(x), length=7, kind=Net):
     plain = made(kind=kind)
     call(plain, inputs(length)).square().sum(1).mean().backward()
-    return torch.cat([one.grad.flatten() for one in plain.parameters() if one.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in plain.parameters() if parameter.grad is not None]
+    )
 
 
 def is_plain(model):
@@ -105,8 +109,8 @@ def test_parameters_that_differ_at_the_start_become_rank_0s(world):
     for trainable in (True, False):
         model = made(seed=world.rank).requires_grad_(trainable)
         samestep.replicate(model)
-        for one, other in zip(model.parameters(), made().parameters(), strict=True):
-            assert torch.equal(one, other)
+        for parameter, expected in zip(model.parameters(), made().parameters(), strict=True):
+            assert torch.equal(parameter, expected)
 
 
 def test_a_model_without_anything_to_train_is_made_equal_whatever_its_strides(world):
@@ -136,13 +140,13 @@ def test_copies_and_pickles_are_plain_models(world, tmp_path):
         torch.load(stream, weights_only=False),
         copy.deepcopy({"model": model})["model"],
     ]
-    for one in copies:
-        assert type(one) is Net
-        assert is_plain(one)
-        assert one.describe() == "mine: 2"
-        one.zero_grad()
-        one(inputs()).square().sum(1).mean().backward()
-        own = torch.cat([parameter.grad.flatten() for parameter in one.parameters()])
+    for copied in copies:
+        assert type(copied) is Net
+        assert is_plain(copied)
+        assert copied.describe() == "mine: 2"
+        copied.zero_grad()
+        copied(inputs()).square().sum(1).mean().backward()
+        own = torch.cat([parameter.grad.flatten() for parameter in copied.parameters()])
         assert torch.allclose(own, expected, rtol=1e-12)
     again = samestep.replicate(copies[0])
     assert torch.allclose(gradient(again), expected, rtol=1e-12)
@@ -163,14 +167,14 @@ class CopiesItself(Net):
 
 def test_a_class_that_copies_itself_still_makes_independent_copies(world):
     model = samestep.replicate(made(kind=CopiesItself))
-    one = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        one.head.weight.zero_()
-        one.head.bias.zero_()
-    assert one(inputs()).abs().sum() == 0
+        copied.head.weight.zero_()
+        copied.head.bias.zero_()
+    assert copied(inputs()).abs().sum() == 0
     assert model(inputs()).abs().sum() > 0
     assert copy.copy(model).describe() == "from its state: 2"
-    assert copy.copy(one).describe() == "from its state: 2"
+    assert copy.copy(copied).describe() == "from its state: 2"
     assert is_plain(copy.copy(model))
 
 
@@ -304,15 +308,15 @@ def test_one_rank_may_evaluate_alone(world):
 
 def test_a_parameter_of_two_replicas_is_an_error_on_several_ranks(world):
     encoder = nn.Linear(4, 4)
-    one, other = (nn.Sequential(encoder, nn.Linear(4, size)) for size in (2, 3))
-    samestep.replicate(one)
+    first, second = (nn.Sequential(encoder, nn.Linear(4, size)) for size in (2, 3))
+    samestep.replicate(first)
     if world.size > 1:
         with pytest.raises(
             UsageError, match=r"whose parameter 0.weight is also of a Sequential .* or del the Seq"
         ):
-            samestep.replicate(other)
-    del one
-    samestep.replicate(other)
+            samestep.replicate(second)
+    del first
+    samestep.replicate(second)
 
 
 def test_calling_it_twice_is_an_error_at_any_size(world):
@@ -340,7 +344,7 @@ def test_dropout_differs_between_ranks_and_rank_0_keeps_the_scripts_stream(world
     samestep.replicate(made())
     torch.manual_seed(3) if world.rank == 0 else None
     mask = nn.functional.dropout(torch.ones(64), 0.5)
-    masks = {tuple(one) for one in samestep.gather(mask[None]).tolist()}
+    masks = {tuple(row) for row in samestep.gather(mask[None]).tolist()}
     assert len(masks) == world.size
 
 

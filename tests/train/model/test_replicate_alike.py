@@ -74,7 +74,7 @@ def one_more_buffer(model):
         ),
         (one_more_buffer, "replicate found 0 buffers on rank 0 and 1 on rank 1 (first difference: count); "),
     ],
-    ids=lambda one: getattr(one, "__name__", ""),
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_ranks_whose_models_differ_say_where_on_all_ranks(world, change, message):
     if world.size == 1:

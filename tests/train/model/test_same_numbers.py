@@ -39,21 +39,21 @@ def batches(length, batch_size, epochs, seed=0):
             yield images[order[at : at + batch_size]], labels[order[at : at + batch_size]]
 
 
-def close(one, other):
-    assert one.shape == other.shape
-    assert torch.allclose(one.double(), other.double(), rtol=PRECISION, atol=1e-12)
+def close(value, expected):
+    assert value.shape == expected.shape
+    assert torch.allclose(value.double(), expected.double(), rtol=PRECISION, atol=1e-12)
 
 
 def all_close(model, plain):
-    for (name, one), (other_name, other) in zip(
+    for (name, value), (plain_name, expected) in zip(
         model.state_dict().items(), plain.state_dict().items(), strict=True
     ):
-        assert name == other_name
-        close(one, other)
+        assert name == plain_name
+        close(value, expected)
 
 
 def optimizer_of(model, kind="momentum"):
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if kind == "adamw":
         return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
     return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
@@ -133,16 +133,16 @@ def test_options_of_ddp_are_passed_on_and_leave_the_numbers(world, options):
 
 def test_gradients_of_several_batches_are_accumulated_without_exchange_and_exactly(world):
     model, plain = network(), network()
-    for one, replicated in ((plain, False), (model, True)):
-        optimizer = optimizer_of(one)
+    for net, replicated in ((plain, False), (model, True)):
+        optimizer = optimizer_of(net)
         if replicated:
-            one = samestep.replicate(one)
+            net = samestep.replicate(net)
             stream = iter(samestep.loader(data(23), 6, shuffle=True, seed=0))
         else:
             stream = batches(23, 6, 1)
         for step, (x, y) in enumerate(stream):
-            with samestep.no_sync(one, enabled=step % 2 == 0) if replicated else nullcontext():
-                (cross_entropy(one(x), y) / 2).backward()
+            with samestep.no_sync(net, enabled=step % 2 == 0) if replicated else nullcontext():
+                (cross_entropy(net(x), y) / 2).backward()
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -162,8 +162,8 @@ def test_two_models_in_one_backward_and_one_used_twice(world):
     models = copy.deepcopy(plain)
     train(*plain, batches(23, 7, 1))
     train(*map(samestep.replicate, models), samestep.loader(data(23), 7, shuffle=True, seed=0))
-    for model, one in zip(models, plain, strict=True):
-        all_close(model, one)
+    for model, original in zip(models, plain, strict=True):
+        all_close(model, original)
 
 
 def test_a_penalty_on_gradients_is_that_of_the_whole_batch(world):
@@ -185,8 +185,8 @@ def test_a_penalty_on_gradients_is_that_of_the_whole_batch(world):
     models = copy.deepcopy(plain)
     train(*plain, batches(22, 7, 1))
     train(*map(samestep.replicate, models), samestep.loader(data(22), 7, shuffle=True, seed=0))
-    for model, one in zip(models, plain, strict=True):
-        all_close(model, one)
+    for model, original in zip(models, plain, strict=True):
+        all_close(model, original)
 
 
 class Centred(nn.Module):
@@ -206,8 +206,8 @@ class Centred(nn.Module):
 
 def of_all_pairs(calls, rank, y, scale):
     """As CLIP's loss: every rank has the whole of it."""
-    one, other = calls.gather(y.tanh()), calls.gather(y.cos())
-    return cross_entropy(scale * one @ other.T, torch.arange(len(one)))
+    images, texts = calls.gather(y.tanh()), calls.gather(y.cos())
+    return cross_entropy(scale * images @ texts.T, torch.arange(len(images)))
 
 
 def of_own_rows(calls, rank, y, scale):
@@ -241,8 +241,8 @@ def test_a_loss_of_all_ranks_values_trains_as_in_the_serial_script(world, loss, 
 
 def test_frozen_parameters_stay_and_the_others_follow_the_serial_script(world):
     model, plain = network(), network()
-    for one in (model, plain):
-        one[0].requires_grad_(False)
+    for net in (model, plain):
+        net[0].requires_grad_(False)
     before = plain[0].weight.clone()
     expected = serial(plain, 23, 7)
     assert shared(model, 23, 7) == pytest.approx(expected, rel=PRECISION)

@@ -23,9 +23,9 @@ def through_one_call(model, x):
 
 
 def after_two_calls(model, x):
-    one, other = model(x), model(2 * x)
-    one.mean().backward()
-    other.square().mean().backward()
+    first, second = model(x), model(2 * x)
+    first.mean().backward()
+    second.square().mean().backward()
 
 
 def call_by_call(model, x):
@@ -77,19 +77,19 @@ def test_gradients_of_several_backwards_are_those_of_the_whole_batch(world, way,
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.other = made(), made()
+        self.first, self.second = made(), made()
 
     def forward(self, x):
-        return self.one(x), self.other(x)
+        return self.first(x), self.second(x)
 
 
 def test_a_parameter_that_only_one_rank_uses_in_the_second_backward_is_averaged(world):
     rows = torch.ones(6, 3).double()
     model = samestep.replicate(Two(), find_unused_parameters=True)
     for (x,) in samestep.loader(TensorDataset(rows), 6):
-        one, other = model(x)
-        one.mean().backward(retain_graph=True)
-        (one.mean() + (other.mean() if world.rank == 0 else 0)).backward()
+        first, second = model(x)
+        first.mean().backward(retain_graph=True)
+        (first.mean() + (second.mean() if world.rank == 0 else 0)).backward()
     serial = made()
     serial(rows).mean().backward()
     for mine, wanted in zip(model.other.parameters(), serial.parameters(), strict=True):
@@ -111,13 +111,13 @@ def test_parameters_that_no_loss_reaches_keep_no_gradient_and_the_others_have_th
     draw = torch.Generator(torch.get_default_device()).manual_seed(1)
     rows = torch.rand(9, 3, generator=draw, dtype=torch.float64)
     serial, model = Spare(), samestep.replicate(Spare())
-    ours, theirs = (torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, serial))
+    ours, theirs = (torch.optim.Adam(net.parameters(), lr=0.1) for net in (model, serial))
     for step, (x,) in enumerate(samestep.loader(TensorDataset(rows), 4)):
         for net, optimizer, batch in ((model, ours, x), (serial, theirs, rows[4 * step : 4 * step + 4])):
             optimizer.zero_grad()
             net(batch, with_spare=step == 1).square().mean().backward()
             optimizer.step()
-        assert {one.grad is None for one in model.spare.parameters()} == {step != 1}
+        assert {parameter.grad is None for parameter in model.spare.parameters()} == {step != 1}
         for mine, wanted in zip(model.parameters(), serial.parameters(), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
 
@@ -146,7 +146,7 @@ def test_a_penalty_on_slopes_that_a_bias_has_no_part_in_steps_like_the_serial_sc
                 slope.square().sum(1).mean().backward()
             net.requires_grad_(False)
             net(x).mean().backward()
-        results.append([one.grad for one in net.parameters()])
+        results.append([parameter.grad for parameter in net.parameters()])
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
 

@@ -38,7 +38,9 @@ def meta_learned(model, x):
     for scale in (1.0, 2.0):
         loss = functional_call(model, fast, (x,)).square().mean() * scale
         slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
-        fast = {name: one - 0.3 * slope for (name, one), slope in zip(fast.items(), slopes, strict=True)}
+        fast = {
+            name: weight - 0.3 * slope for (name, weight), slope in zip(fast.items(), slopes, strict=True)
+        }
     functional_call(model, fast, (x.flip(1),)).square().mean().backward()
 
 
@@ -49,7 +51,7 @@ def penalized_by_its_slope(model, x):
 
 
 def penalized_by_its_weights(model, x):
-    (model(x).square().mean() + sum(one.square().sum() for one in model.parameters())).backward()
+    (model(x).square().mean() + sum(parameter.square().sum() for parameter in model.parameters())).backward()
 
 
 def beside_its_jacobian(model, x):
@@ -138,15 +140,15 @@ def test_the_gradient_of_what_is_added_to_the_input_divides_by_the_whole_batch(w
 @pytest.mark.parametrize("steps_in_hook", [False, True])
 def test_hooks_on_parameters_get_the_gradient_of_the_whole_batch(world, steps_in_hook):
     def hooked(model):
-        def step(one):
+        def step(parameter):
             with torch.no_grad():
-                one -= 0.5 * one.grad
-            one.grad = None
+                parameter -= 0.5 * parameter.grad
+            parameter.grad = None
 
-        for one in model.parameters():
-            one.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
             if steps_in_hook:
-                one.register_post_accumulate_grad_hook(step)
+                parameter.register_post_accumulate_grad_hook(step)
         return model
 
     plain, model = hooked(Net()), hooked(samestep.replicate(Net()))
@@ -234,7 +236,7 @@ def test_what_is_not_derived_again_is_the_gradient_of_the_ranks_own_loss(world, 
         wanted += torch.autograd.grad(getattr(plain(x).square(), loss)(), list(plain.parameters()))
     for (x,) in samestep.loader(TensorDataset(rows(7)), 5):
         own = torch.autograd.grad(getattr(model(x).square(), loss)(), list(model.parameters()))
-        found += [total(one) for one in own]
+        found += [total(gradient) for gradient in own]
     torch.testing.assert_close(found, wanted)
 
 
