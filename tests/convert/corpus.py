@@ -3,6 +3,7 @@
 `python corpus.py [NAME …]` prints a table; `make convert-corpus` runs all.
 """
 
+import math
 import re
 import shutil
 import sys
@@ -121,27 +122,30 @@ def _alike(ours: str, theirs: str) -> bool:
         return False
     for a, b in zip(_NUMBER.findall(ours), _NUMBER.findall(theirs), strict=True):
         last_digit = 10.0 ** -len(b.partition("e")[0].partition(".")[2]) if "." in b else 0.0
-        if a != b and abs(float(a) - float(b)) > max(
-            _RELATIVE * abs(float(b)), min(1.01 * last_digit, 0.011)
-        ):
+        allowed = max(_RELATIVE * abs(float(b)), min(1.01 * last_digit, 0.011))
+        # in this order, since `>` is False of nan, and beside inf every difference would be small
+        if a != b and not abs(float(a) - float(b)) <= allowed < math.inf:
             return False
     return True
 
 
 def _apart(ours: Any, theirs: Any) -> float:
-    if isinstance(ours, torch.Tensor):
-        if not ours.numel():
-            return 0.0
-        ours, theirs = ours.double(), theirs.double()
-        return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+    """The largest relative difference; infinite where they are not comparable, or one is not a number."""
+    if isinstance(ours, torch.nn.Module):
+        return _apart(ours.state_dict(), theirs.state_dict())
     if isinstance(ours, dict):
-        keys = ours.keys() == theirs.keys()
-        return max([0.0, *(_apart(ours[key], theirs[key]) for key in ours)]) if keys else float("inf")
+        are_alike = ours.keys() == theirs.keys()
+        return max([0.0, *(_apart(ours[key], theirs[key]) for key in ours)]) if are_alike else math.inf
     if isinstance(ours, list | tuple):
-        return max([0.0, *map(_apart, ours, theirs)])
-    if isinstance(ours, float):
-        return abs(ours - theirs) / max(abs(theirs), 1e-6)
-    return 0.0 if isinstance(ours, torch.nn.Module) or ours == theirs else float("inf")
+        return max([0.0, *map(_apart, ours, theirs)]) if len(ours) == len(theirs) else math.inf
+    if not isinstance(ours, torch.Tensor | float):
+        return 0.0 if ours == theirs else math.inf
+    ours, theirs = (torch.as_tensor(value, dtype=torch.float64) for value in (ours, theirs))
+    if ours.shape != theirs.shape:
+        return math.inf
+    if torch.equal(ours, theirs):
+        return 0.0
+    return float(((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)).nan_to_num(math.inf, math.inf))
 
 
 def main(names: list[str]) -> int:

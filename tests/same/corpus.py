@@ -1,5 +1,6 @@
 """Runs a script of the corpus, and says how far what it prints and its weights are from the untouched script's."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,26 +22,36 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
     def has_bits_of(self, other: "Outcome") -> bool:
-        same = all(torch.equal(weight, other.weights[name]) for name, weight in self.weights.items())
-        return self.printed == other.printed and self.weights.keys() == other.weights.keys() and same
+        are_alike = self.printed == other.printed and self.weights.keys() == other.weights.keys()
+        return are_alike and all(
+            torch.equal(self.weights[name], other.weights[name]) for name in self.weights
+        )
 
     def difference(self, other: "Outcome") -> float:
-        """The largest relative difference of a printed number, and of a weight beside the largest of its tensor."""
-        ours, theirs = (_NUMBER.findall(outcome.printed) for outcome in (self, other))
+        """The largest relative difference of a printed number, and of a weight beside the largest of its tensor.
+
+        What is not comparable, or not a number in one of them, is infinitely far apart.
+        """
         words = [_NUMBER.sub("#", outcome.printed) for outcome in (self, other)]
-        if words[0] != words[1]:
-            return float("inf")
-        printed = [
-            abs(float(a) - float(b)) / max(abs(float(b)), 1e-9) for a, b in zip(ours, theirs, strict=True)
-        ]
-        return max(
-            [*printed, *(_apart(weight, other.weights[name]) for name, weight in self.weights.items())]
+        if words[0] != words[1] or self.weights.keys() != other.weights.keys():
+            return math.inf
+        numbers = (
+            torch.tensor([float(number) for number in _NUMBER.findall(outcome.printed)], dtype=torch.float64)
+            for outcome in (self, other)
         )
+        pairs = [*zip(*numbers, strict=True)]
+        pairs += [(self.weights[name], other.weights[name]) for name in self.weights]
+        return max(_apart(*pair) for pair in pairs)
 
 
 def _apart(tensor: torch.Tensor, other: torch.Tensor) -> float:
+    if tensor.shape != other.shape:
+        return math.inf
+    if not tensor.numel():
+        return 0.0
     tensor, other = tensor.double(), other.double()
-    return float((tensor - other).abs().max() / other.abs().max().clamp_min(1e-9)) if tensor.numel() else 0.0
+    apart = (tensor - other).abs().max() / other.abs().max().clamp_min(1e-9)
+    return float(apart.nan_to_num(math.inf, math.inf))
 
 
 def run(nest: Nest, script: Path, size: int, home: Path) -> Outcome:

@@ -1,8 +1,10 @@
 """Scripts in the shapes that users write give the untouched script's numbers at any number of processes."""
 
+import math
 import os
 
 import pytest
+import torch
 from same import corpus
 
 LONG = bool(os.environ.get("LONG"))
@@ -79,6 +81,26 @@ def test_a_converted_script_has_the_untouched_ones_numbers(name, size, untouched
     found = corpus.run(nest, corpus.SCRIPTS[name], size, tmp_path / name)
     assert found.difference(untouched(name)) <= TOLERANCE.get(name, 1e-6)
     assert "serial script" not in found.complained
+
+
+@pytest.mark.parametrize(
+    ("printed", "weights"),
+    [
+        ("loss nan", {"weight": torch.ones(2)}),
+        ("loss inf", {"weight": torch.ones(2)}),
+        ("accuracy 1.0", {"weight": torch.ones(2)}),
+        ("loss 1.0", {"weight": torch.tensor([1.0, math.nan])}),
+        ("loss 1.0", {"weight": torch.ones(2, 1)}),
+        ("loss 1.0", {}),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_or_of_another_shape_is_infinitely_far_apart(printed, weights):
+    """The judge of the tests above."""
+    outcomes = corpus.Outcome("loss 1.0", "", {"weight": torch.ones(2)}), corpus.Outcome(printed, "", weights)
+    for found, untouched in (outcomes, outcomes[::-1]):
+        assert found.difference(untouched) == math.inf
+        assert not found.has_bits_of(untouched)
 
 
 def test_without_same_the_numbers_are_others(untouched, nest, tmp_path):
