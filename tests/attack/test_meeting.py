@@ -59,6 +59,7 @@ def test_another_user_reaches_no_socket_at_which_ranks_of_a_machine_meet(attempt
         words = [shutil.which("python3"), "-I", "-c", OTHER_USER, path]
         done = subprocess.run(words, capture_output=True, text=True, cwd="/")
         assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == OTHER_USER.count("\ntried(")
         for line in done.stdout.splitlines():
             attempt(f"{place}: {line}")
             assert line.endswith("refused"), line

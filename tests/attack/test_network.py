@@ -272,16 +272,17 @@ pid = sys.argv[1]
 os.setgid(65534), os.setuid(65534)
 def tried(name, act):
     try:
-        found = act()
-    except OSError as error:
-        found = None
-    print(name, "got in" if found else "refused")
+        act()
+    except OSError:
+        print(name, "refused")
+    else:
+        print(name, "got in")
 tried("environ", lambda: open(f"/proc/{pid}/environ").read())
 tried("descriptors", lambda: os.listdir(f"/proc/{pid}/fd"))
 for number in range(3, 20):
     tried(f"descriptor {number}", lambda: open(f"/proc/{pid}/fd/{number}", "rb").read(1))
 tried("memory", lambda: open(f"/proc/{pid}/mem", "rb").read(1))
-tried("signal", lambda: os.kill(int(pid), 0) or True)
+tried("signal", lambda: os.kill(int(pid), 0))
 tried("key file", lambda: open(os.path.expanduser("~root/.local/state/samestep/key"), "rb").read())
 for name in os.listdir("/tmp"):
     if name.startswith("samestep-0-") and os.stat("/tmp/" + name).st_uid == 0:
@@ -293,12 +294,14 @@ for name in os.listdir("/tmp"):
         for process in _family(attacked.processes[0].pid)
         if "train.py" in " ".join(process.cmdline()[-1:])
     ]
+    assert len(workers) == 2
     for worker in workers:
         done = subprocess.run(
             [shutil.which("python3") or sys.executable, "-I", "-c", look, str(worker.pid)],
             capture_output=True, text=True, cwd="/",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) > 20
         for line in done.stdout.splitlines():
             attempt(line)
             assert line.endswith("refused"), line

@@ -111,9 +111,10 @@ def test_a_signal_ends_the_demo_with_its_processes_and_files(tmp_path: Path, num
     demo = start(tmp_path, stderr=subprocess.PIPE)
     assert demo.stderr is not None
     assert "1 process" in demo.stderr.readline()
-    while not list(tmp_path.glob("samestep*/*/*/run.json")):
+    run: list[psutil.Process] = []
+    while not (run and list(tmp_path.glob("samestep*/*/*/run.json"))):
         time.sleep(0.01)
-    run = psutil.Process(demo.pid).children(recursive=True)
+        run = psutil.Process(demo.pid).children(recursive=True)
     (os.killpg if number == signal.SIGINT else os.kill)(demo.pid, number)
     demo.communicate()
     assert demo.returncode == code

@@ -82,5 +82,6 @@ def on_a_terminal(columns: int, *words: str) -> str:
 @pytest.mark.parametrize("verb", ["help", *COMMANDS])
 def test_help_fits_forty_columns_except_lines_to_copy(verb):
     said = on_a_terminal(40, *([verb, "--help"] if verb in COMMANDS else [verb]))
+    assert "samestep" in said
     wide = [line for line in said.splitlines() if len(line) > 40]
     assert all(re.match("  (samestep|srun|mpirun) |`samestep", line) for line in wide), wide

@@ -379,8 +379,8 @@ def test_workers_end_also_where_launcher_and_guardian_are_killed_at_once(launche
     with subprocess.Popen(words, cwd=launcher.home, stdout=subprocess.PIPE, text=True) as running:
         pids = [int(running.stdout.readline().split()[-1]) for _ in range(3)]
         children = {child.pid for child in psutil.Process(running.pid).children()}
-        for guardian in children - set(pids):
-            os.kill(guardian, signal.SIGKILL)
+        (guardian,) = children - set(pids)
+        os.kill(guardian, signal.SIGKILL)
         running.kill()
     until = time.monotonic() + 2
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:

@@ -201,7 +201,7 @@ def test_the_outline_is_read_without_the_rest(tmp_path):
         path.stat().st_size,
     )
     assert found.blobs == (("float32", (3, 5)), ("bytes", (2,)))
-    assert all(at % 64 == 0 for at, _ in found.offsets())
+    assert [at % 64 for at, _ in found.offsets()] == [0, 0]
 
 
 def test_the_pure_part_reads_states_of_bytes_without_torch(tmp_path):

@@ -77,6 +77,7 @@ def test_a_run_that_is_restarted_while_its_ranks_are_still_dying_goes_on_at_once
         while len(trail.taken()) < before + 2 and any(rank.code is None for rank in ranks):
             nest.look(0.01)
         assert time.monotonic() - began < 20
+        assert len(trail.taken()) >= before + 2
         for rank in ranks:
             rank.kill()
     ranks = nest.start(SURVIVOR, 2, trail.directory, "--notes", trail.log, "--attempt", 9)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from samestep.train.step import spine
 
 
 def run(model, steps, flip_at=None, rank=None):
-    """Train; flips one bit before a step on one rank; the step in which the difference was found, or None."""
+    """Train, with one bit flipped before a step on one rank; how many steps were taken."""
     world = samestep.init()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = TensorDataset(torch.randn(6 * steps, 4), torch.arange(6 * steps) % 2)
@@ -40,11 +41,13 @@ def test_a_flipped_bit_is_found_within_k_steps_and_named(world):
     os.environ["SAMESTEP_CHECK_EVERY"] = "5"
     try:
         for trial in range(8):
-            odd = trial % world.size
+            odd, flipped = trial % world.size, spine().steps + 2 + trial % 5
             with pytest.raises(
                 RanksDiffer, match=r"came apart between steps \d+ and \d+: 2\.weight"
             ) as caught:
                 run(network(), 12, flip_at=1 + trial % 5, rank=odd)
+            before, after = map(int, re.findall(r"steps (\d+) and (\d+)", str(caught.value))[0])
+            assert before < flipped <= after <= before + 5
             if world.size == 3:
                 others = ", ".join(str(rank) for rank in range(3) if rank != odd)
                 assert f"of rank {odd} is not what ranks {others} have" in str(caught.value)
@@ -106,10 +109,10 @@ def test_equal_replicas_raise_no_alarm(world):
         del os.environ["SAMESTEP_CHECK_EVERY"]
 
 
-def test_zero_is_never(world):
+def test_with_zero_replicas_are_never_compared(world):
     os.environ["SAMESTEP_CHECK_EVERY"] = "0"
     try:
-        run(network(), 10, flip_at=1, rank=0)
+        assert run(network(), 10, flip_at=1, rank=0) == 10
     finally:
         del os.environ["SAMESTEP_CHECK_EVERY"]
 
