@@ -64,9 +64,8 @@ STARTED_BY = {
     "torchrun on 2 nodes": "`torchrun` on each", "samestep on 2 nodes": "`samestep run` on each",
 }  # fmt: skip
 _FEW = 3
-_SUBREAPER = (
-    36  # of prctl: processes that a launcher leaves behind become our children, and their time is counted
-)
+# An option of prctl: processes that a launcher leaves behind become our children, and their time is counted.
+_SUBREAPER = 36
 
 
 def changed(serial: Path, script: Path) -> str:
@@ -123,8 +122,10 @@ class Weight:
 
 
 def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
-    """One run from shell to exit, with the CPU time of everything that it started; less where it ended before its last
-    numbers were written, as ranks that abort at their exit take rank 0 with them."""
+    """One run from shell to exit, with the CPU time of all that it started.
+
+    Where rank 0 did not write its numbers, as when a rank aborts at its exit, only the seconds and the exit code.
+    """
     notes = Path(folder, "notes.json")
     notes.unlink(missing_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(notes), "SAMESTEP_RUN_DIR": folder}
@@ -150,7 +151,8 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
             return {"seconds": seconds, "code": max(map(abs, codes))}
     time.sleep(0.1)
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:  # what a launcher left behind; the nodes' holders stay
+        # what a launcher left behind; the processes that keep the nodes' namespaces go on
+        while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     facts = json.loads(notes.read_text())
@@ -162,7 +164,7 @@ def run(starts: Sequence[list[str]], folder: str) -> dict[str, Any]:
 def row_of(system: str, found: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The medians of a system's runs; ratios of whole runs are formed within each round."""
     rounds = list(zip(found, base, strict=False))
-    # a torchrun that was aborted took another time
+    # a torchrun that aborted at its exit took another time
     rounds = [both for both in rounds if not both[1]["code"]] or rounds
     names = ("start_s", "step_s", "seconds", "cpu_s", "accuracy", "truth")
     middle = {name: round(median(run[name] for run in found if name in run), 4) for name in names}

@@ -15,7 +15,7 @@ from forked import Nest
 _NEEDS = {"slurm", "mpi", "root", "shell"}
 _MARK = "STARTED_BY_TESTS"
 _CLUSTER = "tests/cluster/"
-# What takes long: two workers that begin with it end at about the same time.
+# Slow folders and files; two pytest workers that run these first end at about the same time.
 _BEGUN_FIRST = (
     *(_CLUSTER, "tests/train/checkpoint/", "tests/train/group/", "tests/start/", "tests/verify/"),
     *("tests/attack/test_limits.py", "tests/types/"),
@@ -32,16 +32,13 @@ _OFTEN_IGNORED = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault(
-        "SAMESTEP_METER", "0"
-    )  # on a busy machine a short run may be long enough for its lines
-    for name in (
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-    ):  # of whoever started the tests; `samestep run` would remark on it
+    # On a busy machine the meter may print its lines also for a short run.
+    os.environ.setdefault("SAMESTEP_METER", "0")
+    # Set by whoever started the tests; `samestep run` would remark on it.
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         os.environ.pop(name, None)
     if not os.environ.get("STARTED_FOR_A_MUTANT"):
-        # Each of hundreds of processes would compile all of samestep, which takes as long as a tenth of torch's import.
+        # Else hundreds of processes would each compile samestep, which takes a tenth of the time of torch's import.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         sys.dont_write_bytecode = False
     if _starts_all(config):
@@ -59,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # What is there by now stays, and looking at it takes 0.2 s whenever a test collects garbage.
+    # What is imported by now stays; to look at it takes 0.2 s whenever a test collects garbage.
     gc.collect()
     gc.freeze()
 
@@ -114,12 +111,12 @@ def _start_children_with_default_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in _OFTEN_IGNORED:
         if signal.getsignal(number) == signal.SIG_IGN:
-            # Also ignores it here, but does not outlive an exec.
+            # This handler does nothing either, but exec resets it to the default, which children get.
             signal.signal(number, lambda *_: None)
 
 
 def _end_what_is_left(session: pytest.Session) -> None:
-    # a loader worker of torch looks every 5 s whether its rank lives
+    # torch's loader workers check every 5 s whether their rank is alive
     _, left = psutil.wait_procs(list(_started_here()), timeout=8)
     for process in left:
         command = " ".join(process.info["cmdline"])

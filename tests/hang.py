@@ -52,18 +52,16 @@ def cases():
     kinds = ("sleep", "loop", "gil", "lock", "fifo", "stop")
     for kind, where in itertools.product(kinds, WHERE):
         yield Case(kind, where)
-    for kind, exact in itertools.product(kinds, (True,)):
-        yield Case(kind, "middle", exact)
+    yield from (Case(kind, exact=True) for kind in kinds)
     yield from (Case("stop", where, True) for where in ("first step", "evaluation", "checkpoint"))
     yield from (Case(kind, rank=0) for kind in ("sleep", "stop", "barrier", "work", "extra"))
     yield from (Case("hook", exact=exact) for exact in (False, True))
     yield from (Case("d-state", where) for where in ("first step", "middle"))
     yield from (Case(kind, exact=exact) for kind in ("loader", "uneven") for exact in (False, True))
-    yield Case(
-        "skip"
-    )  # with exact=True every rank waits for all microbatches, and a skipped one adds nothing
+    # with exact=True a skipped microbatch is no hang: it adds nothing, and every rank exchanges all of them
+    yield Case("skip")
     yield from (Case("barrier", where) for where in ("middle", "checkpoint"))
-    yield from (Case("extra", where) for where in ("middle",))
+    yield Case("extra")
     yield from (Case("stop", size=2), Case("sleep", size=2, rank=0))
     yield from (Case(kind, where) for kind in CODES for where in ("middle", "evaluation"))
     if possible():
@@ -78,7 +76,7 @@ def cases():
 
 @contextmanager
 def machines(case):
-    """Two with a network of their own, for a case that has them; the last rank is on the second."""
+    """Two machines with a network of their own for a case that has two, else None; the last rank is on the second."""
     if case.nodes == 1:
         yield None
         return
@@ -102,12 +100,12 @@ def launchers(case, network):
 
 
 def run(case, home, *options, patience_s=60, limit_s=LIMIT_S):
-    """Exit code, what was printed with the time of each line since the rank was stuck, and the line of the script."""
+    """Exit code; each line that was printed, with its time since the rank was stuck; the line where it is stuck."""
     fifo = home / "fifo"
     fifo.exists() or os.mkfifo(fifo)
     words = ["--kind", case.kind, "--where", case.where, "--rank", case.rank, "--fifo", fifo, *options]
     words += ["--exact"] * case.exact
-    # a launcher hears of the ranks of another a little later
+    # a launcher learns of the ranks on another machine up to a second later
     watched = ["--fork", "--all-ranks", "--hang-timeout", limit_s + case.nodes - 1]
     with machines(case) as network:
         read, write = os.pipe()
@@ -129,7 +127,7 @@ def run(case, home, *options, patience_s=60, limit_s=LIMIT_S):
 
 
 def follow(said, strike):
-    """Each line with its time since the rank was stuck, and where that is; then it is time to strike from outside."""
+    """Each line with its time since the rank was stuck, and the line where that is; calls `strike` at that moment."""
     lines, stuck, line = [], None, None
     for text in said:
         now = time.monotonic()
@@ -141,7 +139,7 @@ def follow(said, strike):
 
 
 def strike(case, network, launcher):
-    """Cut the link of the second machine, or stop its launcher for as long as it takes to be missed."""
+    """Cut the link of the second machine, or stop its launcher until the other one has missed it."""
     if case.kind == "link":
         network.cut("ss2")
     elif case.kind == "launcher":
@@ -150,7 +148,7 @@ def strike(case, network, launcher):
 
 
 def fault(case, code, lines, line, allowed_s=ALLOWED_S):
-    """What is wrong with what was said of a hang; nothing where it was right."""
+    """What is wrong with what was said of a hang; None where it was right."""
     report = "\n".join(text for _, text in lines)
     if line is None and case.kind != "skip":
         return f"the rank never got stuck\n{report}"
@@ -177,9 +175,9 @@ def fault(case, code, lines, line, allowed_s=ALLOWED_S):
     host = f" (ss{1 + (case.rank == case.size - 1)})" if case.nodes == 2 else ""
     if f" for rank {case.rank}{host}, which " not in said:
         return f"another rank was named: {said}"
-    if case.kind in ("skip", "uneven"):  # the rank is stuck nowhere: it goes on, or has come to its next call
+    if case.kind in ("skip", "uneven"):  # the rank is stuck at no line: it goes on, or is at its next call
         return None
-    # a loop is two lines below the one that told where it is
+    # the line that is printed is that before the loop, whose body is up to two lines below
     wheres = [f"stuck.py:{line + below})" for below in range(3 if case.kind == "loop" else 1)]
     says_where = any(words in said for words in ([SAYS[case.kind]] if case.kind in SAYS else wheres))
     return None if says_where else f"another line was named: {said}"
@@ -202,7 +200,7 @@ def said_of(case, *options, limit_s=LIMIT_S):
 
 
 def hangs(kinds, pool):
-    """How many were made, how many were told wrongly, and after how long the last one was said."""
+    """How many hangs were made, how many were said wrongly, and after how long at most."""
     made = [case for case in cases() if kinds is None or case.kind in kinds]
     wrong, latest = 0, 0.0
     for case, (code, lines, line) in zip(made, pool.map(said_of, made), strict=True):
@@ -217,13 +215,13 @@ def hangs(kinds, pool):
 
 
 def healthy(count, draw, pool):
-    """Slow runs that go on: how many were told something untrue, and how many notices there were."""
+    """Slow runs that go on: for how many something untrue was said, and how many notices there were."""
     made = [
         (Case("slow", draw.choice(WHERE), draw.random() < 0.3, draw.randrange(2), 2), draw.choice(SLOW_S))
         for _ in range(count)
     ]
     wrong = notices = 0
-    ends = pool.map(lambda pair: said_of(pair[0], "--slow", pair[1], limit_s=60), made)
+    ends = pool.map(lambda run: said_of(run[0], "--slow", run[1], limit_s=60), made)
     for (case, slow_s), (code, lines, _) in zip(made, ends, strict=True):
         found = untrue(case, slow_s, code, lines)
         notices += sum(" waited " in text for _, text in lines)

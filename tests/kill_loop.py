@@ -2,10 +2,10 @@
 
 python tests/kill_loop.py [--kills 60] [--seed S]: one line of result, exit code 1 where anything was lost.
 
-Ranks are real processes over Gloo, forked from one that has torch. A run is killed at times drawn uniformly, and
-in the middle of commits (by time, and by strace at a given system call), and goes on at 1, 2 or 3 ranks, until it
-ends; then the next one begins. Recovery is the time from a kill to the first step that had not been taken before,
-with all that happens on the way: further kills, the start of processes, steps taken again.
+Ranks are real processes over Gloo, forked from a process that has torch. A run is killed at times drawn uniformly,
+and in the middle of commits (by time, and by strace at a given system call), and goes on at 1, 2 or 3 ranks. When it
+has ended, the next run begins. Recovery is the time from a kill to the first step that had not been taken before;
+further kills, the start of processes and steps taken again count in it.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def workers_of(rank: Rank) -> list[int]:
 
 
 def disturb(kind: str, run: Run, ranks: list[Rank], draw: random.Random) -> float | None:
-    """Kill as the kind says; when that was, None where the run ended before."""
+    """Kill as the kind says; returns when that was, or None where the run had ended before."""
     nest, until = run.nest, time.monotonic() + 20
     wait = draw.uniform(0, 0.3 if kind == "recovery" else SPAN_S)
     begun = time.monotonic()
@@ -103,14 +103,14 @@ def disturb(kind: str, run: Run, ranks: list[Rank], draw: random.Random) -> floa
 
 
 def kill_at_a_call(nest: Nest, rank: Rank, until: float, draw: random.Random) -> float | None:
-    # strace counts the calls of each thread, and every commit has one of its own
+    # strace counts calls by thread, and each commit has a thread of its own: the counts of CALLS are those of a commit
     call = draw.choice(list(CALLS))
     inject = f"inject={call}:signal=KILL:when={draw.randint(1, CALLS[call])}"
     command = ["strace", "-f", "-qqq", "-o", os.devnull, "-p", str(rank.pid), "-e", inject]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as tracer:
         while rank.code is None and time.monotonic() < until:
             nest.look(0.02)
-        tracer.terminate()  # or a rank that came to no such call in time would be killed later, unnoticed
+        tracer.terminate()  # else it would kill a rank that makes the call only after `until`, and uncounted
     nest.look()
     return rank.ended_at if rank.code == -signal.SIGKILL else None
 
@@ -133,7 +133,7 @@ def unfinished(directory: Path) -> bool:
 
 
 def clear(nest: Nest, ranks: list[Rank], patience_s: float) -> None:
-    """What a launcher does: what does not end by itself is stopped, with all that it started."""
+    """Stop the ranks that do not end by themselves, with all that they started, as a launcher does."""
     nest.wait(ranks, patience_s)
     for rank in ranks:
         end_group(rank)

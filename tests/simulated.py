@@ -1,9 +1,9 @@
-"""A device that exists only here: its streams run what is queued late, in any order that the recorded waits allow.
+"""A simulated device: its streams run queued operations late, in any order that the recorded waits allow.
 
-Memory that was freed is overwritten as soon as its stream may give it away again, and what a copy has not reached yet
-holds garbage. So a missing wait shows in the values, on a machine without a GPU. Rules as CUDA's allocator has them:
-memory belongs to the stream it was allocated on, and is given away to that stream's next allocation.
-Stricter than CUDA: a copy that does not wait reads its source when the device comes to it, pinned or not.
+New memory holds garbage until the operation that fills it has run, and freed memory is overwritten as soon as its
+stream may give it away. So a missing wait shows in the values, on a machine without a GPU. As in CUDA's allocator,
+memory belongs to the stream on which it was allocated, and is given to that stream's next allocation.
+Stricter than CUDA: a non-blocking copy reads its source when the device runs it, whether that is pinned or not.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def spoil(tensor):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of the simulated device; `host` has its values, as far as the device has come."""
+    """A tensor of the simulated device; `host` has the values that the operations which have run gave it."""
 
     @staticmethod
     def __new__(cls, host, memory, device=DEVICE):
@@ -46,7 +46,7 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        # torch's own of these ask CUDA itself, which is not there
+        # torch's own implementations of these call CUDA, which is not there
         if func is torch.Tensor.copy_:
             return Device.now.__torch_dispatch__(_aten.copy_.default, types, args, kwargs)
         if func is torch.Tensor.__getitem__:
@@ -61,7 +61,7 @@ class OnDevice(torch.Tensor):
 
 
 def part(view, index):
-    """By numbers and slices."""
+    """A tensor's view at an index of numbers and slices."""
     dim = 0
     for at in index if isinstance(index, tuple) else (index,):
         if isinstance(at, int):
@@ -73,14 +73,14 @@ def part(view, index):
 
 
 class Memory:
-    """One allocation, as long as a tensor is in it."""
+    """An allocation, which lives as long as a tensor that lies in it; `users` are the streams recorded for it."""
 
     def __init__(self):
         self.users = set()
 
 
 class Operation:
-    """What a stream does in its turn, or a wait for one of another stream."""
+    """An entry of a stream's queue: `run` is called in its turn, and after the operation `after` of another stream."""
 
     def __init__(self, stream, run, after=None):
         self.stream, self.run, self.after, self.done = stream, run, after, False
@@ -134,7 +134,7 @@ class Event:
 
 
 class Future:
-    """As torch's with devices: who waits for it lets the current stream wait."""
+    """As torch's future with devices: `wait` makes the current stream wait, not the script."""
 
     def __init__(self, *, devices):
         assert devices == [DEVICE]
@@ -153,7 +153,7 @@ class Device(TorchDispatchMode):
     now = None
 
     def __init__(self, monkeypatch, order, forgets=lambda stream: False):
-        """`forgets` says of a stream that waits whether the wait is lost: a mistake that is planted."""
+        """`forgets` plants a mistake: where it is true of a stream, that stream's waits are lost."""
         super().__init__()
         Device.now, self.forgets = self, forgets
         self.streams, self.freed, self.waits = [], [], 0
@@ -184,7 +184,7 @@ class Device(TorchDispatchMode):
         return operation
 
     def run_free(self, streams):
-        """Run what waits for nothing."""
+        """Run these streams' operations up to the first that has to wait."""
         for stream in streams:
             while stream.queue and (stream.queue[0].after is None or stream.queue[0].after.done):
                 self.run_next(stream)
@@ -212,7 +212,7 @@ class Device(TorchDispatchMode):
         self.finish(operation)
 
     def allocate(self, like):
-        """Memory of the current stream, perhaps that of tensors that were freed."""
+        """A tensor in memory of the current stream; freed memory that it may get is overwritten."""
         freed, self.freed = self.freed, []
         for memory, stream, users in freed:
             if stream is self.current and all(user.done for user in users):

@@ -145,7 +145,9 @@ def _apart(ours: Any, theirs: Any) -> float:
         return math.inf
     if torch.equal(ours, theirs):
         return 0.0
-    return float(((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)).nan_to_num(math.inf, math.inf))
+    return float(
+        ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)).nan_to_num(math.inf, math.inf)
+    )
 
 
 def main(names: list[str]) -> int:

@@ -85,10 +85,8 @@ def test_what_a_burst_carries_does_not_make_a_link_faster():
 
 
 def test_a_link_that_was_measured_beside_other_programs_is_refused():
-    disturbed = (
-        (0.005, 0.002, 0.004, 0.0055),
-        (0.003, 0.001, 0.0015, 0.004),
-    )  # the second one is slow at its end
+    # the second link is slow at its end
+    disturbed = ((0.005, 0.002, 0.004, 0.0055), (0.003, 0.001, 0.0015, 0.004))
     for took in disturbed:
         with pytest.raises(WorkerFailed, match="give it with --link"):
             link_from_sweep(list(zip((4096, 1 << 19, 1 << 21, 1 << 23), took, strict=True)), 2)

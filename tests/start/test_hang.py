@@ -351,9 +351,8 @@ def test_the_line_of_a_stuck_loader_worker_is_told_where_a_hung_run_was_asked_to
     )
     started = launcher.start("-n", "2", "--fork", "--shutdown-timeout", "12", "train.py")
     started.wait_for_lines("ready")
-    time.sleep(
-        6
-    )  # the rank looks after its worker every 5 s, so a look at it from outside has to be made again
+    # the rank looks after its worker every 5 s, so a look at it from outside has to be made again
+    time.sleep(6)
     started.process.send_signal(signal.SIGTERM)
     code, _, err = started.finish()
     assert code == 143

@@ -214,9 +214,8 @@ def in_batches(loader):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_batch_samplers_batches_are_those_of_the_step_and_drawn_as_by_torch(world, eager, workers):
-    model = samestep.replicate(
-        torch.nn.Linear(1, 1)
-    )  # so that passes are training, and small batches are lent
+    # beside a model passes are training, and ranks without a share are lent the batch
+    model = samestep.replicate(torch.nn.Linear(1, 1))
     torch.manual_seed(3)
     serial = of_batches(Batches(eager), DataLoader, num_workers=workers)
     expected = [in_batches(serial), in_batches(serial), torch.rand(1).item()]

@@ -147,9 +147,8 @@ def test_a_model_on_another_ranks_device_is_told_by_the_number_of_the_device(fou
 def test_nothing_is_copied_or_waited_for_on_a_cpu():
     cpu, x = torch.device("cpu"), torch.arange(6.0)
     assert not overlaps(cpu)
-    assert not overlaps(
-        torch.device("mps")
-    )  # there a copy that does not wait may read memory that was given away
+    # on MPS a copy that does not wait may read memory that was given away
+    assert not overlaps(torch.device("mps"))
     assert moved(x, cpu) is x
     assert [widest(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "mps")] == 3 * [torch.float64] + [
         torch.float32

@@ -228,9 +228,8 @@ def test_memory_that_is_read_unwritten_is_nan_in_the_first_step_and_not_filled_a
 
     model = samestep.replicate(Unwritten(4, 2), exact=True)
     model.reads, filled = True, []
-    deterministic.fill_uninitialized_memory = (
-        True  # as at the start; an earlier test has taken the first step
-    )
+    # as when a process starts; an earlier test has taken this one's first step
+    deterministic.fill_uninitialized_memory = True
     for step in samestep.steps(TensorDataset(torch.randn(12, 4)), 6, microbatch=2):
         filled.append(deterministic.fill_uninitialized_memory)
         for (x,) in step:
