@@ -68,7 +68,7 @@ def test_help_shows_an_example_first_and_fits_a_terminal():
 
 
 @pytest.mark.parametrize("command", [[COMMAND], [sys.executable, "-m", "samestep"]])
-def test_the_version_is_one(command):
+def test_both_ways_to_ask_for_the_version_print_it(command):
     for word in ("--version", "version"):
         assert subprocess.check_output([*command, word], text=True) == f"samestep {samestep.__version__}\n"
 

@@ -190,7 +190,7 @@ def test_values_inside_f_strings_are_found_where_they_are():
         ("log = open('log', 'w')", 'log = open(\'log\' if samestep.init().rank == 0 else "/dev/null", \'w\')'),
     ],
 )  # fmt: skip
-def test_a_line_becomes(line, becomes):
+def test_each_line_of_a_serial_script_becomes_the_parallel_one_beside_it(line, becomes):
     assert f"\n{becomes}\n" in _after(f"{BEGIN}{line}\n")
 
 

@@ -33,7 +33,7 @@ def test_another_number_shape_or_length_is_a_difference_either_way(
     assert corpus.difference(*reversed(runs))
 
 
-def test_rounding_is_none() -> None:
+def test_rounding_is_no_difference() -> None:
     close = FILE | {"weight": torch.ones(2) + 1e-6, "loss": 1.000001}
     untouched = corpus.Ran("1.0000 in step 7", {"last.pt": FILE})
     assert corpus.difference(corpus.Ran("1.0001 in step 7", {"last.pt": close}), untouched) == ""

@@ -206,7 +206,10 @@ def test_processes_of_srun_have_as_many_threads_at_each_size(monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [variant.env["OMP_NUM_THREADS"] for variant in variants([1, 2], [], None)] == ["3", "3"]
-    assert [variant.env["OMP_NUM_THREADS"] for variant in variants([2], ["OMP_NUM_THREADS=1,2"], None)] == ["1", "2"]
+    assert [variant.env["OMP_NUM_THREADS"] for variant in variants([2], ["OMP_NUM_THREADS=1,2"], None)] == [
+        "1",
+        "2",
+    ]
     assert [variant.env.get("OMP_NUM_THREADS") for variant in variants([2], ["launcher=run"], None)] == [None]
 
 

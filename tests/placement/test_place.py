@@ -141,7 +141,7 @@ def who(p):
         ({"PMIX_RANK": "1", "WORLD_SIZE": "2", "PMIX_NAMESPACE": "p@1"}, "1/2 1/2 0/1 pmix 127.0.0.1"),
     ],
 )
-def test_every_way_in_is_recognised(env, expected):
+def test_the_variables_of_every_launcher_give_rank_size_and_node(env, expected):
     assert who(place(env)) == expected
 
 

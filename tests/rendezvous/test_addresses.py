@@ -35,7 +35,7 @@ def test_a_name_that_does_not_resolve_is_said():
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "10.1.2.3", "::1"])
-def test_what_is_meant_literally_stays(name):
+def test_addresses_and_localhost_are_resolved_to_themselves(name):
     assert addresses.resolve(name) == [name]
 
 

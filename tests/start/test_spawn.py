@@ -154,7 +154,7 @@ def test_only_rank_0_writes_to_the_callers_stdout(capsys):
     assert capsys.readouterr().out == "rank 0\n"
 
 
-def test_no_process_is_no_size():
+def test_launch_refuses_a_size_of_zero():
     with pytest.raises(
         UsageError, match="launch got size 0, which is not a number of processes; use a whole"
     ):

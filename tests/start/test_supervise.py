@@ -356,7 +356,7 @@ def test_a_disk_that_fills_up_ends_the_logs_not_the_run(launcher):
     assert err.count("cannot be written any more (no space left on device); the run goes on") == 1
 
 
-def test_closed_standard_descriptors_confuse_nothing(launcher):
+def test_with_closed_standard_descriptors_logs_and_exit_code_are_whole(launcher):
     launcher.write("""
         import sys, time
         sys.stderr.write("kept\\n" * 20_000)

@@ -92,19 +92,19 @@ def test_a_second_object_of_this_process_reads_what_the_first_has_committed_sinc
     assert (found.value, found.refused) == (2, ())
 
 
-def test_only_the_owner_may_read(tmp_path):
+def test_only_the_owner_may_read_a_commit(tmp_path):
     commits, paths = committed(tmp_path / "deep" / "er", 1)
     assert commits.directory.stat().st_mode & 0o777 == 0o700
     assert paths[0].stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("keep", [2, 3])
-def test_as_many_are_kept_as_asked(tmp_path, keep):
+def test_as_many_commits_are_kept_as_asked(tmp_path, keep):
     commits, _ = committed(tmp_path, *range(6), keep=keep)
     assert steps(commits.directory) == [5, 4, 3][:keep]
 
 
-def test_fewer_than_two_are_never_kept(tmp_path):
+def test_fewer_than_two_commits_are_never_kept(tmp_path):
     with pytest.raises(
         UsageError, match="keep=1 leaves nothing to go back to when one file is damaged; use keep=2"
     ):
@@ -116,7 +116,7 @@ def test_a_negative_step_is_refused(tmp_path):
         CheckpointDirectory(tmp_path).commit(packed(1), -1)
 
 
-def test_each_bad_one_is_named_and_an_older_one_is_used(tmp_path):
+def test_each_bad_commit_is_named_and_an_older_one_is_used(tmp_path):
     commits, paths = committed(tmp_path, 1, 2, 3, 4, 5)
     damage(paths[4])
     paths[3].write_bytes(paths[3].read_bytes()[:-64])
@@ -131,7 +131,7 @@ def test_each_bad_one_is_named_and_an_older_one_is_used(tmp_path):
     )
 
 
-def test_a_run_does_not_begin_anew_in_silence_where_all_are_bad(tmp_path):
+def test_where_all_commits_are_bad_a_run_does_not_begin_anew_in_silence(tmp_path):
     commits, paths = committed(tmp_path, 1, 2)
     for path in paths:
         damage(path)
@@ -142,7 +142,7 @@ def test_a_run_does_not_begin_anew_in_silence_where_all_are_bad(tmp_path):
     assert raised.value.path == str(commits.directory)
 
 
-def test_an_older_one_goes_only_when_enough_newer_ones_are_known_to_be_good(tmp_path):
+def test_an_older_commit_is_removed_only_when_enough_newer_ones_are_known_to_be_good(tmp_path):
     commits, paths = committed(tmp_path, 1, 2, 3, 4)
     damage(paths[3])
     later = CheckpointDirectory(commits.directory)
@@ -153,7 +153,7 @@ def test_an_older_one_goes_only_when_enough_newer_ones_are_known_to_be_good(tmp_
     assert steps(commits.directory) == [6, 5]
 
 
-def test_without_having_read_any_a_vault_keeps_the_old_until_it_wrote_two(tmp_path):
+def test_a_directory_of_which_nothing_was_read_keeps_old_commits_until_two_are_written(tmp_path):
     commits, _ = committed(tmp_path, 1, 2, 3)
     later = CheckpointDirectory(commits.directory)
     later.commit(packed(4), 4)

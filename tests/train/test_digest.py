@@ -70,6 +70,6 @@ def test_a_projection_is_linear_and_its_direction_is_fixed():
     assert along(late) == signs[7]
 
 
-def test_of_no_and_of_complex_numbers_too():
+def test_digests_are_also_those_of_empty_and_of_complex_tensors():
     assert list(digests([torch.empty(0)])) == [(0.0, 0.0, 0)]
     assert next(digests([torch.tensor([3.0 + 4.0j])]))[0] == 5.0

@@ -40,7 +40,7 @@ Y = X.detach() + 1
     ],
     ids=str,
 )
-def test_a_mean_or_a_sum_and_what_it_is_divided_by(loss, reduction, count):
+def test_a_loss_is_found_to_be_a_mean_or_a_sum_and_by_what_it_is_divided(loss, reduction, count):
     found = reduction_of(loss)
     assert (found["reduction"], found["count"]) == (reduction, count)
     assert found["terms"] == (24 if reduction == "mean" else count)
@@ -59,7 +59,7 @@ def test_a_mean_or_a_sum_and_what_it_is_divided_by(loss, reduction, count):
     ],
     ids=["max", "norm", "a learned weight", "a quotient", "constant", "leaf", "a root"],
 )
-def test_of_another_loss_nothing_is_said(loss):
+def test_a_loss_that_is_no_mean_and_no_sum_has_no_reduction(loss):
     assert reduction_of(loss) == {"reduction": None}
 
 

@@ -90,7 +90,7 @@ def test_parts_add_up_to_the_scripts_own_clock_and_samples_are_counted_exactly(m
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer", "rest"])
-def test_a_pause_is_found_in_its_part(metered, size, part):
+def test_a_pause_is_counted_in_the_part_of_the_step_in_which_it_was(metered, size, part):
     _, files, _ = metered(size, **{part: 0.03})
     ranks = breakdown(files).ranks
     parts = {name: sum(rank[name] for rank in ranks) / size for name in PARTS}

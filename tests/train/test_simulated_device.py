@@ -100,7 +100,7 @@ def test_a_copied_batch_is_whole_in_every_order(monkeypatch, kind):
     assert all(verdicts(monkeypatch, lambda: right(trained(on_device(batches(kind), DEVICE, Stream())))))
 
 
-def test_a_batch_object_was_overwritten_while_it_was_read(monkeypatch):
+def test_before_the_mend_a_batch_object_was_overwritten_while_it_was_read(monkeypatch):
     """The fault that this simulation is for; tensors alone were right by `record_stream`."""
 
     def test(kind):

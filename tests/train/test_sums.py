@@ -85,7 +85,7 @@ def test_what_is_in_a_list_comes_back_as_it_was(value):
     assert (found, type(found)) == (value, type(value))
 
 
-def test_what_has_no_form_is_named_by_its_type():
+def test_a_value_that_cannot_be_sent_is_named_by_its_type():
     assert sums.written([np.float64(0.5), np.bool_(True)]) == ["list", 0.5, True]
     with pytest.raises(
         TypeError, match=r"^a function; use numbers, text, arrays and lists, tuples or dicts of them$"

@@ -20,9 +20,8 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
+@pytest.mark.sizes(1)
 def test_one_process_gets_the_very_object_it_gave(world):
-    if world.size > 1:
-        return
     for value in (torch.ones(3), {"a": torch.ones(1), "b": {}}):
         assert samestep.sum(value) is samestep.mean(value) is samestep.gather(value) is value
     assert (samestep.sum(5), samestep.mean(True), samestep.gather([1, "text"])) == (5, True, [1, "text"])
@@ -40,18 +39,16 @@ def test_numbers_that_cancel_are_added_exactly(world):
     assert samestep.sum(mine) == 1.0
 
 
-def test_integers_and_floats_may_meet(world):
+@pytest.mark.sizes(2, 3)
+def test_an_integer_of_one_rank_and_a_float_of_another_are_added(world):
     """A rank that had no samples still holds the 0 it began with."""
-    if world.size == 1:
-        return
     total = samestep.sum(0 if world.rank else 0.5)
     assert total == 0.5
     assert samestep.mean(0 if world.rank else 1.0, weight=1.0) == pytest.approx(1 / world.size)
 
 
+@pytest.mark.sizes(2, 3)
 def test_what_is_not_finite_comes_out_as_in_a_serial_sum(world):
-    if world.size == 1:
-        return
     assert samestep.sum(math.inf) == math.inf
     assert math.isnan(samestep.sum(math.inf if world.rank else -math.inf))
     assert math.isnan(samestep.sum(math.nan))
@@ -80,7 +77,7 @@ def test_large_tensors_are_added_like_small_ones(world):
         assert torch.equal(value, before)
 
 
-def test_strides_do_not_matter(world):
+def test_totals_of_tensors_with_any_strides_have_the_values_they_show(world):
     for height in (3, 300):
         value = torch.arange(height * 400.0).reshape(height, 400).t()
         assert torch.equal(samestep.sum(value), value * world.size)
@@ -91,9 +88,8 @@ def test_strides_do_not_matter(world):
     assert torch.equal(samestep.sum(twisted), twisted * world.size)
 
 
+@pytest.mark.sizes(2, 3)
 def test_a_sum_that_does_not_fit_its_type_is_an_error_and_no_wrong_number(world):
-    if world.size == 1:
-        return
     for shape in [(3,), (200_000,)]:
         with pytest.raises(UsageError, match=r"^the total of samestep.sum does not fit into uint8\[\d+\];"):
             samestep.sum(torch.full(shape, 200, dtype=torch.uint8))
@@ -160,9 +156,8 @@ def test_dicts_are_added_key_by_key_and_keep_their_type(world):
     assert samestep.sum({}) == {}
 
 
+@pytest.mark.sizes(2, 3)
 def test_dicts_with_other_keys_or_another_order_are_named(world):
-    if world.size == 1:
-        return
     for value in [{"a": 1, "b": 2}, {"b": 2, "a": 1}], [{"a": 1}, {"b": 1}]:
         with pytest.raises(RanksDiffer, match=r"got .*a.* on rank 0 and .*b.* on rank 1"):
             samestep.sum(value[min(world.rank, 1)])
@@ -170,9 +165,8 @@ def test_dicts_with_other_keys_or_another_order_are_named(world):
         samestep.sum({"a": 1} if world.rank == 0 else {"a": 1, "b": 2})
 
 
+@pytest.mark.sizes(2, 3)
 def test_other_kinds_and_shapes_are_named_on_all_ranks(world):
-    if world.size == 1:
-        return
     cases = [
         (torch.ones(3), torch.ones(4), r"float32\[3\]", r"float32\[4\]"),
         (torch.ones(3), torch.ones(3).double(), r"float32\[3\]", r"float64\[3\]"),
@@ -207,9 +201,8 @@ def test_a_mean_counts_samples_as_it_is_told(world):
             assert (mean.double() - expected).abs().max() <= precision * expected
 
 
+@pytest.mark.sizes(2, 3)
 def test_a_rank_with_no_samples_does_not_spoil_a_mean(world):
-    if world.size == 1:
-        return
     value = math.nan if world.rank else 2.0
     weight = 0 if world.rank else 5
     assert samestep.mean(value, weight=weight) == 2.0
@@ -219,9 +212,8 @@ def test_a_rank_with_no_samples_does_not_spoil_a_mean(world):
         )
 
 
+@pytest.mark.sizes(2, 3)
 def test_a_mean_over_nothing_is_nan(world):
-    if world.size == 1:
-        return
     assert math.isnan(samestep.mean(1.0, weight=0))
     for length in (1, 70_000):
         assert samestep.mean(torch.ones(length), weight=0).isnan().all()
@@ -338,9 +330,8 @@ def test_all_ranks_get_the_same_bits(world):
             assert all(torch.equal(value, every[0]) for value in every)
 
 
+@pytest.mark.sizes(2, 3)
 def test_another_call_is_named_at_once_with_its_lines(world):
-    if world.size == 1:
-        return
     with pytest.raises(
         RanksDiffer, match=r"ranks are at different calls: rank \d.* at samestep\.\w+ \(test_totals"
     ):

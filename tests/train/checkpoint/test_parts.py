@@ -107,7 +107,7 @@ def test_a_stop_commits_every_checkpoint(run, tmp_path):
     assert "".join(said).count("going on after step") == 2
 
 
-def test_a_run_that_never_committed_in_time_learns_from_reading(run, tmp_path):
+def test_a_run_that_resumes_takes_the_time_of_reading_for_that_of_a_commit(run, tmp_path):
     source = """
         checkpoint = samestep.Checkpoint(sys.argv[1], every=1, model=model, train=train)
         read = checkpoint._read_run

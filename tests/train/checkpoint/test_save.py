@@ -76,7 +76,7 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks_and_the_old_file_stays(world,
     assert samestep.sum(1) == world.size
 
 
-def test_a_trouble_before_the_save_is_not_taken_for_its_own(tmp_path):
+def test_an_error_that_is_being_handled_is_not_taken_for_that_of_a_save(tmp_path):
     class Odd:
         def __reduce__(self):
             raise RuntimeError("no bytes")

@@ -83,7 +83,7 @@ def test_a_shuffled_epoch_has_the_same_batches_at_any_size_and_new_ones_each_epo
     assert loader.epoch == 2
 
 
-def test_it_says_its_length_dataset_and_batch_size(world):
+def test_a_loader_says_its_length_dataset_batch_size_and_share(world):
     data = Numbers(10)
     loader = samestep.loader(data, 4)
     assert (len(loader), len(samestep.loader(data, 4, drop_last=True)), len(samestep.loader(data, 5))) == (
@@ -316,7 +316,7 @@ def test_structures_and_text_arrive_as_the_collate_function_made_them(world):
         assert batch["no"] is None
 
 
-def test_errors_say_what_to_write(world):
+def test_what_a_loader_cannot_take_is_refused_with_what_to_write(world):
     with pytest.raises(
         UsageError, match=r"loader knows no option colour; it takes those of torch's DataLoader"
     ):
@@ -347,9 +347,8 @@ def test_errors_say_what_to_write(world):
         samestep.loader(Numbers(4), 0)
 
 
+@pytest.mark.sizes(2, 3)
 def test_ranks_with_other_datasets_or_options_are_named_on_all_of_them(world):
-    if world.size == 1:
-        return
     with pytest.raises(
         RanksDiffer, match=r"samestep.loader got length \d+ on rank \d and \d+ on rank \d; give every"
     ):

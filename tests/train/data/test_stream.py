@@ -129,7 +129,7 @@ def test_with_same_a_collate_fn_makes_the_batch_of_all_its_samples(world):
         assert joined(samestep.loader(Rows(), 6, **options)) == serially(DataLoader(Rows(), 6, **options))
 
 
-def test_its_length_is_what_torch_says(world):
+def test_the_length_of_a_streams_loader_is_what_torch_says(world):
     with pytest.raises(TypeError, match=r"'Rows' has no len\(\)"):
         len(samestep.loader(Rows(), 4))
     for drop_last in (False, True):

@@ -20,7 +20,7 @@ def test_a_local_rank_that_was_assumed_is_counted_on_its_machine(origin, local):
     assert (found.local_rank, found.local_size) == local
 
 
-def test_a_place_that_was_told_stays():
+def test_a_local_rank_that_the_launcher_told_is_not_replaced():
     origin = {"node": "GROUP_RANK=0", "local_rank": "LOCAL_RANK=1"}
     here = Placement(1, 2, 1, 2, 0, 1, "torchrun", origin=origin)
     assert placed(here, SECOND_MACHINE) == here

@@ -43,9 +43,8 @@ def test_init_says_who_this_is_and_says_it_again(world):
     assert ranks == list(range(world.size))
 
 
+@pytest.mark.sizes(2, 3)
 def test_the_variables_of_torch_are_there(world):
-    if world.size == 1:
-        return
     expected = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "GROUP_RANK": 0}
     expected |= {"LOCAL_WORLD_SIZE": world.size, "ROLE_RANK": world.rank, "ROLE_NAME": "default"}
     for name, value in expected.items():
@@ -71,9 +70,8 @@ def test_one_process_of_the_node_goes_first(world, tmp_path):
     assert samestep.sum(1) == world.size
 
 
+@pytest.mark.sizes(2, 3)
 def test_a_call_that_some_ranks_make_elsewhere_names_both_lines_and_all_ranks(world):
-    if world.size == 1:
-        return
     with pytest.raises(RanksDiffer) as raised:
         samestep.gather([1]) if world.rank == 0 else samestep.sum(1)
     assert re.fullmatch(
@@ -222,7 +220,7 @@ def test_from_init_on_ranks_draw_alike_where_the_script_has_not_seeded_them(scri
     assert len({out for _, out, _ in ranks}) == draws
 
 
-def test_own_exit_codes_stay(script):
+def test_each_rank_ends_with_its_own_exit_code(script):
     assert codes(run(script, 3, "    sys.exit(3 if world.rank == 1 else 0)")) == [0, 3, 0]
 
 

@@ -57,7 +57,7 @@ def test_after_a_pass_the_statistics_are_rank_0s_on_every_rank(world, other_buff
         assert all(torch.equal(*pair) for pair in zip(mine, model.buffers(), strict=True))
 
 
-def test_after_a_loop_that_was_left_they_are_settled_by_the_first_evaluation(world):
+def test_after_a_loop_that_was_left_the_first_evaluation_makes_buffers_equal(world):
     model = samestep.replicate(made())
     for (x,) in samestep.loader(data(16), 8):
         model(x).square().mean().backward()
@@ -68,9 +68,8 @@ def test_after_a_loop_that_was_left_they_are_settled_by_the_first_evaluation(wor
     equal_on_all_ranks(model)
 
 
+@pytest.mark.sizes(2, 3)
 def test_who_keeps_buffers_apart_by_an_option_of_ddp_finds_them_apart(world):
-    if world.size == 1:
-        return
     # torch 2.11 has only the second name
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     option = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in known)
@@ -109,9 +108,8 @@ def test_synced_layers_stay_batchnorms_and_their_copies_are_plain_ones(world):
     assert samestep.sum(1) == world.size
 
 
+@pytest.mark.sizes(2, 3)
 def test_one_value_per_channel_in_the_whole_batch_is_an_error(world):
-    if world.size == 1:
-        return
     model = samestep.replicate(nn.BatchNorm1d(3), sync_batchnorm=True)
     loader = samestep.loader(TensorDataset(torch.rand(1, 3)), 4)
     with pytest.raises(
@@ -131,7 +129,7 @@ def test_a_batch_that_every_rank_has_counts_once(world):
         assert torch.allclose(one, other, rtol=1e-12)
 
 
-def test_images_in_two_and_three_dimensions_and_half_precision(world):
+def test_synced_layers_for_images_keep_bfloat16_and_take_the_variance_of_the_whole_batch(world):
     for kind, shape in ((nn.BatchNorm2d, (7, 3, 2, 2)), (nn.BatchNorm3d, (7, 3, 2, 2, 2))):
         draw = torch.Generator(torch.get_default_device()).manual_seed(0)
         images = torch.rand(shape, generator=draw).bfloat16()

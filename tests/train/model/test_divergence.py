@@ -117,7 +117,7 @@ def test_with_zero_replicas_are_never_compared(world):
         del os.environ["SAMESTEP_CHECK_EVERY"]
 
 
-def test_a_number_of_steps_that_is_none_is_a_sentence(world):
+def test_an_interval_of_comparisons_that_is_no_number_is_refused(world):
     os.environ["SAMESTEP_CHECK_EVERY"] = "often"
     try:
         with pytest.raises(UsageError, match="SAMESTEP_CHECK_EVERY is 'often'"):

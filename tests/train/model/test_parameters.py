@@ -57,7 +57,9 @@ def trained(model, steps, change, changes_at):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("change", [freeze, unfreeze, add, freeze_and_add])
-def test_they_are_trained_from_then_on_and_the_frozen_ones_not(world, change, exact):
+def test_parameters_that_are_added_or_freed_are_trained_from_then_on_and_frozen_ones_not(
+    world, change, exact
+):
     draw = torch.Generator(torch.get_default_device()).manual_seed(1)
     data = TensorDataset(torch.rand(11, 3, generator=draw, dtype=torch.float64))
     model = made()
@@ -100,6 +102,6 @@ def test_parameters_that_ranks_add_unlike_are_named(world):
         next(iter(samestep.loader(data, 6)))
 
 
-def test_lazy_parameters_are_a_sentence(world):
+def test_lazy_parameters_are_refused_in_a_sentence(world):
     with pytest.raises(UsageError, match="lazy parameters, which have no shape yet; call the model with one"):
         samestep.replicate(nn.LazyLinear(3))

@@ -89,7 +89,7 @@ def is_plain(model):
     return "forward" not in model.__dict__ and "__getstate__" not in model.__dict__
 
 
-def test_class_attributes_methods_and_keys_stay(world):
+def test_a_replica_keeps_its_class_attributes_methods_and_keys(world):
     model = made()
     plain = made()
     replicated = samestep.replicate(model)
@@ -190,7 +190,7 @@ def test_a_forward_of_the_models_own_is_called_and_survives(world):
 
 @pytest.mark.slow
 @pytest.mark.sizes(2)
-def test_it_compiles_before_and_after_and_in_place(world):
+def test_compiled_before_or_after_replicate_or_in_place_a_model_has_the_serial_gradient(world):
     expected = serial_gradient()
 
     def compiled(model):
@@ -245,9 +245,8 @@ def test_outputs_of_any_structure_carry_the_right_gradient(world, wrap, unwrap):
     assert torch.allclose(gradient(samestep.replicate(made(kind=Wrapped)), call), expected, rtol=1e-12)
 
 
+@pytest.mark.sizes(2, 3)
 def test_an_output_in_which_no_tensor_is_found_is_an_error_and_no_wrong_gradient(world):
-    if world.size == 1:
-        return
 
     class Choice(Net):
         def forward(self, x):
@@ -279,7 +278,7 @@ def test_the_gradient_of_the_inputs_is_that_of_this_ranks_own_loss(world):
         assert torch.allclose(x.grad, twin.grad, rtol=1e-12)
 
 
-def test_eval_and_back_to_train(world):
+def test_eval_gives_the_plain_outputs_and_train_the_whole_gradient_again(world):
     model = samestep.replicate(made())
     before = model(inputs()).detach()
     model.eval()
@@ -319,7 +318,7 @@ def test_a_parameter_of_two_replicas_is_an_error_on_several_ranks(world):
     samestep.replicate(second)
 
 
-def test_calling_it_twice_is_an_error_at_any_size(world):
+def test_replicating_a_model_twice_is_an_error_at_any_size(world):
     model = samestep.replicate(made())
     with pytest.raises(UsageError, match="this model is replicated already; call replicate once"):
         samestep.replicate(model)
@@ -329,9 +328,8 @@ def test_calling_it_twice_is_an_error_at_any_size(world):
         samestep.replicate(list(model.parameters()))
 
 
+@pytest.mark.sizes(2, 3)
 def test_no_sync_wants_a_replicated_model(world):
-    if world.size == 1:
-        return
     with (
         pytest.raises(UsageError, match="no_sync got a model that is not replicated"),
         samestep.no_sync(made()),

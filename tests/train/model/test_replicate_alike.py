@@ -76,9 +76,8 @@ def one_more_buffer(model):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.sizes(2, 3)
 def test_ranks_whose_models_differ_say_where_on_all_ranks(world, change, message):
-    if world.size == 1:
-        return
     torch.manual_seed(0)
     model = Net().double()
     if world.rank == 1:

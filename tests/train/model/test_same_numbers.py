@@ -149,7 +149,7 @@ def test_gradients_of_several_batches_are_accumulated_without_exchange_and_exact
     all_close(model, plain)
 
 
-def test_two_models_in_one_backward_and_one_used_twice(world):
+def test_two_models_in_one_backward_and_one_used_twice_train_as_in_the_serial_script(world):
     def train(encoder, decoder, stream):
         optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1, momentum=0.9)
         for x, _ in stream:
@@ -250,10 +250,9 @@ def test_frozen_parameters_stay_and_the_others_follow_the_serial_script(world):
     assert torch.equal(model[0].weight, before)
 
 
+@pytest.mark.sizes(3)
 def test_a_plain_mean_over_ranks_would_have_been_wrong(world):
     """The control: without weights the ragged batches of these tests would show."""
-    if world.size < 3:
-        return
     model, plain = network(), network()
     expected = serial(plain, 23, 7)
     model = samestep.replicate(model)
