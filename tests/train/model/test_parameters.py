@@ -78,15 +78,17 @@ def test_parameters_that_are_added_or_freed_are_trained_from_then_on_and_frozen_
         torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sizes(2, 3)
 def test_a_discriminator_that_is_frozen_in_turns_is_wrapped_once(world):
     maker, judge = samestep.replicate(made()), samestep.replicate(nn.Linear(1, 1).double())
-    wrapped = set()
+    wrapped = []
     for (x,) in samestep.loader(TensorDataset(torch.rand(12, 3).double()), 4):
         for trains in (True, False):
             judge.requires_grad_(trains)
             judge(maker(x).detach() if trains else maker(x)).mean().backward()
-            wrapped.add(id(getattr(judge.forward, "ddp", None)))
-    assert len(wrapped) == 1
+            wrapped.append(judge.forward.ddp)
+    assert wrapped[0]
+    assert all(ddp is wrapped[0] for ddp in wrapped)
 
 
 @pytest.mark.sizes(2, 3)
