@@ -1,10 +1,10 @@
 """What a commit costs the training loop: its stall beside torch.save and DCP's async save, and `run.step()` alone.
 
 The three take turns on one 500 MB state in one process, each on a quiet disk; a ratio is formed within each round,
-and the median of the rounds is given with the middle half of them. The stall is the time until the call returns
-on the slowest rank; what goes on in the background afterwards is `whole`, which for samestep alone holds digests
-and the wait for the disk. `run.step()` is tried while no commit is due: the time inside of it, which at two ranks
-holds the wait for the other one, over the loop's, and the loop with it beside the loop without it.
+and the median of the rounds is given with the middle half of them. The stall is the time until the call returns on
+the slowest rank. `whole` is the time until the state is written in the background; samestep alone computes digests
+and waits for the disk in it. `run.step()` is measured while no commit is due. `share` is the part of a step that is
+spent inside of it, with the wait for the other rank; the ratio is that of the loop with it to the loop without it.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def state_of(megabytes: int) -> nn.Module:
 
 
 def savers(model: nn.Module, home: Path, rank: int) -> dict[str, Save]:
-    """For each its call, which returns what waits for the rest."""
+    """For each system a call that saves, and returns a call that waits until the state is written."""
     import torch.distributed.checkpoint as dcp
 
     import samestep
@@ -107,7 +107,7 @@ def step_share(size: int, rounds: int, home: Path) -> Rows:
     inside = 0.0
 
     def block(with_it: bool) -> float:
-        """Seconds a step; so many steps on every rank."""
+        """Seconds a step, over STEPS steps on every rank."""
         nonlocal inside
         begun = time.perf_counter()
         for _ in range(STEPS):

@@ -143,7 +143,7 @@ def measure(way: str, size: int) -> dict[str, Any]:
             except BaseException as error:
                 print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
             finally:
-                # until the others have done their last round
+                # the other ranks still need this one for their last round
                 os.read(start, 1)
                 time.sleep(0.5)
                 os._exit(0)
@@ -161,14 +161,13 @@ def measure(way: str, size: int) -> dict[str, Any]:
     held.close()
     if len(rows) < size:
         raise SystemExit(f"{way} at {size} ranks did not end")
-    told_rows = list(ROW.iter_unpack(told))
     count = len(NAMES)
-    row: dict[str, Any] = {"way": way, "ranks": size, "files of rank 0": int(told_rows[0][-2])}
-    row["most files"] = int(max(figures[-2] for figures in told_rows))
+    row: dict[str, Any] = {"way": way, "ranks": size, "files of rank 0": int(rows[0][-2])}
+    row["most files"] = int(max(figures[-2] for figures in rows))
     for at, name in enumerate(NAMES):
-        cpu = [figures[count + at] * 1000 for figures in told_rows]
+        cpu = [figures[count + at] * 1000 for figures in rows]
         row[name] = {
-            "ms": max(figures[at] for figures in told_rows) * 1000, "cpu of rank 0": cpu[0],
+            "ms": max(figures[at] for figures in rows) * 1000, "cpu of rank 0": cpu[0],
             "cpu of a rank": statistics.median(cpu), "cpu in all": sum(cpu),
         }  # fmt: skip
         row[name] = {key: round(value, 3) for key, value in row[name].items()}

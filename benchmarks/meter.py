@@ -1,6 +1,6 @@
-"""What the meter costs a training step: all that it hears of a real one, told to it again, as a part of 10 ms.
+"""What the meter costs a training step: the events of a real step are replayed to it; their time, as a part of 10 ms.
 
-The time is that of the thread on its core, which other programs disturb little.
+The time is the thread's processor time, which other programs disturb little.
 """
 
 import argparse

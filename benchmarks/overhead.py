@@ -2,9 +2,9 @@
 
 One process pair holds every variant and takes turns between them, a block of steps each, so that what disturbs
 the machine disturbs all alike. A ratio is formed within each round; the median of the rounds is given with the
-middle half of them, and with the interval that holds it in 95 of 100 such runs. The base stands there twice: what
-it differs by from itself is what this machine cannot tell apart. `alone` are steps on one batch in memory, in short
-blocks, `loop` the whole loop with each system's loader.
+middle half of them, and with the interval that holds it in 95 of 100 such runs. The base is measured twice: the
+difference between the two is noise, and a smaller one means nothing. `alone` are steps on one batch in memory, in
+short blocks, `loop` the whole loop with each system's loader.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def built(make: Callable[[], nn.Module]) -> tuple[nn.Module, Any]:
 
 
 def variants(name: str, size: int) -> dict[str, tuple[Callable[[Any], None], Batches]]:
-    """For each system its step and its loader over the same data, one batch for each step of the whole world."""
+    """For each system its step and its loader over the same data; all ranks share each batch."""
     import samestep
 
     make, batch, steps = MODELS[name]

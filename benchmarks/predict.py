@@ -1,7 +1,7 @@
 """Predictions of `samestep scale --predict` against measurements on limited links between network namespaces.
 
-Compute is emulated by pauses, so that two cores are enough for four ranks. Sizes, links and bucket sizes that are
-compared were not used to fit; the predictions are written to results/predicted.json before anything is measured.
+Compute is emulated by pauses, so that two cores are enough for four ranks. The model was not fitted to the sizes, links
+and bucket sizes that are compared here; predictions are written to results/predicted.json before the measurements.
 Needs root on Linux. Writes the table and the plot of docs/prediction.md.
 """
 

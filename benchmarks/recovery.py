@@ -1,7 +1,7 @@
-"""What recovery costs: starts with --fork beside torchrun, training with a kill now and then, and nothing going wrong.
+"""What recovery costs: starts with --fork beside torchrun, training with a kill now and then, and undisturbed training.
 
-python benchmarks/recovery.py [--seconds 65] [--repeats 3]: a line for each. "Effective" is the part of the undisturbed
-run's new steps per second that a run has whose ranks are killed; steps that are taken again do not count.
+python benchmarks/recovery.py [--seconds 65] [--repeats 3]: a line for each. "Effective" are the new steps per second
+of a run whose ranks are killed, as a part of those of the undisturbed run; steps that are taken again do not count.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """What the serial script's numbers cost: a step with `same=True` beside the default, at 2 and 4 ranks.
 
 Both replicas live in the same processes and take turns, a block of steps each; in the default's turns torch's random
-operations are its own. The default stands there twice: what it differs by from itself is what this machine cannot tell
-apart. `plain` has neither draws nor BatchNorm, `transformer` has dropout 0.1 everywhere, `batchnorm` is a CNN.
+operations are its own. The default is measured twice: the difference between the two is noise. `plain` has neither
+draws nor BatchNorm, `transformer` has dropout 0.1 everywhere, `batchnorm` is a CNN.
 """
 
 import argparse

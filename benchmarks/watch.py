@@ -1,4 +1,4 @@
-"""What pulse and watch cost: what a training step calls, as a part of a step of 10 ms, and the launcher's look.
+"""What pulse and watch cost: the calls of a training step, as a part of a step of 10 ms, and a look of the launcher.
 
 python benchmarks/watch.py: three lines; exit code 1 where the calls of a step take more than 1 % of 10 ms.
 """
@@ -18,7 +18,7 @@ from samestep.train.group.world import joined
 
 STEP_S = 0.01
 ROUNDS, STEPS = 30, 1000
-# data, the script's code, forward and back, backward, exchange and back, optimizer and back
+# The phases of a step in their order; `user` is the script's own code between them.
 PHASES = ("data", "user", "forward", "user", "backward", "exchange", "user", "optimizer", "user")
 
 

@@ -18,7 +18,7 @@ from report import BIN, Rows, keep
 TURNS = 40
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 PYTHON = sys.executable
-# What the start script of uv does. That of pip also imports re, which takes longer than all of --help.
+# What the start script does that uv installs. The one of pip also imports re, which takes longer than all of --help.
 HELP = "from samestep.cli import main; main(['--help'])"
 IMPORT = "import time; began = time.perf_counter(); import samestep; print(time.perf_counter() - began)"
 
