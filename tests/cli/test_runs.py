@@ -150,6 +150,7 @@ def test_a_run_is_followed_watched_and_stopped_by_files_alone(tmp_path):
             assert samestep(tmp_path, "stop").returncode == 0
             shown = following.communicate(timeout=30)[0].splitlines()
         assert running.wait(timeout=30) == 75
+    assert len(shown) > 5
     assert shown == [f"step {step} on 0" for step in range(len(shown))]
     assert "stopped at a checkpoint" in samestep(tmp_path, "status").stdout
 
