@@ -125,8 +125,8 @@ def test_a_batch_that_every_rank_has_counts_once(world):
         model(x)
     for x in (data(8).tensors[0], fixed):
         plain(x)
-    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
-        assert torch.allclose(one, other, rtol=1e-12)
+    for buffer, other in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(buffer, other, rtol=1e-12)
 
 
 def test_synced_layers_for_images_keep_bfloat16_and_take_the_variance_of_the_whole_batch(world):
