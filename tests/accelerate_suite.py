@@ -42,9 +42,8 @@ def ended(command: list[str]) -> tuple[int | None, str]:
 
 def main(names: list[str]) -> int:
     rows = []
-    for script in scripts():
-        if names and script.stem not in names:
-            continue
+    known = {script.stem: script for script in scripts()}
+    for script in [known[name] for name in names or known]:
         ways = [
             [str(BIN / "samestep"), "run", "-n", "2", str(script)],
             [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", str(script)],

@@ -234,7 +234,8 @@ def healthy(count, draw, pool):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--healthy", type=int, default=200)
-    parser.add_argument("--only", nargs="*", help="these kinds of hangs alone")
+    kinds = sorted({case.kind for case in cases()})
+    parser.add_argument("--only", nargs="*", choices=kinds, help="these kinds of hangs alone")
     parser.add_argument("--jobs", type=int, default=1, help="so many runs at a time")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     asked = parser.parse_args()

@@ -1,8 +1,8 @@
 """Changes the source in one place at a time and sees whether a test beside it fails: python tests/mutants.py
 
-Each change is made in a copy of the tree. The tests beside the changed file run there, fast ones first, in a fork of
-this process, which has torch and pytest; then, where they all pass, the tests around them. The first failure, or a
-hang, is the end of the mutant.
+Each change is made in a copy of the tree. The test file or folder that mirrors the changed file runs there, fast tests
+first, in a fork of this process, which has torch and pytest. Where they all pass, the tests of the larger folders run.
+A mutant ends with the first failure, or with a hang.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from edits import Edit, edits
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src", "samestep")
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.txt")
-# What goes through a file besides the tests that lie as it does.
+# The folders of tests that run the code of a folder.
 _AROUND = {
     "state": (Path("tests", "state"), Path("tests", "train", "checkpoint")),
     "train": (Path("tests", "train"), Path("tests", "same")),
@@ -70,7 +70,7 @@ class Known:
     wall_s: float
 
     def part(self, suite: Suite) -> "Known":
-        """The same of some of them."""
+        """What is known of the tests of one suite."""
         seconds = {
             name: took for name, took in self.seconds.items() if name.startswith(tuple(map(str, suite)))
         }
@@ -89,7 +89,7 @@ class Tree:
             take(ROOT / name, home / name)
 
     def start(self, suite: Suite, known: Known | None, limit_s: float) -> None:
-        """Run the tests in a fork; without what is known, all of them, to learn it."""
+        """Run the tests in a fork; without `known` all of them, to learn how long each takes and which fail."""
         self.until = time.monotonic() + limit_s
         sys.stdout.flush()
         self.pid = os.fork()
@@ -151,7 +151,7 @@ class Tree:
 
 
 def suites_of(path: Path) -> list[Suite]:
-    """The tests that lie as a source file does, in a file of its name or a folder without others; and those around."""
+    """The test file that mirrors a source file, or else its folder if that has no folders; then those of _AROUND."""
     inner = path.relative_to(PACKAGE)
     folder = Path("tests") / inner.parent
     named, around = folder / f"test_{path.stem}.py", _AROUND[inner.parts[0]]

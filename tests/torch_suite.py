@@ -161,10 +161,10 @@ def main(names: list[str]) -> int:
                 rank.kill()
             nest.wait(ranks, 5)
             outputs = [rank.said for rank in ranks]
-            worst = next(
-                (output for output, code in zip(outputs, codes, strict=True) if "FAILED" in output),
-                outputs[0],
-            )
+            # a rank that dies or hangs prints nothing, and another may have passed before it
+            silent_or_failed = [output for output in outputs if not re.search("PASSED|SKIPPED", output)]
+            ended = "" if codes == [0] * SIZE else f"FAILED its end: exit codes {codes}"
+            worst = (silent_or_failed or [ended or outputs[0]])[0]
             rows.append((name, *judged(name, worst, inspect.getsource(inspect.unwrap(everything[name])))))
             print(*rows[-1], sep="  ", flush=True)
             if names and rows[-1][1] == "failed":

@@ -361,7 +361,7 @@ def test_a_prepared_key_file_is_no_key(attempt, tmp_path, monkeypatch, what):
     else:
         path.write_bytes(bytes(33 if what == "too long" else 3 if what == "too short" else 32))
         path.chmod(0o644 if what == "open to others" else 0o600)
-    with pytest.raises(PlacementError):
+    with pytest.raises(PlacementError, match=r"delete it|cannot be read"):
         key.key_of_user({"XDG_STATE_HOME": str(tmp_path)})
 
 

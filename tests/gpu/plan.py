@@ -131,6 +131,8 @@ def main() -> int:
         return 2
     count = max(2, torch.cuda.device_count() if ON_GPU else 2)
     checks = [check for check in (of_many(count) if asked.many else of_one()) if asked.only in check.name]
+    if not checks:
+        parser.error(f"no check has {asked.only!r} in its name")
     if asked.list:
         print(*(check.name for check in checks), sep="\n")
         return 0

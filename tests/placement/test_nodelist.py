@@ -75,7 +75,7 @@ def test_what_is_no_node_list_is_refused_in_one_sentence(text, why):
 )
 @pytest.mark.timeout(10)
 def test_a_hostile_node_list_costs_neither_time_nor_memory(text):
-    with pytest.raises(PlacementError):
+    with pytest.raises(PlacementError, match="; write it like node"):
         expand_nodes(text)
 
 

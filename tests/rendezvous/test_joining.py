@@ -116,7 +116,7 @@ def test_ranks_that_count_differently_are_refused():
     hosting = start(lambda: host(opened, Member("r", 0, 3, KEY)))
     with pytest.raises(RanksDiffer, match=r"counts 3 ranks and rank 1 .* counts 4"):
         join(lambda: where, Member("r", 1, 4, KEY, limit_s=5))
-    with pytest.raises(RanksDiffer):
+    with pytest.raises(RanksDiffer, match="counts 4"):
         hosting.result(20)
 
 

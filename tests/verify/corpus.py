@@ -1,7 +1,8 @@
 """Runs `verify` on the scripts of tests/scripts, in forked processes, and compares with what each script declares.
 
-A script's docstring declares it: a line `verdict: NAME` and a line `cause: WORDS` for each cause that has to be
-named, with words that its sentence has; `printed: WORDS` and `remark: WORDS` likewise; `sizes: 1,2` where they matter.
+A script declares in its docstring what verify has to say of it: `verdict: NAME`, and a line `cause: WORDS` for each
+cause, with words of its sentence; likewise `printed: WORDS` and `remark: WORDS`. A cause, a finding or a remark that no
+line declares is an objection too. `sizes: 1,2` and `args: …` say how the script is run.
 """
 
 import ast
@@ -125,7 +126,7 @@ def objections(script: Path, report: Report | str) -> list[str]:
 
 
 def main(names: list[str]) -> int:
-    scripts = [script for script in sorted(HOME.glob("*.py")) if not names or script.stem in names]
+    scripts = [HOME / f"{name}.py" for name in names] or sorted(HOME.glob("*.py"))
     wrong = 0
     with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(1) as pool, Nest(Path(home)) as nest:
         tempfile.tempdir = home  # a failure's logs are kept there

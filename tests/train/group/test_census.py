@@ -77,8 +77,9 @@ def test_what_all_bring_alike_is_one_item_and_what_differs_is_each_ranks():
     assert by_rank([item for item in odd if item.kind == "p"], 6) == [b"same"] * 4 + [b"odd", b"same"]
     assert unpacked(packed(odd), 6) == odd
     for wrong in (5, [[0, 6]], [[-1, 0]], [[0]], [[0, 0.5]], []):
+        sent = packed([Item("p", wrong, b"")])
         with pytest.raises(NONSENSE):
-            unpacked(packed([Item("p", wrong, b"")]), 6)
+            unpacked(sent, 6)
     size = 10_000
     whole = packed(merged(Item("p", [[rank, rank]], bytes(100)) for rank in range(size)))
     assert len(whole) < 200
