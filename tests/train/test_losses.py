@@ -225,8 +225,8 @@ def by_class(losses, y):
             ),
             False,
         ),
-        (lambda out, y: sum(one[: 1 + at % 2].mean() for at, one in enumerate(out)) / len(y), False),
-        (lambda out, y: torch.stack([one[: 1 + at % 2].mean() for at, one in enumerate(out)]).mean(), False),
+        (lambda out, y: sum(row[: 1 + at % 2].mean() for at, row in enumerate(out)) / len(y), False),
+        (lambda out, y: torch.stack([row[: 1 + at % 2].mean() for at, row in enumerate(out)]).mean(), False),
         (lambda out, y: samestep.gather(out).mean() + F.cross_entropy(out, y), False),
     ],
     ids=[
