@@ -92,7 +92,7 @@ def test_a_parameter_that_only_one_rank_uses_in_the_second_backward_is_averaged(
         (first.mean() + (second.mean() if world.rank == 0 else 0)).backward()
     serial = made()
     serial(rows).mean().backward()
-    for mine, wanted in zip(model.other.parameters(), serial.parameters(), strict=True):
+    for mine, wanted in zip(model.second.parameters(), serial.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, wanted.grad / world.size)
 
 
