@@ -34,7 +34,7 @@ _WITHOUT_RANKS = {kind.__name__: kind for kind in (UsageError, PlacementError)}
 
 def host(listeners: Sequence[socket.socket], me: Member) -> Tree:
     """Number 0: accept all members of this run, and send each its position; closes the listeners."""
-    allow_descriptors(me.heads, f"{counted(me.heads, me.noun)} connect to {me.noun} 0")
+    allow_descriptors(me.heads, f"{me.noun} 0 is connected to {counted(me.heads, me.noun)}")
     with ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener)
