@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from train.test_mistakes import DATA, X, look_again, network
+from train.test_mistakes import DATA, X, Y, look_again, network
 
 import samestep
 from samestep.train.backward import Backward
@@ -248,6 +248,19 @@ def test_a_mean_over_unlike_numbers_of_terms_is_said_where_a_loss_is_a_sum_of_se
             loss(model(x), y).backward()
             samestep.mean(0.0)
     assert said.getvalue().count("unlike numbers of them for each") == (is_said and world.rank == 0)
+
+
+@pytest.mark.sizes(3)
+def test_half_of_two_losses_over_the_gathered_batch_is_no_mean_over_unlike_terms(world):
+    """Of eight samples the last rank has two, by which number the loss is divided too."""
+    look_again()
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(TensorDataset(X[:16], Y[:16]), 8):
+            out, target = samestep.gather(model(x)), samestep.gather(y)
+            ((F.mse_loss(out, target) + F.l1_loss(out, target)) / 2).backward()
+            samestep.mean(0.0)
+    assert "unlike numbers" not in said.getvalue()
 
 
 @pytest.mark.sizes(2)

@@ -8,6 +8,7 @@ weights alone. Not covered: gradients under `torch.func`, and one backward throu
 that only the calls of a replica are weighed.
 """
 
+import math
 import struct
 import sys
 from binascii import crc32
@@ -233,7 +234,9 @@ class Backward(Member):
                 self._terms.clear()
             elif share not in self._terms and len(self._terms) == _FIRST_LOSSES:
                 del self._terms[next(iter(self._terms))]
-            counts = [-1.0] if averaged.does else [count, *self._counts_of_addends(loss, share)]
+            # (a + b) / 2 may be of two losses or of two samples
+            first = math.nan if reduction_of(loss)["divisor"] == share.mine else count
+            counts = [-1.0] if averaged.does else [first, *self._counts_of_addends(loss, share)]
             zeros = [0.0] * (_MOST_MEANS - len(counts))
             self._terms[share] = [self._terms_in(count or 0.0) for count in (*counts, *zeros)]
         if not adds:  # else a mean is multiplied by this rank's own number of terms
@@ -269,7 +272,7 @@ class Backward(Member):
     def _terms_in(self, count: float) -> tuple[float, float]:
         """A number of terms, and that number for each sample of a loader that is iterated now."""
         each = [count / batch.mine for batch in self._spine.open_shares if batch.mine]
-        return count, min([terms for terms in each if terms == int(terms)] or each)
+        return count, min([terms for terms in each if terms.is_integer()] or each)
 
     def _is_counted(self, share: Share | None) -> bool:
         """Whether the terms of losses in this batch are compared: all ranks have a share of it."""
@@ -308,7 +311,11 @@ class Backward(Member):
             )
         # a rank with few samples may count none but its loss's first mean
         is_counted = not mixing and (all(terms[0]) if mean else terms[0][0])
-        if not is_counted or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in terms):
+        if (
+            not is_counted
+            or any(map(math.isnan, terms[0]))
+            or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in terms)
+        ):
             return
         self.group.say(
             "the loss has a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
