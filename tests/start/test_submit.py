@@ -173,6 +173,7 @@ def test_a_value_is_refused_or_stays_within_its_own_line(texts: list[str]) -> No
         ({"env": {"A": "1\n2"}}, "env A '1\\n2' holds a newline"),
         ({"env": {"A;x": "1"}}, "env 'A;x' is not a name of a variable"),
         ({"options": ("exclusive",)}, "option 'exclusive' is not an option of sbatch; write it as --name"),
+        ({"time": "1:000:0"}, "time '1:000:0' is not a time limit"),
         ({"time": "2h"}, "time '2h' is not a time limit; write minutes, 02:00:00 or 1-12:00:00"),
         ({"signal": "soon"}, "signal 'soon' is not a signal"),
         ({"gpu_option": "gpus"}, "gpu-option 'gpus' is unknown; write gres or gpus-per-node"),

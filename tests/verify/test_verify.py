@@ -136,7 +136,7 @@ def test_a_rank_that_leaves_without_its_facts_is_named() -> None:
 def test_the_scale_of_a_grad_scaler_is_no_part_of_the_loss() -> None:
     loss = torch.full((), 2.0, requires_grad=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    assert _value(_scaled(torch.amp.GradScaler.scale, scaler, loss)) == 2.0
+    assert _value(_scaled(torch.amp.GradScaler.scale, scaler, loss), None) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -240,6 +240,14 @@ def test_a_step_more_on_one_rank_is_named_before_the_weights_it_drives_apart() -
     assert str(follow(first, other).difference) == "rank 1 took 2 steps and rank 0 3"
     other.ranks[0][1].parts.clear()  # a second optimizer's step has no batch of its own
     assert str(follow(first, other).difference) == "rank 1 took 2 steps and rank 0 3"
+
+
+def test_the_last_loss_is_that_of_the_last_backward_where_two_optimizers_share_it() -> None:
+    run = _trained([0.0, 1.0])
+    run.steps[1].parts.clear()
+    assert run.last_loss == 1.0
+    run.steps[0].parts.clear()
+    assert run.last_loss is None
 
 
 def test_a_rate_is_compared_also_after_rounding_has_grown() -> None:

@@ -137,7 +137,7 @@ def _row(size: int | None, outcome: "Compared", is_no_mistake: bool) -> tuple[ob
     if outcome.verdict == "failed":
         return (name, "failed", "", "", "", "")
     difference = outcome.difference or outcome.bits or ""
-    loss = f"{run.losses[-1]:.5g}" if run.losses else ""
+    loss = "" if run.last_loss is None else f"{run.last_loss:.5g}"
     distance = f"{outcome.distance:.1e}" if difference and math.isfinite(outcome.distance) else ""
     shown = f"{difference} (no mistake)" if outcome.difference and is_no_mistake else difference
     return (name, run.length, run.samples, loss, shown, distance)
@@ -163,7 +163,7 @@ def _outcome(size: int | None, outcome: "Compared") -> dict[str, Any]:
         "size": size,
         "steps": run.length,
         "samples": run.samples,
-        "loss": run.losses[-1] if run.losses else None,
+        "loss": run.last_loss,
         "verdict": outcome.verdict,
         "difference": difference
         and {

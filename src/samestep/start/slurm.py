@@ -29,7 +29,7 @@ _PASSED_ON = (
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./\[\]&|*=-]+")
 _FORMS = {
     "time": (
-        "[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}|UNLIMITED|INFINITE",
+        "[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]+(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
         "not a time limit; write minutes, 02:00:00 or 1-12:00:00",
     ),
     "signal": (

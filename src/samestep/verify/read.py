@@ -134,6 +134,12 @@ class Run:
         return [fsum(_weighed(part, size) for part in self.parts(step)) for step in range(self.length)]
 
     @property
+    def last_loss(self) -> float | None:
+        """The loss of the last step with a backward of its own; two optimizers may share a backward."""
+        own = [loss for step, loss in enumerate(self.losses) if self.parts(step)]
+        return own[-1] if own else None
+
+    @property
     def samples(self) -> int:
         return sum(map(self.num_samples, range(self.length)))
 

@@ -129,6 +129,18 @@ def test_a_batch_that_every_rank_has_counts_once(world):
         assert torch.allclose(buffer, other, rtol=1e-12)
 
 
+def test_shares_that_are_alike_by_chance_count_each_of_their_samples(world):
+    """As a token that is expanded to the batch: all ranks have the same statistics, and each a share."""
+    model, plain = samestep.replicate(made(), sync_batchnorm=True), made()
+    row = torch.rand(3, 4, generator=torch.Generator().manual_seed(1)).double()
+    alike = torch.stack([row] * 6)
+    for (x,) in samestep.loader(TensorDataset(alike), 6):
+        model(x)
+    plain(alike)
+    for buffer, other in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(buffer, other, rtol=1e-12)
+
+
 def test_synced_layers_for_images_keep_bfloat16_and_take_the_variance_of_the_whole_batch(world):
     for kind, shape in ((nn.BatchNorm2d, (7, 3, 2, 2)), (nn.BatchNorm3d, (7, 3, 2, 2, 2))):
         draw = torch.Generator(torch.get_default_device()).manual_seed(0)

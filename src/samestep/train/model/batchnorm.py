@@ -28,7 +28,7 @@ class Synced:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         with _disable_current_modes():  # statistics have no batch dimension to follow
-            count, mean, variance = _of_all_ranks(wide, counts=share is None or not share.lent)
+            count, mean, variance = _of_all_ranks(wide, share)
         # reading the count waits for the device, so it is read only where the batch may be too small
         if (share is None or share.all < 2) and count < 2:
             raise UsageError(
@@ -80,12 +80,12 @@ def lends(share: Share | None, size: int) -> bool:
     return (share.all if share.microbatch is None else share.microbatches) < size
 
 
-def _of_all_ranks(rows: torch.Tensor, *, counts: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_all_ranks(rows: torch.Tensor, share: Share | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Collective. Each channel's number of values, mean and variance, with one exchange in forward and in backward."""
     over = [axis for axis in range(rows.dim()) if axis != 1]
     channels, each = rows.shape[1], rows.numel() // rows.shape[1]
     variance, mean = torch.var_mean(rows, over, correction=0) if each else (rows.sum(over), rows.sum(over))
-    own = torch.cat([mean, variance, rows.new_ones(1)]) * (each * counts)
+    own = torch.cat([mean, variance, rows.new_ones(1)]) * (each * (share is None or not share.lent))
     rank, size = dist.get_rank(), dist.get_world_size()
     alone = torch.nn.functional.pad(own[None], (0, 0, rank, size - 1 - rank))
     every: torch.Tensor = SumOverRanks.apply(alone, "BatchNorm")  # type: ignore[no-untyped-call]
@@ -94,9 +94,12 @@ def _of_all_ranks(rows: torch.Tensor, *, counts: bool) -> tuple[torch.Tensor, to
     means = every[:, :channels] / numbers.clamp(min=1)
     mean = every[:, :channels].sum(0) / count
     squares = every[:, channels:-1] + numbers * (means - mean).square()
-    # a batch that every rank has, such as fixed noise for samples, has each value once
-    is_alike = (every == every[0]).all()
-    return torch.where(is_alike, numbers[0, 0], count), mean, squares.sum(0) / count
+    variance = squares.sum(0) / count
+    if share is None or len(rows) * size != share.all:
+        # a batch that every rank has, such as fixed noise for samples, has each value once
+        is_alike = (every == every[0]).all() & (count > size)
+        count = torch.where(is_alike, numbers[0, 0], count)
+    return count, mean, variance
 
 
 @torch.no_grad()
