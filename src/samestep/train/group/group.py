@@ -78,9 +78,8 @@ class Group:
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
         self.failed: int | None = None
-        self.before_ctrl_c: Callable[[], None] = lambda: (
-            None
-        )  # called before the traceback of a Ctrl-C is shown
+        # called before the traceback of a Ctrl-C is shown
+        self.before_ctrl_c: Callable[[], None] | None = None
         self._said: set[str] = set()
         self._left, self._output = "", output
         self._exit_code: Any = None
@@ -334,7 +333,7 @@ class Group:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         code = self._record_failure(error)
-        if code == 130:
+        if code == 130 and self.before_ctrl_c is not None:
             self.before_ctrl_c()
         show = partial(self._excepthook, kind, error, traceback)
         if self._watch is None or code != 1:

@@ -167,9 +167,8 @@ def note_raised(pulse: Pulse, closed: threading.Event) -> None:
 def _raised() -> str:
     """The exception that the script's main thread handles or ends with, such as in `finally`, and its line."""
     active: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    error = (
-        active[1] if isinstance(active, tuple) else active
-    )  # before Python 3.12 it is as from sys.exc_info
+    # before Python 3.12 it is as from sys.exc_info
+    error = active[1] if isinstance(active, tuple) else active
     error = error or getattr(sys, "last_value", None)
     if error is None or isinstance(error, GeneratorExit | StopIteration):
         return ""

@@ -83,9 +83,8 @@ class Recorder:
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
         self._given: list[float] = []
-        self._widths: list[
-            Sequence[int]
-        ] = []  # of each batch, the sizes of its first tensor behind the samples
+        # of each batch, the sizes of its first tensor behind the samples
+        self._widths: list[Sequence[int]] = []
         self._turn = 0
         self._depth = 0
         self._evaluated = self._in_backward = False
