@@ -271,8 +271,8 @@ class Recorder:
         """Note a batch before the training loop gets it."""
         self._evaluated = False
         self._given = rows_of(batch)
-        tensor = first_tensor(batch)
-        self._widths.append([] if tensor is None else tensor.shape[1:])
+        if (tensor := first_tensor(batch)) is not None:
+            self._widths.append(tensor.shape[1:])
         self._turn += 1
 
     def _leave_pass(self, original: Callable[..., None], spine: Spine, passed: Pass) -> None:
