@@ -289,15 +289,15 @@ for name in os.listdir("/tmp"):
         tried(f"directory {name}", lambda: os.listdir("/tmp/" + name))
         tried(f"a socket in {name}", lambda: open(f"/tmp/{name}/0-0", "w"))
 """
-    workers = [
+    processes = [
         process
         for process in _family(attacked.processes[0].pid)
         if "train.py" in " ".join(process.cmdline()[-1:])
     ]
-    assert len(workers) == 2
-    for worker in workers:
+    assert len(processes) == 3  # the launcher and its workers
+    for process in processes:
         done = subprocess.run(
-            [shutil.which("python3") or sys.executable, "-I", "-c", look, str(worker.pid)],
+            [shutil.which("python3") or sys.executable, "-I", "-c", look, str(process.pid)],
             capture_output=True, text=True, cwd="/",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -305,7 +305,7 @@ for name in os.listdir("/tmp"):
         for line in done.stdout.splitlines():
             attempt(line)
             assert line.endswith("refused"), line
-        assert "SAMESTEP_KEY=" not in "".join(f"{name}={value} " for name, value in worker.environ().items())
+        assert "SAMESTEP_KEY=" not in "".join(f"{name}={value} " for name, value in process.environ().items())
     for place in ("go-during", "go-end"):
         (attacked.home / place).touch()
     attacked.bits()

@@ -1,14 +1,22 @@
 """What verify shows before its end, and what it shows of differences that are no mistake."""
 
+import builtins
+import csv
+import io
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from forked import Nest
 from verify.corpus import Forked
 
+import samestep
 from samestep.cli.verify import _show_table
 from samestep.verify.read import Run
+from samestep.verify.record.outputs import Outputs
 from samestep.verify.trajectory import Compared, Difference
 from samestep.verify.verify import Report, verify
 
@@ -97,3 +105,22 @@ def test_a_run_that_is_cut_says_that_what_it_prints_later_was_not_compared(steps
     report = verify([str(SCRIPTS / "share_accuracy.py")], [1, 2], steps=steps, run=Forked(nest))
     assert report.verdict == ("rounding" if steps == 2 else "printed"), report
     assert str(report).endswith("after the last of these steps was not compared") == (steps == 2)
+
+
+def test_a_file_that_a_script_leaves_to_python_is_written_at_once_and_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for home, name in ((builtins, "open"), (io, "open"), (torch, "save"), (samestep, "save")):
+        monkeypatch.setattr(home, name, getattr(home, name))  # to be put back
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
+    rows: list[dict[str, Any]] = []
+    Outputs(rows.append, lambda: (0, True)).begin()
+    with pytest.warns(ResourceWarning):
+        open("log.txt", "w").write("loss 0.5\nloss 0.25")  # noqa: SIM115
+    assert Path("log.txt").read_bytes() == b"loss 0.5\nloss 0.25"
+    with open("log.txt", "a", newline="") as file:
+        csv.writer(file).writerow([1, 2])
+        assert (file.name, file.mode) == ("log.txt", "a")
+    assert Path("log.txt").read_bytes() == b"loss 0.5\nloss 0.251,2\r\n"
+    assert [row["text"] for row in rows] == ["log.txt: loss 0.5", "log.txt: loss 0.25", "log.txt: 1,2\r"]

@@ -1,10 +1,10 @@
 """Records what a script prints, writes to text files and saves, with its line and the place in the training."""
 
 import builtins
+import inspect
 import io
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from samestep.verify.record import wrap
 
 _MOST_LINES = 10_000
 _MOST_LETTERS = 500
+_OPEN = inspect.signature(open)
 
 
 class Outputs:
@@ -32,8 +33,8 @@ class Outputs:
         self._is_saving = False
 
     def begin(self) -> None:
-        self._listen(sys.stdout, "prints")
-        self._listen(sys.stderr, "prints")
+        self._listen(sys.stdout)
+        self._listen(sys.stderr)
         wrap(builtins, "open", self._open, io)
         wrap(torch, "save", partial(self._save, 1))
         wrap(samestep, "save", partial(self._save, 0))
@@ -43,37 +44,23 @@ class Outputs:
         if self._count <= _MOST_LINES:
             self._write({"verb": verb, "text": text[:_MOST_LETTERS], "at": at, "inside": self._where()[1]})
 
-    def _open(
-        self, original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any
-    ) -> Any:
-        file = original(path, mode, *args, **kwargs)
-        if isinstance(file, io.TextIOWrapper) and file.writable() and users_line():
-            self._listen(file, "writes", f"{Path(str(path)).name}: ")
-        return file
+    def _open(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        file = original(*args, **kwargs)
+        if not (isinstance(file, io.TextIOWrapper) and file.writable() and users_line()):
+            return file
+        given = _OPEN.bind(*args, **kwargs).arguments
+        return _Listened(
+            file, given.get("newline"), _Lines(self._note, "writes", f"{Path(str(file.name)).name}: ")
+        )
 
-    def _listen(self, stream: TextIO, verb: str, into: str = "") -> None:
-        begun = at = ""
-        # a file that the script leaves to Python to close, as in json.dump(losses, open("losses.json", "w")), must not
-        # be kept open by its own methods
-        this: Callable[[], Any] = weakref.ref(stream)
-        kind: Any = type(stream)
+    def _listen(self, stream: TextIO) -> None:
+        lines = _Lines(self._note, "prints")
 
-        def write(text: str) -> int:
-            nonlocal begun, at
-            at = at if begun else users_line()
-            *lines, begun = (begun + text).split("\n")
-            for line in lines:
-                if "\r" not in line.rstrip("\r") and not line.startswith("samestep:"):
-                    self._note(verb, into + line, at)
-            at = users_line() if lines else at
-            return int(kind.write(this(), text))
+        def write(original: Callable[[str], int], text: str) -> int:
+            lines.add(text)
+            return original(text)
 
-        def close() -> None:
-            if begun and not this().closed:
-                self._note(verb, into + begun, at)
-            kind.close(this())
-
-        vars(stream).update(write=write, close=close)
+        wrap(stream, "write", write)
 
     def _save(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         path = args[place] if len(args) > place else kwargs.get("f", kwargs.get("path"))
@@ -84,3 +71,41 @@ class Outputs:
             return original(*args, **kwargs)
         finally:
             self._is_saving = before
+
+
+class _Lines:
+    """Notes the lines of a text that comes in pieces, each with the script's line that began it."""
+
+    def __init__(self, note: Callable[[str, str, str], None], verb: str, into: str = "") -> None:
+        self._note, self._verb, self._into = note, verb, into
+        self._begun = self._at = ""
+
+    def add(self, text: str) -> None:
+        self._at = self._at if self._begun else users_line()
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            if "\r" not in line.rstrip("\r") and not line.startswith("samestep:"):
+                self._note(self._verb, self._into + line, self._at)
+        self._at = users_line() if lines else self._at
+
+    def end(self) -> None:
+        if self._begun:
+            self._note(self._verb, self._into + self._begun, self._at)
+            self._begun = ""
+
+
+class _Listened(io.TextIOWrapper):
+    """A file that the script writes. It may leave it to Python to close, so nothing else may keep it."""
+
+    def __init__(self, file: io.TextIOWrapper, newline: str | None, lines: _Lines) -> None:
+        encoding, errors, line_buffering = file.encoding, file.errors, file.line_buffering
+        vars(self)["mode"], self._lines = file.mode, lines
+        super().__init__(file.detach(), encoding, errors, newline, line_buffering)
+
+    def write(self, text: str) -> int:
+        self._lines.add(text)
+        return super().write(text)
+
+    def close(self) -> None:
+        self._lines.end()
+        super().close()
