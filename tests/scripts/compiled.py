@@ -12,7 +12,7 @@ import samestep
 
 torch.manual_seed(0)
 samestep.init()
-train = samestep.loader(TensorDataset(torch.randn(52, 6), torch.randint(0, 3, (52,))), 8, shuffle=True)
+train = samestep.loader(TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,))), 8, shuffle=True)
 model = samestep.replicate(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model = torch.compile(model, backend="eager")
