@@ -180,6 +180,11 @@ def test_a_file_that_a_path_opens_is_written_by_one_process(path):
     assert "    torch.save(model.state_dict(), file)\n" in _after(begin + lines)
 
 
+def test_a_command_that_is_written_to_is_no_file():
+    line = 'os.popen("cat", "w").write("done")\n'
+    assert line in _after(f"import os\n{BEGIN}for x, y in train:\n{STEP}{line}")
+
+
 def test_a_function_that_stays_as_it_is_loses_no_half_of_an_edit():
     note = "def note(loss):\n    seen['loss'] += loss.sum().item()\n    seen['count'] += loss.size(0)\n"
     text = f"{BEGIN}seen = {{'loss': 0.0, 'count': 0}}\n{note}note(torch.zeros(4))\nfor x, y in train:\n"

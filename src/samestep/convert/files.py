@@ -112,7 +112,7 @@ def _written(followed: Follower, source: Source, node: ast.Call) -> None:
     if (line := _read_at(followed, followed.path_of(path))) is not None:
         reason = f"every process would write this file, which {line} reads; {_FIRST}"
         followed.findings.gap(source, node, reason)
-    elif name.endswith("open"):
+    elif _opens(name):
         opens, closes = "()" if isinstance(path, ast.IfExp) else ("", "")
         no_file = f'{closes} if samestep.init().rank == 0 else "/dev/null"'
         before, after = source.wrapped(path, opens, no_file)
@@ -127,7 +127,12 @@ def _writes(node: ast.Call) -> bool:
     modes = [*node.args[1:2], *(mode.value for mode in node.keywords if mode.arg == "mode")]
     modes = node.args[:1] if name.endswith(".open") else modes
     chosen = (_MODE.fullmatch(str(mode.value)) for mode in modes if isinstance(mode, ast.Constant))
-    return bool(node.args) and (any(chosen) if name.endswith("open") else bool(_WRITES.search(name)))
+    return bool(node.args) and (any(chosen) if _opens(name) else bool(_WRITES.search(name)))
+
+
+def _opens(name: str) -> bool:
+    """Whether a call of this name opens a file; `os.popen` starts a command."""
+    return name.rpartition(".")[2] == "open"
 
 
 def _path_of(node: ast.Call) -> ast.expr:
