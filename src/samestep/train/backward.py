@@ -225,7 +225,8 @@ class Backward(Member):
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         """Print a remark where the reduction does not fit `replicate(loss=...)`; note the loss's terms and factors."""
-        spine, (reduction, count) = self._spine, self._reduction_of(loss)
+        spine, found = self._spine, reduction_of(loss)
+        reduction, count = self._kind_of(found)
         share, averaged = spine.trained, spine.loss or Averaged()
         adds = spine.models.adds(leaves_before(loss))
         if reduction == "mean" and share is not None and not adds and self._is_counted(share):
@@ -235,7 +236,7 @@ class Backward(Member):
             elif share not in self._terms and len(self._terms) == _FIRST_LOSSES:
                 del self._terms[next(iter(self._terms))]
             # (a + b) / 2 may be of two losses or of two samples
-            first = math.nan if reduction_of(loss)["divisor"] == share.mine else count
+            first = math.nan if found["divisor"] == share.mine else count
             counts = [-1.0] if averaged.does else [first, *self._counts_of_addends(loss, share)]
             zeros = [0.0] * (_MOST_MEANS - len(counts))
             self._terms[share] = [self._terms_in(count or 0.0) for count in (*counts, *zeros)]

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 _SCALED = ("Mul", "Div", "Neg", "ToCopy", "View", "Squeeze", "Clone")
-_ADDED = ("Add", "Sub", "Rsub", "Stack")
-_PASSED = (*_SCALED, *_ADDED[:3])
+_ADDED = ("Add", "Sub", "Rsub")
+_PASSED = (*_SCALED, *_ADDED)
 _NEAR = 8
 
 
@@ -41,7 +41,7 @@ def addends_of(loss: torch.Tensor, most: int) -> list[dict[str, Any]]:
             node = child
         if name_of(node).startswith(("Mean", "Sum")) and name_of(_only_child(node)).startswith("Stack"):
             node = _only_child(node)
-        if name_of(node).startswith(_ADDED):
+        if name_of(node).startswith((*_ADDED, "Stack")):
             queue += [child for child, _ in reversed(node.next_functions) if child is not None]
         else:
             found.append(_reduction_at(top))
