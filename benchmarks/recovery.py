@@ -94,6 +94,7 @@ def steps_per_second(seconds: float, kill_s: float | None, *options: str) -> flo
             notes, until = Path(home, "steps"), time.monotonic() + START_S
             while len(new_steps(notes)) < 100 and time.monotonic() < until:
                 time.sleep(0.1)
+            assert len(new_steps(notes)) >= 100, f"the run took no 100 steps in {START_S:.0f} s"
             time.sleep(4.0)  # the warm process is ready for the first kill
             began = time.monotonic()
             for number in itertools.count(1):
