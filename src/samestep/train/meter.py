@@ -54,7 +54,7 @@ class Meter(Member, Subscriber):
         self._planned = self._spare_workers = self._mine = self._all = 0
         self._open: set[Pass] = set()
         self._asked = os.environ.get("SAMESTEP_METER", "")
-        group.before_ctrl_c = self.close
+        group.leaving.before_ctrl_c = self.close
         self._most = int(os.environ.get("SAMESTEP_MEASURE_STEPS", 0))
         if os.environ.get("SAMESTEP_PROFILE"):
             group.the(Profile)

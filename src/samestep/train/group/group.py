@@ -1,42 +1,33 @@
 """All ranks of a run as an object, which can be closed and opened again in the same process."""
 
-import builtins
 import faulthandler
 import gc
-import multiprocessing
 import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from traceback import walk_tb
-from types import TracebackType
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
 from samestep.errors import SamestepError, UsageError
-from samestep.failure import add_remedy, is_users, write_failure
+from samestep.failure import write_failure
 from samestep.placement.launchers import count
 from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.text import reason_of
 from samestep.train.group.census import Item, added, by_rank, item_of, merged, of_kind, value_of
-from samestep.train.group.control import LEFT, Join, exchange, left_at, place_of, script_frame, users_line
+from samestep.train.group.control import Join, exchange, place_of
+from samestep.train.group.leaving import Leaving
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output
 from samestep.train.group.watch import MutualWatch, note_raised
 
 T = TypeVar("T", bound="Member")
-_LEAVE = timedelta(seconds=1)
 _PIECE = 1 << 24
 _MARK = 8
-_EXITS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 
 
 class Member:
@@ -77,27 +68,17 @@ class Group:
         self._marks: list[tuple[Callable[[], bytes], Callable[[list[bytes], str], None]]] = []
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
-        self.failed: int | None = None
-        # called before the traceback of a Ctrl-C is shown
-        self.before_ctrl_c: Callable[[], None] | None = None
         self._said: set[str] = set()
-        self._left, self._output = "", output
-        self._exit_code: Any = None
-        self._script = script_frame()
-        self._exits = [(home, name, getattr(home, name)) for home, name in _EXITS if hasattr(home, name)]
-        for home, name, _ in self._exits:
-            setattr(home, name, self._note_exit)
-        self._excepthook: Callable[..., Any] = sys.excepthook
-        sys.excepthook = self._note_failure
         self._watch = MutualWatch(self, tree) if tree and world.launcher != "samestep" else None
+        self.leaving = Leaving(self, self._watch, output)
         self._closed = threading.Event()
         if tree and pulse and self._watch is None:
             threading.Thread(target=note_raised, args=(pulse, self._closed), daemon=True).start()
 
     @property
-    def leaving_code(self) -> int:
-        """The exit code with which this rank has left its script, by an exception or `sys.exit`; 0 before."""
-        return self.failed or _code_of(self._exit_code) if self.phase[0] == "end" else 0
+    def is_connected(self) -> bool:
+        """Whether this rank is still connected to others."""
+        return self._tree is not None
 
     def the(self, kind: type[T]) -> T:
         """The group's member of this class."""
@@ -154,7 +135,7 @@ class Group:
 
     def enter(self, phase: str, call: str = "") -> None:
         """Note what this rank does from now on: one of rundir's PHASES, and the call with its line."""
-        self.phase, self.phase_began, self._left = (phase, call), time.monotonic(), ""
+        self.phase, self.phase_began, self.leaving.left = (phase, call), time.monotonic(), ""
         self.waits += phase in WAITS
         if self.pulse is not None:
             self.pulse.enter(phase, call)
@@ -169,9 +150,9 @@ class Group:
         try:
             yield
         finally:
-            left = self._left  # set if sys.exit ends the block, as in a hook of backward
+            left = self.leaving.left  # set if sys.exit ends the block, as in a hook of backward
             self.enter(*before)
-            self._left = left
+            self.leaving.left = left
 
     def waiting(self, call: str) -> AbstractContextManager[None]:
         """Context manager: this rank is in a call that ends only when all ranks have reached it."""
@@ -203,7 +184,7 @@ class Group:
         self._marks.clear()
         self._phases_heard.clear()
         self._closed.set()
-        self.enter("end", self._left)
+        self.enter("end", self.leaving.left)
         if self._watch is not None:
             self._watch.close()
         for member in reversed(self._members.values()):
@@ -216,73 +197,17 @@ class Group:
         self._members.clear()
         if self._tree is not None:
             gc.collect()
-            self._meet_at_end()
+            self.leaving.meet()
             if self._tree.lost is not None:
-                self._exit_code = self._exit_code or 1
+                self.leaving.status = self.leaving.status or 1
             self._tree.leave(self._place)
             self._tree = None
         if dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
-        if sys.excepthook == self._note_failure:
-            sys.excepthook = self._excepthook
-        for home, name, before in self._exits:
-            if getattr(home, name) == self._note_exit:
-                setattr(home, name, before)
+        self.leaving.remove_hooks()
         restore_environment(self._variables)
         return saved
-
-    def leave(self) -> None:
-        """End the group at the end of the interpreter, without a call of the script.
-
-        A failed rank does not wait for others: it exits at once with the code of its failure.
-        """
-        error = getattr(sys, "last_value", None)
-        if error is not None and sys.excepthook != self._note_failure and not hasattr(sys, "ps1"):
-            self._record_failure(error)  # the script has put another hook in the place of this one
-        if self._watch is not None:
-            # `srun --kill-on-bad-exit` stops the ranks that leave last, and would give 143 for their own code
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if self._output is not None:
-            # before the ranks come together: after it they end at once, and Slurm gives the code of the first
-            self._output.close()
-        if self.failed is not None:
-            if self._watch is not None:
-                self._watch.end_all(self.failed)
-            self.end(self.failed)
-        for child in multiprocessing.active_children():
-            if child.daemon:
-                # as Python does later; torch waits 5 s for a loader worker whose iterator is collected as garbage
-                child.terminate()
-        if not self.close():
-            self._exit(1)
-        self._note_end(_code_of(self._exit_code))
-
-    def end(self, code: int) -> NoReturn:
-        """End this process now, without waiting for other ranks."""
-        for child in multiprocessing.active_children():
-            child.kill()
-        self._exit(code)
-
-    def _meet_at_end(self) -> None:
-        """Collective. Wait for the others for a moment; if they go on and this rank has an exit code, end them."""
-        _, left = self.phase
-        try:
-            self.all_gather("the end of the script", patience=_LEAVE)
-        except SamestepError:
-            if self._watch is not None and (code := _code_of(self._exit_code)):
-                say(f"rank {self.world.rank} of {self.world.size} {left} with exit code {code}")
-                self._watch.end_all(code)
-
-    def _exit(self, code: int) -> NoReturn:
-        self._note_end(code)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    def _note_end(self, code: int) -> None:
-        if self._output is not None:
-            self._output.note_end(code)
 
     def _exchange(
         self, call: str, mine: Sequence[Item], join: Join, patience: timedelta | None = None
@@ -313,51 +238,6 @@ class Group:
                 if len(set(values)) > 1:
                     differ(values, call)
         return [item for item in answer if item.kind not in ("place", "marks")]
-
-    def _note_exit(self, *status: Any) -> NoReturn:
-        """Replaces sys.exit: notes the line, and the exit code, in case the process ends."""
-        self._left, self._exit_code = f"{LEFT} {users_line()}", status[0] if status else None
-        raise SystemExit(*status)
-
-    def note_end_of_script(self) -> None:
-        """Local. Note that the script's last line has run; not in processes that it has forked."""
-        if self._tree is not None and self.failed is None and os.getpid() == self._pid:
-            left = self._left or left_at(self._script)
-            self._exit_code = self._exit_code if self._left else None  # the script may have caught it
-            self.enter("end", left)
-            self._left = left
-            if code := _code_of(self._exit_code):  # what keeps it from ending may keep the others waiting
-                write_failure(os.environ, SystemExit(code), code)
-
-    def _note_failure(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        code = self._record_failure(error)
-        if code == 130 and self.before_ctrl_c is not None:
-            self.before_ctrl_c()
-        show = partial(self._excepthook, kind, error, traceback)
-        if self._watch is None or code != 1:
-            show()
-        else:
-            self._watch.tell_failure(error, show)
-
-    def _record_failure(self, error: BaseException) -> int:
-        """Record the exception that ends the script; returns the exit code."""
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if self._tree is not None:
-            self.failed = code
-            frames = [(step.f_code.co_filename, line) for step, line in walk_tb(error.__traceback__)]
-            lines = [f" at {Path(file).name}:{line}" for file, line in frames if is_users(file)]
-            # a thread may keep this process from ending, while other ranks wait for it
-            self.enter("end", f"failed with {type(error).__name__}{''.join(lines[-1:])}")
-        add_remedy(error, self.world.rank)
-        write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
-        return code
-
-
-def _code_of(status: Any) -> int:
-    """The exit code that Python makes of the argument of sys.exit."""
-    return status & 0xFF if isinstance(status, int) else int(status is not None)
 
 
 def open_pulse(rank: int, timeout: timedelta) -> Pulse | None:

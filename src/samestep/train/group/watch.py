@@ -91,15 +91,15 @@ class MutualWatch:
             elif (state := self._state()).waits_now and state.seconds > LEAST_S:
                 # as where a child of the lost rank keeps its connections of torch's open
                 say(f"rank {state.rank} is ended in {state.wait}: {lost}")
-                self._group.end(1)
+                self._group.leaving.end(1)
 
     def _hear(self) -> None:
         for rank, told in self._tree.take_news(_news_from):
             if isinstance(told, int):
-                if self._group.failed is None:
+                if self._group.leaving.failed is None:
                     why = f"since rank {rank} has ended with exit code {told}"
                     say(f"rank {self._tree.number} is ended, {why}")
-                self._group.end(told)
+                self._group.leaving.end(told)
             elif 0 <= told.rank < self._tree.size:
                 self._heard[told.rank] = time.monotonic(), told
 
@@ -121,12 +121,12 @@ class MutualWatch:
         if hang and hang.seconds >= STUCK_S and run and (run / STOP).exists():
             say(f"rank {mine.rank} is ended by `samestep stop`, which no rank of a hung run hears")
             self.end_all(128 + signal.SIGTERM)
-            self._group.end(128 + signal.SIGTERM)
-        code = self._group.leaving_code
+            self._group.leaving.end(128 + signal.SIGTERM)
+        code = self._group.leaving.code
         if hang and code and hang.seconds >= GONE_S and mine.rank in {state.rank for state in hang.missing}:
             say(f"rank {mine.rank} is ended, for which others wait: it {mine.call}")
             self.end_all(code)
-            self._group.end(code)
+            self._group.leaving.end(code)
         if hang and not self._told and min(state.rank for state in hang.waiting) == mine.rank:
             self._told = hang
             say(hang.sentence(LEAST_S))

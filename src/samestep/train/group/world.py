@@ -255,14 +255,14 @@ def _load_and_freeze() -> None:
 
 def _note_end_of_script() -> None:
     if _group is not None:
-        _group.note_end_of_script()
+        _group.leaving.note_end_of_script()
 
 
 def _leave(pid: int) -> None:
     if os.getpid() != pid:
         return
     if _group is not None:
-        _group.leave()
+        _group.leaving.at_exit()
     elif dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()
