@@ -321,7 +321,8 @@ def test_a_total_of_what_all_processes_have_is_listed():
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ("from x import SummaryWriter\nwriter = SummaryWriter()", "every process would write here"),
+        ("from x import SummaryWriter\nwith SummaryWriter() as writer:\n    pass", "every process would write here"),
+        ("wandb.init(mode='offline')", "every process would write here"),
         ("x = torch.rand(8, 4)\nmodel(x).sum().backward()", "no samestep.loader shares"),
         (f"for x, y in train:\n{STEP}    if loss.item() > 1:\n        break\nfor x, y in train:\n"
          "    if model(x).max() > 9:\n        break", "decide when the loop ends"),
@@ -330,7 +331,7 @@ def test_a_total_of_what_all_processes_have_is_listed():
         ("for x, y in train:\n    out = model(x)\n    F.cross_entropy(out, y).backward()\nprint(out.std())",
          "is of the last batch"),
         ("from functools import partial\nmake = partial(DataLoader, batch_size=8)", "functools.partial"),
-        ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'", "CUDA_VISIBLE_DEVICES"),
+        ("import os\nos.environ.setdefault('CUDA_VISIBLE_DEVICES', '0')", "CUDA_VISIBLE_DEVICES"),
         ("def make(path):\n    with open(path, 'w') as file:\n        file.write('1')\nmake('data.csv')\n"
          "rows = open('data.csv').read()", "reads; write it inside"),
         ("for (x, y), (a, b) in zip(train, test):\n    F.cross_entropy(model(x) + model(a).mean(0), y).backward()",
@@ -369,7 +370,7 @@ def test_a_complete_patch_exits_with_0_and_an_incomplete_one_with_1():
     done = _run("train.py")
     assert done.exit_code == 0
     assert "+train = samestep.loader(data, batch_size=8, shuffle=True)" in done.stdout
-    Path("train.py").write_text(f"{BEGIN}for x, y in train:\n{STEP}wandb.init()\n")
+    Path("train.py").write_text(f"{BEGIN}for x, y in train:\n{STEP}wandb.init(mode=mode)\n")
     done = _run("train.py")
     assert done.exit_code == 1
     assert "not complete, 1 place left to change by hand:\n  train.py:15: every process would" in done.stderr

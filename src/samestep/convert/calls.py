@@ -18,6 +18,7 @@ from samestep.convert.values import (
     Value,
     Values,
     join,
+    key_of,
     models_of,
     nameless,
     other,
@@ -77,7 +78,7 @@ class Calls(Library):
 
     def _new(self, class_: Class, node: ast.Call, arguments: Values, named: Named) -> Value:
         """A new object of a class of the project."""
-        instance = Instance(class_, self.key(node))
+        instance = self.made[self.key(node)] = Instance(class_, self.key(node))
         value = Value("instance", instance, models_of(*arguments, *named.values()))
         if class_.descends_from("DataLoader"):
             self.gap(node, f"{class_.node.name} is a DataLoader of the project's own; use samestep.loader")
@@ -102,10 +103,12 @@ class Calls(Library):
             if name in ("train", "eval"):
                 self.in_eval = name == "eval" or ast.unparse(node).endswith(".train(False)")
             return self.value(node.func.value)  # type: ignore[attr-defined]
-        if not self.in_forward and (not name or callee.kind == "instance"):
-            self.called.add(callee.of if callee.kind == "model" else callee.of.key)
-            if self.is_model(callee):
-                self.comes_together()
+        holder = self.known[node.func.value] if isinstance(node.func, ast.Attribute) else Value()
+        is_method = self.is_model(holder) and key_of(holder) == key_of(callee)
+        if not is_method:
+            (self.called_inside if self.in_forward else self.called).add(key_of(callee))
+        if not is_method and not self.in_forward and self.is_model(callee):
+            self.comes_together()
         if method is None:
             shared = [argument for argument in (*arguments, *named.values()) if argument.is_shared]
             if any(argument.kind == Kind.OTHER for argument in shared):
@@ -128,7 +131,7 @@ class Calls(Library):
         while isinstance(part, ast.Attribute | ast.Subscript | ast.Name):
             value = self.value(part)
             if self.is_model(value):
-                names.append((ast.unparse(part), value.of if value.kind == "model" else value.of.key))
+                names.append((ast.unparse(part), key_of(value)))
             part = getattr(part, "value", ast.Constant(None))
         while names and names[-1][0] == "self" and frame.call is not None and frame.caller is not None:
             if not isinstance(func := frame.call.func, ast.Attribute):
@@ -168,8 +171,10 @@ class Calls(Library):
         self.without_gradients -= no_gradients
         self.depth = frame.depth
         if frame.yielded:
-            is_shared = join(*frame.yielded).is_shared
-            return Value("each", Loop(Value(Kind.BATCH), "batches")) if is_shared else Value()
+            element = join(*(loop.element for loop in frame.yielded))
+            sizes = {loop.size for loop in frame.yielded if loop.element.is_shared}
+            loop = Loop(element, "batches", size=(*sizes, None)[0], is_mixed=len(sizes) > 1)
+            return Value("each", loop) if element.is_shared else Value()
         return nameless(join(*frame.returned))
 
     def _bind_arguments(self, scope: Scope, params: ast.arguments, arguments: Values, named: Named) -> None:

@@ -15,6 +15,7 @@ from samestep.convert.follow import Follower, follow
 from samestep.convert.project import Findings, Site
 from samestep.convert.source import Source
 from samestep.convert.totals import MADE_OF_SHARE, TOTALS
+from samestep.convert.values import key_of
 from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
@@ -168,10 +169,25 @@ def _replicate(followed: Follower, script: Source) -> None:
     done = set()
     for site in findings.sites:
         calls = [pair for pair in reversed(site.names) if pair[1] in followed.called]
-        name, key = (*calls, site.names[-1])[0]
-        if key is None or key not in done:
-            done.add(key)
-            _place(followed, site, name, key, ', loss="sum"' if adds else "")
+        parts = [] if calls else _called_parts(followed, *site.names[-1])
+        if not calls and not parts and site.names[-1][1] not in {*followed.called_inside, None}:
+            reason = (
+                f"no line calls {site.names[-1][0]}(...), and replicate exchanges the gradients of such calls"
+            )
+            findings.gap(site.source, site.statement, f"{reason} alone; move what uses it into its forward")
+        for name, key in calls[:1] or parts or site.names[-1:]:
+            if key is None or key not in done:
+                done.add(key)
+                _place(followed, site, name, key, ', loss="sum"' if adds else "")
+
+
+def _called_parts(followed: Follower, name: str, key: object) -> list[tuple[str, object]]:
+    """The parts of a model that the script calls instead of the model itself."""
+    if (model := followed.made.get(key)) is None:
+        return []
+    parts = [(part, value) for part, value in model.scope.names.items() if followed.is_model(value)]
+    keys = [(f"{name}.{part}", key_of(value)) for part, value in parts]
+    return [(part, key) for part, key in keys if key in followed.called]
 
 
 def _place(followed: Follower, site: Site, name: str, key: object, options: str) -> None:

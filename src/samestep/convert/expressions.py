@@ -53,7 +53,7 @@ class Expressions(Names):
         return self.shown(node.value).bare
 
     def is_model(self, value: Value) -> bool:
-        is_instance = value.kind == "instance" and value.of.of.descends_from("Module", "Model")
+        is_instance = value.kind == "instance" and value.of.of.descends_from("Module", "Model", "Sequential")
         return value.kind == "model" or is_instance
 
     def _any(self, node: ast.AST) -> Value:
@@ -121,7 +121,8 @@ class Expressions(Names):
             return Value("function", replace(inherited.of, bound=instance)) if inherited else Value()
         if base.kind == "class" and name == "apply" and base.of.descends_from("Function"):
             # `apply` of an autograd.Function calls `forward` with a first argument of torch
-            return Value("function", replace(base.of.find("forward").of, bound=Value()))
+            context = Value("external", "torch.autograd.ctx")
+            return Value("function", replace(base.of.find("forward").of, bound=context))
         return base.of.find(name) or Value()
 
     def shape(self, rows: Value) -> Value:
@@ -158,7 +159,7 @@ class Expressions(Names):
                 return join(*(part for key, part in base.of.items() if key != 0))
             return base if isinstance(node.slice, ast.Slice) else self.part_of(base, key)
         if base.kind in (Kind.ROWS, Kind.SOME, Kind.VIEWS):
-            return self._rows_at(node, base, index)
+            return self.rows_at(node, base, index)
         if base.kind == Kind.ALIKE and index.of == NUMBERED:
             return other(NUMBERED)
         if base.kind == Kind.ALIKE and index.is_shared:
@@ -171,7 +172,7 @@ class Expressions(Names):
             return Value(Kind.ROWS if is_row else Kind.COLUMNS)
         return base.bare
 
-    def _rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:
+    def rows_at(self, node: ast.Subscript, base: Value, index: Value) -> Value:
         first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
         is_all = isinstance(first, ast.Slice) and first.lower is first.upper is None
         if isinstance(first, ast.Constant):

@@ -11,13 +11,25 @@ from samestep.convert.source import Edit, Source
 from samestep.convert.values import Value
 
 _DEVICES = ("cuda", "mps", "xpu")
-_LISTED = {
-    "SummaryWriter": "every process would write here ({}); make it on rank 0 only, and call it there only",
-    "wandb.init": 'every process would write here ({}); pass mode="disabled" on other ranks',
-    "hook": "a hook ({}) gets this process's share, and gradients of it alone; take totals of what it keeps, "
-    "and change gradients after backward()",
-}
+_ALL_WRITE = "every process would write here ({}); make it on rank 0 only, {}"
+_HOOK = (
+    "a hook ({}) gets this process's share, and gradients of it alone; take totals of what it keeps, "
+    "and change gradients after backward()"
+)
 _FIRST = 'write it inside `with samestep.first(per="run"):`, and only where it is missing'
+_NO_WRITER = """\
+class NoWriter:
+    def __getattr__(self, name):
+        return lambda *args, **options: None
+
+"""
+# what a NoWriter has no answer for, or what calls the model on one rank alone
+_ASKS_WRITER = re.compile(rb"\.(get_logdir|file_writer|add_graph)\b|(?i:writer|tb|board)\.log_?dir\b")
+_LOGS = ("FileHandler", "basicConfig")
+_RANDOM = ("torchvision.transforms.", "albumentations.", "kornia.augmentation.")
+_DRAWN_BY_SAMPLE = (
+    "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
+)
 _WRITES = re.compile(r"^(np|numpy)\.save|\.to_csv$")
 _MODE = re.compile(r"[rbt+]*[wax][rbt+]*")
 _READS = re.compile(r"^open$|read|load|exists|isfile|fromtxt")
@@ -64,8 +76,7 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
             item for item in methods if f"self.{getattr(item, 'name', '')}(" in body and item not in called
         ]
     if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(item)) for item in called):
-        remark = "what a sample draws at random is seeded by sample, and differs from what the untouched script draws"
-        followed.findings.note(source, node, remark)
+        followed.findings.note(source, node, _DRAWN_BY_SAMPLE)
     is_used = sum(item.data.count(node.name.encode()) for item in followed.modules) > 1
     if is_used and node not in followed.reached and re.search(r"\.(item|backward)\(|torch\.save", text):
         reason = f"nothing that was followed leads to {node.name}; look at it by hand"
@@ -88,42 +99,99 @@ def _device_of(value: ast.expr) -> str | None:
 def _numbered_device(followed: Follower, source: Source, node: ast.Constant) -> None:
     """Remove the number of "cuda:0": after init(), "cuda" is this process's device."""
     if node.value == "CUDA_VISIBLE_DEVICES":
-        reason = "CUDA_VISIBLE_DEVICES gives all processes the same device; leave it out"
-        followed.findings.gap(source, node, reason)
+        reason = "CUDA_VISIBLE_DEVICES gives all processes the same device"
+        statement = source.statement_of(node)
+        is_set = isinstance(statement, ast.Assign) and source.parents[source.parents[node]] is statement
+        if is_set and source.indent(statement) is not None and source.ends_line(statement):
+            text = "pass  # each process has a device of its own"
+            followed.findings.edit(source.replaced(statement, text))
+            followed.findings.note(
+                source, node, f"{reason}, so it is left out; set it where you start the run"
+            )
+        else:
+            followed.findings.gap(source, node, f"{reason}; leave it out")
     if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
         assigned = source.statement_of(node)
         if not (isinstance(assigned, ast.Assign) and _device_of(assigned.value)):
             followed.findings.edit(source.replaced(node, re.sub(r":\d+", "", source.text(node))))
 
 
-def _written(followed: Follower, source: Source, node: ast.Call) -> None:
-    """Edit or note what every process would write: a directory, a file, a log."""
-    name = ast.unparse(node.func)
-    for listed, reason in _LISTED.items():
-        if f".{name}".endswith((f".{listed}", f"_{listed}")):
-            followed.findings.gap(source, node, reason.format(name))
-    if name in ("os.mkdir", "os.makedirs") and len(node.args) == 1 and not node.keywords:
-        # another process may make it after this process has tested for it
-        findings, end = followed.findings, source.end(node.args[0])
-        findings.edit(source.replaced(node.func, "os.makedirs"), Edit(source, end, end, ", exist_ok=True"))
-    if not _writes(node):
-        return
-    path = _path_of(node)
+def _called(followed: Follower, source: Source, node: ast.Call) -> None:
+    """Edit or note a call that writes for every process, or that draws for each sample."""
+    name, callee = ast.unparse(node.func), str(followed.known.get(node.func, Value()).of)
+    for ending, rule in _BY_NAME.items():
+        if f".{name}".endswith((f".{ending}", f"_{ending}")):
+            rule(followed, source, node)
+    is_random = callee.startswith(_RANDOM) and "Random" in callee
+    if is_random and not any(_DRAWN_BY_SAMPLE in note for note in followed.findings.notes):
+        followed.findings.note(source, node, _DRAWN_BY_SAMPLE)
+    if (path := _path_of(node)) is not None and _writes(node):
+        _written(followed, source, node, path)
+
+
+def _hook(followed: Follower, source: Source, node: ast.Call) -> None:
+    followed.findings.gap(source, node, _HOOK.format(ast.unparse(node.func)))
+
+
+def _made(followed: Follower, source: Source, node: ast.Call) -> None:
+    """Let another process make a directory after this process has tested for it."""
+    if len(node.args) == 1 and not node.keywords:
+        end = source.end(node.args[0])
+        makes = source.replaced(node.func, "os.makedirs")
+        followed.findings.edit(makes, Edit(source, end, end, ", exist_ok=True"))
+
+
+def _written(followed: Follower, source: Source, node: ast.Call, path: ast.expr) -> None:
+    """Let only rank 0 write a file."""
     if (line := _read_at(followed, followed.path_of(path))) is not None:
         reason = f"every process would write this file, which {line} reads; {_FIRST}"
         followed.findings.gap(source, node, reason)
-    elif _opens(name):
+    elif _opens(ast.unparse(node.func)):
         opens, closes = "()" if isinstance(path, ast.IfExp) else ("", "")
         no_file = f'{closes} if samestep.init().rank == 0 else "/dev/null"'
         before, after = source.wrapped(path, opens, no_file)
-        if path not in node.args:  # path.open("w")
+        if path is getattr(node.func, "value", None):  # path.open("w")
             before = replace(before, start=source.start(node), text="open(")
             after = replace(after, end=source.start(node.args[0]), text=f"{no_file}, ")
         followed.findings.edit(before, after)
 
 
+def _without_writer(followed: Follower, source: Source, node: ast.Call) -> None:
+    """Make a SummaryWriter on rank 0 only; the others get an object whose methods do nothing."""
+    around = source.parents[node]
+    if isinstance(around, ast.withitem) or any(_ASKS_WRITER.search(file.data) for file in followed.modules):
+        reason = _ALL_WRITE.format(ast.unparse(node.func), "and call it there only")
+        followed.findings.gap(source, node, reason)
+        return
+    opens, closes = ("", "") if isinstance(around, ast.Assign | ast.AnnAssign | ast.Return) else "()"
+    choice = " if samestep.init().rank == 0 else NoWriter()"
+    followed.findings.edit(*source.wrapped(node, opens, choice + closes))
+    plain = (
+        item
+        for item in source.tree.body
+        if isinstance(item, ast.Assign | ast.FunctionDef | ast.ClassDef | ast.If)
+    )
+    first = next(item for item in plain if not getattr(item, "decorator_list", ()))
+    followed.findings.edit(source.line_before(first, _NO_WRITER.replace("\n", source.line_end)))
+
+
+def _without_wandb(followed: Follower, source: Source, node: ast.Call) -> None:
+    """Disable W&B on all ranks but 0."""
+    given = [keyword.arg for keyword in node.keywords]
+    if "mode" in given or None in given:
+        reason = _ALL_WRITE.format("wandb.init", 'with mode="disabled" on the others')
+        followed.findings.gap(source, node, reason)
+        return
+    end = source.end(node) - 1
+    mode = 'mode="disabled" if samestep.init().rank else None'
+    is_open = source.data[:end].rstrip().endswith((b"(", b","))
+    followed.findings.edit(Edit(source, end, end, mode if is_open else f", {mode}"))
+
+
 def _writes(node: ast.Call) -> bool:
     name = ast.unparse(node.func)
+    if name.endswith(_LOGS):
+        return True
     modes = [*node.args[1:2], *(mode.value for mode in node.keywords if mode.arg == "mode")]
     modes = node.args[:1] if name.endswith(".open") else modes
     chosen = (_MODE.fullmatch(str(mode.value)) for mode in modes if isinstance(mode, ast.Constant))
@@ -132,13 +200,15 @@ def _writes(node: ast.Call) -> bool:
 
 def _opens(name: str) -> bool:
     """Whether a call of this name opens a file; `os.popen` starts a command."""
-    return name.rpartition(".")[2] == "open"
+    return name.rpartition(".")[2] in ("open", *_LOGS)
 
 
-def _path_of(node: ast.Call) -> ast.expr:
+def _path_of(node: ast.Call) -> ast.expr | None:
     """The path in a call that opens a file, also in `path.open("w")`."""
-    is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "open"
-    return node.func.value if is_method else node.args[0]  # type: ignore[attr-defined]
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "open":
+        return node.func.value
+    names = [keyword.value for keyword in node.keywords if keyword.arg in ("filename", "file")]
+    return (*node.args, *names, None)[0]
 
 
 def _read_at(followed: Follower, path: str) -> str | None:
@@ -171,8 +241,15 @@ def _import(followed: Follower, source: Source, loaders: set[str], begins: bool)
         followed.findings.edit(source.line_before(first, "samestep.init()"))
 
 
+_BY_NAME: dict[str, Callable[[Follower, Source, ast.Call], None]] = {
+    "hook": _hook,
+    "SummaryWriter": _without_writer,
+    "wandb.init": _without_wandb,
+    "os.mkdir": _made,
+    "os.makedirs": _made,
+}
 _RULES: dict[type, Callable[[Follower, Source, Any], None]] = {
-    ast.Call: _written,
+    ast.Call: _called,
     ast.Constant: _numbered_device,
     ast.FunctionDef: _function,
     ast.Attribute: _without_module,

@@ -130,7 +130,10 @@ class Follower(Calls):
             # the object's method may use the share's value in an unknown way
             self.total(receiver)
         if isinstance(node.value, ast.Yield | ast.YieldFrom) and node.value.value is not None:
-            self.frame.yielded.append(self.known[node.value.value])
+            given = self.known[node.value.value]
+            is_from = isinstance(node.value, ast.YieldFrom)
+            size = self.batches.size if self.batches else None
+            self.frame.yielded.append(self.each(given) if is_from else Loop(given, size=size))
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:

@@ -10,6 +10,7 @@ from samestep.convert.rewrites import LOADERS, Rewrites, arguments
 from samestep.convert.signatures import (
     NAMED,
     NUMBERED,
+    STACKS,
     counted,
     dims_of,
     given_to_loss,
@@ -71,6 +72,9 @@ class Library(Rewrites, Expressions):
             self.squeezed(node, values[0], (*node.args, getattr(node.func, "value", node.func))[0])
         if name in NAMED["count"] and values[0].kind in ROWS:
             return counted(values[0], self.batches)
+        filled = values[0].of.get(None) if values[0].kind == "list" else None
+        if name in NAMED["stacked"] and filled is not None and isinstance(filled.of, Loop):
+            return Value(Kind.OTHER, STACKS)
         is_over_rows = over_rows(node, dims_of(name, dims), self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
@@ -148,7 +152,7 @@ class Library(Rewrites, Expressions):
         by_name = arguments(node, ["outputs", "inputs"])
         inputs = self.value(by_name.get("inputs"))
         if inputs.is_shared:
-            return Value(Kind.BATCH)
+            return inputs.bare if inputs.kind in ("list", Kind.BATCH) else Value("list", {0: inputs.bare})
         is_differentiable = getattr(by_name.get("create_graph"), "value", False) is True
         if not self.value(by_name.get("outputs")).is_shared or (is_differentiable and inputs.models):
             return Value()
@@ -215,7 +219,8 @@ class Library(Rewrites, Expressions):
             loop = self.loops[-1]
             if loop.kind == "plain":
                 loop.kind, loop.text, loop.frame, loop.size = "batches", over.text, self.frame, over.size
-            loop.is_mixed |= loop.size != over.size and not (self.without_gradients or self.in_eval)
+            is_mixed = over.is_mixed or loop.size != over.size
+            loop.is_mixed |= is_mixed and not (self.without_gradients or self.in_eval)
         return over.element if over.kind == "batches" else first
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:

@@ -23,7 +23,10 @@ class Names(Totals):
             holder, container = self.place_of(target.value)
             old = holder.find(container) or Value()
             if not isinstance(target.slice, ast.Constant):
-                filled = self._filled(old, value, self.value(target.slice))
+                at = self.value(target.slice)
+                filled = self._filled(old, value, at)
+                if old.kind == filled.kind == Kind.ROWS:
+                    filled = self.rows_at(target, old, at)
                 holder.names[container] = replace(filled, since=old.since)
                 return
             if old.kind in ("dict", Kind.BATCH):
@@ -41,6 +44,8 @@ class Names(Totals):
     def _filled(self, old: Value, value: Value, index: Value) -> Value:
         """The value of a container after an element with a variable index is set."""
         is_mixed = index.kind == Kind.OTHER or (index.is_shared and not old.is_shared)
+        if old.kind == value.kind == Kind.ROWS and not index.is_shared:
+            return old
         if value.kind in ROWS or (is_mixed and not self.in_forward):
             return Value(Kind.OTHER, "is filled by this process's samples")
         return value if value.kind == "list" else join(old, value)

@@ -92,7 +92,7 @@ class Frame:
     depth: int = 0
     statement: ast.stmt | None = None
     returned: Values = field(default_factory=list)
-    yielded: Values = field(default_factory=list)
+    yielded: list[Loop] = field(default_factory=list)
     has_ended: bool = False
     had_batches: bool = False  # whether it has iterated over a loader
 
@@ -147,6 +147,7 @@ class Following:
 
     # defined by subclasses, whose rules use each other
     value: Callable[[ast.AST | None], Value]
+    rows_at: Callable[[ast.Subscript, Value, Value], Value]
     place_of: Callable[[ast.AST], tuple[Scope, str]]
     run: Callable[[Function, Values, Named, ast.Call | None], Value]
     statements: Callable[[Sequence[ast.stmt]], None]
@@ -160,6 +161,8 @@ class Following:
         self.known: dict[ast.AST, Value] = {}  # the latest value of each expression
         self.reached: set[ast.AST] = set()  # functions and loaders that were followed
         self.called: set[Any] = set()  # models that were called
+        self.called_inside: set[Any] = set()  # in the forward of another model
+        self.made: dict[Any, Instance] = {}  # by key
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
         self.loops_made = self.backwards = self.followed = 0

@@ -40,6 +40,7 @@ list        append extend add update insert scale items values get pop setdefaul
 bar         set_postfix set_postfix_str set_description
 looked      gather index_select take take_along_dim
 piece       split chunk unbind
+stacked     array asarray stack tensor as_tensor
 joined      cat concat concatenate vstack row_stack
 """
 _OPERATORS = {"mul": ast.Mult(), "div": ast.Div(), "add": ast.Add(), "sub": ast.Sub()}
@@ -51,6 +52,7 @@ DIVIDES = (
     "is divided by the weights, or the number of targets not ignored, of a share; in an evaluation take "
     'reduction="sum", and samestep.sum(total) / samestep.sum(count) after the loop'
 )
+STACKS = "stacks batches, of which ranks have unlike parts; join them by concatenate or cat"
 NUMBERED = "numbers the samples of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
 

@@ -72,6 +72,11 @@ class Source:
         indent = self.data[self._lines[node.lineno - 1] : self.start(node)].decode()  # type: ignore[attr-defined]
         return indent if not indent.strip() else None
 
+    def ends_line(self, node: ast.AST) -> bool:
+        """Whether nothing but a comment follows on its line."""
+        rest = self.data[self.end(node) :].partition(b"\n")[0].strip()
+        return not rest or rest.startswith(b"#")
+
     def line_before(self, statement: ast.stmt, line: str) -> Edit:
         """Insert a line before a statement; inside a line, insert a statement with `;`."""
         indent, start = self.indent(statement), self.start(statement)

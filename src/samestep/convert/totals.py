@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from samestep.convert.project import Following, Frame, Scope
-from samestep.convert.signatures import DIVIDES, NAMED
+from samestep.convert.signatures import DIVIDES, NAMED, STACKS
 from samestep.convert.source import Edit, Source
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, Values, combined, join
 
@@ -170,7 +170,8 @@ class Totals(Following):
 
     def _edits_of_call(self, node: ast.Call, value: Value) -> Edits | None:
         callee = self.known.get(node.func, Value())
-        if callee.of == "torch.autograd.grad":
+        # what ranks draw differs
+        if callee.of in ("torch.autograd.grad", "torch.randperm") or value.of == STACKS:
             return None
         if callee.of in MEANS_OF_LISTS and self.known[node.args[0]].kind == "list":
             text = self.source.text(node.args[0])
@@ -311,7 +312,7 @@ class Totals(Following):
         is_late &= value.kind not in (NUMBERS - {Kind.MEAN} if batch else NUMBERS)
         if batch is not None and rows.kind in ROWS:
             is_whole = rows.kind in (Kind.ROWS, Kind.BATCH) and self.guard(batch)
-            value = Value(Kind.ROWS) if is_whole else Value(Kind.OTHER, "is a list")
+            value = Value(Kind.ROWS, batch) if is_whole else Value(Kind.OTHER, "is a list")
         elif is_late or (value.is_shared and self.may_total() and not self.batches):
             value = self.total(node.args[0])
         elif value.is_shared and batch is not None:

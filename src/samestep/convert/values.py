@@ -138,6 +138,10 @@ def models_of(*values: Value) -> frozenset[Any]:
     return frozenset().union(*(value.models for value in values))
 
 
+def key_of(model: Value) -> Any:
+    return model.of if model.kind == "model" else model.of.key
+
+
 def nameless(value: Value) -> Value:
     """A value that leaves its function, without the loader's local name."""
     if value.kind == "each":
@@ -173,7 +177,7 @@ def _either(left: Value, right: Value) -> Value:
         return Value(Kind.PART, left.of)
     if kinds <= {Kind.BATCH, Kind.ROWS}:
         return Value(Kind.ROWS)
-    return Value(Kind.OTHER, "is of several kinds") if left.is_shared or right.is_shared else left
+    return other("is of several kinds", left, right) if left.is_shared or right.is_shared else left
 
 
 def combined(op: ast.operator, left: Value, right: Value) -> Value:

@@ -1,0 +1,106 @@
+"""`samestep convert` follows what training scripts of public repositories do to batches and models."""
+
+import pytest
+from convert.test_convert import BEGIN, STEP, _after, _of, _place  # noqa: F401
+
+NET = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.unused = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(1, 1)
+    def logits(self, x):
+        return self.head(self.body(x))
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+"""
+ENDLESS = "def endless(loader):\n    while True:\n        yield from loader\n"
+
+
+@pytest.mark.parametrize("call", ["net.logits(x)", "net.head(net.body(x))"])
+def test_the_parts_of_a_model_that_are_called_in_its_place_are_replicated(call):
+    made = _after(f"{BEGIN}{NET}for x, y in train:\n{STEP.replace('model(x)', call)}")
+    assert "samestep.replicate(net.body)\nsamestep.replicate(net.head)\noptimizer = " in made
+    assert "unused)" not in made
+
+
+def test_a_model_that_no_line_calls_is_listed():
+    net = NET.replace("self.head(self.body(x))", "x @ self.body.weight")
+    gaps = _of(f"{BEGIN}{net}for x, y in train:\n{STEP.replace('model(x)', 'net.logits(x)')}").gaps
+    said = "no line calls net(...), and replicate exchanges the gradients of such calls alone"
+    assert [gap for gap in gaps if said in gap]
+
+
+def test_a_method_of_a_model_from_a_library_is_no_call_of_it():
+    text = f"{BEGIN}{NET}for x, y in train:\n{STEP.replace('model(x)', 'net.body(x)')}"
+    assert "samestep.replicate(net.body)\noptimizer" in _after(text)
+
+
+@pytest.mark.parametrize(("drops", "is_gap"), [(", drop_last=True", False), ("", True)])
+def test_endless_batches_of_two_loaders_are_followed_through_a_generator(drops, is_gap):
+    begin = BEGIN.replace("batch_size=8, shuffle=True", f"batch_size=size{drops}").replace(
+        "batch_size=8", f"batch_size=size{drops}"
+    )
+    lines = f"size = 8\n{ENDLESS}pairs = zip(endless(train), endless(test))\nfor _ in range(4):\n"
+    lines += f"    (x, y), (far, _) = next(pairs)\n{STEP.replace('(x), y)', '(x), y) + model(far).mean()')}"
+    gaps = _of(begin + lines).gaps
+    assert [("two loaders" in gap) for gap in gaps] == [True] * is_gap
+    assert not _of(f"{BEGIN}{ENDLESS}for x, y in endless(train):\n{STEP}").gaps
+
+
+def test_a_function_of_autograd_notes_indices_in_its_context():
+    function = (
+        "class Code(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n"
+        "        at = x.argmax(1)\n        ctx.mark_non_differentiable(at)\n        return at\ncode = Code.apply\n"
+    )
+    net = "class Coded(nn.Module):\n    def forward(self, x):\n        return x + code(x)[:, None]\n"
+    text = f"{BEGIN}{function}{net}coded = Coded()\nfor x, y in train:\n{STEP.replace('(x)', '(coded(x))')}"
+    assert not _of(text).gaps
+
+
+@pytest.mark.parametrize(
+    ("place", "is_gap"),
+    [
+        ("..., 2:4", False),
+        (":, 1:2", False),
+        (":4", True),
+        (":4, 1", True),
+        ("torch.randperm(len(x)), 1", True),
+    ],
+)
+def test_columns_that_are_set_in_a_batch_leave_its_samples_in_place(place, is_gap):
+    for value in (f"out[{place}] * 2", "0"):
+        lines = f"for x, y in train:\n    out = model(x)\n    out[{place}] = {value}\n"
+        lines += "    F.cross_entropy(out, y).backward()\n    optimizer.step()\n"
+        assert bool(_of(BEGIN + lines).gaps) == is_gap
+
+
+def test_a_stack_of_the_batches_of_a_pass_is_listed_and_a_stack_of_steps_is_not():
+    lines = "got = []\nwith torch.no_grad():\n    for x, y in train:\n        got.append(model(x))\n"
+    lines += "print(torch.stack(got).std())\n"
+    (gap,) = _of(f"{BEGIN}for x, y in train:\n{STEP}{lines}").gaps
+    assert "stacks batches, of which ranks have unlike parts; join them by concatenate or cat" in gap
+    steps = "    outs = []\n    for _ in range(3):\n        outs.append(model(x))\n"
+    steps += "    F.cross_entropy(torch.stack(outs).mean(0), y).backward()\n"
+    assert not _of(f"{BEGIN}for x, y in train:\n{steps}").gaps
+
+
+def test_the_order_that_a_rank_draws_is_not_taken_for_the_whole_batch():
+    lines = "for x, y in train:\n    both = torch.cat([x, x])\n    mixed = both[torch.randperm(len(both))]\n"
+    lines += (
+        "    loss = (model(mixed) - model(both)).pow(2).mean()\n    loss.backward()\n    optimizer.step()\n"
+    )
+    assert [gap for gap in _of(BEGIN + lines).gaps if "(randperm)" in gap]
+
+
+def test_a_norm_over_the_samples_of_stacked_gradients_is_listed():
+    lines = "for x, y in train:\n    at = torch.stack([x, x * 2]).requires_grad_()\n    out = model(at)\n"
+    lines += "    slope = torch.autograd.grad(out, at, torch.ones_like(out), create_graph=True)[0]\n"
+    lines += "    ((slope.norm(2, dim=DIM) - 1) ** 2).mean().backward()\n    optimizer.step()\n"
+    assert [gap for gap in _of(BEGIN + lines.replace("DIM", "1")).gaps if "compares samples" in gap]
+    assert not _of(BEGIN + lines.replace("torch.stack([x, x * 2])", "x").replace("DIM", "1")).gaps
+
+
+def test_the_cause_of_a_value_that_is_made_in_two_ways_is_named():
+    lines = "for x, y in train:\n    if wide:\n        loss = model(x[torch.randperm(len(x))]).mean()\n"
+    lines += "    else:\n        loss = model(x).mean()\n    loss.backward()\n    optimizer.step()\n"
+    assert [gap for gap in _of(BEGIN + lines).gaps if "(randperm)" in gap]

@@ -1,0 +1,61 @@
+"""`samestep convert` lets rank 0 alone write logs, and gives each process its own device."""
+
+import runpy
+
+import pytest
+from convert.test_convert import BEGIN, STEP, _after, _of, _place  # noqa: F401
+
+TRAIN = f"for x, y in train:\n{STEP}"
+
+
+def test_a_tensorboard_writer_is_made_on_rank_0_and_takes_totals(tmp_path):
+    text = f"import os\nfrom x import SummaryWriter\n{BEGIN}writer = SummaryWriter('logs')\n{TRAIN}"
+    text += "    writer.add_scalar('loss', loss.item())\n"
+    assert not _of(text).gaps
+    made = _after(text)
+    assert "writer = SummaryWriter('logs') if samestep.init().rank == 0 else NoWriter()\n" in made
+    assert "writer.add_scalar('loss', samestep.mean(loss.item()))" in made
+    class_ = made[made.index("class NoWriter:") :].partition("\n\n")[0]
+    (tmp_path / "silent.py").write_text(f"{class_}\nNoWriter().add_scalar('loss', 1, global_step=2)\n")
+    runpy.run_path(str(tmp_path / "silent.py"))
+
+
+@pytest.mark.parametrize(
+    "asks", ["path = writer.log_dir", "writer.add_graph(model, data)", "writer.get_logdir()"]
+)
+def test_a_tensorboard_writer_that_is_asked_for_its_directory_is_listed(asks):
+    text = f"from x import SummaryWriter\n{BEGIN}writer = SummaryWriter(args.log_dir)\n{TRAIN}"
+    assert not _of(text).gaps
+    (gap,) = _of(f"{text}{asks}\n").gaps
+    assert "every process would write here (SummaryWriter); make it on rank 0 only" in gap
+
+
+@pytest.mark.parametrize(
+    ("call", "becomes"),
+    [
+        ("wandb.init()", 'wandb.init(mode="disabled" if samestep.init().rank else None)'),
+        ("wandb.init(\n    project='p',\n)", "project='p',\nmode=\"disabled\" if samestep.init().rank else None)"),
+        ("logging.FileHandler(log)", 'logging.FileHandler(log if samestep.init().rank == 0 else "/dev/null")'),
+        ("logging.basicConfig(level=1, filename=log)",
+         'logging.basicConfig(level=1, filename=log if samestep.init().rank == 0 else "/dev/null")'),
+        ("logging.basicConfig(level=1)", "logging.basicConfig(level=1)"),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'  # GPU", "pass  # each process has a device of its own  # GPU"),
+    ],
+)  # fmt: skip
+def test_what_every_process_would_write_or_set_is_left_to_one(call, becomes):
+    text = f"import os, logging, wandb\n{BEGIN}{TRAIN}{call}\n"
+    assert f"\n{becomes}\n" in _after(text) or f"    {becomes}\n" in _after(text)
+    assert not _of(text).gaps
+
+
+def test_a_device_that_is_chosen_by_a_variable_is_noted():
+    text = f"import os\n{BEGIN}{TRAIN}os.environ['CUDA_VISIBLE_DEVICES'] = '0'\n"
+    (note,) = _of(text).notes
+    assert "set it where you start the run" in note
+
+
+def test_random_transforms_are_noted_once():
+    text = f"from torchvision import transforms as T\n{BEGIN}both = [T.RandomCrop(3), T.RandomErasing()]\n{TRAIN}"
+    (note,) = _of(text).notes
+    assert "seeded by sample" in note
+    assert not _of(text.replace("Random", "Center")).notes
