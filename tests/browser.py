@@ -87,6 +87,9 @@ def test_a_page_opens_without_an_error_and_fits(
     assert page.locator("h1").count() == 1
     wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(wide) <= 0, "the page scrolls sideways"
+    covers = """[...document.querySelectorAll('pre > .md-code__nav')].filter(
+        n => n.getBoundingClientRect().left < n.nextElementSibling.getBoundingClientRect().right).length"""
+    assert width == "desk" or page.evaluate(covers) == 0, "a button that copies covers code"
     broken = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
     page.wait_for_load_state("networkidle")
     assert page.evaluate(broken) == []

@@ -213,6 +213,20 @@ def test_processes_of_srun_have_as_many_threads_at_each_size(monkeypatch):
     assert [variant.env.get("OMP_NUM_THREADS") for variant in variants([2], ["launcher=run"], None)] == [None]
 
 
+def test_more_processes_than_a_slurm_allocation_holds_are_refused_before_a_run(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "5(x2),3")
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    assert len(variants([1, 5], [], 2)) == 2
+    with pytest.raises(UsageError) as refused:
+        variants([1, 6], [], 2)
+    assert str(refused.value) == (
+        "-n 6 is more than the 5 processes of 2 cores each that this Slurm allocation has room for; use at most 5, or "
+        "fewer --cores"
+    )
+    assert len(variants([6], ["launcher=run"], 2)) == 1
+
+
 def test_one_process_drives_all_devices_of_dataparallel(monkeypatch):
     monkeypatch.setattr("samestep.measure.scale.visible_devices", lambda env: ["0", "1", "2", "3"])
     monkeypatch.setattr(

@@ -52,7 +52,7 @@ def _script(profile: Profile, script: str = "train.py", args: tuple[str, ...] = 
 @pytest.mark.parametrize("name", ASKED)
 def test_the_script_is_the_one_that_is_kept(name: str, tmp_path: Path) -> None:
     for script in ("train.py", "sweep.py"):
-        (tmp_path / script).touch()
+        (tmp_path / script).write_text("from samestep import Checkpoint\n")
     done = _samestep("submit", "--dry-run", *shlex.split(ASKED[name]), cwd=tmp_path)
     assert done.stderr == ""
     script = done.stdout.replace(str(tmp_path), "/home/me")
@@ -240,6 +240,42 @@ def test_a_process_gets_its_share_of_the_cores(profile: str, changed: dict[str, 
     script = _script(replace(load_profile(profile, EMPTY), **changed))  # type: ignore[arg-type]
     assert f"#SBATCH --cpus-per-task={cores}\n" in script
     assert f"export SRUN_CPUS_PER_TASK={cores}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("source", "asks"),
+    [
+        ("import torch, samestep\nsamestep.init()\n", False),
+        ("from samestep import Checkpoint\n", True),
+        ("import samestep\nrun = samestep.Checkpoint('ck')\n", True),
+        ("import signal\nsignal.signal(signal.SIGUSR1, print)\n", True),
+        ("import lightning\n", True),
+        ("import beside\n", True),
+    ],
+)
+def test_a_script_without_a_checkpoint_gets_no_signal_that_would_end_it_early(
+    tmp_path: Path, source: str, asks: bool
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    (tmp_path / "beside.py").write_text("import samestep\nmake = samestep.Checkpoint\n")
+    script = _samestep("submit", "--dry-run", "--profile", "cpu-node", "train.py", cwd=tmp_path).stdout
+    assert ("--signal" in script) == asks
+
+
+def test_a_wait_that_has_no_effect_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    for launcher in ("srun", "torchrun"):
+        done = _samestep("submit", "--dry-run", "--wait", "60", "--launcher", launcher, "train.py", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"wait 60 has no effect with launcher {launcher}" in done.stderr
+    done = _samestep("submit", "--dry-run", "--wait", "60", "--array-ranks", "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_option_that_begins_another_is_answered_with_that(tmp_path: Path) -> None:
+    done = _samestep("submit", "--gpus", "4", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--gpus-per-node" in done.stderr
 
 
 def test_the_output_is_where_the_user_is_told_to_look() -> None:

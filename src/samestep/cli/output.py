@@ -53,8 +53,10 @@ class _Verb(click.Command):
             if isinstance(error, click.MissingParameter) and example:
                 hint = f"write for instance `{example[1]}`"
             elif isinstance(error, click.NoSuchOption) and "options" in {param.name for param in self.params}:
+                longer = [name for param in self.params for name in param.opts if error.option_name in name]
                 error = click.NoSuchOption(error.option_name)
-                hint = f"--option gives sbatch its own, as --option --gres=gpu:1; {hint}"
+                wanted = f"write {' or '.join(longer)}; " if longer else ""
+                hint = f"{wanted}--option gives sbatch its own, as --option --gres=gpu:1; {hint}"
             message, code = f"{_sentence(error)}; {hint}", 2
         except SamestepError as error:
             message, code = str(error), 2 if isinstance(error, UsageError) else 1

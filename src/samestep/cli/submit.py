@@ -73,6 +73,11 @@ def command(script: str, args: tuple[str, ...], profile: str, dry_run: bool, **g
         check(scale_command.make_context("samestep scale", [*job_fields["scale"], script]).params)
     folder = given.pop("run_dir") or os.environ.get("SAMESTEP_RUN_DIR")
     chosen = _over(load_profile(profile, os.environ), given)
+    if given.get("wait") is not None and chosen.launcher != "samestep" and not job_fields["one_run"]:
+        raise UsageError(
+            f"wait {chosen.wait} has no effect with launcher {chosen.launcher}, whose processes start together; leave "
+            "it out, or add --array-ranks or --launcher samestep"
+        )
     is_elsewhere = chosen.container or chosen.setup or script.startswith("-")
     check_script(script, bool(job_fields["module"] or is_elsewhere))
     job = Job(chosen, script, args, run_dir=folder, **job_fields)

@@ -22,6 +22,7 @@ from samestep.measure.trial import Trial
 from samestep.placement.devices import cores as usable_cores
 from samestep.placement.devices import masked, visible_devices
 from samestep.placement.launchers import count
+from samestep.placement.nodelist import tasks_per_node
 from samestep.rundir import step_times_path
 from samestep.start.python import scripts_python
 from samestep.steptimes import Breakdown, breakdown, read_step_times
@@ -164,7 +165,22 @@ def variants(sizes: Sequence[int], vary: Sequence[str], each: int | None) -> lis
             f"--cores {each} is more than the {counted(here, 'core')} here; write at most {here}"
         )
     cores = each or count(os.environ, "SLURM_CPUS_PER_TASK") or max(1, len(usable_cores()) // max(sizes))
-    return [Variant(size, cores, settings) for size in sizes for settings in product(*choices)]
+    chosen = [Variant(size, cores, settings) for size in sizes for settings in product(*choices)]
+    _check_room(chosen, cores)
+    return chosen
+
+
+def _check_room(chosen: Sequence[Variant], cores: int) -> None:
+    """Refuse more processes than the Slurm allocation has cores for: srun would, after the smaller sizes have run."""
+    nodes = tasks_per_node(text) if (text := os.environ.get("SLURM_JOB_CPUS_PER_NODE")) else []
+    room = sum(here // cores for here in nodes)
+    most = max((variant.processes for variant in chosen if variant.launcher[:1] == ["srun"]), default=0)
+    if nodes and most > room:
+        of_cores = f" of {counted(cores, 'core')} each"
+        raise UsageError(
+            f"-n {most} is more than the {counted(room, 'process')}{of_cores} that this Slurm allocation has room for; "
+            f"use at most {room}, or fewer --cores"
+        )
 
 
 def measure(plan: Plan, report: Callable[[int, str, str], None]) -> list[Measured]:

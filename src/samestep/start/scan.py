@@ -11,6 +11,7 @@ _JOINS = (
     "detectron2 fastai xformers"
 )
 JOINS = frozenset(_JOINS.split())
+_STOPS = re.compile("Checkpoint|SIGUSR1|lightning|composer|submitit|hydra")
 _EARLY = re.compile("(OMP|KMP|GOMP|MKL|OPENBLAS|TORCH|ATEN)_[A-Z]")
 _MOST_FILES = 50
 
@@ -41,6 +42,12 @@ def imports_torch(script: Path) -> bool:
     """Whether the script, or a file beside it that it imports, imports torch or samestep."""
     names = {name.partition(".")[0] for _, tree in _files(script) for name in imported(tree)}
     return bool(names & {"torch", "samestep"})
+
+
+def may_stop_early(script: Path) -> bool:
+    """Whether the script, or a file beside it that it imports, may commit or end in order at a signal; True if unknown."""
+    files = list(_files(script))
+    return not files or any(_STOPS.search(ast.dump(tree)) for _, tree in files)
 
 
 def names_early_variable(script: Path) -> bool:

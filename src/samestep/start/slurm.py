@@ -16,6 +16,7 @@ from samestep.errors import UsageError
 from samestep.files import make_private_directory
 from samestep.rundir import CHECKPOINTED
 from samestep.start.profiles import Profile
+from samestep.start.scan import may_stop_early
 from samestep.text import reason_of
 
 LAUNCHERS = ("srun", "samestep", "torchrun")
@@ -273,16 +274,18 @@ def _options(job: Job) -> Iterator[tuple[str, object]]:
         "array": f"0-{profile.nodes * job.tasks - 1}" if job.one_run else job.array,
         "output": job.output,
         "open-mode": "append",
-        "signal": profile.signal or (_early_signal(profile) if job.scale is None else None),
+        "signal": profile.signal or _early_signal(job),
     }
     yield from ((name, value) for name, value in requests.items() if value)
 
 
-def _early_signal(profile: Profile) -> str | None:
+def _early_signal(job: Job) -> str | None:
     """USR1 two minutes before the end, later in a short job; Slurm may send it up to a minute earlier."""
-    early = min(120, _seconds(profile.time) // 2 - 60) if profile.time else 120
-    # torchrun does not forward this signal; it would only end by it.
-    return f"USR1@{early}" if early > 0 and profile.launcher != "torchrun" else None
+    limit = job.profile.time
+    early = min(120, _seconds(limit) // 2 - 60) if limit else 120
+    # it would only end a script that does not expect it, and torchrun, which does not forward it
+    expects = job.scale is None and job.profile.launcher != "torchrun" and may_stop_early(Path(job.script))
+    return f"USR1@{early}" if early > 0 and expects else None
 
 
 def _seconds(limit: str) -> int:
