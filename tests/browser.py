@@ -116,6 +116,8 @@ def test_every_link_of_a_page_leads_to_something(page: Any, address: str, name: 
         ("fewer samples than ranks", "data"),
         ("IterableDataset", "data"),
         ("NCCL watchdog", "troubleshooting"),
+        ("early stopping", "checkpoints"),
+        ("best checkpoint", "checkpoints"),
     ],
 )
 @pytest.mark.parametrize("opened", ["by a server", "from a disk"])

@@ -99,6 +99,20 @@ def test_the_digits_are_learnt_alike_by_one_process_and_by_more(
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_the_best_epoch_is_kept_and_an_early_stop_holds_after_a_resume(nest: Nest, tmp_path: Path) -> None:
+    words = ("--lr", 0.1, "--batch-size", 64, "--patience", 2)
+    printed = ""
+    for size, epochs in ((2, 3), (3, 30), (2, 30)):  # more epochs after a stop change nothing
+        printed += run_forked(nest, tmp_path, size, EXAMPLES / "digits_best.py", *words, "--epochs", epochs)
+    found = [float(accuracy) for accuracy in re.findall(r"^epoch \d+: ([\d.]+)%$", printed, re.MULTILINE)]
+    # each start evaluates the epoch that it resumes once more
+    assert 4 < len(found) < 25
+    bests = [float(best) for best in re.findall(r"^best ([\d.]+)%$", printed, re.MULTILINE)]
+    assert (bests[0], bests[1:]) == (max(found[:3]), [max(found)] * 2)
+    assert list(torch.load(tmp_path / "best.pt", weights_only=True))[0] == "conv1.weight"
+
+
 @pytest.fixture(scope="module")
 def data(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny data sets of all kinds in one directory."""
