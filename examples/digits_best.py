@@ -33,7 +33,9 @@ parser.add_argument("--epochs", type=int, default=10, help="passes over the trai
 parser.add_argument("--batch-size", type=int, default=32, help="images in one step (default: 32)")
 parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order (default: 0)")
 parser.add_argument("--lr", type=float, default=0.05, help="learning rate (default: 0.05)")
-parser.add_argument("--patience", type=int, default=3, help="epochs without a better one before the end (default: 3)")
+parser.add_argument(
+    "--patience", type=int, default=3, help="epochs without a better one before the end (default: 3)"
+)
 parser.add_argument("--dry-run", action="store_true", help="one step and one test batch, then stop")
 args = parser.parse_args()
 

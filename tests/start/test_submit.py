@@ -265,7 +265,9 @@ def test_a_script_without_a_checkpoint_gets_no_signal_that_would_end_it_early(
 def test_a_wait_that_has_no_effect_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     for launcher in ("srun", "torchrun"):
-        done = _samestep("submit", "--dry-run", "--wait", "60", "--launcher", launcher, "train.py", cwd=tmp_path)
+        done = _samestep(
+            "submit", "--dry-run", "--wait", "60", "--launcher", launcher, "train.py", cwd=tmp_path
+        )
         assert (done.returncode, done.stdout) == (2, "")
         assert f"wait 60 has no effect with launcher {launcher}" in done.stderr
     done = _samestep("submit", "--dry-run", "--wait", "60", "--array-ranks", "train.py", cwd=tmp_path)
