@@ -110,7 +110,7 @@ def test_the_best_epoch_is_kept_and_an_early_stop_holds_after_a_resume(nest: Nes
     assert 4 < len(found) < 25
     bests = [float(best) for best in re.findall(r"^best ([\d.]+)%$", printed, re.MULTILINE)]
     assert (bests[0], bests[1:]) == (max(found[:3]), [max(found)] * 2)
-    assert list(torch.load(tmp_path / "best.pt", weights_only=True))[0] == "conv1.weight"
+    assert next(iter(torch.load(tmp_path / "best.pt", weights_only=True))) == "conv1.weight"
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def imports_torch(script: Path) -> bool:
 
 
 def may_stop_early(script: Path) -> bool:
-    """Whether the script, or a file beside it that it imports, may commit or end in order at a signal; True if unknown."""
+    """Whether the script, or a file beside it that it imports, may react to a signal; True if unknown."""
     files = list(_files(script))
     return not files or any(_STOPS.search(ast.dump(tree)) for _, tree in files)
 
