@@ -13,6 +13,10 @@ class Net(nn.Module):
 net = Net()
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 """
+MIXED = (
+    "this loop takes batches of two loaders, of which a process may have unlike parts; give both one batch_size and "
+    "drop_last=True, or add up samestep.mean(loss, weight=len(batch)) of each loader's loss"
+)
 ENDLESS = "def endless(loader):\n    while True:\n        yield from loader\n"
 
 
@@ -104,3 +108,75 @@ def test_the_cause_of_a_value_that_is_made_in_two_ways_is_named():
     lines = "for x, y in train:\n    if wide:\n        loss = model(x[torch.randperm(len(x))]).mean()\n"
     lines += "    else:\n        loss = model(x).mean()\n    loss.backward()\n    optimizer.step()\n"
     assert [gap for gap in _of(BEGIN + lines).gaps if "(randperm)" in gap]
+
+
+def test_a_loop_that_only_shows_gradients_updates_no_model():
+    lines = f"for x, y in train:\n{STEP}    last = list(model.children())[-1]\n"
+    shown = "    for name, p in last.named_parameters():\n        log(name, p.grad.norm())\n"
+    assert not _of(f"{BEGIN}{lines}{shown}").gaps
+    changed = shown.replace("log(name, p.grad.norm())", "p.data.add_(p.grad)")
+    assert [gap for gap in _of(f"{BEGIN}{lines}{changed}").gaps if "no line calls last(...)" in gap]
+
+
+@pytest.mark.parametrize(("after", "is_gap"), [(True, False), (False, True)])
+def test_a_batch_of_another_loader_counts_only_before_the_backward(after, is_gap):
+    other = "    far, _ = next(iter(test))\n"
+    lines = f"{STEP}{other}" if after else f"{other}{STEP}"
+    assert [gap for gap in _of(f"{BEGIN}for x, y in train:\n{lines}").gaps if "two loaders" in gap] == [
+        f"train.py:14: {MIXED}"
+    ] * is_gap
+
+
+def test_a_mean_of_a_batch_of_another_loader_is_listed():
+    shown = "    far, near = next(iter(test))\n    print(F.cross_entropy(model(far), near).item())\n"
+    (gap,) = _of(f"{BEGIN}for x, y in train:\n{STEP}{shown}").gaps
+    assert "may be of another loader's batch; write samestep.mean(value, weight=len(batch))" in gap
+
+
+def test_two_loaders_that_a_function_evaluates_are_left_together():
+    begin = BEGIN.replace("model =", "last = DataLoader(data, batch_size=8)\nmodel =")
+    function = "def worst(loader):\n    got = 0\n    with torch.no_grad():\n        for x, y in loader:\n"
+    function += (
+        "            got = max(got, model(x).max().item())\n    return got\nprint(worst(test), worst(last))\n"
+    )
+    found = _of(f"{begin}for x, y in train:\n{STEP}{function}")
+    assert not found.gaps
+    assert [note.partition(": this DataLoader")[0] for note in found.notes] == ["train.py:7", "train.py:8"]
+
+
+def test_a_method_that_picks_parameters_names_the_model():
+    picks = "    def some_params(self):\n        for part in [self.head]:\n            for p in part.parameters():\n"
+    picks += "                yield p\nnet = Net()\n"
+    net = NET.replace("net = Net()\n", picks).replace("net.parameters()", "[{'params': net.some_params()}]")
+    net = net.replace("def logits", "def forward")
+    made = _after(f"{BEGIN}{net}for x, y in train:\n{STEP.replace('model(', 'net(')}")
+    assert "samestep.replicate(Net())" in made or "net = samestep.replicate(net)" in made
+
+
+def test_an_average_that_begins_with_the_first_loss_is_of_the_whole_batch():
+    lines = "    if mean is None:\n        mean = loss.item()\n"
+    lines += "    else:\n        mean = 0.9 * mean + 0.1 * loss.item()\n"
+    text = f"{BEGIN}mean = None\nfor x, y in train:\n{STEP}{lines}    print(mean)\n"
+    assert "mean = samestep.mean(loss.item())\n" in _after(text)
+    assert "0.9 * mean + 0.1 * samestep.mean(loss.item())" in _after(text)
+    assert not _of(text).gaps
+
+
+@pytest.mark.parametrize("call", ["fit(model)", "fit(net=model)"])
+def test_a_model_whose_optimizer_is_made_in_each_epoch_is_replicated_once(call):
+    begin = BEGIN.partition("optimizer =")[0]
+    fit = f"def fit(net):\n    optimizer = torch.optim.SGD(net.parameters(), 0.1)\n    for x, y in train:\n{STEP}"
+    fit = fit.replace("\n    ", "\n        ").replace("\n        optimizer = t", "\n    optimizer = t")
+    fit = fit.replace("        for x", "    for x").replace("model(", "net(")
+    made = _after(f"{begin}{fit}for epoch in range(3):\n    {call}\n")
+    assert "model = samestep.replicate(model)\nfor epoch in range(3):" in made
+    assert made.count("replicate") == 1
+
+
+def test_a_sum_over_dimensions_that_only_the_run_knows_is_of_the_whole_batch():
+    lines = (
+        "    loss = (model(x).flatten() * 2).sum(dim=DIM).mean()\n    loss.backward()\n    optimizer.step()\n"
+    )
+    text = f"{BEGIN}dims = (-1, -2) if wide else (-1, -2, -3)\nfor x, y in train:\n{lines}"
+    assert "(samestep.gather(model(x)).flatten() * 2).sum(dim=dims)" in _after(text.replace("DIM", "dims"))
+    assert "gather" not in _after(text.replace("DIM", "-1"))

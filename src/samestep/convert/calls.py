@@ -53,7 +53,14 @@ class Calls(Library):
     def _of_ours(self, callee: Value, node: ast.Call, arguments: Values, named: Named) -> Value:
         if callee.kind == "function":
             bound = [] if callee.of.bound is None else [callee.of.bound]
-            return self.run(callee.of, [*bound, *arguments], named, node)
+            result = self.run(callee.of, [*bound, *arguments], named, node)
+            is_of_model = bool(bound) and self.is_model(bound[0]) and "param" in name_of(node)
+            # a method that picks some parameters, as by `yield`
+            return (
+                self.parameters(node)
+                if is_of_model and result.kind == Kind.ALIKE and not result.models
+                else result
+            )
         if callee.kind == "loss":
             return of_loss(callee.of, [*self.together(node.args, arguments), *named.values()], self.batches)
         if callee.kind == "class":
@@ -137,6 +144,12 @@ class Calls(Library):
             if not isinstance(func := frame.call.func, ast.Attribute):
                 break
             frame, names = frame.caller, [(ast.unparse(func.value), names[-1][1])]
+        # replicate once, before the loop that calls this function again and again
+        while len(names) == 1 and frame.loops_before and frame.call is not None and frame.caller is not None:
+            given = _given(frame, names[0][0])
+            if given is None:
+                break
+            frame, names = frame.caller, [(given, names[0][1])]
         names = names or [(ast.unparse(receiver), None)]
         statement = frame.statement if frame is not self.frame else self.source.statement_of(node)
         assert statement is not None
@@ -172,9 +185,8 @@ class Calls(Library):
         self.depth = frame.depth
         if frame.yielded:
             element = join(*(loop.element for loop in frame.yielded))
-            sizes = {loop.size for loop in frame.yielded if loop.element.is_shared}
-            loop = Loop(element, "batches", size=(*sizes, None)[0], is_mixed=len(sizes) > 1)
-            return Value("each", loop) if element.is_shared else Value()
+            sizes = frozenset[str | None]().union(*(loop.sizes for loop in frame.yielded))
+            return Value("each", Loop(element, "batches", sizes=sizes)) if element.is_shared else Value()
         return nameless(join(*frame.returned))
 
     def _bind_arguments(self, scope: Scope, params: ast.arguments, arguments: Values, named: Named) -> None:
@@ -198,3 +210,16 @@ class Calls(Library):
             scope.names[params.kwarg.arg] = join(
                 *(value for name, value in named.items() if name not in names)
             )
+
+
+def _given(frame: Frame, name: str) -> str | None:
+    """The caller's name for what a function gets as this parameter; None if it is no plain name."""
+    parameters = [parameter.arg for parameter in frame.function.args.args]
+    if name not in parameters or frame.call is None:
+        return None
+    at = parameters.index(name)
+    named = [keyword.value for keyword in frame.call.keywords if keyword.arg == name]
+    given = (*named, *frame.call.args[at : at + 1], None)[0]
+    return (
+        given.id if isinstance(given, ast.Name) and not isinstance(frame.call.func, ast.Attribute) else None
+    )

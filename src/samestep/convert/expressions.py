@@ -324,7 +324,7 @@ class Expressions(Names):
             call = over.origin[0] if is_loader and over.origin else None
             if not is_loader:
                 return Loop(Value(Kind.ROWS))
-            return Loop(Value(Kind.BATCH), "batches", over.of, call, size=over.text)
+            return Loop(Value(Kind.BATCH), "batches", over.of, call, sizes=frozenset({over.text}))
         if over.kind in (Kind.ROWS, Kind.ROW, Kind.SOME, Kind.COUNT):
             return Loop(Value(Kind.ROW), "rows")
         if over.kind in ("list", "dict"):

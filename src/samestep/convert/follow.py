@@ -1,15 +1,16 @@
 """Follows a script statement by statement, through the functions and files of its project."""
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from samestep.convert.calls import MOST_STATEMENTS, WITHOUT_GRADIENTS, Calls
 from samestep.convert.project import Class, Frame, Function, Learnt, Scope, copied
-from samestep.convert.source import Source
+from samestep.convert.source import Source, begins_from, updates
 from samestep.convert.totals import ALSO_ALIKE
-from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, join
+from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, join, made_at
 
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
@@ -26,6 +27,7 @@ _OF_THE_LOSS = (
     "compute it from the whole batch, as in `out, y = samestep.gather(model(x)), samestep.gather(y)`; see "
     "docs/losses.md"
 )
+_NO_TOTAL = "is of an evaluation with numbers that have no total"
 _NOT_SHARED = (
     "this loss is computed from data that no samestep.loader shares, so each process trains on all of it; take the "
     "batches from a DataLoader"
@@ -35,16 +37,19 @@ _NOT_SHARED = (
 def follow(script: Source, find: Find) -> "Follower":
     """Follow a script; if numbers of its evaluation have no total, let every process evaluate all samples."""
     follower = _followed(script, find, Learnt())
-    for call in dict.fromkeys(loop.call for loop in follower.passes):
-        trains = any(loop.trains for loop in follower.passes if loop.call is call)
-        if trains or call is None or not (gaps := follower.findings.gaps):
-            continue
-        (source, line), reason = next(iter(gaps.items()))
-        first = f"{source.path.name}:{line}: {reason}; see docs/convert.md"
-        text = f"is of an evaluation with numbers that have no total ({first})"
-        learnt = Learnt(serial={**follower.learnt.serial, call: text})
+    places: dict[Any, dict[ast.expr, None]] = {}  # the loaders that a function or statement evaluates
+    for loop in follower.passes:
+        trains = any(other.trains for other in follower.passes if other.call is loop.call)
+        if loop.call is not None and not trains:
+            places.setdefault(loop.frame.function or loop.frame.statement, {})[loop.call] = None
+    for calls in places.values():
+        if not (gaps := follower.findings.gaps):
+            break
+        learnt = Learnt(serial={**follower.learnt.serial, **dict.fromkeys(calls, _NO_TOTAL)})
         serial_follower = _followed(script, find, learnt)
-        follower = serial_follower if len(serial_follower.findings.gaps) < len(gaps) else follower
+        if len(serial_follower.findings.gaps) < len(gaps):
+            serial_follower.explain(calls, gaps)
+            follower = serial_follower
     return follower
 
 
@@ -69,6 +74,14 @@ class Follower(Calls):
         self.find = find
         self.modules: dict[Source, Scope] = {}
         self.follow_module(script)
+
+    def explain(self, calls: Iterable[ast.expr], gaps: dict[tuple[Source, int], str]) -> None:
+        """Say in the notes of loaders that stay torch's own which of these gaps is gone by that."""
+        place = next((place for place in gaps if place not in self.findings.gaps), next(iter(gaps)))
+        text = f"{_NO_TOTAL} ({place[0].path.name}:{place[1]}: {gaps[place]}; see docs/convert.md)"
+        self.learnt.serial |= dict.fromkeys(calls, text)
+        notes = [note.replace(f"{_NO_TOTAL};", f"{text};") for note in self.findings.notes]
+        self.findings.notes = dict.fromkeys(notes)
 
     def path_of(self, node: ast.expr) -> str:
         """The path in an argument: its text if it is known, else its expression."""
@@ -132,8 +145,8 @@ class Follower(Calls):
         if isinstance(node.value, ast.Yield | ast.YieldFrom) and node.value.value is not None:
             given = self.known[node.value.value]
             is_from = isinstance(node.value, ast.YieldFrom)
-            size = self.batches.size if self.batches else None
-            self.frame.yielded.append(self.each(given) if is_from else Loop(given, size=size))
+            sizes = self.batches.sizes if self.batches else frozenset()
+            self.frame.yielded.append(self.each(given) if is_from else Loop(given, sizes=sizes))
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -211,7 +224,7 @@ class Follower(Calls):
     def _assigned(self, target: ast.expr, node: ast.expr) -> Value | None:
         """The value for a target; None for an addition to the target, which is done here."""
         adds = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-        if adds and _begins_from(node.left, target):  # type: ignore[attr-defined]
+        if adds and begins_from(node.left, target):  # type: ignore[attr-defined]
             self._add(target, node.right)  # type: ignore[attr-defined]
             return None
         is_late = node in self.learnt.eager or self.is_lost(target)
@@ -269,11 +282,22 @@ class Follower(Calls):
         self.statements(node.orelse)
         for name, value in body_names.items():
             else_value = scope.names.get(name, value)
-            scope.names[name] = value if else_value is value else join(else_value, value)
+            scope.names[name] = value if else_value is value else self._either_way(else_value, value)
         self.depth -= 1
         self.uneven -= is_uneven
         if backwards_before < backwards_between < self.backwards:
             self._trained()
+
+    def _either_way(self, *values: Value) -> Value:
+        """The value of a name after both branches; unlike numbers are totalled where they are made."""
+        joined = join(*values)
+        made = [made_at(value) for value in values if value.is_shared]
+        is_late = joined.kind == Kind.OTHER and joined.edits is None and None not in made
+        return (
+            replace(joined, edits=tuple(edit for edits in made for edit in edits or ()))
+            if is_late
+            else joined
+        )
 
     def _trained(self) -> None:
         for loop in self.loops:
@@ -281,7 +305,7 @@ class Follower(Calls):
 
     def _for(self, node: ast.For) -> None:
         over = self.over(node.iter)
-        if over.models and ".grad" in ast.unparse(node):
+        if over.models and updates(node):
             self.optimizes(over)
         self._repeated(node, replace(self.each(over)))
         self.statements(node.orelse)
@@ -316,6 +340,7 @@ class Follower(Calls):
                 # in the next turn this value is of an earlier batch, so it must be totalled where it was made
                 names[name] = Value(Kind.OTHER, "is of an earlier batch", edits=(value.origin[0],))
         self.enter(loop, node)
+        loop.taken = dict.fromkeys(loop.sizes, True)
         for element in loop.objects or (loop.element,):
             if isinstance(node, ast.For):
                 self.bind(node.target, element)
@@ -352,7 +377,7 @@ class Follower(Calls):
         self.backwards += 1
         self.comes_together()
         self._trained()
-        if self.batches is not None and self.batches.is_mixed:
+        if self.batches is not None and sum(self.batches.taken.values()) > 1:
             self.gap(node, _MIXED)
         if loss.kind == Kind.OTHER and loss.edits and self.may_total():
             self.apply(loss.edits)
@@ -368,11 +393,3 @@ class Follower(Calls):
             text = "this loss could not be followed to the batch; see whether it is a mean over its samples"
             self.gap(node, text)
         return Value()
-
-
-def _begins_from(old: ast.expr, target: ast.expr) -> bool:
-    """Whether a sum begins with its target's value, or with `held.get(key, 0)` for the target `held[key]`."""
-    match old, target:
-        case ast.Call(func=ast.Attribute(value=held, attr="get"), args=[key, _]), ast.Subscript():
-            return ast.dump(held) == ast.dump(target.value) and ast.dump(key) == ast.dump(target.slice)
-    return ast.unparse(old) == ast.unparse(target)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from samestep.convert.expressions import Expressions
 from samestep.convert.rewrites import LOADERS, Rewrites, arguments
 from samestep.convert.signatures import (
+    DIMENSIONS,
     NAMED,
     NUMBERED,
     STACKS,
@@ -75,6 +76,12 @@ class Library(Rewrites, Expressions):
         filled = values[0].of.get(None) if values[0].kind == "list" else None
         if name in NAMED["stacked"] and filled is not None and isinstance(filled.of, Loop):
             return Value(Kind.OTHER, STACKS)
+        named = [option.value for option in node.keywords if option.arg in DIMENSIONS]
+        is_reduced = name in NAMED["sum"] | NAMED["mean"] and values[0].kind in ROWS and not self.in_forward
+        if is_reduced and any(isinstance(part, ast.Name) for part in (named or dims)):
+            return other(
+                "is reduced over dimensions that are chosen while the script runs; write them as constants"
+            )
         is_over_rows = over_rows(node, dims_of(name, dims), self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
@@ -208,9 +215,9 @@ class Library(Rewrites, Expressions):
         kinds = [kind for kind in ("batches", "rows") if kind in {part.kind for part in loops}]
         batches = [part for part in loops if part.kind == "batches"]
         elements = Value("list", dict(enumerate(part.element for part in loops)))
-        first_loop = (*batches, Loop())[0]
-        loop = Loop(elements, (*kinds, "plain")[0], first_loop.text, size=first_loop.size)
-        return Value("each", replace(loop, is_mixed=len({part.size for part in batches}) > 1))
+        sizes = frozenset[str | None]().union(*(part.sizes for part in batches))
+        text = (*(part.text for part in batches), None)[0]
+        return Value("each", Loop(elements, (*kinds, "plain")[0], text, sizes=sizes))
 
     def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
         """The value of next(); on an iterator over a loader, the loop around becomes a loop over batches."""
@@ -218,9 +225,9 @@ class Library(Rewrites, Expressions):
         if over.kind == "batches" and self.loops:
             loop = self.loops[-1]
             if loop.kind == "plain":
-                loop.kind, loop.text, loop.frame, loop.size = "batches", over.text, self.frame, over.size
-            is_mixed = over.is_mixed or loop.size != over.size
-            loop.is_mixed |= is_mixed and not (self.without_gradients or self.in_eval)
+                loop.kind, loop.text, loop.frame = "batches", over.text, self.frame
+            is_quiet = bool(self.without_gradients) or self.in_eval
+            loop.taken = {**dict.fromkeys(over.sizes, not is_quiet), **loop.taken}
         return over.element if over.kind == "batches" else first
 
     def _python_range(self, node: ast.Call, values: Values, first: Value) -> Value:

@@ -53,6 +53,7 @@ DIVIDES = (
     'reduction="sum", and samestep.sum(total) / samestep.sum(count) after the loop'
 )
 STACKS = "stacks batches, of which ranks have unlike parts; join them by concatenate or cat"
+DIMENSIONS = ("dim", "dims", "axis")
 NUMBERED = "numbers the samples of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
 
@@ -105,7 +106,7 @@ def dims_of(name: str, args: list[ast.expr]) -> list[ast.expr]:
 
 def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:
     """Whether a reduction is over the samples: it names no dimension, or the first."""
-    named = [keyword.value for keyword in node.keywords if keyword.arg in ("dim", "dims", "axis")]
+    named = [keyword.value for keyword in node.keywords if keyword.arg in DIMENSIONS]
     if not (dimension := [*named, *dims][:1]):
         return True
     parts = dimension[0].elts if isinstance(dimension[0], ast.Tuple | ast.List) else dimension

@@ -109,3 +109,33 @@ def _unreadable(path: Path, error: Exception) -> str:
     if "Missing parentheses in call to" in str(error) or text.startswith(("except", "raise")):
         return f"{path.name}:{line} is Python 2 ({text}); bring it to Python 3 first"
     return f"{path.name}:{line} cannot be parsed ({getattr(error, 'msg', error)}); mend it first"
+
+
+def begins_from(old: ast.expr, target: ast.expr) -> bool:
+    """Whether a sum begins with its target's value, or with `held.get(key, 0)` for the target `held[key]`."""
+    match old, target:
+        case ast.Call(func=ast.Attribute(value=held, attr="get"), args=[key, _]), ast.Subscript():
+            return ast.dump(held) == ast.dump(target.value) and ast.dump(key) == ast.dump(target.slice)
+    return ast.unparse(old) == ast.unparse(target)
+
+
+def updates(node: ast.For) -> bool:
+    """Whether a loop over parameters changes them by their gradients."""
+    names = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+    names = {name for name in names if f"{name}.grad" in ast.unparse(node)}
+    changed: list[ast.expr] = []
+    for part in ast.walk(node):
+        if isinstance(part, ast.AugAssign):
+            changed.append(part.target)
+        elif isinstance(part, ast.Assign):
+            changed += part.targets
+        elif (
+            isinstance(part, ast.Call)
+            and isinstance(part.func, ast.Attribute)
+            and part.func.attr.endswith("_")
+        ):
+            changed.append(part.func.value)
+        elif isinstance(part, ast.Call) and any(".grad" in ast.unparse(given) for given in part.args):
+            changed += part.args
+    texts = [text for text in map(ast.unparse, changed) if ".grad" not in text]
+    return any(re.split(r"[.\[]", text)[0] in names for text in texts)

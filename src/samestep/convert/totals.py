@@ -46,11 +46,16 @@ class Totals(Following):
             reason = value.of if isinstance(value.of, str) else MADE_OF_SHARE
             part, source = self._cause(node, reason)
             self.findings.gap(source, part, f"`{ast.unparse(part)}` {reason}")
-        elif self.may_total():
+        elif self.may_total() and not self._is_mixed(value.edits):
             self.apply(value.edits)
             names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
             totals = [name for name in names if self.known.get(name, value).of == _TOTAL]
             self.findings.alike.update(dict.fromkeys(map(self.span, totals)))
+        elif self.may_total():
+            self.gap(
+                node,
+                f"{text} may be of another loader's batch; write samestep.mean(value, weight=len(batch))",
+            )
         elif self.uneven or self.in_forward or (batch := self.batches) is None:
             where = "in a model" if self.in_forward else "where only some ranks may come"
             self.gap(node, f"{text} is of this process's share, and no total can be taken {where}")
@@ -63,6 +68,11 @@ class Totals(Following):
             )
             self.findings.gap(batch.frame.source, shown, reason)
         return Value(of=_TOTAL, models=value.models)
+
+    def _is_mixed(self, edits: Edits) -> bool:
+        """Whether a mean is taken in a turn with batches of two loaders, of which a process may have unlike parts."""
+        are_means = any(isinstance(edit, Edit) and edit.text.startswith("samestep.mean(") for edit in edits)
+        return are_means and self.batches is not None and len(self.batches.taken) > 1
 
     def _cause(self, node: ast.AST, reason: str) -> tuple[ast.AST, Source]:
         """The part of an expression that has no total; for a name, the expression that made its value."""

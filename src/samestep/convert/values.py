@@ -105,8 +105,9 @@ class Loop:
     objects: tuple[Value, ...] = ()  # the single elements, if they are objects or functions
     frame: Any = None
     rows: str | None = None  # a tensor of the batch
-    size: str | None = None  # what the batches' sizes depend on
-    is_mixed: bool = False  # whether batches come from several loaders with different sizes
+    sizes: frozenset[str | None] = frozenset()  # what its batches' sizes depend on
+    # the sizes of the batches taken in this turn, and whether gradients may come of them
+    taken: dict[str | None, bool] = field(default_factory=dict)
     is_full: bool = False  # whether all batches have the full size: the script reshapes each to it
     lends: bool = False  # whether ranks without a share get another rank's batch
     depth: int = 0
@@ -132,6 +133,12 @@ def other(reason: object, *values: Value, edits: tuple[ast.expr, ...] | None = N
     ordered = sorted(values, key=lambda value: value.edits is not None)
     reasons = [value.of for value in ordered if value.is_shared and isinstance(value.of, str)]
     return Value(Kind.OTHER, str((*reasons, reason)[0]), edits=edits)
+
+
+def made_at(value: Value) -> tuple[Any, ...] | None:
+    """What totals a value where it is made; None if nothing does."""
+    is_number = value.kind in NUMBERS and not isinstance(value.of, Sum)
+    return value.edits or ((value.origin[0],) if is_number and value.origin else None)
 
 
 def models_of(*values: Value) -> frozenset[Any]:
