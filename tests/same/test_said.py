@@ -78,6 +78,11 @@ PADDED = (
     "z = (x * model(x, 0))[..., None]; p = rnn.pack_padded_sequence(z, n, batch_first=True, enforce_sorted=False); "
     "(rnn.pad_packed_sequence(p, batch_first=True)[0].mean(1) * x[:, :1]).mean().backward()"
 )
+TRAINED = "model(x, 0).square().mean().backward()"
+NOISE = f"noise = {{}}; x = x + torch.tensor(noise)[:, None].float(); {TRAINED}"
+IMPORTED = "0); from numpy.random import normal; (0"
+OF_RANK = "g = torch.Generator().manual_seed(world.rank); shift = {}"
+UNLIKE = "a tensor that the loop computes with, and that is no batch's, differs between ranks"
 DRAWN = (
     "import random; lam = random.Random(world.rank).random(); (lam * model(x, 0).square().mean()).backward()"
 )
@@ -87,6 +92,12 @@ DRAWN = (
     ("parts", "said"),
     [
         ({"after": "g = torch.Generator()", "inside": "torch.randn(x.shape, generator=g)"}, "leave generator= out"),
+        ({"after": "g = np.random.default_rng(0)", "inside": NOISE.format("g.normal(size=len(x))")}, "g.normal (train"),
+        ({"after": "r = random.Random(0)", "inside": NOISE.format("[r.random() for row in x]")}, "r.random (train.py:"),
+        ({"seed": IMPORTED, "inside": NOISE.format("normal(size=len(x))")}, "samestep: normal (train"),
+        ({"after": "fixed = torch.randn(8, 1)", "inside": f"x = x + fixed[:len(x)]; {TRAINED}"}, "by their place in"),
+        ({"after": OF_RANK.format("torch.rand(4, generator=g)"), "inside": f"x = x * shift; {TRAINED}"}, UNLIKE),
+        ({"after": "g = np.random.default_rng(world.rank)", "inside": NOISE.format("g.normal(size=1)")}, UNLIKE),
         ({"inside": "torch.distributions.Beta(torch.ones(len(x)), 0.4).sample()"}, "_sample_dirichlet (train.py:"),
         ({"inside": "torch.poisson(x)"}, "poisson (train.py:"),
         ({"inside": "x = x[torch.randperm(len(x))]"}, "randperm (train.py:"),
@@ -122,7 +133,7 @@ DRAWN = (
         ({"after": "copy = nn.BatchNorm1d(4)", "inside": "copy(torch.stack((x, x), 2))"}, "a BatchNorm (train.py:"),
     ],
     ids=[
-        "own-generator",
+        *("own-generator", "numpys-own", "pythons-own", "imported-by-name", "fixed-rows", "of-rank", "drawn-by-rank"),
         *("gamma", "poisson", "permutation", "by-numpy", "by-python", "a-choice-by-numpy", "by-samples-parameters"),
         *("one-by-one", "one-by-one-by-numpy", "one-by-one-by-torch", "in-while", "by-map", "one-by-one-dropout"),
         "one-by-one-of-all",
@@ -143,6 +154,9 @@ def test_what_is_not_the_serial_scripts_is_said_once(parts, said, nest, tmp_path
 
 
 DRAWN_FOR_ALL = """
+model((x * ones[:len(x)] - torch.tensor(own_rng.normal(size=4)) + torch.tensor(np.abs(x.numpy()))).float(), 0)
+static[:len(x)] = x
+x = x * 0.5 + static[:len(x)] - mean
 lam, width, hidden = np.random.beta(0.4, 0.4), np.random.randint(0, 4), torch.rand(2)
 words, classes = np.random.permutation(2), list(range(2))
 lam += torch.distributions.Beta(0.4, 0.4).sample().item()
@@ -159,7 +173,9 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
     """Some are as many as this rank's samples, by chance."""
     script = tmp_path / "train.py"
     inside = indent(DRAWN_FOR_ALL, " " * 8).strip()
-    script.write_text(dedent(SCRIPT).format(**PLAIN | {"inside": inside}))
+    before = "own_rng, ones = np.random.default_rng(0), torch.ones(9, 1)"
+    before += "; static, mean = torch.zeros(9, 4), torch.rand(4)"
+    script.write_text(dedent(SCRIPT).format(**PLAIN | {"inside": inside, "after": before}))
     ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
     assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained
     assert ranks[0].said == ranks[1].said == ranks[2].said

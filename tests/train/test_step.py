@@ -208,7 +208,7 @@ def test_what_mixes_samples_is_not_looked_for_again_after_a_restart(world):
     samestep.replicate(network())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spine().group, "restarts", 1)
-        watching = Watching(spine())
+        watching = Watching(spine(), lambda name, why: "")
         spine().subscribe(watching)
         for _ in samestep.loader(TensorDataset(ROWS[:12]), 12):
             assert watching.places is None

@@ -13,8 +13,6 @@ import struct
 import sys
 from binascii import crc32
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -43,10 +41,10 @@ from samestep.train.subscriber import Subscriber
 _FIRST_LOSSES = _FIRST_BATCHES = 3
 # backward() and grad() both look up _engine_run_backward here; torch 2.13 has no public hook for both
 _AUTOGRAD: Any = torch.autograd
-_TERMS = struct.Struct("<ff")
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Sqrt", "Rsqrt", "Pow", "Lerp", "ToCopy")
 _MANY_LOSSES = 4
 _MOST_MEANS = 3
+_TERMS = struct.Struct(f"<{2 * _MOST_MEANS * _FIRST_LOSSES}f")
 _MOST_NODES = 1000
 _NEAR_NODES = 50
 _REAL = (torch.Tensor, torch.nn.Parameter)
@@ -81,8 +79,7 @@ class Backward(Member):
         # the latest batches that were the first of all or of an epoch; for each the number of terms of each mean in its
         # latest loss, and that number for each sample
         self._terms: dict[Share, list[tuple[float, float]]] = {}
-        for batch, mean in product(range(_FIRST_LOSSES), range(_MOST_MEANS)):
-            group.watch(partial(self._mark_of_terms, batch, mean), partial(self._unlike_terms, mean))
+        group.watch(self._mark_of_terms, self._unlike_terms)
         # constants in the loss: how many the first loss has, its digest, and that of the latest loss with as many
         self._num_weights, self._weight_digests = -1, bytes(8)
         # whether batch/places.py followed a loss; not after a restart: the first start has printed the remarks
@@ -281,9 +278,9 @@ class Backward(Member):
             return False
         return share in self._terms or len(self._terms) < _FIRST_LOSSES or not share.batch_start
 
-    def _mark_of_terms(self, batch: int, mean: int) -> bytes:
-        batches = [terms[mean] for terms in self._terms.values()]
-        return _TERMS.pack(*(*batches, *[(0.0, 0.0)] * _FIRST_LOSSES)[batch])
+    def _mark_of_terms(self) -> bytes:
+        numbers = [number for terms in self._terms.values() for both in terms for number in both]
+        return _TERMS.pack(*numbers, *[0.0] * (2 * _MOST_MEANS * _FIRST_LOSSES - len(numbers)))
 
     def _has_trained(self, loss: torch.Tensor) -> bool:
         """Whether the loss trains parameters on this rank's samples, and not on samples that were gathered."""
@@ -300,30 +297,24 @@ class Backward(Member):
                 what="unlike weights",
             )
 
-    def _unlike_terms(self, mean: int, marks: list[bytes], call: str) -> None:
+    def _unlike_terms(self, marks: list[bytes], call: str) -> None:
         """Print that ranks' numbers of terms are neither equal nor proportional to their shares of a batch."""
-        terms = list(zip(*map(_TERMS.unpack, marks), strict=True))
-        mixing = [rank for rank, count in enumerate(terms[0]) if count < 0]
-        if mixing and mixing[0]:  # else rank 0 has printed a remark with the line
+        numbers = list(zip(*map(_TERMS.unpack, marks), strict=True))
+        of_means = list(zip(numbers[::2], numbers[1::2], strict=True))
+        mixing = {rank for terms, _ in of_means for rank, count in enumerate(terms) if count < 0}
+        if mixing and 0 not in mixing:  # else rank 0 has printed a remark with the line
             self.group.say(
                 f"the loss mixes the samples of a batch on {name_ranks(mixing)}, as where these are sorted, so it is "
                 "not the serial script's: first join the batch with samestep.gather(...)",
                 what="mixed samples",
             )
-        # a rank with few samples may count none but its loss's first mean
-        is_counted = not mixing and (all(terms[0]) if mean else terms[0][0])
-        if (
-            not is_counted
-            or any(map(math.isnan, terms[0]))
-            or any(max(alike) - min(alike) <= 1e-6 * max(alike) for alike in terms)
-        ):
-            return
-        self.group.say(
-            "the loss has a mean over terms, and ranks have unlike numbers of them for each of their samples, as with "
-            "ignore_index, class weights, a mask or padding; so it is not the mean of the whole batch: write "
-            'replicate(model, loss="sum"), and divide the sum of the terms by samestep.sum of their number',
-            what="unlike terms",
-        )
+        if any(_are_unlike(*pair, is_first=at % _MOST_MEANS == 0) for at, pair in enumerate(of_means)):
+            self.group.say(
+                "the loss has a mean over terms, and ranks have unlike numbers of them for each of their samples, as "
+                "with ignore_index, class weights, a mask or padding; so it is not the mean of the whole batch: write "
+                'replicate(model, loss="sum"), and divide the sum of the terms by samestep.sum of their number',
+                what="unlike terms",
+            )
 
     def _compare_unreplicated(self, loss: torch.Tensor, share: Share) -> None:
         """Collective where a second batch trains a leaf outside of all replicas: it has to be equal on all ranks."""
@@ -350,6 +341,14 @@ class Backward(Member):
                 "a torch.nn.Module and replicate that",
                 what="loose",
             )
+
+
+def _are_unlike(terms: Sequence[float], each: Sequence[float], *, is_first: bool) -> bool:
+    """Whether ranks' numbers of terms of a mean differ, and those for each sample too."""
+    # a rank with few samples may count none but its loss's first mean
+    is_counted = min(terms) >= 0 and (terms[0] if is_first else all(terms))
+    alike = (max(counts) - min(counts) <= 1e-6 * max(counts) for counts in (terms, each))
+    return bool(is_counted) and not any(map(math.isnan, terms)) and not any(alike)
 
 
 def _times(gradients: Sequence[Any], factor: float) -> tuple[Any, ...]:

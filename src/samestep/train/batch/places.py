@@ -44,15 +44,17 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_paused: Callable[[], bool] = lambda: False,
         is_new: Callable[[torch.Tensor], bool] = lambda _: False,
         is_joined: Callable[[torch.Tensor], bool] = lambda _: False,
+        note: Callable[[Any, Sequence[Traced]], None] = lambda *_: None,
     ) -> None:
         """inputs: a model's inputs, or a batch's tensors, each with its place of the batch where that is known.
         constants: tensors without a batch dimension, such as parameters.
         is_paused: whether operations are not to be followed now.
         is_new: whether a tensor that no followed operation made, such as one from NumPy, may be of this batch.
-        is_joined: whether a tensor has the rows of all ranks.
+        is_joined: whether a tensor has the rows of all ranks. note: gets each operation with its operands.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_paused, self._is_new, self._is_joined = is_paused, is_new, is_joined
+        self._is_paused, self._is_new = is_paused, is_new
+        self._is_joined, self._look_at = is_joined, note
         # by key_of(tensor): a weak reference to its memory, which another tensor may get later, and the rest of Traced
         self._stored: dict[Any, tuple[Any, ...]] = {}
         # the result's probe while an operation runs: a draw inside of it asks for its place
@@ -135,7 +137,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any, probe: Any, sure: bool) -> None:
         if func._overloadname.endswith("out") or func._schema.is_mutable:
             if func._opname == "copy_":
-                self._note_copied(*args[:2])
+                self._note_copied(func, *args[:2])
             self._note_changed(result, args, probe if sure else None)
             if func._opname not in IN_PLACE:
                 self._note_drawn(func, [self._traced(result)])
@@ -149,6 +151,7 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._uses_guesses:
             operands = [old if old.sure else old._replace(probe=meta_of(old.tensor)) for old in operands]
         self._note_drawn(func, operands)
+        self._look_at(func, operands)
         order = order_kept(func, operands, Traced(result, probe).has_batch)
         if (reordered := self._sizes.reordered(func._opname, args, result, self._traced)) is not None:
             (probe, order), sure = reordered, True
@@ -183,9 +186,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if probe is not None:
                 self._store(self._traced(result)._replace(probe=probe, sure=True))
 
-    def _note_copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
+    def _note_copied(self, func: Any, into: torch.Tensor, source: torch.Tensor) -> None:
         """Follow copy_: the target gets the source's order, and a mixture in a part of it goes into all its views."""
         target, copied = self._traced(into), self._traced(source)
+        self._look_at(func, (target, copied))
         if into.untyped_storage().nbytes() == into.nbytes:
             self._store(target := target._replace(order=copied.order))
         if does := mixed_by_copy(target, copied):
@@ -196,17 +200,17 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _filled(self, result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor | None:
         """The probe of a tensor that is filled from a tensor of the batch, as one_hot fills the zeros that it made."""
-        for arg in args:
-            if not isinstance(arg, torch.Tensor) or arg is result or arg.dim() != result.dim():
-                continue
-            _, probe, sure, *_ = self._traced(arg)
-            if probe is None or not sure or not (place := self._sizes.batch_in(arg, probe)):
-                continue
-            dim, sizes = place[0], list(result.shape)
-            if sizes[dim] == arg.shape[dim]:
-                sizes[dim] = probe.shape[dim]
-                return meta_of(result, sizes)
-        return None
+        tensors = (arg for arg in args if isinstance(arg, torch.Tensor) and arg is not result)
+        probes = (self._sized_like(result, arg) for arg in tensors if self._traced(arg).sure)
+        return next((probe for probe in probes if probe is not None), None)
+
+    def _sized_like(self, result: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+        """A probe with the batch where `like` has it, None where the tensors do not agree there."""
+        if (probe := self._traced(like).probe) is None or like.dim() != result.dim():
+            return None
+        triples = zip(result.shape, like.shape, probe.shape, strict=True)
+        sizes = [in_probe if size == in_like else size for size, in_like, in_probe in triples]
+        return meta_of(result, sizes) if sizes != list(result.shape) else None
 
     def _without_tensors(
         self, name: str, args: Any, result: torch.Tensor, probe: Any, sure: bool
@@ -245,14 +249,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A probe from a tensor of the same sizes: `source`, a distribution's parameters, or x in randn(len(x), 3)."""
         sizes = list(result.shape)
         for _, like in named_tensors(distribution_drawn() if source is None else source):
-            if (probe := self._traced(like).probe) is not None and like.dim() == result.dim() > 1:
-                # feature dropout makes its mask so
-                triples = zip(sizes, like.shape, probe.shape, strict=True)
-                alike = [in_probe if size == in_like else size for size, in_like, in_probe in triples]
-                if alike != sizes:
-                    return meta_of(result, alike)
-        source = measured()
-        if not isinstance(source, torch.Tensor):
+            # feature dropout makes its mask so
+            if result.dim() > 1 and (probe := self._sized_like(result, like)) is not None:
+                return probe
+        if not isinstance(source := measured(), torch.Tensor):
             return None
         behind = zip(sizes[1:], fixed_sizes(len(sizes))[1:], strict=False)
         if any(size == self._sizes.samples.mine and not is_fixed for size, is_fixed in behind):

@@ -10,17 +10,18 @@ import itertools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from samestep.train.backward import is_functional
+from samestep.train.batch.beside import Beside
 from samestep.train.batch.parts import part_at
 from samestep.train.batch.places import BatchPlaces
-from samestep.train.batch.sizes import Place
+from samestep.train.batch.sizes import Place, Traced
 from samestep.train.nested import memory_of, named_tensors
 from samestep.train.passes import Pass, Share
 from samestep.train.script.lines import line_of_draw
@@ -67,7 +68,7 @@ class Again:
 class Watching(Subscriber):
     """Holds the BatchPlaces that runs now (`places`) and the kind of the model's call that runs now (`in_model`)."""
 
-    def __init__(self, spine: Spine) -> None:
+    def __init__(self, spine: Spine, say_other: Callable[[str, str], str]) -> None:
         self.places: BatchPlaces | None = None
         self.in_model: Any = None
         self.is_in_call = False
@@ -84,6 +85,7 @@ class Watching(Subscriber):
         # the tensors that are older than the first batch, by their memory
         self._before_loop: dict[int, weakref.ref[torch.Tensor]] = {}
         self._drawn_at = ""
+        self._beside = Beside(spine.group, say_other)
         spine.group.watch(lambda: bytes([bool(self._drawn_at)]) * 8, self._remark_drawn)
 
     def watch_again(self) -> None:
@@ -185,19 +187,34 @@ class Watching(Subscriber):
             of_batches = set(map(memory_of, self._spine.handed_out()))
             self._before_loop = {memory: older[memory] for memory in older.keys() - of_batches}
         inputs = [(tensor, None if of is share else Place(of.dim_in(name))) for of, name, tensor in tensors]
+        self._losses_to_watch = _MOST_LOSSES
+        self._loop_places = self.places = watched = self._places_for(share, inputs)
+        watched.__enter__()  # type: ignore[no-untyped-call]
+
+    def _places_for(self, share: Share, inputs: Sequence[tuple[torch.Tensor, Place | None]]) -> BatchPlaces:
+        """What follows the operations of the loop's batch at hand until the loop is left."""
 
         def is_paused() -> bool:
             is_over = self._loop_places is not watched or os.getpid() != self._pid
             return is_over or self._spine.is_reading or self._spine.group.phase[0] in _IN_BACKWARD
 
+        def is_older(tensor: torch.Tensor) -> bool:
+            return self.is_older(tensor, share)
+
         def is_new(tensor: torch.Tensor) -> bool:
-            return self.finds_draws and not self.is_older(tensor, share)
+            if not self.finds_draws or is_older(tensor):
+                return False
+            with suppress(Exception):  # the script must not fail because of its text
+                self._beside.note_new(tensor, share.mine)
+            return True
+
+        def note(func: Any, operands: Sequence[Traced]) -> None:
+            if self.finds_draws and share.of.training:
+                self._beside.note(func, operands, share.mine, is_older)
 
         parameters = self._spine.models.parameters()
-        watched = BatchPlaces(share, inputs, parameters, is_paused, is_new, self._spine.is_joined)
-        self._loop_places = self.places = watched
-        self._losses_to_watch = _MOST_LOSSES
-        watched.__enter__()  # type: ignore[no-untyped-call]
+        watched = BatchPlaces(share, inputs, parameters, is_paused, is_new, self._spine.is_joined, note)
+        return watched
 
     def _leave_loop(self) -> None:
         watched, self._loop_places = self._loop_places, None

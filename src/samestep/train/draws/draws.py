@@ -60,7 +60,7 @@ class Draws(Member):
         self._library: torch.library.Library | None = None
         self._paused = False
         self._of_all: set[tuple[Any, ...]] = set()
-        self.watching = Watching(self._spine)
+        self.watching = Watching(self._spine, self.say_other)
         self._spine.subscribe(self.watching)
         self._places = Places()
         self._one_by_one = OneByOne(self._share_drawn, self.say_other)

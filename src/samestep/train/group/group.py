@@ -27,7 +27,6 @@ from samestep.train.group.watch import MutualWatch, note_raised
 
 T = TypeVar("T", bound="Member")
 _PIECE = 1 << 24
-_MARK = 8
 
 
 class Member:
@@ -125,7 +124,10 @@ class Group:
                 file.write(piece)
 
     def watch(self, mark: Callable[[], bytes], differ: Callable[[list[bytes], str], None]) -> None:
-        """Send the 8 bytes of `mark` with every message; `differ` is called on all ranks if they are not equal."""
+        """Send the bytes of `mark` with every message; `differ` is called on all ranks if they are not equal.
+
+        A mark has the same length on all ranks.
+        """
         self._marks.append((mark, differ))
 
     def beat(self, step: int, epoch: int) -> None:
@@ -220,8 +222,8 @@ class Group:
                 f"{call} was called in a child process of rank {self.world.rank}, which is not a rank; call it in the "
                 "rank itself"
             )
-        marks = list(self._marks)
-        marked = item_of(self.world.rank, b"".join(mark() for mark, _ in marks))._replace(kind="marks")
+        watched = [(mark(), differ) for mark, differ in self._marks]
+        marked = item_of(self.world.rank, b"".join(mark for mark, _ in watched))._replace(kind="marks")
 
         def joined(items: Sequence[Item]) -> list[Item]:
             rest = [item for item in items if item.kind != "marks"]
@@ -233,8 +235,9 @@ class Group:
             answer = exchange(self._tree, self._place, [marked, *mine], joined, limit_s)
         if len(found := of_kind("marks", answer)) > 1:
             of_ranks = by_rank(found, self.world.size)
-            for at, (_, differ) in enumerate(marks):
-                values = [value[at * _MARK : (at + 1) * _MARK] for value in of_ranks]
+            for mark, differ in watched:
+                values = [value[: len(mark)] for value in of_ranks]
+                of_ranks = [value[len(mark) :] for value in of_ranks]
                 if len(set(values)) > 1:
                     differ(values, call)
         return [item for item in answer if item.kind not in ("place", "marks")]

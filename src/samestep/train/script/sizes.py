@@ -106,11 +106,11 @@ def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
         case ast.Attribute(value=holder, attr=name) if name not in _MEASURES:
             # args.n, or self.n where no assignment to an n measures a tensor
             is_tensor = isinstance(value_of(holder, frame), torch.Tensor)
-            set_to = _assigned_to(frame.f_code.co_filename, name, ast.Attribute)
+            set_to = assigned_to(frame.f_code.co_filename, name, ast.Attribute)
             used = {_name_of(part) for value in set_to or () for part in ast.walk(value)}
             return not is_tensor and used.isdisjoint(_MEASURES)
         case ast.Name(id=name):
-            set_to = _assigned_to(frame.f_code.co_filename, name, ast.Name)
+            set_to = assigned_to(frame.f_code.co_filename, name, ast.Name)
             arguments = _arguments_for(frame, name)
             if set_to is None or arguments is None or not (set_to or arguments):
                 return False
@@ -123,7 +123,7 @@ def is_over_samples(frame: FrameType | None, count: int) -> bool:
     while frame is not None:
         line = frame.f_lineno
         for lines, iterable in _loops_in(frame.f_code.co_filename):
-            if line in lines and _rows(_source_of_length(iterable, frame, 0)) == count:
+            if line in lines and length_of(iterable, frame) == count:
                 return True
         frame = scripts_frame(frame.f_back)
     return False
@@ -186,7 +186,7 @@ def _power(node: ast.AST, frame: FrameType | None, mine: int, depth: int) -> int
         ):
             return int(_rows(_source_of_length(node, frame, depth)) == mine)
         case ast.Name(id=name) if name != "world_size" and isinstance(value_of(node, frame), int | float):
-            values = _assigned_to(frame.f_code.co_filename, name, ast.Name) or ()
+            values = assigned_to(frame.f_code.co_filename, name, ast.Name) or ()
             arguments, caller = _arguments_for(frame, name) or (), scripts_frame(frame.f_back)
             return _first_power(values, frame, mine, depth) or _first_power(arguments, caller, mine, depth)
         case ast.Attribute(attr=name) if name != "size" and isinstance(value_of(node, frame), int | float):
@@ -194,6 +194,11 @@ def _power(node: ast.AST, frame: FrameType | None, mine: int, depth: int) -> int
         case ast.Constant():
             return 0
     raise LookupError
+
+
+def length_of(node: ast.AST, frame: FrameType | None) -> int:
+    """The number of rows of what an expression measures or iterates, -1 where that is not known."""
+    return _rows(_source_of_length(node, frame, 0))
 
 
 def _source_of_length(node: ast.AST, frame: FrameType | None, depth: int) -> Any:
@@ -230,7 +235,7 @@ def _source_of_length(node: ast.AST, frame: FrameType | None, depth: int) -> Any
         case ast.BinOp(left=left, right=right):
             return first([left, right])
         case ast.Name(id=name) if type(value) in (int, tuple, torch.Size):
-            found = first(_assigned_to(frame.f_code.co_filename, name, ast.Name) or ())
+            found = first(assigned_to(frame.f_code.co_filename, name, ast.Name) or ())
             return first(_arguments_for(frame, name) or (), caller) if found is None else found
     return None
 
@@ -284,7 +289,7 @@ def _iterables_of(loop: ast.AST) -> list[ast.expr]:
 
 
 @functools.cache
-def _assigned_to(file: str, name: str, kind: type[ast.Name] | type[ast.Attribute]) -> list[ast.expr] | None:
+def assigned_to(file: str, name: str, kind: type[ast.Name] | type[ast.Attribute]) -> list[ast.expr] | None:
     """All values that a file assigns to variables, or attributes, of this name; None where some are not known."""
     nodes = list(ast.walk(_tree(file)))
     values = [

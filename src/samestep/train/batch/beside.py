@@ -1,0 +1,90 @@
+"""Finds what a loop computes with beside the batch that is not the serial script's (`replicate(same=True)`).
+
+Covered, in the first batch of a loop: what NumPy's and Python's generators of the script's own draw; rows of a tensor
+that go to this rank's samples by their place in its share; tensors from before the loop that differ between ranks.
+Not covered: draws inside a function that returns an array; integers, and what indices choose.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from samestep.train.batch.sizes import Traced
+from samestep.train.group.control import users_line
+from samestep.train.group.group import Group
+from samestep.train.script.generators import own_draw
+
+_MARK = struct.Struct("<Iff")
+_CLOSE = 1e-4  # ranks on unlike machines may round differently
+
+
+class Beside:
+    """Looks at tensors that are not the batch's, and remembers a digest of those from before the loop."""
+
+    def __init__(self, group: Group, say_other: Callable[[str, str], str]) -> None:
+        self._group, self._say_other = group, say_other
+        # the lines that use tensors from before the loop, and the sums of their projections and norms
+        self._lines, self._along, self._norm = 0, 0.0, 0.0
+        self._is_filled = False
+        group.watch(lambda: _MARK.pack(self._lines, self._along, self._norm), self._say_unlike)
+
+    def note_new(self, tensor: torch.Tensor, mine: int) -> None:
+        """Look at a tensor that came up in this batch and that no operation of torch made."""
+        if (drawn := own_draw(mine)) is None:
+            return
+        is_for_samples, name = drawn
+        if is_for_samples:
+            why = "a generator of the script's own draws it, or a function that was imported by its name"
+            self._say_other(name, f"{why}; call the module's, as in np.random.normal(size=len(x))")
+        else:
+            self._compare(tensor)
+
+    def note(self, func: Any, operands: Sequence[Traced], mine: int, is_older: Callable[[Any], bool]) -> None:
+        """Look at the operands of an elementwise operation."""
+        if func._schema.is_mutable:
+            # batches may be copied into a tensor from before the loop, and what is made of it is theirs
+            self._is_filled |= any(operand.has_batch for operand in operands)
+            return
+        if torch.Tag.pointwise not in func.tags or self._is_filled:
+            return
+        dims = {
+            dim - tensor.dim()
+            for tensor, probe, sure, *_ in operands
+            if sure and probe is not None and mine > 1
+            for dim in range(tensor.dim())
+            if tensor.shape[dim] != probe.shape[dim]
+        }
+        for tensor in [operand.tensor for operand in operands if operand.is_constant]:
+            if not tensor.is_floating_point():
+                continue
+            if is_older(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes():
+                self._compare(tensor)
+            fits = [dim for dim in dims if -dim <= tensor.dim() and tensor.shape[dim] == mine]
+            if any(bool((tensor != tensor.narrow(dim, 0, 1)).any()) for dim in fits):
+                self._group.say(
+                    f"rows of a tensor that is no batch's ({users_line()}) go to this rank's samples by their place in "
+                    "its share, so they are not the serial script's: add them to the batch in the collate_fn, which "
+                    "gets the whole batch",
+                    what="rows by place",
+                )
+
+    def _compare(self, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point():
+            flat = tensor.detach().cpu().double().flatten()
+            self._lines = crc32(users_line().encode(), self._lines)
+            self._along += float(flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype).sin())
+            self._norm += float(flat.norm())
+
+    def _say_unlike(self, marks: list[bytes], call: str) -> None:
+        """Print that a tensor differs between the ranks, if these used the same tensors."""
+        lines, along, norms = zip(*filter(any, map(_MARK.unpack, marks)), strict=True)
+        if len(set(lines)) == 1 and max(along) - min(along) > _CLOSE * max(norms):
+            self._group.say(
+                "a tensor that the loop computes with, and that is no batch's, differs between ranks, so the training "
+                "is not the serial script's: make it from the same seed on every rank, or from values of the whole "
+                "data set",
+                what="unlike constants",
+            )
