@@ -180,3 +180,16 @@ def test_a_sum_over_dimensions_that_only_the_run_knows_is_of_the_whole_batch():
     text = f"{BEGIN}dims = (-1, -2) if wide else (-1, -2, -3)\nfor x, y in train:\n{lines}"
     assert "(samestep.gather(model(x)).flatten() * 2).sum(dim=dims)" in _after(text.replace("DIM", "dims"))
     assert "gather" not in _after(text.replace("DIM", "-1"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_gap"), [("1, self.size, 4", True), ("(self.size, 4)", True), ("1, x.size(0), 4", False)]
+)
+def test_the_size_of_the_whole_batch_in_forward_is_listed(shape, is_gap):
+    net = "class Net(nn.Module):\n    def __init__(self, size):\n        super().__init__()\n"
+    net += "        self.out, self.size = nn.Linear(4, 3), size\n    def forward(self, x):\n"
+    net += f"        return self.out(x + torch.zeros({shape}))\nsize = 8\n"
+    begin = BEGIN.replace("batch_size=8", "batch_size=size").replace("nn.Linear(4, 3)", "Net(size)")
+    gaps = _of(begin.replace("data =", f"{net}data =") + f"for x, y in train:\n{STEP}").gaps
+    assert [gap for gap in gaps if "`self.size` is the size of the whole batch" in gap] == [*gaps]
+    assert bool(gaps) == is_gap

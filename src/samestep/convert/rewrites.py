@@ -98,6 +98,9 @@ class Rewrites(Totals):
 
     def sized(self, node: ast.Call, receiver: ast.expr | None) -> bool:
         """Replace the batch size at the beginning of a shape by the number of this rank's rows; whether it was done."""
+        if self.in_forward:
+            self._unsized(node)
+            return False
         loop, shape = self.batches, node.args[0] if node.args else None
         shape = shape.elts[0] if isinstance(shape, ast.Tuple | ast.List) and shape.elts else shape
         if loop is None or shape is None or ast.unparse(shape) not in self.sizes:
@@ -108,6 +111,18 @@ class Rewrites(Totals):
             return False
         self.findings.edit(self.source.replaced(shape, f"len({rows})"))
         return True
+
+    def _unsized(self, node: ast.Call) -> None:
+        """Note a shape in forward that has the whole batch's size, as `self.batch_size`."""
+        shape = [part for argument in node.args for part in getattr(argument, "elts", (argument,))]
+        sizes = {size.rpartition(".")[2] for size in self.sizes}
+        for part in shape:
+            is_alike = not self.known.get(part, Value()).is_shared
+            if is_alike and ast.unparse(part).rpartition(".")[2] in sizes:
+                self.gap(
+                    part,
+                    f"`{ast.unparse(part)}` is the size of the whole batch; write the input's, as x.size(0)",
+                )
 
 
 def arguments(node: ast.Call, names: list[str]) -> dict[str, ast.expr]:
