@@ -12,6 +12,8 @@ from samestep.text import duration, name_ranks
 
 LEAST_S = 5.0  # the shortest wait that is reported as a hang
 GONE_S = 8.0  # how long ranks may wait for a rank that has ended
+NEW_ORDER = ", for the first time after "  # in the name of a model whose gradients are exchanged out of turn
+EXCHANGE = "the gradient exchange"
 STUCK_S = 25.0  # a hung run must end within this time after a request; Slurm kills it after 30 s
 _DOES = {
     "start": "is starting",
@@ -48,7 +50,8 @@ class RankState(NamedTuple):
         if self.phase == "call":
             return self.call
         at = f" ({self.line})" if self.line else ""
-        return f"the gradient exchange{_of_step(self.step)}{at}"
+        model = f" of {self.call}" if self.call else ""
+        return f"{EXCHANGE}{_of_step(self.step)}{at}{model}"
 
     @property
     def doing(self) -> str:
@@ -149,7 +152,7 @@ class Hang(NamedTuple):
 
 def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | None:
     """The hang of these ranks, if it has lasted this long; None if none is certain."""
-    states = sorted(states)  # all launchers must come to the same answer
+    states = _named_models(sorted(states))  # all launchers must come to the same answer
     lowest = min((state.waits for state in states), default=0)
     last = [state for state in states if state.waits == lowest]
     inside = [state for state in states if state.waits_now]
@@ -168,14 +171,35 @@ def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | 
     return Hang(tuple(waiting), tuple(missing), seconds) if seconds >= least_s else None
 
 
+def find_unlike_exchanges(states: Sequence[RankState], size: int) -> Hang | None:
+    """The ranks that exchange gradients of another model than the others, also where the exchange has failed by now."""
+    models = [
+        state
+        if state.phase == "exchange"
+        else state._replace(call=state.call.partition(f" in {EXCHANGE} of ")[2])
+        for state in states
+    ]
+    if len({state.call for state in models}) == 1 or not all(state.call for state in models):
+        return None
+    return find_hang([state._replace(phase="exchange", waits=0) for state in models], size, 0.0)
+
+
+def _named_models(states: Sequence[RankState]) -> Sequence[RankState]:
+    """The states, without the model whose gradients are exchanged where all ranks exchange those of the same."""
+    if len({state.call for state in states if state.phase == "exchange"}) > 1:
+        return states
+    return [state._replace(call="") if state.phase == "exchange" else state for state in states]
+
+
 def _at_another_call(states: Sequence[RankState]) -> list[RankState]:
-    """The smallest group of ranks in the same call; of equal groups, one after an exception, or not in the exchange."""
+    """The smallest group of ranks in the same call; of equal groups, the one that is more likely wrong."""
     where: dict[str, list[RankState]] = {}
     for state in states:
-        where.setdefault(state.call if state.phase == "call" else "", []).append(state)
+        where.setdefault(state.call, []).append(state)
 
-    def likeliest(group: Sequence[RankState]) -> tuple[int, bool, bool]:
-        return len(group), not any(state.raised for state in group), group[0].phase != "call"
+    def likeliest(group: Sequence[RankState]) -> tuple[bool, int, bool, bool]:
+        is_usual, is_raised = NEW_ORDER not in group[0].call, any(state.raised for state in group)
+        return is_usual, len(group), not is_raised, group[0].phase != "call"
 
     fewest, *others = sorted(where.values(), key=likeliest)
     return fewest if others else []

@@ -78,3 +78,32 @@ def test_what_a_rank_printed_is_told_where_a_script_goes_on_after_every_exceptio
     assert (
         "although rank 0 lost another rank: rank 1 had printed ValueError: mine (train.py:6). Logs: " in err
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", ["first", "second"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_rank_that_leaves_out_the_backward_of_one_of_two_models_is_named(size, left_out, launcher):
+    launcher.write(
+        f"""
+        import torch, samestep
+        rank = samestep.init().rank
+        models = [samestep.replicate(torch.nn.Linear(8, width)) for width in (8, 3)]
+        train = samestep.loader(torch.utils.data.TensorDataset(torch.ones(240, 8)), 12)
+        for step, (x,) in enumerate(train):
+            for name, model in zip(("first", "second"), models):
+                loss = model(x).square().mean()
+                if (step, rank, name) != (6, 0, "{left_out}"):
+                    loss.backward()
+        """
+    )
+    code, _, err = launcher.run("-n", str(size), "--fork", "--hang-timeout", "7", "train.py")
+    assert code == 1
+    assert f"failed on rank 0 of {size}" in err
+    others, number = ("rank 1 has" if size == 2 else "ranks 1, 2 have"), (2 if left_out == "first" else 1)
+    assert f"{others} waited " in err
+    assert (
+        f"for rank 0, which is in the gradient exchange of step {7 if number == 2 else 8} of model {number} ("
+        in err
+    )
+    assert f"for the first time after model {number}; these are different calls" in err

@@ -181,7 +181,12 @@ class WorkerGroup:
             if self._stop_signal is not None or worker.status == CHECKPOINTED:
                 wait_s = self._patience_s
             # its exception may name a rank that is about to raise the same exception
-            elif worker.is_echo or any(other.rank in worker.blamed for other in self._alive()):
+            # or Gloo aborted it because of what another rank has sent, and that rank fails next
+            elif (
+                worker.is_echo
+                or worker.status == -signal.SIGABRT
+                or any(other.rank in worker.blamed for other in self._alive())
+            ):
                 wait_s = _LEAVE_S if any(map(self._way_out, self._alive())) else _ECHO_S
             self._stop_at = min(self._stop_at, now + wait_s)
         if now >= self._stop_at:
@@ -235,9 +240,12 @@ class WorkerGroup:
         return self._watch.way_out(worker) if self._watch else ""
 
     def _hang_that_ranks_reported(self, failed: Sequence[Worker]) -> Hang | None:
-        """The hang caused by a rank of this node, if the waiting ranks gave up before this process did."""
-        have_given_up = bool(failed) and all(worker.is_echo for worker in failed)
-        hang = self._watch.hang if self._watch and have_given_up else None
+        """The hang caused by a rank of this node, if the waiting ranks or Gloo gave up before this process did."""
+        hang = None
+        if self._watch and any(worker.status == -signal.SIGABRT for worker in failed):
+            hang = self._watch.unlike_exchanges(self.workers)
+        elif self._watch and failed and all(worker.is_echo for worker in failed):
+            hang = self._watch.hang
         return hang if hang and hang.cause.rank in {worker.rank for worker in self.workers} else None
 
     def _hung(self, watch: Watch, hang: Hang) -> Outcome:

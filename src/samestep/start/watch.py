@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from samestep.files import make_private_directory, open_regular
-from samestep.hang import GONE_S, LEAST_S, Hang, RankState, find_hang, state_of
+from samestep.hang import GONE_S, LEAST_S, Hang, RankState, find_hang, find_unlike_exchanges, state_of
 from samestep.rundir import STOP, PulseReading, pulse_in, pulse_path, stack_path
 from samestep.start.sight import Sight, look_at, status_of, switches
 from samestep.start.worker import Worker
@@ -160,6 +160,12 @@ class Watch:
     def _tell(self, workers: Sequence[Worker], now: float) -> list[RankState]:
         absent = [_absent_state(worker) for worker in workers if worker.rank not in self._pulses]
         return [*absent, *self._share([*self._states(now), *absent])]
+
+    def unlike_exchanges(self, workers: Sequence[Worker]) -> Hang | None:
+        """The ranks that exchange gradients of another model than the others: the exchange aborts."""
+        now = time.monotonic()
+        others = self.tell_others(workers, now)
+        return find_unlike_exchanges([*self._states(now), *others], self._size)
 
     def way_out(self, worker: Worker) -> str:
         """How this rank left the script or is leaving it; "" if it is still inside."""

@@ -58,6 +58,7 @@ class Group:
             pulse.take(str(world.device))
         self.step: int | None = None
         self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
+        self.failed_exchange = ""  # the model in whose gradient exchange an exception was raised
         self._phases_heard: list[Callable[[str, str], None]] = []
         # kept here, since torch keeps only the part of the store that is not Python
         self.store: Any = store or dist.HashStore()  # type: ignore[attr-defined]
@@ -151,6 +152,10 @@ class Group:
         self.enter(phase, call)
         try:
             yield
+        except BaseException:
+            if self.phase[0] == "exchange":
+                self.failed_exchange = self.phase[1]
+            raise
         finally:
             left = self.leaving.left  # set if sys.exit ends the block, as in a hook of backward
             self.enter(*before)

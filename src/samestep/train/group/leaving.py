@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from samestep.errors import SamestepError
 from samestep.failure import add_remedy, is_users, write_failure
+from samestep.hang import EXCHANGE
 from samestep.rendezvous.member import say
 from samestep.train.group.control import LEFT, left_at, script_frame, users_line
 from samestep.train.group.tasks import Output
@@ -146,7 +147,9 @@ class Leaving:
             frames = [(step.f_code.co_filename, line) for step, line in walk_tb(error.__traceback__)]
             lines = [f" at {Path(file).name}:{line}" for file, line in frames if is_users(file)]
             # a thread may keep this process from ending, while other ranks wait for it
-            self._group.enter("end", f"failed with {type(error).__name__}{''.join(lines[-1:])}")
+            failed_in = self._group.failed_exchange
+            model = f" in {EXCHANGE} of {failed_in}" if failed_in else ""
+            self._group.enter("end", f"failed with {type(error).__name__}{''.join(lines[-1:])}{model}")
         add_remedy(error, self._group.world.rank)
         write_failure(os.environ, error, code)  # before it is shown: a script may have closed stderr
         return code

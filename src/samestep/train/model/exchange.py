@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import RanksDiffer
+from samestep.hang import NEW_ORDER
 from samestep.text import name_ranks
 from samestep.train.group.device import moved
 from samestep.train.group.group import Group, Member
@@ -23,12 +24,17 @@ class Turns(Member):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._order = 0
+        self._order, self._before, self._usual = 0, -1, set[tuple[int, int]]()
         group.watch(lambda: self._order.to_bytes(8), _unlike_order)
 
-    def take(self, number: int) -> None:
-        """Note an exchange of the model with this number."""
-        self._order = crc32(number.to_bytes(4), self._order)
+    def take(self, number: int, kind: str) -> str:
+        """Note an exchange of the model with this number; its name in a report, with what is unusual in its turn."""
+        self._order, name = crc32(number.to_bytes(4), self._order), f"model {number + 1} ({kind})"
+        before, turn = self._before, (self._before, number)
+        is_new = bool(self._usual) and turn not in self._usual
+        self._before = number
+        self._usual.add(turn)
+        return f"{name}{NEW_ORDER}model {before + 1}" if is_new else name
 
 
 def _unlike_order(orders: list[bytes], call: str) -> None:

@@ -222,8 +222,7 @@ class Replica:
 
     def _begin_to_wait(self) -> None:
         """This rank has all its gradients; at the end of backward DDP waits for the other ranks."""
-        self._turns.take(self.number)
-        self._group.enter("exchange")
+        self._group.enter("exchange", self._turns.take(self.number, type(self.model).__name__))
         after_backward(self._end_exchange)
 
     def _end_exchange(self) -> None:
