@@ -23,7 +23,7 @@ def r2(out, y):
          "    loss = (by * model(x)[:, 0]).mean()\n    loss.backward()\n    print(loss.item())",
          "print(samestep.mean(loss.item()))"),
         (f"{TRAIN}    out = np.squeeze(model(x) / 2)\n    F.cross_entropy(out, y).backward()",
-         "    out = model(x) / 2; out = out.squeeze(tuple(range(1, out.ndim)))\n"),
+         "    out = (_rows := model(x) / 2).squeeze(tuple(range(1, _rows.ndim)))\n"),
         (f"losses = {{}}\n{LOOP}    losses[best] = loss.item()\nprint(max(losses, key=losses.get))",
          "print(max(samestep.sum(losses), key=samestep.sum(losses).get))"),
         (f"import numpy as np\ngot = []\n{LOOP}    got.append(loss.item() * len(x))\nprint(np.sum(got) / 20)",

@@ -112,14 +112,16 @@ def test_a_perplexity_is_totalled_and_one_over_chosen_tokens_is_told_how():
     assert 'take reduction="sum", and samestep.sum(total) / samestep.sum(count)' in note
 
 
-def test_a_squeeze_inside_forward_is_among_the_places_left():
+def test_a_squeeze_of_what_forward_returns_keeps_the_samples_and_another_in_it_is_listed():
     model = (
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.out = nn.Linear(4, 1)\n    def forward(self, x):\n        return self.out(x).squeeze()\n"
     )
     text = BEGIN.replace("model = nn.Linear(4, 3)", "model = Net()")
     text = text.replace("model =", f"{model}model =", 1) + f"for x, y in train:\n{STEP}"
-    assert "write squeeze(-1)" in _of(text).gaps[0]
+    assert "return (_rows := self.out(x)).squeeze(tuple(range(1, _rows.ndim)))\n" in _after(text)
+    assert not _of(text).gaps
+    assert "write squeeze(-1)" in _of(text.replace("self.out(x).squeeze()", "self.out(x.squeeze())")).gaps[0]
 
 
 def test_what_is_made_of_a_place_that_is_left_is_listed_after_it():

@@ -79,22 +79,23 @@ class Rewrites(Totals):
 
     def squeezed(self, node: ast.Call, value: Value, rows: ast.expr) -> None:
         """Keep the samples' dimension, which squeeze() would drop if a process has a single sample."""
-        source, around = self.source, self.source.parents[node]
-        target = around.targets[0] if isinstance(around, ast.Assign) and len(around.targets) == 1 else None
-        name = next((name_node.id for name_node in (rows, target) if isinstance(name_node, ast.Name)), None)
-        if name is None or self.in_forward or value.kind != Kind.ROWS:
+        source, around = self.source, [*self.source.around(node)]
+        # the rows of what forward returns are the samples; of other tensors in it, the first dimension is not known
+        is_known = not self.in_forward or isinstance(around[0], ast.Return)
+        is_inner = any(isinstance(part, ast.comprehension | ast.Lambda) for part in around)
+        if value.kind != Kind.ROWS or not is_known or (is_inner and not isinstance(rows, ast.Name)):
             text = "squeeze() drops the samples' dimension where a process has one sample; write squeeze(-1)"
             self.gap(node, text)
             return
-        text, is_named = f".squeeze(tuple(range(1, {name}.ndim)))", isinstance(rows, ast.Name)
         start, end = source.start(rows), source.end(rows)
         if rows not in node.args:  # there may be parentheses around it
             start, end = source.start(node), source.end(node.func) - len(".squeeze")
-        self.findings.edit(Edit(source, source.start(node), start, ""))
-        self.findings.edit(Edit(source, end, source.end(node), text if is_named else ""))
-        if not is_named:
-            end = source.end(around)
-            self.findings.edit(Edit(source, end, end, f"; {name} = {name}{text}"))
+        name, opens, closes = "_rows", "(_rows := ", ")"
+        if isinstance(rows, ast.Name):
+            name, opens, closes = rows.id, "", ""
+        self.findings.edit(Edit(source, source.start(node), start, opens))
+        text = f"{closes}.squeeze(tuple(range(1, {name}.ndim)))"
+        self.findings.edit(Edit(source, end, source.end(node), text))
 
     def sized(self, node: ast.Call, receiver: ast.expr | None) -> bool:
         """Replace the batch size at the beginning of a shape by the number of this rank's rows; whether it was done."""
