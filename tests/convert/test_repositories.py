@@ -193,3 +193,11 @@ def test_the_size_of_the_whole_batch_in_forward_is_listed(shape, is_gap):
     gaps = _of(begin.replace("data =", f"{net}data =") + f"for x, y in train:\n{STEP}").gaps
     assert [gap for gap in gaps if "`self.size` is the size of the whole batch" in gap] == [*gaps]
     assert bool(gaps) == is_gap
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_count"), [("x, y = batch", False), ("x, y = batch[0], batch[1]", False), ("", True)]
+)
+def test_the_length_of_a_batch_that_is_taken_apart_counts_its_parts(parts, is_count):
+    lines = f"for batch in train:\n    {parts or 'x, y = take(batch)'}\n{STEP}    print(len(batch))\n"
+    assert ("print(samestep.sum(len(batch)))" in _after(f"{BEGIN}{lines}")) == is_count

@@ -21,7 +21,7 @@ from samestep.convert.signatures import (
     of_tensors,
     over_rows,
 )
-from samestep.convert.source import Edit
+from samestep.convert.source import Edit, takes_apart
 from samestep.convert.totals import MEANS_OF_LISTS, name_of
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value, Values, join, models_of, other, rows_of
 
@@ -198,6 +198,9 @@ class Library(Rewrites, Expressions):
         return Value("each", self.each(first)) if first.kind == "loader" else first
 
     def _python_len(self, node: ast.Call, values: Values, first: Value) -> Value:
+        around = self.frame.function or self.source.tree
+        if first.kind == Kind.BATCH and takes_apart(around, ast.unparse(node.args[0])):
+            return Value()  # the parts of a batch, not its samples
         if first.kind in ROWS:
             return counted(first, self.batches)
         if first.kind == Kind.OTHER:

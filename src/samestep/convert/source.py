@@ -139,3 +139,14 @@ def updates(node: ast.For) -> bool:
             changed += part.args
     texts = [text for text in map(ast.unparse, changed) if ".grad" not in text]
     return any(re.split(r"[.\[]", text)[0] in names for text in texts)
+
+
+def takes_apart(around: ast.AST, name: str) -> bool:
+    """Whether a function unpacks this name, or takes a part of it by a constant: then it is a tuple or dict."""
+    for node in ast.walk(around):
+        match node:
+            case ast.Assign(targets=[ast.Tuple() | ast.List()], value=value) if ast.unparse(value) == name:
+                return True
+            case ast.Subscript(value=value, slice=ast.Constant()) if ast.unparse(value) == name:
+                return True
+    return False
