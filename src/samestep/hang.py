@@ -15,6 +15,7 @@ GONE_S = 8.0  # how long ranks may wait for a rank that has ended
 NEW_ORDER = ", for the first time after "  # in the name of a model whose gradients are exchanged out of turn
 EXCHANGE = "the gradient exchange"
 STUCK_S = 25.0  # a hung run must end within this time after a request; Slurm kills it after 30 s
+_RECEIVES = ("recv ", "recv_object_list ")  # calls of torch.distributed that wait for a single rank
 _DOES = {
     "start": "is starting",
     "data": "is reading data",
@@ -118,10 +119,13 @@ class Hang(NamedTuple):
         listed = [state for state in self.waiting if state.seconds >= 0.8 * least_s] or list(self.waiting)
         seconds = duration(min(state.seconds for state in listed))
         if self.is_together:
-            return (
-                f"all ranks have been in {listed[0].wait} for {seconds}: every rank has come, and it does not end; is "
-                "a link between two nodes cut or very slow, or did a rank leave out a call of torch.distributed before?"
+            why = (
+                "each waits for what another one sends, and none sends; let one of every two ranks send first"
+                if listed[0].wait.startswith(_RECEIVES)
+                else "every rank has come, and it does not end; is a link between two nodes cut or very slow, or did a "
+                "rank leave out a call of torch.distributed before?"
             )
+            return f"all ranks have been in {listed[0].wait} for {seconds}: {why}"
         where: dict[tuple[int, str], list[RankState]] = {}
         for state in listed:
             where.setdefault((state.waits, state.call), []).append(state)

@@ -107,3 +107,21 @@ def test_the_rank_that_leaves_out_the_backward_of_one_of_two_models_is_named(siz
         in err
     )
     assert f"for the first time after model {number}; these are different calls" in err
+
+
+@pytest.mark.slow
+def test_ranks_that_all_wait_to_receive_are_not_asked_for_a_cut_link(launcher):
+    launcher.write(
+        """
+        import torch, torch.distributed as dist, samestep
+        world = samestep.init()
+        dist.recv(torch.zeros(3), (world.rank + 1) % world.size)
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "--fork", "--hang-timeout", "7", "train.py")
+    assert code == 1
+    assert "all ranks have been in recv (train.py:4) for " in err
+    assert (
+        "each waits for what another one sends, and none sends; let one of every two ranks send first" in err
+    )
+    assert "link" not in err

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 HUNG = """
@@ -62,3 +63,33 @@ def test_a_hung_run_is_started_again_and_ends_well(launcher):
     assert "rank 1 failed in step 3 (rank 0 has waited" in err
     assert "which is at train.py:10): restart 1 of 2" in err
     assert "restart 2 of 2" not in err
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_into_the_background_ends_with_the_run(launcher):
+    launcher.write(
+        """
+        import os, time
+        if os.environ["RANK"] == "1":
+            if child := os.fork():
+                os.waitpid(child, 0)
+                os._exit(0)
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+        import samestep
+        rank = samestep.init().rank
+        samestep.sum(1)
+        if rank == 1:
+            open("pid", "w").write(str(os.getpid()))
+            time.sleep(50)
+        while not os.path.exists("pid"):
+            time.sleep(0.1)
+        raise ValueError("why")
+        """
+    )
+    code, _, err = launcher.run("-n", "2", "train.py")
+    pid = int((launcher.home / "pid").read_text())
+    assert code == 1
+    assert f"rank 1 went on in the background as process {pid}; it was killed" in err
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -90,6 +90,8 @@ class WorkerGroup:
                 self._watch.tell_others(self.workers, time.monotonic())
         finally:
             self.kill()
+        if self._watch:
+            self._watch.end_daemons(self.workers, self._grace_s)
         return self._outcome()
 
     def kill(self) -> None:

@@ -167,6 +167,24 @@ class Watch:
         others = self.tell_others(workers, now)
         return find_unlike_exchanges([*self._states(now), *others], self._size)
 
+    def end_daemons(self, workers: Sequence[Worker], grace_s: float) -> None:
+        """Kill ranks that go on in a process of their own session although the process that was started has ended."""
+        pids = {worker.pid for worker in workers}
+        for rank, pulse in self._pulses.items():
+            with suppress(psutil.Error):
+                process = psutil.Process(pulse.pid)
+                if (
+                    pulse.pid in pids or process.create_time() > pulse.unix
+                ):  # the number is another process's now
+                    continue
+                with suppress(psutil.TimeoutExpired):
+                    process.wait(grace_s)  # raises at once where it is not there
+                    continue
+                process.kill()
+                self._say(
+                    f"samestep: rank {rank} went on in the background as process {pulse.pid}; it was killed"
+                )
+
     def way_out(self, worker: Worker) -> str:
         """How this rank left the script or is leaving it; "" if it is still inside."""
         if (pulse := self._pulse(worker.rank)) is None:
