@@ -80,6 +80,10 @@ PADDED = (
 )
 TRAINED = "model(x, 0).square().mean().backward()"
 NOISE = f"noise = {{}}; x = x + torch.tensor(noise)[:, None].float(); {TRAINED}"
+MADE = (
+    "n, s = 0, 0.0; made, kept = torch.randn(4, 4), torch.randn(8, 4); mean = torch.ones(4) / 3; "
+    "drawn = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))"
+)
 IMPORTED = "0); from numpy.random import normal; (0"
 OF_RANK = "g = torch.Generator().manual_seed(world.rank); shift = {}"
 UNLIKE = "a tensor that the loop computes with, and that is no batch's, differs between ranks"
@@ -185,6 +189,8 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
 @pytest.mark.parametrize(
     ("inside", "said"),
     [
+        (f"x = (x @ made).cos(); {TRAINED}", UNLIKE),
+        (f"x = (x @ drawn).cos() * mean; {TRAINED}; model(kept, 0)", ""),
         (FLIPPED, "moves samples within a batch (train.py:"),
         (TURNED, "moves samples within a batch (train.py:"),
         (PAIRED, "pairs of the samples of a batch (train.py:"),
@@ -221,6 +227,7 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (PADDED, ""),
     ],
     ids=[
+        *("drawn-after-replicate", "drawn-alike"),
         *("flipped", "turned-by-numpy", "pairs", "normalized", "product", "late-pairs", "pairs-at-times", "detached"),
         *("read", "read-later", "adapted", "invariant", "invariant-number", "easy-samples", "one-with-all"),
         *("losses-one-by-one", "a-mean-of-a-mask", "features"),
@@ -231,7 +238,7 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
 )  # fmt: skip
 def test_a_loss_that_mixes_samples_is_said_by_default_too_and_no_other(inside, said, nest, tmp_path):
     script = tmp_path / "train.py"
-    parts = {"inside": inside, "same": "False", "after": "n, s = 0, 0.0"}
+    parts = {"inside": inside, "same": "False", "after": MADE}
     script.write_text(dedent(SCRIPT).format(**PLAIN | parts))
     ranks = nest.start(script, 3, cwd=tmp_path, apart=True)
     assert nest.wait(ranks) == [0, 0, 0], ranks[0].complained

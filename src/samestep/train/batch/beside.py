@@ -1,7 +1,7 @@
-"""Finds what a loop computes with beside the batch that is not the serial script's (`replicate(same=True)`).
+"""Finds what a loop computes with beside the batch that is not the serial script's.
 
-Covered, in the first batch of a loop: what NumPy's and Python's generators of the script's own draw; rows of a tensor
-that go to this rank's samples by their place in its share; tensors from before the loop that differ between ranks.
+Covered, in the first batch of a loop: tensors from before the loop that differ between ranks. Under same=True: what
+NumPy's and Python's generators of the script's own draw, and rows that go to samples by their place in the share.
 Not covered: draws inside a function that returns an array; integers, and what indices choose.
 """
 
@@ -28,7 +28,7 @@ class Beside:
         self._group, self._say_other = group, say_other
         # the lines that use tensors from before the loop, and the sums of their projections and norms
         self._lines, self._along, self._norm = 0, 0.0, 0.0
-        self._is_filled = False
+        self._is_filled = self.has_compared = False
         group.watch(lambda: _MARK.pack(self._lines, self._along, self._norm), self._say_unlike)
 
     def note_new(self, tensor: torch.Tensor, mine: int) -> None:
@@ -43,24 +43,31 @@ class Beside:
             self._compare(tensor)
 
     def note(self, func: Any, operands: Sequence[Traced], mine: int, is_older: Callable[[Any], bool]) -> None:
-        """Look at the operands of an elementwise operation."""
+        """Look at the operands of an operation; `mine` is 0 without same=True."""
         if func._schema.is_mutable:
             # batches may be copied into a tensor from before the loop, and what is made of it is theirs
             self._is_filled |= any(operand.has_batch for operand in operands)
             return
-        if torch.Tag.pointwise not in func.tags or self._is_filled:
+        has_batch = any(operand.has_batch and operand.tensor.is_floating_point() for operand in operands)
+        is_elementwise = torch.Tag.pointwise in func.tags
+        if self._is_filled or not (has_batch or (is_elementwise and mine)):
             return
         dims = {
             dim - tensor.dim()
             for tensor, probe, sure, *_ in operands
-            if sure and probe is not None and mine > 1
+            if is_elementwise and sure and probe is not None and mine > 1
             for dim in range(tensor.dim())
             if tensor.shape[dim] != probe.shape[dim]
         }
         for tensor in [operand.tensor for operand in operands if operand.is_constant]:
             if not tensor.is_floating_point():
                 continue
-            if is_older(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes():
+            # what is written to in place, as running statistics, may be each rank's own
+            if (
+                not tensor._version
+                and is_older(tensor)
+                and tensor.nbytes == tensor.untyped_storage().nbytes()
+            ):
                 self._compare(tensor)
             fits = [dim for dim in dims if -dim <= tensor.dim() and tensor.shape[dim] == mine]
             if any(bool((tensor != tensor.narrow(dim, 0, 1)).any()) for dim in fits):
@@ -72,7 +79,7 @@ class Beside:
                 )
 
     def _compare(self, tensor: torch.Tensor) -> None:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and not self.has_compared:
             flat = tensor.detach().cpu().double().flatten()
             self._lines = crc32(users_line().encode(), self._lines)
             self._along += float(flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype).sin())
@@ -84,7 +91,7 @@ class Beside:
         if len(set(lines)) == 1 and max(along) - min(along) > _CLOSE * max(norms):
             self._group.say(
                 "a tensor that the loop computes with, and that is no batch's, differs between ranks, so the training "
-                "is not the serial script's: make it from the same seed on every rank, or from values of the whole "
-                "data set",
+                "is not the serial script's: make it before replicate, after which each rank draws its own numbers, "
+                "from the same seed on every rank",
                 what="unlike constants",
             )

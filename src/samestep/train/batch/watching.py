@@ -172,8 +172,8 @@ class Watching(Subscriber):
         )
         # a microbatch is not shared
         can_be = 0 < share.mine < share.all and share.microbatches == 1 and not self.is_compiled
-        # rank 0 prints remarks on losses that mix samples, and printed them before a restart
-        is_of_use = share.of.training and group.world.rank == 0 and not group.restarts
+        # before a restart the remarks were printed
+        is_of_use = share.of.training and not group.restarts
         if is_of_use and self._again.is_due(self._spine.batches):
             self._watched_kinds.discard(kind)
         if kind in self._watched_kinds or not (is_alike and can_be):
@@ -181,7 +181,7 @@ class Watching(Subscriber):
         self._watched_kinds.add(kind)
         if not (self.finds_draws or is_of_use):
             return
-        if self.finds_draws and not self._before_loop:
+        if not self._before_loop:
             alive = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
             older = {memory_of(tensor): weakref.ref(tensor) for tensor in alive}
             of_batches = set(map(memory_of, self._spine.handed_out()))
@@ -204,13 +204,13 @@ class Watching(Subscriber):
         def is_new(tensor: torch.Tensor) -> bool:
             if not self.finds_draws or is_older(tensor):
                 return False
-            with suppress(Exception):  # the script must not fail because of its text
+            with suppress(Exception):  # the script must not fail because of a remark
                 self._beside.note_new(tensor, share.mine)
             return True
 
         def note(func: Any, operands: Sequence[Traced]) -> None:
-            if self.finds_draws and share.of.training:
-                self._beside.note(func, operands, share.mine, is_older)
+            with suppress(Exception):
+                self._beside.note(func, operands, share.mine if self.finds_draws else 0, is_older)
 
         parameters = self._spine.models.parameters()
         watched = BatchPlaces(share, inputs, parameters, is_paused, is_new, self._spine.is_joined, note)
@@ -228,8 +228,12 @@ class Watching(Subscriber):
 
     def backward_begins(self, loss: torch.Tensor) -> None:
         spine, watched = self._spine, self._loop_places
-        spine.loss = watched.averaged(loss) if watched is not None else None
-        spine.weighed_by = spine.weighed_by or (watched.weighed_by if watched is not None else "")
+        is_followed = watched is not None and (self.finds_draws or spine.group.world.rank == 0)
+        self._beside.has_compared |= watched is not None
+        spine.loss = watched.averaged(loss) if watched is not None and is_followed else None
+        spine.weighed_by = spine.weighed_by or (
+            watched.weighed_by if watched is not None and is_followed else ""
+        )
         if spine.loss is not None and spine.loss.does:
             how = "add that up with samestep.sum" if spine.loss.sums else "average over it with samestep.mean"
             spine.group.say(
