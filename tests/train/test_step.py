@@ -49,7 +49,7 @@ def test_an_open_validation_iterator_does_not_change_the_weight_of_a_training_ba
         del validation
         gc.collect()
     for (rows,) in samestep.loader(TensorDataset(ROWS), 64):
-        assert spine().trained.mine in (64 // world.size, 64 // world.size + 1)
+        assert spine().origins.trained.mine in (64 // world.size, 64 // world.size + 1)
         torch.testing.assert_close(gradient(model, model(rows).square().mean()), serial(ROWS))
 
 
@@ -96,12 +96,11 @@ def test_an_inner_pass_that_is_finished_gives_the_outer_batch_back(world):
         for (small,) in inner:
             torch.testing.assert_close(gradient(model, model(small).square().mean()), serial(SMALL))
         torch.testing.assert_close(gradient(model, model(rows).square().mean()), serial(ROWS))
-    assert spine().at_hand is None
-    assert spine().trained is None
+    assert spine().origins.at_hand is None
+    assert spine().origins.trained is None
 
 
 def test_passes_that_were_left_are_forgotten_and_keep_no_data_alive(world):
-    at = spine()
     dead = []
     for _ in range(20):
         loader = samestep.loader(TensorDataset(torch.zeros(8, 1)), 8)
@@ -109,7 +108,7 @@ def test_passes_that_were_left_are_forgotten_and_keep_no_data_alive(world):
         dead.append(weakref.ref(loader.dataset))
         del loader
     gc.collect()
-    assert len(at._passes) <= 8
+    assert len(spine().origins._passes) <= 8
     assert not any(reference() for reference in dead)
 
 
@@ -134,7 +133,7 @@ def test_of_many_passes_that_were_left_the_last_eight_are_kept(world):
     loaders = [samestep.loader(TensorDataset(torch.zeros(8, 1)), 8) for _ in range(12)]
     for loader in loaders:
         next(iter(loader))
-    assert [old.of for old in spine()._passes] == loaders[-8:]
+    assert [old.of for old in spine().origins._passes] == loaders[-8:]
 
 
 def test_a_position_is_the_pass_the_epoch_and_the_samples_handed_out(world):
@@ -226,7 +225,7 @@ def test_whether_a_pass_trains_is_told_by_autograd_and_by_the_models(world):
 
 
 def test_totals_count_the_batch_in_a_loop_and_the_pass_after_it(world):
-    at = spine()
+    at = spine().origins
     for (rows,) in samestep.loader(TensorDataset(SMALL), 4):
         assert (at.counted, at.is_lent) == (len(rows), False)
     assert at.counted == samestep.gather([at.counted])[world.rank] != 0
@@ -238,10 +237,10 @@ def test_totals_count_the_batch_in_a_loop_and_the_pass_after_it(world):
 def test_a_rank_that_takes_a_sample_of_another_has_no_weight(world):
     model, at = samestep.replicate(network()), spine()
     for (rows,) in samestep.loader(TensorDataset(SMALL[:1]), 4):
-        assert at.is_lent == (world.rank > 0)
-        assert at.weight_here() == (world.size if world.rank == 0 else 0)
+        assert at.origins.is_lent == (world.rank > 0)
+        assert at.weights.of_mean(at.models) == (world.size if world.rank == 0 else 0)
         torch.testing.assert_close(gradient(model, model(rows).square().mean()), serial(SMALL[:1]))
-    assert at.weight_here() == 1.0
+    assert at.weights.of_mean(at.models) == 1.0
 
 
 @pytest.mark.sizes(2, 3)

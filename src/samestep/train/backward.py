@@ -106,7 +106,7 @@ class Backward(Member):
                 return way(original, outputs, gradients, *args, **options)
             finally:
                 self._is_running = False
-                self._spine.loss_weight = self._spine.leaf_weight = 1.0
+                self._spine.weights.of_loss = self._spine.weights.of_leaves = 1.0
 
         return run
 
@@ -117,7 +117,7 @@ class Backward(Member):
         if loss.numel() > 1 and self._losses_to_look_at and bool((gradients[0] == 1).all()):
             loss = loss.sum()
         spine.tell(Subscriber.backward_begins, loss)
-        share = spine.at_hand
+        share = spine.origins.at_hand
         if share is not None and len(self._unreplicated) <= _FIRST_BATCHES:
             self._compare_unreplicated(outputs[0], share)
         is_due = self._losses_to_look_at or (spine.loss and spine.loss.sums) or self._is_counted(share)
@@ -125,11 +125,11 @@ class Backward(Member):
             self._losses_to_look_at -= self._losses_to_look_at > 0
             with _disable_current_modes():
                 self._check_loss(loss)
-        spine.loss_weight = spine.weight_of_loss()
-        spine.leaf_weight = self._weight_for_inputs(outputs) if spine.needs_leaf_weight else 1.0
-        spine.call_weights.clear()
+        spine.weights.of_loss = spine.weights.of_next_loss(spine.models)
+        spine.weights.of_leaves = self._weight_for_inputs(outputs) if spine.weights.needs_leaves else 1.0
+        spine.weights.of_calls.clear()
         with self.group.within("backward"), spine.models.exchanging():
-            return original(outputs, _times(gradients, spine.loss_weight), *args, **options)
+            return original(outputs, _times(gradients, spine.weights.of_loss), *args, **options)
 
     def _run_grad(
         self,
@@ -144,7 +144,7 @@ class Backward(Member):
     ) -> Any:
         """Collective for gradients of equal tensors with create_graph, but not in a loop over samples (as MAML's)."""
         spine, size = self._spine, self.group.world.size
-        share = spine.trained
+        share = spine.origins.trained
         is_of_sample = size > 1 and share is not None and _is_over_samples(share)
         is_in_forward = self.group.phase[0] == "forward"
         weights = spine.models.parameters() if is_in_forward or is_of_sample else ()
@@ -165,7 +165,7 @@ class Backward(Member):
         is_shared = size > 1 and spine.models.weighs_losses and is_whole
         parameters = {id(tensor) for tensor in spine.models.parameters()} if is_shared else set()
         are_equal = [_is_equal_on_ranks(tensor, parameters) for tensor in inputs]
-        spine.loss_weight = spine.leaf_weight = spine.weight_of_loss()
+        spine.weights.of_loss = spine.weights.of_leaves = spine.weights.of_next_loss(spine.models)
         if is_of_sample:
             weight = self._weight_for_parameters(create_graph=False) if are_weights else 1.0
         elif any(are_equal):
@@ -175,7 +175,7 @@ class Backward(Member):
         weighed = _times(gradients, weight)
         slopes = original(outputs, weighed, retain_graph, create_graph, inputs, *args, **options)
         if not retain_graph:
-            spine.call_weights.clear()
+            spine.weights.of_calls.clear()
         if not create_graph or not any(are_equal):
             if is_shared and outputs[0].numel() == 1:
                 # gradients of inputs are divided by the whole batch's size, so ranks' gradients are terms of a sum
@@ -190,7 +190,7 @@ class Backward(Member):
     def _weight_for_parameters(self, *, create_graph: bool) -> float:
         """The factor of a loss where `grad` is asked for gradients of parameters."""
         if create_graph:
-            return self._spine.loss_weight
+            return self._spine.weights.of_loss
         return 1 / self.group.world.size if self._spine.models.adds() else 1.0
 
     def _reduction_of(self, loss: torch.Tensor) -> tuple[str | None, float | None]:
@@ -202,7 +202,7 @@ class Backward(Member):
         return self._kind_of(reduction_of(loss))
 
     def _kind_of(self, found: dict[str, Any]) -> tuple[str | None, float | None]:
-        share = self._spine.trained
+        share = self._spine.origins.trained
         count, mine = found.get("terms"), share.mine if share is not None else 0
         if found["reduction"] == "mean":
             is_sum = found["losses"] >= mine >= _MANY_LOSSES and found["divisor"] is None
@@ -216,15 +216,20 @@ class Backward(Member):
         """The factor of a loss for gradients of its inputs: those of a mean are divided by the whole batch's size."""
         spine = self._spine
         is_mean = outputs[0].numel() == 1 and self._reduction_of(outputs[0])[0] == "mean"
-        if is_mean and not spine.models.adds() and (share := spine.trained) and share.microbatch is None:
-            return spine.loss_weight / float(self.group.world.size)
-        return 1.0 if spine.loss_weight else 0.0
+        if (
+            is_mean
+            and not spine.models.adds()
+            and (share := spine.origins.trained)
+            and share.microbatch is None
+        ):
+            return spine.weights.of_loss / float(self.group.world.size)
+        return 1.0 if spine.weights.of_loss else 0.0
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         """Print a remark where the reduction does not fit `replicate(loss=...)`; note the loss's terms and factors."""
         spine, found = self._spine, reduction_of(loss)
         reduction, count = self._kind_of(found)
-        share, averaged = spine.trained, spine.loss or Averaged()
+        share, averaged = spine.origins.trained, spine.loss or Averaged()
         adds = spine.models.adds(leaves_before(loss))
         if reduction == "mean" and share is not None and not adds and self._is_counted(share):
             # ranks may have different numbers of microbatches, of which only the latest counts
@@ -269,7 +274,7 @@ class Backward(Member):
 
     def _terms_in(self, count: float) -> tuple[float, float]:
         """A number of terms, and that number for each sample of a loader that is iterated now."""
-        each = [count / batch.mine for batch in self._spine.open_shares if batch.mine]
+        each = [count / batch.mine for batch in self._spine.origins.open_shares if batch.mine]
         return count, min([terms for terms in each if terms.is_integer()] or each)
 
     def _is_counted(self, share: Share | None) -> bool:

@@ -32,12 +32,12 @@ class Hooks(Member):
         def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
             if tensor.grad_fn is None or torch.compiler.is_compiling():
                 return register_hook(tensor, hook)
-            spine.needs_leaf_weight = True
+            spine.weights.needs_leaves = True
             # with loss="sum" the weight is applied inside of the model's call
             is_counted_here = spine.inside_model > 0 and spine.models.adds()
 
             def counted(gradient: torch.Tensor) -> torch.Tensor | None:
-                factor = spine.leaf_weight / spine.loss_weight if spine.loss_weight else 1.0
+                factor = spine.weights.of_leaves / spine.weights.of_loss if spine.weights.of_loss else 1.0
                 factor = 1 / size if is_counted_here else factor
                 changed = hook(gradient * factor)
                 return None if changed is None else changed / factor

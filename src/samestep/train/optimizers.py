@@ -46,7 +46,7 @@ class Optimizers(Member):
         if self.group.world.size == 1:
             return None
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if self._spine.at_hand is None:
+        if self._spine.origins.at_hand is None:
             if steps == 1 and any(tensor.grad is not None for tensor in self._spine.models.parameters()):
                 say_if_unshared(self.group, f"{type(optimizer).__name__}.step ({users_line()})")
             return None

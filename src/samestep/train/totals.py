@@ -47,7 +47,7 @@ def sum(value: Value) -> Value:
         accuracy = samestep.sum(correct) / len(test.dataset)
     """
     _note_total("samestep.sum")
-    return _weighted("samestep.sum", value, 0.0 if spine().is_lent else 1.0, divide=False)
+    return _weighted("samestep.sum", value, 0.0 if spine().origins.is_lent else 1.0, divide=False)
 
 
 def mean(value: Value, weight: float | None = None) -> Value:
@@ -66,9 +66,9 @@ def mean(value: Value, weight: float | None = None) -> Value:
     """
     _note_total("samestep.mean")
     if weight is None:
-        counted = spine().counted
+        counted = spine().origins.counted
         weight = 1.0 if counted is None else float(counted)
-        if spine().is_ambiguous and not any(
+        if spine().origins.is_ambiguous and not any(
             getattr(leaf, "requires_grad", False) for _, leaf in _leaves(value)
         ):
             joined().say(
@@ -104,20 +104,20 @@ def gather(value: Value) -> Value:
     if joined().world.size == 1:
         return value
     _note_total("samestep.gather")
-    lent = spine().is_lent
+    lent = spine().origins.is_lent
     ranks = _of_all("samestep.gather", {name: leaf[:0] if lent else leaf for name, leaf in named.items()})
     wholes = [_joined(named[name], [parts[name] for parts in ranks], lent=lent) for name in named]
     for whole in wholes:
         if isinstance(whole, torch.Tensor):
-            spine().note_joined(whole)
+            spine().origins.note_joined(whole)
     return _rebuilt(value, iter(wholes))
 
 
 def _note_total(call: str) -> None:
     """Count the total; remark where it may contain lent samples of a training loop, which other ranks count too."""
     spine().totals += 1
-    size, left = joined().world.size, spine().evaluated
-    if spine().at_hand is not None or left is None or not left.training or size == 1:
+    size, left = joined().world.size, spine().origins.evaluated
+    if spine().origins.at_hand is not None or left is None or not left.training or size == 1:
         return
     for lent in [samples for samples, _ in left.sizes if samples < size]:
         joined().say(
@@ -129,7 +129,7 @@ def _note_total(call: str) -> None:
 
 def _places(parts: Sequence[Any]) -> list[list[int]] | None:
     """For each rank the positions of its rows in the pass, if they were collected over a whole pass; else None."""
-    evaluated, batch = spine().evaluated, spine().at_hand
+    evaluated, batch = spine().origins.evaluated, spine().origins.at_hand
     size, counts = len(parts), [len(part) for part in parts]
     if evaluated is None or (
         batch and counts == [len(range(*cut(batch.all, size, rank))) for rank in range(size)]
@@ -191,13 +191,15 @@ class _MadeByAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, whole: torch.Tensor, call: str, back: _Back) -> torch.Tensor:
-        ctx.call, ctx.back, ctx.weight = call, back, None if spine().inside_model else spine().weight_here()
+        here = spine()
+        weight = None if here.inside_model else here.weights.of_mean(here.models)
+        ctx.call, ctx.back, ctx.weight = call, back, weight
         return whole.view_as(whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        missing = 1.0 if ctx.weight is None else spine().missing_factor(ctx.weight)
+        missing = 1.0 if ctx.weight is None else spine().weights.missing(ctx.weight)
         own = ctx.back(_weighted(f"{ctx.call}'s gradient", gradient * missing, 1.0, divide=False))
         return (own / missing if missing else torch.zeros_like(own), None, None, None)
 

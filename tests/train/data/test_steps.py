@@ -111,7 +111,7 @@ def test_a_penalty_an_opaque_output_and_chained_models_have_the_serial_gradient(
     for step, rows in zip(train, order(SAMPLES, 0, 0, True).split(8), strict=True):
         for x, y in step:
             loss = loss_past_the_outputs(models, x, y)
-            (loss * float("nan") if spine().at_hand.lent else loss).backward()
+            (loss * float("nan") if spine().origins.at_hand.lent else loss).backward()
         x, y = dataset().tensors
         loss_past_the_outputs(plain, x[rows], y[rows]).backward()
         for model, other in zip(models, plain, strict=True):

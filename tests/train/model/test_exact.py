@@ -279,7 +279,7 @@ def test_what_a_microbatch_adds_to_its_sums_takes_as_many_operations_for_many_la
                 model(x).sum().backward()
                 if at == 1:
                     with Counted() as counted:
-                        share = joined().the(Spine).trained
+                        share = joined().the(Spine).origins.trained
                         tree.microbatch_ends(share)
                     counts.append(counted.count)
                     break

@@ -95,7 +95,7 @@ class Watching(Subscriber):
     @contextmanager
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """Local. Note the call of a model, and watch it where it is the first of its kind."""
-        share = self._spine.at_hand
+        share = self._spine.origins.at_hand
         # tensors under torch.func have no memory of their own
         if share is None or is_functional():
             yield
@@ -163,7 +163,7 @@ class Watching(Subscriber):
 
     def _begin_to_watch(self, share: Share) -> None:
         """Watch this batch, if it is the first of its kind or is to be watched again."""
-        open_shares, group = self._spine.open_shares, self._spine.group
+        open_shares, group = self._spine.origins.open_shares, self._spine.group
         tensors = [(other, *named) for other in open_shares for named in other.of.tensors()]
         dims = (tensor.dim() for *_, tensor in tensors)
         self._kind_of_loop = kind = (share.of.training, torch.is_grad_enabled(), line_of_draw(), *dims)
@@ -184,7 +184,7 @@ class Watching(Subscriber):
         if not self._before_loop:
             alive = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
             older = {memory_of(tensor): weakref.ref(tensor) for tensor in alive}
-            of_batches = set(map(memory_of, self._spine.handed_out()))
+            of_batches = set(map(memory_of, self._spine.origins.handed_out()))
             self._before_loop = {memory: older[memory] for memory in older.keys() - of_batches}
         inputs = [(tensor, None if of is share else Place(of.dim_in(name))) for of, name, tensor in tensors]
         self._losses_to_watch = _MOST_LOSSES
@@ -213,8 +213,8 @@ class Watching(Subscriber):
                 self._beside.note(func, operands, share.mine if self.finds_draws else 0, is_older)
 
         parameters = self._spine.models.parameters()
-        watched = BatchPlaces(share, inputs, parameters, is_paused, is_new, self._spine.is_joined, note)
-        return watched
+        joined = self._spine.origins.is_joined
+        return BatchPlaces(share, inputs, parameters, is_paused, is_new, joined, note)
 
     def _leave_loop(self) -> None:
         watched, self._loop_places = self._loop_places, None

@@ -170,7 +170,7 @@ class Draws(Member):
             leading, rest = args[: len(fills)], args[len(fills) :]
             like = torch.broadcast_tensors(*filter(torch.is_tensor, leading))[0]  # type: ignore[no-untyped-call]
             # parameters that are older than the batch, such as a prior's mean, make a draw that is equal on all ranks
-            older = self.watching.is_older(like, self._spine.at_hand)
+            older = self.watching.is_older(like, self._spine.origins.at_hand)
             part = None if older else self._part(name, like, generator)
             if name == "multinomial" and part is not None and part.dim:
                 part = None
@@ -191,7 +191,7 @@ class Draws(Member):
     def _multinomial(
         self, original: Any, weights: torch.Tensor, count: int, *args: Any, **kwargs: Any
     ) -> Any:
-        share = self._spine.at_hand
+        share = self._spine.origins.at_hand
         is_shared = kwargs.get("generator") is None and share is not None and 0 < share.mine < share.all
         if weights.dim() > 1 or not is_shared:
             return self._drawn_whole("multinomial", 1.0)(original, weights, count, *args, **kwargs)
@@ -216,7 +216,7 @@ class Draws(Member):
 
     def _batch_norm(self, original: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Print a remark on a BatchNorm outside of a replica; InstanceNorm calls it with a batch of one."""
-        share, is_training = self._spine.at_hand, args[4] if len(args) > 4 else kwargs["training"]
+        share, is_training = self._spine.origins.at_hand, args[4] if len(args) > 4 else kwargs["training"]
         if is_training and input.shape[0] > 1 and share is not None and share.mine < share.all:
             self.group.say(
                 f"a BatchNorm ({users_line()}) takes its statistics from each rank's share and not from the whole "
@@ -266,7 +266,7 @@ class Draws(Member):
 
     def _share_drawn(self) -> Share | None:
         """The batch at hand if it is shared, so that a draw may be a part of the whole batch's; else None."""
-        share = self._spine.at_hand
+        share = self._spine.origins.at_hand
         return None if self._is_unseen() or share is None or not 0 < share.mine < share.all else share
 
     def _part_by_shape(self, name: str, shape: torch.Size) -> Part | None:
@@ -309,7 +309,7 @@ class Draws(Member):
         """The part by the shape alone, where no watched call has shown the place of the batch."""
         if all(sizes := fixed_sizes(len(shape))):
             return FOR_ALL
-        fits = (fit for fit in self._spine.open_shares if fit.mine in shape[:2])
+        fits = (fit for fit in self._spine.origins.open_shares if fit.mine in shape[:2])
         rows, name, known = next(fits, share).rows, line[0], (tuple(shape), line)
         in_model, is_beside = self.watching.in_model, not self.watching.is_in_call
         ragged = {laid.rows for laid in share.of.ragged.values() if laid.rows.mine == shape[0] != rows.mine}

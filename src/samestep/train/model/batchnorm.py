@@ -22,7 +22,7 @@ class Synced:
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, BATCH_NORMS)
-        share = spine().trained
+        share = spine().origins.trained
         by_torch = isinstance(self, torch.nn.SyncBatchNorm) and not lends(share, dist.get_world_size())
         if not self.training or by_torch:
             return super().forward(input)  # type: ignore[misc,no-any-return]

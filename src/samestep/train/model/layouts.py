@@ -47,7 +47,7 @@ def _leave_recurrent(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 def _packed_part(packed: PackedSequence) -> Part | None:
     """Collective. This rank's rows of the whole batch's packed sequence."""
-    group, share = joined(), spine().at_hand
+    group, share = joined(), spine().origins.at_hand
     if share is None or group.world.size == 1:
         return None
     if (

@@ -127,10 +127,13 @@ class Replica:
         self._drops_gradients = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        share = self._spine.share_of(args, kwargs)
+        share = self._spine.origins.share_of(args, kwargs)
         if self._draws.active:
-            batch = self._spine.batch_of(args, kwargs)
-            with self._spine.working_on(batch), self._draws.watching.model_called(self.model, args, kwargs):
+            batch = self._spine.origins.batch_of(args, kwargs)
+            with (
+                self._spine.origins.working_on(batch),
+                self._draws.watching.model_called(self.model, args, kwargs),
+            ):
                 return self._called(share, args, kwargs)
         return self._called(share, args, kwargs)
 
@@ -177,7 +180,7 @@ class Replica:
         weight = share_weight(share, self._group.world.size, sums=self.sums)
         # a compiled model, and a model with loss="sum", apply the weight in weighed_call
         is_weighed_here = self.sums or torch.compiler.is_compiling()
-        self._spine.call_weights.add(1.0 if is_weighed_here else weight)
+        self._spine.weights.of_calls.add(1.0 if is_weighed_here else weight)
         if not weight and not self._drops_gradients:
             self._drops_gradients = True
             drop = partial(drop_gradient, self._spine)
@@ -206,7 +209,7 @@ class Replica:
     def _expect_call(self, parameter: torch.Tensor) -> None:
         """A parameter got a gradient; raise if the model was not called in this batch: DDP exchanges nothing then."""
         again = self._called_at < 0 or id(parameter) in self._seen_parameters
-        if again and self._called_at != self._spine.batches and self._spine.trained is not None:
+        if again and self._called_at != self._spine.batches and self._spine.origins.trained is not None:
             kind = type(self.model).__name__
             raise UsageError(
                 f"backward() reached {kind}, which was not called in this batch, and only gradients of model(...) are "

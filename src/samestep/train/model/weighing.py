@@ -39,7 +39,7 @@ class _Weighed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        way, missing = ctx.way, spine().missing_factor(ctx.weight)
+        way, missing = ctx.way, spine().weights.missing(ctx.weight)
         factor = ctx.factor * missing if way == _IN else ctx.factor / (missing or 1.0)
         if factor == 1.0 and not torch.is_grad_enabled():
             return (None, None, None, *gradients)
@@ -91,12 +91,16 @@ def _weigh_leaves(spine: Spine, tensor: torch.Tensor) -> torch.Tensor:
     """Weigh the gradient of a leaf that is no parameter, such as x.grad: a mean divides by the whole batch."""
 
     def counted(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * (spine.leaf_weight / spine.loss_weight) if spine.loss_weight else gradient
+        return (
+            gradient * (spine.weights.of_leaves / spine.weights.of_loss)
+            if spine.weights.of_loss
+            else gradient
+        )
 
     for leaf in leaves_before(tensor, _MOST_NODES) if tensor.requires_grad else ():
         if not isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, "_counts_by_share"):
             leaf.register_hook(counted)  # type: ignore[no-untyped-call]
-            leaf.__dict__["_counts_by_share"] = spine.needs_leaf_weight = True
+            leaf.__dict__["_counts_by_share"] = spine.weights.needs_leaves = True
     return tensor
 
 
@@ -109,7 +113,7 @@ def share_weight(share: Share | None, size: int, *, sums: bool) -> float:
 
 def drop_gradient(spine: Spine, gradient: torch.Tensor) -> torch.Tensor | None:
     """A parameter's hook: where the loss has weight 0, the gradient is 0, also where it is NaN."""
-    if spine.loss_weight:
+    if spine.weights.of_loss:
         return None
     if not torch.is_grad_enabled():
         return torch.zeros_like(gradient)
@@ -123,7 +127,7 @@ def only_in(microbatch: Share, spine: Spine, output: Any) -> Any:
         return output  # or each microbatch would be compiled anew
 
     def check() -> None:
-        if spine.trained is not microbatch:
+        if spine.origins.trained is not microbatch:
             raise UsageError(
                 "backward() of a microbatch's loss came after the loop had left that microbatch; "
                 "call it inside the loop over the step's microbatches"

@@ -35,14 +35,14 @@ def is_ours(loader: DataLoader[Any]) -> bool:
 
 def is_in_training_loop() -> bool:
     """Whether the script is inside a training loop over batches."""
-    current = spine.trained if (spine := _spine()) else None
+    current = spine.origins.trained if (spine := _spine()) else None
     return current is not None and current.of.training
 
 
 def current_share() -> dict[str, Any]:
     """This rank's share of the current batch; empty outside of samestep's loaders."""
     spine = _spine()
-    current = spine.trained if spine else None
+    current = spine.origins.trained if spine else None
     if not spine or current is None or not current.all or current.of.of is None:
         return {}
     return {
