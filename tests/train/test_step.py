@@ -8,6 +8,7 @@ from io import StringIO
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import TensorDataset
 
 import samestep
@@ -211,6 +212,22 @@ def test_what_mixes_samples_is_not_looked_for_again_after_a_restart(world):
         spine().subscribe(watching)
         for _ in samestep.loader(TensorDataset(ROWS[:12]), 12):
             assert watching.places is None
+        spine()._subscribers.remove(watching)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_an_evaluation_in_inference_mode_inside_of_a_step_leaves_torch_whole(world, same):
+    """torch's random_ failed where the mode that follows a batch was taken off inside of inference_mode()."""
+    model = samestep.replicate(network(), same=same)
+    validation = samestep.loader(TensorDataset(SMALL), 5)
+    for (rows,) in samestep.loader(TensorDataset(ROWS[:12]), 12):
+        model(rows).square().mean().backward()
+        with torch.inference_mode():
+            model.eval()
+            assert samestep.sum(sum(len(model(some)) for (some,) in validation)) == 7
+            model.train()
+        torch.empty((), dtype=torch.int64).random_()
+    assert not _get_current_dispatch_mode_stack()
 
 
 def test_whether_a_pass_trains_is_told_by_autograd_and_by_the_models(world):

@@ -75,6 +75,7 @@ class Watching(Subscriber):
         self.is_compiled = self.finds_draws = False
         self._spine, self._pid = spine, os.getpid()
         self._loop_places: BatchPlaces | None = None
+        self._over: list[BatchPlaces] = []
         self._losses_to_watch = 0
         self._watched_kinds: set[Any] = set()
         self._again = Again()
@@ -214,17 +215,20 @@ class Watching(Subscriber):
 
         parameters = self._spine.models.parameters()
         joined = self._spine.origins.is_joined
-        return BatchPlaces(share, inputs, parameters, is_paused, is_new, joined, note)
+        watched = BatchPlaces(share, inputs, parameters, is_paused, is_new, joined, note)
+        return watched
 
     def _leave_loop(self) -> None:
-        watched, self._loop_places = self._loop_places, None
-        if watched is not None:
-            self.places = None
+        """Stop watching the batch; is_paused() keeps its mode inactive until it can be taken off."""
+        if self._loop_places is not None:
+            self._over.append(self._loop_places)
+            self._loop_places = self.places = None
+        # torch keeps a mode half alive that is taken off inside inference_mode() and was put on outside of it
+        if not torch.is_inference_mode_enabled():
             modes = _get_current_dispatch_mode_stack()
-            if (
-                modes and modes[-1] is watched
-            ):  # else another mode is above it, and is_paused() makes it inactive
-                watched.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            while self._over and modes and modes[-1] is self._over[-1]:
+                modes.pop()
+                self._over.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def backward_begins(self, loss: torch.Tensor) -> None:
         spine, watched = self._spine, self._loop_places
