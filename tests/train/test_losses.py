@@ -132,7 +132,7 @@ def test_losses_are_looked_at_in_the_first_steps_only(world):
     model = samestep.replicate(network())
     for x, y in samestep.loader(DATA, 6):
         F.mse_loss(model(x), y).backward()
-    assert joined().the(Backward)._losses_to_look_at == 0
+    assert joined().the(Backward)._first_losses._losses_to_look_at == 0
 
 
 @pytest.mark.parametrize("is_averaged", [False, True])

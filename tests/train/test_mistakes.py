@@ -41,11 +41,11 @@ def look_again():
     group = joined()
     group._said.clear()
     group.the(Evaluations)._text = ""
-    backward = group.the(Backward)
+    first_losses = group.the(Backward)._first_losses
     group.the(Draws).watching._watched_kinds.clear()
-    backward._terms.clear()
-    backward._losses_to_look_at, backward._unreplicated = 3, {}
-    backward._num_weights, backward._weight_digests, backward._is_followed = -1, bytes(8), False
+    first_losses._terms.clear()
+    first_losses._losses_to_look_at, first_losses._unreplicated = 3, {}
+    first_losses._num_weights, first_losses._weight_digests, first_losses._is_followed = -1, bytes(8), False
 
 
 @pytest.mark.sizes(2, 3)

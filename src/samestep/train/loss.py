@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samestep.train.passes import Share
+
 _SCALED = ("Mul", "Div", "Neg", "ToCopy", "View", "Squeeze", "Clone")
 _ADDED = ("Add", "Sub", "Rsub")
 _PASSED = (*_SCALED, *_ADDED)
 _NEAR = 8
+_MANY_LOSSES = 4
 
 
 class Averaged(NamedTuple):
@@ -29,6 +32,22 @@ class Averaged(NamedTuple):
 def reduction_of(loss: torch.Tensor) -> dict[str, Any]:
     """The last reduction of a loss: its kind, its divisor, a mean's number of terms, and how many losses are added."""
     return _reduction_at(loss.grad_fn)
+
+
+def kind_of(found: dict[str, Any], share: Share | None) -> tuple[str | None, float | None]:
+    """The kind of a loss that was reduced so, "mean", "sum" or None, and a mean's number of terms.
+
+    A sum divided by the whole batch's size is a sum. So is a sum of as many mean losses as this rank has samples;
+    divided by that number it is a mean.
+    """
+    count, mine = found.get("terms"), share.mine if share is not None else 0
+    if found["reduction"] == "mean":
+        is_sum = found["losses"] >= mine >= _MANY_LOSSES and found["divisor"] is None
+        return ("sum", None) if is_sum else ("mean", mine if found["divisor"] == mine else count)
+    if count is None:
+        return found["reduction"], None
+    is_sum = share is not None and share.mine < share.all == count
+    return ("sum", None) if is_sum else ("mean", count)
 
 
 def addends_of(loss: torch.Tensor, most: int) -> list[dict[str, Any]]:
