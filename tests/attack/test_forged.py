@@ -18,6 +18,7 @@ import samestep
 from samestep.errors import CheckpointError, PlacementError
 from samestep.files import open_directory, write_atomically
 from samestep.rendezvous import note
+from samestep.rendezvous.member import Member
 from samestep.rundir import SLOTS
 from samestep.state import file, lease
 from samestep.state.directory import CheckpointDirectory, examine
@@ -68,7 +69,8 @@ def test_a_note_takes_the_place_of_nothing_but_a_note(attempt, tmp_path, monkeyp
     path = tmp_path / "note"
     KINDS[kind](path)
     before = path.lstat()
-    with pytest.raises(PlacementError, match="exists and is not from samestep"), note.posted(path, []):
+    me = Member("r", 0, 2, KEY)
+    with pytest.raises(PlacementError, match="exists and is not from samestep"), note.posted(path, [], me):
         pass
     assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
     assert not list(tmp_path.glob(".note*"))

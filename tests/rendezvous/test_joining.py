@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -198,11 +199,62 @@ def test_a_note_that_a_crash_left_is_replaced(tmp_path):
     coming = start(lambda: join(lambda: note.read(path), Member("r", 1, 2, KEY)))
     time.sleep(0.3)
     opened = listen([0], ["127.0.0.1"])
-    with note.posted(path, opened):
-        peers = host(opened, Member("r", 0, 2, KEY))
+    me = Member("r", 0, 2, KEY)
+    with note.posted(path, opened, me):
+        peers = host(opened, me)
     assert not path.exists()
     for group in (peers, coming.result(20)):
         group.leave()
+
+
+def test_a_second_node_0_at_a_note_is_refused_and_both_hear_why(tmp_path):
+    path = tmp_path / "note"
+    first = start(lambda: note.meet(path, Member("r", 0, 2, KEY, "node", limit_s=20)))
+    while not note.read(path):
+        time.sleep(0.05)
+    twin = f"from samestep.rendezvous.note import *\nKEY = {KEY!r}\n"
+    twin += f"meet(Path({str(path)!r}), Member('r', 0, 2, KEY, 'node', limit_s=20))"
+    done = subprocess.run([sys.executable, "-c", twin], capture_output=True, text=True, timeout=30)
+    says = (
+        rf"node 0 came twice: process {os.getpid()} on .* and process \d+ on .*; give every node a number of"
+    )
+    assert re.search(says, done.stderr)
+    with pytest.raises(RanksDiffer, match=says):
+        first.result(20)
+    assert not path.exists()
+
+
+def test_of_two_nodes_0_that_begin_together_neither_waits_for_node_1(tmp_path):
+    path = tmp_path / "note"
+    both = [start(lambda: note.meet(path, Member("r", 0, 2, KEY, "node", limit_s=20))) for _ in range(2)]
+    for future in both:
+        with pytest.raises(RanksDiffer, match="node 0 came twice"):
+            future.result(20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/unix")
+def test_a_rank_whose_run_has_begun_without_it_hears_which_process_has_its_number(tmp_path):
+    rank = "import sys\nfrom samestep.placement.place import Placement\n"
+    rank += "from samestep.rendezvous.ranks import connect_ranks\n"
+    rank += (
+        "here = Placement(int(sys.argv[1]), 2, 0, 1, 0, 1, 'by hand', '127.0.0.1', 29_500, run=sys.argv[2])\n"
+    )
+    rank += "tree = connect_ranks(here, float(sys.argv[3]))\nprint('begun', flush=True)\nsys.stdin.read()"
+
+    def started(number: int, limit_s: float) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", rank, str(number), str(tmp_path), str(limit_s)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    begun = [started(number, 20) for number in (0, 1)]
+    assert [process.stdout.readline() for process in begun] == ["begun\n"] * 2
+    *_, said = started(1, 0.2).communicate(timeout=20)
+    assert f"(process {begun[1].pid} is rank 1 of {tmp_path}, and its run has begun; " in said
+    for process in begun:
+        process.communicate(timeout=20)
+    *_, said = started(1, 0.2).communicate(timeout=20)
+    assert "found no rank 0 within" in said
+    assert "has begun" not in said
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "bomb", "list"])

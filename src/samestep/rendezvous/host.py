@@ -139,7 +139,8 @@ class Meeting:
         me, names = self._me, dict(self._arrived()) | dict.fromkeys(above or (), host)
         names |= {number: self.hellos[number]["host"] for number in self.members}
         channels = self.members | dict(above or {})
-        return Tree(me.number, me.size, channels, position, names, silence_s=me.silence_s, noun=me.noun)
+        about = me.silence_s, me.noun, me.sign
+        return Tree(me.number, me.size, channels, position, names, *about)
 
     def _note(self, number: int, report: dict[str, Any] | None) -> None:
         """Store the report of a member, or None if the member is gone."""

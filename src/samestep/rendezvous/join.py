@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -57,7 +57,7 @@ def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
                     tried[place] = str(reason)
                     if place in near and isinstance(reason, _Silent):
                         break  # that process is still connecting itself
-            summary = _summary(tried) or me.advice
+            summary = me.twin or _summary(tried) or me.advice
             if not has_place and patience.waited_s > me.no_place_s:
                 raise PlacementError(me.advice)
             if patience.left_s < 0:
@@ -66,10 +66,17 @@ def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
                     f"is {me.noun} 0 started, and can {socket.gethostname()} reach it?",
                     ranks=[0],
                 )
-            if is_first and patience.is_worth_a_line:
+            if patience.is_worth_a_line and (is_first or me.twin):
                 patience.say(f"{me.title} looks for {me.noun} 0 ({summary})")
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
+
+
+def refuse_twin(places: Iterable[Place], me: Member) -> None:
+    """Number 0, before it listens: RanksDiffer here and there if another number 0 of the run listens at a place."""
+    for place in places:
+        with suppress(_NotHere), closing(_connect(place, me)) as channel:
+            _introduce(channel, me, [], is_near=False)
 
 
 def _join_at(place: Place, me: Member, patience: Patience, listener: socket.socket, *, is_near: bool) -> Tree:

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import socket
 import sys
 import time
@@ -11,11 +12,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from samestep.files import read_text
 from samestep.rendezvous import addresses
 from samestep.rendezvous.channel import CLAIM
 from samestep.rendezvous.key import derive
 
 SAY_S, _SAY_LATER_S = 5.0, 30.0  # between two lines about a wait, at first and after a minute
+
+_UNIX_SOCKETS = Path("/proc/net/unix")
 
 Place = tuple[str, int] | str  # an address and a port, or the path of a Unix socket
 
@@ -43,10 +47,19 @@ class Member:
     above: Sequence[Sequence[Path]] = ()
     below: int = 1
     path: Path | None = None
+    sign: str = ""  # a name that /proc/net/unix shows with the process number, while it is in the run
 
     @property
     def title(self) -> str:
         return f"{self.noun} {self.number}" + (f" of {self.run}" if self.run else "")
+
+    @property
+    def twin(self) -> str:
+        """In words, the process of this machine that is this member of a run that has begun; "" if there is none."""
+        found = re.search(rf"@{self.sign}/(\d+)$", read_text(_UNIX_SOCKETS), re.M) if self.sign else None
+        if found is None:
+            return ""
+        return f"process {found[1]} is {self.title}, and its run has begun; was {self.title} started twice?"
 
     @property
     def heads(self) -> int:

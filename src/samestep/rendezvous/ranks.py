@@ -35,8 +35,8 @@ def connect_ranks(
     key, run = key_of_run(os.environ, here.launcher), here.run or ""
     folders = [private_folder(key, run, str(here.master_port), turn) for turn in _TURNS]
     expected = hosts_of_ranks(os.environ, here.size)
-    me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, facts=facts or {})
-    me = replace(me, **_on_machine(here, folders))
+    about = {"facts": facts or {}, "sign": f"{folders[0].name}/{here.rank}", **_on_machine(here, folders)}
+    me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, **about)
     is_local = is_one_machine(here)
     if not (is_local or (here.master_addr and here.master_port)):
         return _by_note(here, me)

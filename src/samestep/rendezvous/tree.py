@@ -57,9 +57,9 @@ class Tree:
         channels: Mapping[int, Channel],
         position: Position,
         names: Mapping[int, str],
-        *,
         silence_s: float = inf,
         noun: str = "rank",
+        sign: str = "",
     ) -> None:
         self.number, self.size, self.names, self.position = number, size, dict(names), position
         self.stored: dict[str, bytes] = {}
@@ -83,6 +83,8 @@ class Tree:
             channel.heard_at = time.monotonic()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
+        with suppress(OSError):  # another system than Linux; the name is gone when the process is
+            self._woken.bind(f"\0{sign}/{os.getpid()}")
         _open_trees.add(self)
         self._thread = threading.Thread(target=self._run, name="samestep tree", daemon=True)
         self._thread.start()
