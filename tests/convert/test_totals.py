@@ -132,3 +132,16 @@ def test_what_is_made_of_a_place_that_is_left_is_listed_after_it():
     )
     gaps = _of(f"{BEGIN}{_DICE}{epoch}{_TRAIN_BY_DICE}").gaps
     assert [gap.endswith("is made of a share") for gap in gaps] == [False, True]
+
+
+def test_a_function_that_a_loader_class_keeps_gets_the_batch_and_not_the_object():
+    wrapper = (
+        "class Wrapped:\n    def __init__(self, batches, change):\n"
+        "        self.batches, self.change = batches, change\n"
+        "    def __iter__(self):\n        for batch in self.batches:\n            yield self.change(*batch)\n"
+        "def change(x, y):\n    return x * 2, y\n"
+    )
+    lines = (
+        f"{wrapper}total = 0\nfor x, y in Wrapped(train, change):\n{STEP}    total += len(x)\nprint(total)\n"
+    )
+    assert "total += samestep.sum(len(x))" in _after(f"{BEGIN}{lines}")

@@ -132,7 +132,10 @@ class Expressions(Names):
         if name == "__dict__":
             fields = [value for value in base.of.scope.names.values() if value.is_shared]
             return self._holding(fields) if fields else Value()
-        entry = base.of.scope.names.get(name) or base.of.of.find(name)
+        own: Value | None = base.of.scope.names.get(name)
+        if own is not None:
+            return own  # also a function: kept in an object it is no method
+        entry = base.of.of.find(name)
         if entry is None and self.is_model(base):
             return base if name == "module" else Value("model", base.of.key)
         if entry is None or entry.kind != "function" or entry.of.bound or "staticmethod" in entry.of.marks:
