@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from forked import end_group
@@ -30,6 +31,45 @@ def test_under_another_launcher_the_first_rank_that_waits_names_the_missing_one(
         assert "in the gradient exchange (stuck.py:" in said
         assert f"for rank 1, which {says}" in said
         assert "have waited" not in ranks[2].said
+    finally:
+        for rank in ranks:
+            end_group(rank)
+        nest.wait(ranks, 5)
+
+
+IN_A_THREAD = """
+    import threading, time, torch, samestep
+
+    def read():
+        time.sleep(1000)
+
+    def train():
+        rank = samestep.init().rank
+        data = torch.utils.data.TensorDataset(torch.randn(6, 4), torch.randn(6, 1))
+        model = samestep.replicate(torch.nn.Linear(4, 1))
+        for x, y in samestep.loader(data, batch_size=6):
+            if rank == 1:
+                read()
+            (model(x) - y).square().mean().backward()
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_trains_in_a_thread_is_named_with_the_line_of_that_thread(nest, tmp_path):
+    script = tmp_path / "thread.py"
+    script.write_text(dedent(IN_A_THREAD))
+    ranks = nest.start(script, 2, cwd=tmp_path)
+    try:
+        until = time.monotonic() + 40
+        while "rank 0 has waited" not in ranks[0].said:
+            assert time.monotonic() < until, [rank.said for rank in ranks]
+            nest.look(0.2)
+        says = r"in the gradient exchange \(thread.py:14\) for rank 1, which is in read \(thread.py:5\)"
+        assert re.search(says, ranks[0].said), ranks[0].said
     finally:
         for rank in ranks:
             end_group(rank)

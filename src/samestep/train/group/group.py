@@ -59,6 +59,7 @@ class Group:
         self.step: int | None = None
         self.phase, self.phase_began, self.waits = ("user", ""), time.monotonic(), 0
         self.failed_exchange = ""  # the model in whose gradient exchange an exception was raised
+        self.thread = threading.current_thread()  # that trains; the main thread may wait for it
         self._phases_heard: list[Callable[[str, str], None]] = []
         # kept here, since torch keeps only the part of the store that is not Python
         self.store: Any = store or dist.HashStore()  # type: ignore[attr-defined]
@@ -140,6 +141,8 @@ class Group:
         """Note what this rank does from now on: one of rundir's PHASES, and the call with its line."""
         self.phase, self.phase_began, self.leaving.left = (phase, call), time.monotonic(), ""
         self.waits += phase in WAITS
+        if phase in ("data", "call"):  # backward may enter others in a thread of torch
+            self.thread = threading.current_thread()
         if self.pulse is not None:
             self.pulse.enter(phase, call)
         for hear in self._phases_heard:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,11 @@ class MutualWatch:
     def _state(self) -> RankState:
         group = self._group
         (phase, call), seconds = group.phase, time.monotonic() - group.phase_began
-        stack = list(stack_of(sys._current_frames().get(threading.main_thread().ident or 0)))
-        frame, switches, now = users_frame(stack), sum(psutil.Process().num_ctx_switches()), time.monotonic()
+        thread = group.thread if group.thread.is_alive() else threading.main_thread()
+        stack, now = list(stack_of(sys._current_frames().get(thread.ident or 0))), time.monotonic()
+        frame, switches = users_frame(stack), -1
+        with suppress(psutil.Error):  # the thread has just ended
+            switches = sum(psutil.Process(thread.native_id).num_ctx_switches())
         if switches != self._quiet[0]:
             self._quiet = switches, now
         quiet_s = now - self._quiet[1]
