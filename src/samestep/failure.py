@@ -94,6 +94,9 @@ _REMEDIES = {
         "/dev/shm is too small for what loader workers hand over; make it larger (`docker run --shm-size=8g`), or use "
         "fewer workers"
     ),
+    "Unable to find address for": (
+        "this machine has no such network interface with an address; correct GLOO_SOCKET_IFNAME, or leave it unset"
+    ),
     "can't start new thread": _TOO_MANY,
     os.strerror(EAGAIN): _TOO_MANY,
     "has no attribute 'set_epoch'": "each pass over a loader is the next epoch; leave set_epoch out",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import UsageError
+from samestep.failure import add_remedy
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, cores, own_instance
 from samestep.placement.place import Placement, by_hand, exports, this_process
 from samestep.rendezvous.channel import as_kind
@@ -212,14 +213,18 @@ def _open_process_group(
         if "gloo" in backend:
             files = _GLOO_FILES * here.size
             allow_descriptors(files, f"Gloo connects each of {here.size} ranks to all others")
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("samestep/world", store),  # type: ignore[attr-defined]
-            rank=here.rank,
-            world_size=here.size,
-            timeout=timeout,
-            device_id=device if of_nccl else None,
-        )
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("samestep/world", store),  # type: ignore[attr-defined]
+                rank=here.rank,
+                world_size=here.size,
+                timeout=timeout,
+                device_id=device if of_nccl else None,
+            )
+        except RuntimeError as error:
+            add_remedy(error)
+            raise
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (here.rank, here.size):
         raise UsageError(
