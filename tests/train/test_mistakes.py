@@ -193,6 +193,20 @@ def test_a_loop_in_training_mode_without_backward_and_total_is_said(world, loop)
 
 
 @pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_last_batch_with_fewer_samples_than_ranks_is_said_where_a_loop_does_not_train(world, trains):
+    look_again()
+    model = samestep.replicate(network())
+    with redirect_stderr(StringIO()) as said:
+        for x, y in samestep.loader(DATA, 11):
+            loss = F.mse_loss(model(x), y)
+            if trains:
+                loss.backward()
+    text = f"loop at test_mistakes.py:{line_of('in samestep.loader(DATA, 11)')} has 1 sample for {world.size} ranks"
+    assert (text in said.getvalue()) == (not trains and world.rank == 0)
+
+
+@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("is_totalled", [False, True])
 def test_statistics_that_are_counted_before_replicate_are_said(world, is_totalled):
     look_again()

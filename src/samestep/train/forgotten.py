@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from samestep.text import name_ranks
+from samestep.text import counted, name_ranks
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
 from samestep.train.passes import Pass
@@ -44,10 +44,17 @@ class Evaluations(Member, Subscriber):
     def pass_ends(self, ended: Pass) -> None:
         if ended.training and self._backwards > self._backwards_before.get(ended, -1):
             return
+        latest, size = ended.latest, self.group.world.size
         if not ended.training:
             self._count += 1
+        elif latest is not None and latest.all < size:
+            self.group.say(
+                f"the last batch of the loop at {users_line()} has {counted(latest.all, 'sample')} for {size} ranks, "
+                "so some ranks got samples of others, and the loop called no backward(); if it is an evaluation, use "
+                "torch.no_grad() or model.eval(), and each sample counts once"
+            )
         self._line, self._totals_before = users_line(), self._totals()
-        total = share.batch_start + share.all if (share := ended.latest) else 0
+        total = latest.batch_start + latest.all if latest else 0
         if ended.counted < total:
             kind, used = ("loop", "total") if ended.training else ("evaluation", "correct")
             self._text = (

@@ -268,10 +268,7 @@ class Loader(Generic[Item]):
         """The batches of a pass; in an evaluation a small last batch is filled from the batch before."""
         # same=True needs the serial script's batches for its draws, and a backward needs all ranks
         even = not this.training and (not self._draws.active or torch.is_grad_enabled())
-        pieces = self._pieces(self._world.size, self._world.rank, even=even)
-        if this.training and not self._shuffle and pieces and pieces[-1].all < self._world.size:
-            self._remark_lending(pieces[-1].all)
-        return pieces
+        return self._pieces(self._world.size, self._world.rank, even=even)
 
     def _pieces(self, size: int, rank: int, *, even: bool = False) -> share.Pieces:
         cuts: Any = {"start": self._position, "drop_last": self.drop_last, "even": even}
@@ -352,14 +349,6 @@ class Loader(Generic[Item]):
                     "first one had; in a loop over epochs make the loader once, before the loop",
                     what="a second loader",
                 )
-
-    def _remark_lending(self, count: int) -> None:
-        """Print a remark on lent samples: the pass may be an evaluation without no_grad() and eval()."""
-        self._group.say(
-            f"the last batch has {count} samples for {self._world.size} ranks, and the ranks without a sample get all "
-            "of it with weight 0, as in training; if this is an evaluation, use torch.no_grad() or model.eval(), and "
-            "each sample counts once"
-        )
 
     def _consume(self, order: Drawn, given: Share) -> None:
         self._position = given.batch_start + given.all
