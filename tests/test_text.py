@@ -33,7 +33,9 @@ def test_sizes_take_the_unit_of_the_larger_number():
 
 
 def test_durations_have_at_most_two_units():
-    assert [duration(seconds) for seconds in (4.21, 192, 7512)] == ["4.2 s", "3 min 12 s", "2 h 5 min"]
+    assert [duration(seconds) for seconds in (4.21, 34.04, 59.7, 192, 7512)] == [
+        *("4.2 s", "34 s", "1 min 0 s", "3 min 12 s", "2 h 5 min")
+    ]
 
 
 def test_large_numbers_have_no_exponent_and_long_steps_are_in_seconds():

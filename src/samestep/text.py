@@ -59,10 +59,10 @@ def unbroken(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`4.2 s`, `3 min 12 s` or `2 h 5 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
+    """`4.2 s`, `34 s`, `3 min 12 s` or `2 h 5 min`."""
+    if seconds < 59.5:
+        return f"{seconds:.{int(seconds < 9.95)}f} s"
+    minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 

@@ -84,7 +84,7 @@ def test_a_failure_stops_the_other_nodes_at_once_and_gives_its_code(launcher, go
     assert time.monotonic() - began < 10
     gone(pids, 3)
     assert [end[0] for end in ends] == [code, code]
-    head = rf"train\.py failed on rank 2 of 4 \({re.escape(os.uname().nodename)}\) after \d+\.\d s"
+    head = rf"train\.py failed on rank 2 of 4 \({re.escape(os.uname().nodename)}\) after [\d.]+ s"
     assert re.match(rf"{head}\n\n", ends[1][2])
     assert re.fullmatch(rf"train\.py was stopped on node 0 \(.*\): {head}\n", ends[0][2])
     (run,) = (launcher.home / "runs").iterdir()

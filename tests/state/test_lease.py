@@ -74,7 +74,7 @@ def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path):
         with pytest.raises(CheckpointError) as raised:
             step(tmp_path / "run", 2)
         assert time.monotonic() - began < 4
-    who = rf"process {first.pid} on {os.uname().nodename}, last sign of life \d+\.\d s ago"
+    who = rf"process {first.pid} on {os.uname().nodename}, last sign of life [\d.]+ s ago"
     assert raised.match(rf"^{tmp_path}/run is held by another run \({who}, counts as ended after 60 s")
     assert raised.match("give each run a directory of its own")
     assert [entry.step for entry in file.listing(tmp_path / "run")] == [1]
