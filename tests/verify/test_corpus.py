@@ -17,7 +17,10 @@ SAMPLE = [
     "lr_by_ranks",
     "negative_words",
     "noisy_gradients",
+    "replay_of_rank",
+    "saved_of_share",
     "sum_and_centered",
+    "sum_by_own_count",
     "three_mistakes",
     "unseeded_split",
 ]

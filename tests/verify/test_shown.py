@@ -3,11 +3,13 @@
 import builtins
 import csv
 import io
+import random
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forked import Nest
@@ -16,6 +18,7 @@ from verify.corpus import Forked
 import samestep
 from samestep.cli.verify import _show_table
 from samestep.verify.read import Run
+from samestep.verify.record.facts import numbers_in
 from samestep.verify.record.outputs import Outputs
 from samestep.verify.trajectory import Compared, Difference
 from samestep.verify.verify import Report, verify
@@ -51,11 +54,14 @@ def test_runs_that_differ_are_shown_before_the_causes_are_looked_for_and_ctrl_c_
     report = find(causes=False)
     assert (report.exit_code, report.verdict, shown) == (1, "unfinished", [])
     assert str(report) == (
-        "not finished: step 1, lr differs; --no-causes left out the runs that tell whether it is a mistake, and which"
+        "not finished: the runs differ: step 1, lr; "
+        "--no-causes left out the runs that tell whether it is a mistake, and which"
     )
     report = find(causes=True)
     assert (report.exit_code, report.verdict, len(shown)) == (130, "unfinished", 1)
-    assert str(report).startswith("not finished: step 1, lr differs; Ctrl-C came before the runs that tell")
+    assert str(report).startswith(
+        "not finished: the runs differ: step 1, lr; Ctrl-C came before the runs that tell"
+    )
 
 
 @pytest.mark.slow
@@ -115,7 +121,7 @@ def test_a_file_that_a_script_leaves_to_python_is_written_at_once_and_noted(
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
     rows: list[dict[str, Any]] = []
-    Outputs(rows.append, lambda: (0, True)).begin()
+    Outputs(rows.append, lambda: (0, True), set).begin()
     with pytest.warns(ResourceWarning):
         open("log.txt", "w").write("loss 0.5\nloss 0.25")  # noqa: SIM115
     assert Path("log.txt").read_bytes() == b"loss 0.5\nloss 0.25"
@@ -124,3 +130,27 @@ def test_a_file_that_a_script_leaves_to_python_is_written_at_once_and_noted(
         assert (file.name, file.mode) == ("log.txt", "a")
     assert Path("log.txt").read_bytes() == b"loss 0.5\nloss 0.251,2\r\n"
     assert [row["text"] for row in rows] == ["log.txt: loss 0.5", "log.txt: loss 0.25", "log.txt: 1,2\r"]
+
+
+def test_a_saved_file_is_noted_by_its_numbers_without_what_is_compared_at_each_step() -> None:
+    model = torch.nn.Linear(2, 1)
+    trained = {parameter.data_ptr() for parameter in model.parameters()}
+    state = {
+        "losses": [3.0, 4.0],
+        "best": {"accuracy": np.float64(0.5), "epoch": 2, "flag": True, "name": "run 5"},
+        "predictions": [torch.tensor([0.0, 2.0]), None],
+        "model": model.state_dict(),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1).state_dict(),
+        "random": {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        },
+        "seeds": {"torch": 2**40, "hash": 2**70},
+    }
+    assert [*numbers_in(state, trained)] == [
+        "['losses'] = 2 numbers, norm 5, of its first half 3",
+        "['best']['accuracy'] = 0.5",
+        "['best']['epoch'] = 2",
+        "['predictions'][0] = 2 numbers, norm 2, of its first half 0",
+    ]

@@ -52,7 +52,9 @@ def suspects(compared: Compared) -> Iterator[Cause]:
         yield Cause(f"the batches come from {foreign}; {SHOWN['foreign']}", "loaders")
     if any(facts.get("seeded") != first.fact("seeded") for facts in other.facts) and _is_drawn(compared):
         removed = f"reseeded={record_path(first.directory, 0)}"
-        yield Cause(remedies.OWN_SEED, removed, not first.is_untouched)
+        is_own = _has_own_data(compared)
+        sentence = remedies.OWN_DATA if is_own else remedies.OWN_SEED
+        yield Cause(sentence, removed, not (is_own or first.is_untouched))
     lines: dict[str, list[str]] = {}
     for facts in other.facts:
         lines = facts.get("told", {}) | lines
@@ -109,6 +111,13 @@ def _is_drawn(compared: Compared) -> bool:
     return is_after and (_is_of_the_loop(compared) or not _rows_differ(compared, "rows"))
 
 
+def _has_own_data(compared: Compared) -> bool:
+    """Whether the ranks train on other inputs that are no shares of a batch."""
+    steps = [rank[compared.step].parts for rank in compared.run.ranks]
+    rows = [[forward["rows"] for part in parts for forward in part["forwards"]] for parts in steps]
+    return rows != rows[:1] * len(rows) and not any("samples" in part for parts in steps for part in parts)
+
+
 def _of_world(compared: Compared) -> str:
     """The sentence if the rank or the number of ranks causes the difference."""
     kind, difference = _shown(compared)
@@ -145,7 +154,8 @@ def _numbers_of_the_share(compared: Compared) -> str:
             return "given"
     elif _rows_differ(compared, "out"):
         return "outputs"
-    if math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
+    loss = first.losses[step]
+    if math.isclose(loss, other.loss_near(step, loss), rel_tol=_CLOSE):
         return "gradients"
     return "numbers"
 
@@ -212,6 +222,8 @@ def _hyper(compared: Compared) -> tuple[str, str]:
     groups = [(a[name], b[name]) for a, b in zip(pair[0].hyper, pair[1].hyper, strict=False) if name in a]
     unlike = next((a, b) for a, b in groups if a != b)
     mine, theirs = (", ".join(f"{number:.4g}" for number in numbers) for numbers in unlike)
+    if name in ("max_norm", "clip_value"):
+        kind, name = "clip", f"{name} ({other.fact('clip')})"
     since = f", from step {step + 1} on" if is_later else ""
     return kind, f"{name} is {mine} {places[0]} and {theirs} {places[1]}{since}"
 
@@ -228,17 +240,24 @@ def _of_the_gradient(compared: Compared) -> Iterator[Cause]:
         yield Cause(remedies.COUNT.format(lines[0]), "counts")
     if factor and abs(factor - 1) > _APART and first.size != other.size:
         sentence = _scaled(compared) or f"gradients are {factor:.3g} times those {first.at}"
-        power = math.log(factor) / math.log(other.size / first.size)
-        yield Cause(sentence, f"scale={round(power, 1)}")
+        yield Cause(sentence, f"scale={_power(compared, factor)}")
+
+
+def _power(compared: Compared, factor: float) -> float:
+    """The power of the number of ranks that a factor is."""
+    return round(math.log(factor) / math.log(compared.run.size / compared.first.size), 1)
 
 
 def _scaled(compared: Compared) -> str | None:
     """The sentence for a common factor in loss and gradients, or in the gradients alone; None without a factor."""
-    mine, theirs = (run.losses[compared.step] for run in (compared.first, compared.run))
+    mine = compared.first.losses[compared.step]
+    theirs = compared.run.loss_near(compared.step, mine)
     gradients = _common_factor(compared)
     if not mine or gradients is None or abs(gradients - 1) < _APART:
         return None
     if math.isclose(theirs / mine, 1, rel_tol=_SAME):
+        if not _power(compared, gradients).is_integer():
+            return None
         return remedies.GRADIENTS_SCALED.format(gradients, compared.first.at)
     if math.isclose(theirs / mine, gradients, rel_tol=_APART):
         return remedies.LOSS_SCALED.format(theirs / mine, compared.first.at)

@@ -16,6 +16,7 @@ from samestep.verify.read import NUMBER, Line, Run
 
 _MEASURED = re.compile(r"\s*(?:[num]?s|sec|seconds?|min|h|[KMG]i?B|\S*/s)\b")
 _NO_VALUE = re.compile(r"torch\.Size\(\[[\d, ]*\]\)|\S+\.py:\d+")  # a shape, the place of a warning
+_DIGITS = re.compile(r"\d+(?:\.\d+)?")
 _CLOSE = 1e-5  # the relative distance that is always allowed
 _LARGEST_TIMES = 20.0  # times the largest distance in the training
 _TIMES_NOISE = 10.0  # times the distance of a run with other last bits
@@ -158,11 +159,19 @@ def _pairs(first: Run, other: Run) -> Iterator[tuple[str, int, Line, Line]]:
 
 
 def _names_its_rank(kind: str, run: Run) -> bool:
-    """Whether all lines of a kind contain their rank at the same position."""
-    ranks = [[NUMBER.findall(line.text) for line in lines.get(kind, [])] for lines in run.printed]
+    """Whether all lines of a kind contain their rank at the same position, also in a name such as `rank0.pt`."""
+    ranks = [
+        [
+            _DIGITS.findall(line.text)
+            for other in kinds
+            if _DIGITS.sub("#", other) == _DIGITS.sub("#", kind)
+            for line in kinds[other]
+        ]
+        for kinds in run.printed
+    ]
     return all(ranks) and any(
         all(numbers[at] == str(rank) for rank, lines in enumerate(ranks) for numbers in lines)
-        for at in range(len(ranks[0][0]))
+        for at in range(min(len(numbers) for rank in ranks for numbers in rank))
     )
 
 

@@ -11,6 +11,7 @@ SHOWN = {
     "rate": "every step has the whole batch, so do not scale it by the number of processes",
     "schedule": "its schedule uses a length or count that depends on the number of processes",
     "rate of a rank": "build the optimizer and its schedule, and step both, in the same way on every rank",
+    "clip": "the gradient is that of the whole batch, so clip it by the same number at any number of processes",
     "no steps": "each rank trains with its own share of every batch; run the training loop on all ranks",
     "uneven": "each rank has a share of every step; decide whether to step, and when to stop, from a value that is "
     "equal on all ranks, such as samestep.mean(loss)",
@@ -65,11 +66,11 @@ OF_THE_SHARE = {
     "numbers": "the loss is not a mean over samples: it is computed from all samples of a rank's share together "
     "(pairs, statistics, a maximum, a count, the hardest terms), or from what earlier shares left (a running mean, a "
     f"queue); compute it from samestep.gather(model(x)), or from samestep.sum and mean, or {STEPS}",
-    "gradients": "the loss is the same and its gradient is not: each rank makes (autograd.grad, torch.func), clips or "
-    "scales its own, or they are averaged by hand with equal weights for unequal shares, or the loss takes other "
-    "ranks' values without their gradient, as dist.all_gather does, or a hook or an autograd.Function takes a mean of "
-    "gradients over the samples; leave them to loss.backward() and samestep.replicate, or take samestep.mean of what "
-    "torch.func gives, and use samestep.gather",
+    "gradients": "the loss is the same and its gradient is not: each rank makes (autograd.grad, torch.func), clips, "
+    "scales or divides its own (by the number of its samples), or they are averaged by hand with equal weights for "
+    "unequal shares, or the loss takes other ranks' values without their gradient, as dist.all_gather does, or a hook "
+    "or an autograd.Function takes a mean of gradients over the samples; leave them to loss.backward() and "
+    "samestep.replicate, or take samestep.mean of what torch.func gives, and use samestep.gather",
     "buffer": "take samestep.mean(...) or gather(...) there of what it is made of",
 }
 # A specific experiment shows the cause.
@@ -116,6 +117,11 @@ LOSS_SCALED = (
 OWN_SEED = (
     "each rank has a seed of its own for what it draws; with --same too its draws are then not those of the serial "
     "script, unless all ranks have the same seed"
+)
+OWN_DATA = (
+    "each rank draws training data of its own, from a seed of its own, so a step has other samples, and more of them, "
+    "than the serial script's; seed alike on every rank, so that all have the same data, and take the batches from "
+    "samestep.loader"
 )
 OWN_DRAWS = (
     "each rank changes the weights by random numbers of its own; initialise the model before replicate, and draw later "

@@ -17,6 +17,7 @@ _JUMP = 10.0  # a mistake exceeds the largest earlier distance by this factor
 _NOISE = 30.0  # a mistake exceeds a tensor's noise by this factor
 _CHAOS = 1e-2  # above this, a distance needs no jump
 _TERMS = 0.1  # the size of a loss's terms, relative to gradient norm times weight norm
+_OF_NORMS = {"max_norm": 1e-2, "clip_value": 1e-2}  # a script may compute these from earlier gradients
 SOFT = ("weights", "buffer", "loss", "grad")  # the kinds of differences that rounding can make
 # The order within a step: causes before effects.
 KINDS = ("failed", "uneven", "steps", "apart", "weights", "batch", "samples", "mode", "hyper", *SOFT[1:])
@@ -149,7 +150,8 @@ def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
     # terms of a loss may cancel out, which leaves only rounding; the gradient shows how large the terms are
     terms = _TERMS * total(mine.grad) * total(mine.param)
     scale = max(terms, *map(abs, first.losses[: step + 1]))
-    if apart := _apart(first.losses[step], other.losses[step], scale):
+    loss = first.losses[step]
+    if apart := _apart(loss, other.loss_near(step, loss), scale):
         yield Difference("loss", step, None, "loss", apart, apart)
     yield from _tensors("grad", step, mine.grad, theirs.grad, 0.0, total(mine.grad))
 
@@ -248,8 +250,10 @@ def _unlike(
     mine: Sequence[dict[str, list[float]]], theirs: Sequence[dict[str, list[float]]]
 ) -> Iterator[str]:
     for a, b in zip(mine, theirs, strict=False):
-        yield from (name for name in a if name in b and not _close(a[name], b[name]))
+        yield from (
+            name for name in a if name in b and not _close(a[name], b[name], _OF_NORMS.get(name, 1e-9))
+        )
 
 
-def _close(a: Sequence[float], b: Sequence[float]) -> bool:
-    return len(a) == len(b) and all(math.isclose(*pair, rel_tol=1e-9) for pair in zip(a, b, strict=True))
+def _close(a: Sequence[float], b: Sequence[float], near: float) -> bool:
+    return len(a) == len(b) and all(math.isclose(*pair, rel_tol=near) for pair in zip(a, b, strict=True))

@@ -150,7 +150,7 @@ class Report:
                 return f"the script failed at {worst.run.processes}{cause}"
             case "unfinished":
                 runs = f"{self.unfinished} the runs that tell whether it is a mistake, and which"
-                return f"not finished: {worst.difference} differs{cause}; {runs}"
+                return f"not finished: the runs differ: {worst.difference}{cause}; {runs}"
             case "different":
                 return f"different: {worst.difference}{cause}"
         largest = max(outcome.distance for outcome in self.outcomes.values())

@@ -1,6 +1,7 @@
 """Reads facts for the recorder from tensors, optimizers, and samestep's own state."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -98,3 +99,39 @@ def first_tensor(value: Any) -> torch.Tensor | None:
         return value if value.layout is torch.strided and not value.is_nested else None
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return next((tensor for tensor in map(first_tensor, inner) if tensor is not None), None)
+
+
+def numbers_in(state: Any, trained: Container[int], key: str = "") -> Iterator[str]:
+    """Each number in what is saved, with its key; of a larger tensor its norm. Without what is compared at each step
+    (models and their optimizers), and without seeds and states of generators."""
+    tensor = _tensor(state)
+    if isinstance(state, Mapping) and not {"state", "param_groups"} <= state.keys():
+        for name, value in state.items():
+            yield from numbers_in(value, trained, f"{key}[{name!r}]")
+    elif tensor is None and isinstance(state, list | tuple) and not any(map(_is_drawn, state)):
+        for at, value in enumerate(state):
+            yield from numbers_in(value, trained, f"{key}[{at}]")
+    elif tensor is not None and tensor.data_ptr() not in trained and not _is_drawn(state):
+        flat = tensor.detach().double().flatten()
+        half = f"{flat[: len(flat) // 2].norm():.9g}"
+        norms = f"{len(flat)} numbers, norm {flat.norm():.9g}, of its first half {half}"
+        yield f"{key} = {norms if len(flat) > 1 else f'{float(flat):.9g}'}".removeprefix(" = ")
+
+
+def _is_drawn(value: Any) -> bool:
+    """Whether these are integers as in seeds and states of generators."""
+    tensor = _tensor(value)
+    return (
+        tensor is not None and not tensor.is_floating_point() and float(tensor.double().abs().max()) >= 2**31
+    )
+
+
+def _tensor(value: Any) -> torch.Tensor | None:
+    """Numbers, an array or a list of numbers as a tensor; bytes are the state of a generator."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        tensor = torch.as_tensor(value)
+        has_numbers = (
+            tensor.numel() and tensor.dtype not in (torch.uint8, torch.bool) and not tensor.is_complex()
+        )
+        return tensor if has_numbers and tensor.layout is torch.strided and not tensor.is_nested else None
+    return None

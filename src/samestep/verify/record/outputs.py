@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,9 +16,11 @@ import torch
 import samestep
 from samestep.train.group.control import users_line
 from samestep.verify.record import wrap
+from samestep.verify.record.facts import numbers_in
 
 _MOST_LINES = 10_000
 _MOST_LETTERS = 500
+_MOST_NUMBERS = 200  # of a saved file
 _OPEN = inspect.signature(open)
 
 
@@ -25,10 +28,14 @@ class Outputs:
     """Writes a record of each printed line and each saved file."""
 
     def __init__(
-        self, write: Callable[[dict[str, Any]], None], where: Callable[[], tuple[int, bool]]
+        self,
+        write: Callable[[dict[str, Any]], None],
+        where: Callable[[], tuple[int, bool]],
+        trained: Callable[[], set[int]],
     ) -> None:
-        """`where` returns the number of steps taken, and whether the script is inside a training loop."""
-        self._write, self._where = write, where
+        """`where` returns the number of steps taken, and whether the script is inside a training loop; `trained` the
+        addresses of the models' tensors, which are compared at each step."""
+        self._write, self._where, self._trained = write, where, trained
         self._count = 0
         self._is_saving = False
 
@@ -39,10 +46,11 @@ class Outputs:
         wrap(torch, "save", partial(self._save, 1))
         wrap(samestep, "save", partial(self._save, 0))
 
-    def _note(self, verb: str, text: str, at: str) -> None:
+    def _note(self, verb: str, text: str, at: str, *, inside: bool | None = None) -> None:
         self._count += 1
         if self._count <= _MOST_LINES:
-            self._write({"verb": verb, "text": text[:_MOST_LETTERS], "at": at, "inside": self._where()[1]})
+            inside = self._where()[1] if inside is None else inside
+            self._write({"verb": verb, "text": text[:_MOST_LETTERS], "at": at, "inside": inside})
 
     def _open(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         file = original(*args, **kwargs)
@@ -64,8 +72,12 @@ class Outputs:
 
     def _save(self, place: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         path = args[place] if len(args) > place else kwargs.get("f", kwargs.get("path"))
+        state = args[1 - place] if len(args) > 1 - place else kwargs.get("obj", kwargs.get("state"))
         if isinstance(path, str | os.PathLike) and not self._is_saving:
-            self._note("saves", f"{Path(path).name} after step {self._where()[0]}", users_line())
+            name, line = Path(path).name, users_line()
+            self._note("saves", f"{name} after step {self._where()[0]}", line)
+            for text in islice(numbers_in(state, self._trained()), _MOST_NUMBERS):
+                self._note("writes", f"{name}: {text}", line, inside=False)
         before, self._is_saving = self._is_saving, True
         try:
             return original(*args, **kwargs)

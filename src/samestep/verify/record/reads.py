@@ -109,8 +109,8 @@ def _asking() -> str | None:
     return None if is_for_itself else f"{Path(file).name}:{frame.f_lineno}"
 
 
-def _save_on_rank_0(original: Callable[..., None], state: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+def _save_on_rank_0(original: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     """Let only the real rank 0 save: in this experiment every rank believes to be rank 0."""
     is_alone = not dist.is_initialized() or dist.distributed_c10d.get_rank() == 0
-    if is_alone or not isinstance(path, str | os.PathLike):
-        original(state, path, *args, **kwargs)
+    if is_alone or not isinstance(f, str | os.PathLike):
+        original(obj, f, *args, **kwargs)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from stat import S_ISREG
@@ -83,6 +84,7 @@ class Recorder:
         self._parts: list[dict[str, Any]] = []
         self._forwards: list[dict[str, Any]] = []
         self._given: list[float] = []
+        self._clips: dict[str, list[float]] = {}
         # of each batch, the sizes of its first tensor behind the samples
         self._widths: list[Sequence[int]] = []
         self._turn = 0
@@ -96,7 +98,7 @@ class Recorder:
     def begin(self) -> None:
         self._removed.begin()
         self._reads.begin()
-        Outputs(self._write, self._where).begin()
+        Outputs(self._write, self._where, self._trained).begin()
         sys.addaudithook(self._audit)
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, always_call=True)
@@ -104,6 +106,8 @@ class Recorder:
         register_optimizer_step_post_hook(self._after_step)
         wrap(torch.autograd, "backward", self._backward)
         wrap(torch.amp.GradScaler, "scale", _scaled)
+        wrap(nn.utils, "clip_grad_norm_", partial(self._clip, "max_norm"), nn.utils.clip_grad)
+        wrap(nn.utils, "clip_grad_value_", partial(self._clip, "clip_value"), nn.utils.clip_grad)
         wrap(DataLoader, "__iter__", self._iterate)
         wrap(BaseProcess, "start", self._start_process)
         wrap(Spine, "hand_out", self._hand_out)
@@ -152,6 +156,10 @@ class Recorder:
 
     def _where(self) -> tuple[int, bool]:
         return sum(self._taken.values()), is_in_training_loop() and not self._evaluated
+
+    def _trained(self) -> set[int]:
+        kinds = (nn.Module.named_parameters, nn.Module.named_buffers)
+        return {tensor.data_ptr() for kind in kinds for _, tensor in self._named(kind)}
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
@@ -239,6 +247,11 @@ class Recorder:
             self._facts.setdefault("foreign", self._foreign)
         return weight
 
+    def _clip(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._clips[name] = [float(kwargs[name] if name in kwargs else args[1])]
+        self._facts["clip"] = users_line()
+        return original(*args, **kwargs)
+
     def _iterate(self, original: Callable[..., Iterator[Any]], loader: DataLoader[Any]) -> Iterator[Any]:
         if is_ours(loader):
             return original(loader)
@@ -310,13 +323,13 @@ class Recorder:
         ]
         step = {
             "parts": self._parts,
-            "hyper": [hyper_of(group) for group in optimizer.param_groups],
+            "hyper": [hyper_of(group) | self._clips for group in optimizer.param_groups],
             "grad": digests_of((name, tensor.grad) for name, tensor in named),
             "param": digests_of(named),
             "buffer": digests_of(self._named(nn.Module.named_buffers)),
         }
         self._write(step)
-        self._parts = []
+        self._parts, self._clips = [], {}
         if self._nudge is not None:
             self._add_rounding(_stepped(optimizer))
 

@@ -22,7 +22,7 @@ from samestep.train.data.batches import _Seeded
 from samestep.train.group import world
 from samestep.train.model import replica, replicate, weighing
 from samestep.train.model.replicas import Replicas
-from samestep.train.step import Spine
+from samestep.train.weights import Weights
 from samestep.verify.record import wrap
 
 _SEED = 20
@@ -131,7 +131,7 @@ def _share_nothing() -> None:
         (totals, "joined", met),
         (Replicas, "draw_apart", lambda _: None),
         (replicate, "convert", lambda _: None),  # BatchNorm has the whole batch already
-        (Spine, "weight_here", lambda _: 1.0),
+        (Weights, "of_mean", lambda *_: 1.0),
     ]
     for owner, name, answer in answers:
         assert hasattr(owner, name), name
