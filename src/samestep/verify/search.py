@@ -205,6 +205,8 @@ def _is_progress(before: Compared, after: Compared) -> bool:
     if before.difference.key not in now:
         return True
     # a loss may stay apart by one cause while its gradient loses another
-    grads = [max((own for (kind, _), own in side.items() if kind == "grad"), default=0.0) for side in (was, now)]
+    grads = [
+        max((own for (kind, _), own in side.items() if kind == "grad"), default=0.0) for side in (was, now)
+    ]
     is_nearer = before.difference.own > 3 * now[before.difference.key] or grads[0] > 3 * grads[1]
     return is_nearer and len(now) <= len(was)
