@@ -130,6 +130,26 @@ def test_a_conversion_that_takes_another_step_is_told_where(
     assert cause in str(report)
 
 
+def test_the_untouched_script_runs_with_the_other_files_as_they_were(nest: Nest) -> None:
+    """A conversion that is wrong in another file was called right: both runs imported the converted one."""
+    source = (MISTAKES / "dropout.py").read_text()
+    assert "F.cross_entropy(model(x), y)" in source
+    for name in ("train_serial.py", "train.py"):
+        own = source.replace("F.cross_entropy(model(x), y)", "loss_of(model(x), y)")
+        for old, new in _SERIAL if name == "train_serial.py" else ():
+            own = own.replace(old, new)
+        Path(name).write_text(f"from pieces.losses import loss_of\n{own}")
+    Path("pieces").mkdir()
+    for name, factor in (("losses_serial", 1), ("losses", 3)):
+        text = "import torch.nn.functional as F\n\n\ndef loss_of(out, y):\n    return F.cross_entropy(out, y)"
+        Path(f"pieces/{name}.py").write_text(f"{text} * {factor}\n")
+    script, serial = (str(Path(name).resolve()) for name in ("train.py", "train_serial.py"))
+    report = verify([script], [1], steps=2, against=[serial], run=Forked(nest))
+    assert report.exit_code == 1, report
+    Path("pieces/losses.py").write_text(Path("pieces/losses_serial.py").read_text())
+    assert verify([script], [1], steps=2, against=[serial], run=Forked(nest)).exit_code == 0
+
+
 _AUGMENTED = """
 import random
 

@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from samestep.verify.record.originals import import_originals
 from samestep.verify.record.recorder import Recorder
 
 
@@ -12,6 +13,8 @@ def main() -> None:
     directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     is_module = sys.argv[3] == "-m"
     del sys.argv[: 3 + is_module]
+    if options["untouched"]:
+        import_originals(sys.argv[0])
     recorder = Recorder(directory, **options)
     recorder.begin()
     try:
