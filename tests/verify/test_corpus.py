@@ -20,7 +20,6 @@ SAMPLE = [
     "replay_of_rank",
     "saved_of_share",
     "sum_and_centered",
-    "sum_by_own_count",
     "three_mistakes",
     "unseeded_split",
 ]

@@ -154,8 +154,7 @@ def _numbers_of_the_share(compared: Compared) -> str:
             return "given"
     elif _rows_differ(compared, "out"):
         return "outputs"
-    loss = first.losses[step]
-    if math.isclose(loss, other.loss_near(step, loss), rel_tol=_CLOSE):
+    if math.isclose(first.losses[step], other.losses[step], rel_tol=_CLOSE):
         return "gradients"
     return "numbers"
 
@@ -240,24 +239,17 @@ def _of_the_gradient(compared: Compared) -> Iterator[Cause]:
         yield Cause(remedies.COUNT.format(lines[0]), "counts")
     if factor and abs(factor - 1) > _APART and first.size != other.size:
         sentence = _scaled(compared) or f"gradients are {factor:.3g} times those {first.at}"
-        yield Cause(sentence, f"scale={_power(compared, factor)}")
-
-
-def _power(compared: Compared, factor: float) -> float:
-    """The power of the number of ranks that a factor is."""
-    return round(math.log(factor) / math.log(compared.run.size / compared.first.size), 1)
+        power = math.log(factor) / math.log(other.size / first.size)
+        yield Cause(sentence, f"scale={round(power, 1)}")
 
 
 def _scaled(compared: Compared) -> str | None:
     """The sentence for a common factor in loss and gradients, or in the gradients alone; None without a factor."""
-    mine = compared.first.losses[compared.step]
-    theirs = compared.run.loss_near(compared.step, mine)
+    mine, theirs = (run.losses[compared.step] for run in (compared.first, compared.run))
     gradients = _common_factor(compared)
     if not mine or gradients is None or abs(gradients - 1) < _APART:
         return None
     if math.isclose(theirs / mine, 1, rel_tol=_SAME):
-        if not _power(compared, gradients).is_integer():
-            return None
         return remedies.GRADIENTS_SCALED.format(gradients, compared.first.at)
     if math.isclose(theirs / mine, gradients, rel_tol=_APART):
         return remedies.LOSS_SCALED.format(theirs / mine, compared.first.at)

@@ -133,13 +133,6 @@ class Run:
         size = len(self.batch_ranks)
         return [fsum(_weighed(part, size) for part in self.parts(step)) for step in range(self.length)]
 
-    def loss_near(self, step: int, loss: float) -> float:
-        """A step's loss; of sums, which the script may divide later, the one that is nearer to `loss`: sum or mean."""
-        parts = shares(self.parts(step))
-        is_summed = parts and all(part.get("reduction") == "sum" for part in parts)
-        sums = [fsum(part["loss"] for part in parts)] if is_summed else []
-        return min([self.losses[step], *sums], key=lambda value: abs(value - loss))
-
     @property
     def last_loss(self) -> float | None:
         """The loss of the last step with a backward of its own; two optimizers may share a backward."""

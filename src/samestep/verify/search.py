@@ -4,7 +4,6 @@ A cause is only named if the difference goes away without it, at least up to a l
 from there, until nothing differs or no experiment changes anything.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -140,9 +139,6 @@ class Search:
     def _suspects(self, compared: Compared, is_enough: _IsEnough) -> list[Cause]:
         """The causes left to test; skip many lines that read the rank, if hiding it at all of them does not help."""
         listed = [suspect for suspect in suspects(compared) if suspect.removed not in self.removed]
-        if not any(name.startswith(_SCALE) for name in self.removed):
-            # a first factor that is no whole power of the number of ranks comes from unequal shares
-            listed = [cause for cause in listed if not re.match(rf"{_SCALE}.*\.[^0]", str(cause.removed))]
         of_world = [suspect for suspect in listed if str(suspect.removed).startswith("world=")]
         if len(of_world) > _MOST_LINES and not is_enough([Cause("", "world=*")]):
             listed = [suspect for suspect in listed if suspect not in of_world]
@@ -204,9 +200,4 @@ def _is_progress(before: Compared, after: Compared) -> bool:
     was, now = ({item.key: item.own for item in side.also} for side in (before, after))
     if before.difference.key not in now:
         return True
-    # a loss may stay apart by one cause while its gradient loses another
-    grads = [
-        max((own for (kind, _), own in side.items() if kind == "grad"), default=0.0) for side in (was, now)
-    ]
-    is_nearer = before.difference.own > 3 * now[before.difference.key] or grads[0] > 3 * grads[1]
-    return is_nearer and len(now) <= len(was)
+    return before.difference.own > 3 * now[before.difference.key] and len(now) <= len(was)

@@ -150,8 +150,7 @@ def _in_the_step(first: Run, other: Run, step: int) -> Iterator[Difference]:
     # terms of a loss may cancel out, which leaves only rounding; the gradient shows how large the terms are
     terms = _TERMS * total(mine.grad) * total(mine.param)
     scale = max(terms, *map(abs, first.losses[: step + 1]))
-    loss = first.losses[step]
-    if apart := _apart(loss, other.loss_near(step, loss), scale):
+    if apart := _apart(first.losses[step], other.losses[step], scale):
         yield Difference("loss", step, None, "loss", apart, apart)
     yield from _tensors("grad", step, mine.grad, theirs.grad, 0.0, total(mine.grad))
 

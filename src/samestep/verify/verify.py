@@ -122,11 +122,13 @@ class Report:
     def __str__(self) -> str:
         is_conversion = self.is_same_step and None in self.outcomes
         text = "your conversion takes the serial script's step: " * is_conversion + self._step_verdict()
-        if is_conversion and self.step != "with_same" and max(size or 1 for size in self.outcomes) > 1:
+        has_default = self.step != "with_same" and max(size or 1 for size in self.outcomes) > 1
+        if is_conversion and has_default and not self.unfinished:
             own = f"without --same, {self.draws} are each rank's own" if self.draws else "also without --same"
             text += f"; {own}"
         if self.unfinished and self.is_same_step:
-            return f"{text}; {self.unfinished} the comparison of what it prints"
+            default = "the run without --same and " * (is_conversion and has_default)
+            return f"{text}; {self.unfinished} {default}the comparison of what it prints"
         if self.verdict == "printed":
             return f"{text}; what it prints is not the same, see above"
         is_cut = self.is_same_step and self.worst.first.fact("cut")
