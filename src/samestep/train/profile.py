@@ -38,7 +38,7 @@ class Profile(Member, Subscriber):
 
     def phase_begins(self, phase: str, call: str) -> None:
         if self._profiler is not None:
-            self._phases.append((call or phase, time.time_ns() / 1e3))
+            self._phases.append((phase if phase == "exchange" else call or phase, time.time_ns() / 1e3))
 
     def step_ends(self, share: Share) -> None:
         if self._profiler is not None and share.of.training and share.step >= self._last:

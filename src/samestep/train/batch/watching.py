@@ -224,7 +224,8 @@ class Watching(Subscriber):
             self._over.append(self._loop_places)
             self._loop_places = self.places = None
         # torch keeps a mode half alive that is taken off inside inference_mode() and was put on outside of it
-        if not torch.is_inference_mode_enabled():
+        is_alive = torch is not None  # a generator may come here when Python has taken modules apart
+        if self._over and is_alive and not torch.is_inference_mode_enabled():
             modes = _get_current_dispatch_mode_stack()
             while self._over and modes and modes[-1] is self._over[-1]:
                 modes.pop()
