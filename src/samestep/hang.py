@@ -156,7 +156,7 @@ class Hang(NamedTuple):
 
 def find_hang(states: Sequence[RankState], size: int, least_s: float) -> Hang | None:
     """The hang of these ranks, if it has lasted this long; None if none is certain."""
-    states = _named_models(sorted(states))  # all launchers must come to the same answer
+    states = named_models(sorted(states))  # all launchers must come to the same answer
     lowest = min((state.waits for state in states), default=0)
     last = [state for state in states if state.waits == lowest]
     inside = [state for state in states if state.waits_now]
@@ -188,8 +188,8 @@ def find_unlike_exchanges(states: Sequence[RankState], size: int) -> Hang | None
     return find_hang([state._replace(phase="exchange", waits=0) for state in models], size, 0.0)
 
 
-def _named_models(states: Sequence[RankState]) -> Sequence[RankState]:
-    """The states, without the model whose gradients are exchanged where all ranks exchange those of the same."""
+def named_models(states: Sequence[RankState]) -> Sequence[RankState]:
+    """The states, without the model whose gradients are exchanged if that is the same in all."""
     if len({state.call for state in states if state.phase == "exchange"}) > 1:
         return states
     return [state._replace(call="") if state.phase == "exchange" else state for state in states]

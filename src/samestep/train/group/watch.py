@@ -20,7 +20,7 @@ import psutil
 
 from samestep.errors import SamestepError
 from samestep.failure import failure_of, heading, stack_of, torchs_wait, users_frame
-from samestep.hang import GONE_S, LEAST_S, STUCK_S, Hang, RankState, find_hang
+from samestep.hang import GONE_S, LEAST_S, STUCK_S, Hang, RankState, find_hang, named_models
 from samestep.rendezvous.channel import as_kind
 from samestep.rendezvous.member import say
 from samestep.rendezvous.tree import Tree
@@ -91,6 +91,7 @@ class MutualWatch:
                 self._look()
             elif (state := self._state()).waits_now and state.seconds > LEAST_S:
                 # as where a child of the lost rank keeps its connections of torch's open
+                (state,) = named_models([state])
                 say(f"rank {state.rank} is ended in {state.wait}: {lost}")
                 self._group.leaving.end(1)
 
