@@ -233,12 +233,12 @@ class Watching(Subscriber):
 
     def backward_begins(self, loss: torch.Tensor) -> None:
         spine, watched = self._spine, self._loop_places
-        is_followed = watched is not None and (self.finds_draws or spine.group.world.rank == 0)
         self._beside.has_compared |= watched is not None
-        spine.loss = watched.averaged(loss) if watched is not None and is_followed else None
-        spine.weighed_by = spine.weighed_by or (
-            watched.weighed_by if watched is not None and is_followed else ""
-        )
+        # other ranks follow a batch by default only to compare what is beside it
+        followed = watched if self.finds_draws or spine.group.world.rank == 0 else None
+        spine.loss = followed.averaged(loss) if followed is not None else None
+        if followed is not None and not spine.weighed_by:
+            spine.weighed_by = followed.weighed_by
         if spine.loss is not None and spine.loss.does:
             how = "add that up with samestep.sum" if spine.loss.sums else "average over it with samestep.mean"
             spine.group.say(
