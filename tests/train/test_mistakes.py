@@ -45,7 +45,7 @@ def look_again():
     group.the(Draws).watching._watched_kinds.clear()
     first_losses._terms.clear()
     first_losses._losses_to_look_at, first_losses._unreplicated = 3, {}
-    first_losses._num_weights, first_losses._weight_digests, first_losses._is_followed = -1, bytes(8), False
+    first_losses._num_weights, first_losses._weight_digests, first_losses._is_followed = -1, [0, 0], False
 
 
 @pytest.mark.sizes(2, 3)

@@ -8,9 +8,10 @@ loss mixes, and tensors outside of all replicas. Not covered: losses after the f
 """
 
 import math
-import struct
 from binascii import crc32
 from collections.abc import Sequence
+from itertools import chain, zip_longest
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,7 +35,6 @@ from samestep.train.step import Spine
 
 _FIRST_LOSSES = _FIRST_BATCHES = 3
 _MOST_MEANS = 3
-_TERMS = struct.Struct(f"<{2 * _MOST_MEANS * _FIRST_LOSSES}f")
 _NEAR_NODES = 50
 
 
@@ -49,9 +49,9 @@ class FirstLosses:
         # the latest batches that were the first of all or of an epoch; for each the number of terms of each mean in its
         # latest loss, and that number for each sample
         self._terms: dict[Share, list[tuple[float, float]]] = {}
-        group.watch(self._mark_of_terms, self._unlike_terms)
+        group.watch(lambda: [*chain(*self._terms.values())], self._unlike_terms)
         # constants in the loss: how many the first loss has, its digest, and that of the latest loss with as many
-        self._num_weights, self._weight_digests = -1, bytes(8)
+        self._num_weights, self._weight_digests = -1, [0, 0]
         # whether batch/places.py followed a loss; not after a restart: the first start has printed the remarks
         self._is_followed = group.restarts > 0
         group.watch(lambda: self._weight_digests, self._unlike_weights)
@@ -93,11 +93,11 @@ class FirstLosses:
             self._terms[share] = [self._terms_in(count or 0.0) for count in (*counts, *zeros)]
         if not adds:  # else a mean is multiplied by this rank's own number of terms
             weights = weights_in(loss, _NEAR_NODES)
-            digest = crc32(repr(weights).encode()).to_bytes(4)
+            digest = crc32(repr(weights).encode())
             if self._num_weights < 0:
-                self._num_weights, self._weight_digests = len(weights), digest * 2
+                self._num_weights, self._weight_digests[0] = len(weights), digest
             if self._num_weights == len(weights):
-                self._weight_digests = self._weight_digests[:4] + digest
+                self._weight_digests[1] = digest
         self._is_followed |= spine.loss is not None
         is_sum = averaged.sums and not averaged.does if self._is_followed else reduction == "sum"
         if is_sum and not adds and self._has_trained(loss):
@@ -133,18 +133,14 @@ class FirstLosses:
             return False
         return share in self._terms or len(self._terms) < _FIRST_LOSSES or not share.batch_start
 
-    def _mark_of_terms(self) -> bytes:
-        numbers = [number for terms in self._terms.values() for both in terms for number in both]
-        return _TERMS.pack(*numbers, *[0.0] * (2 * _MOST_MEANS * _FIRST_LOSSES - len(numbers)))
-
     def _has_trained(self, loss: torch.Tensor) -> bool:
         """Whether the loss trains parameters on this rank's samples, and not on samples that were gathered."""
         is_of_all = any(name_of(node) == "_MadeByAll" for node in nodes_before(loss.grad_fn, _NEAR_NODES))
         return not is_of_all and any(parameter.requires_grad for parameter in self._spine.models.parameters())
 
-    def _unlike_weights(self, marks: list[bytes], call: str) -> None:
+    def _unlike_weights(self, marks: list[Any], call: str) -> None:
         """Print that constants in the loss differ between ranks; a random constant differs from the first loss on."""
-        if self._spine.weighed_by or len({mark[:4] for mark in marks}) == 1:
+        if self._spine.weighed_by or len({first for first, _ in marks}) == 1:
             where = f" ({line})" if (line := self._spine.weighed_by) else ""
             self._group.say(
                 f"the loss is weighed by a number of this rank's samples{where}, and ranks have unlike ones, so it is "
@@ -152,10 +148,9 @@ class FirstLosses:
                 what="unlike weights",
             )
 
-    def _unlike_terms(self, marks: list[bytes], call: str) -> None:
+    def _unlike_terms(self, marks: list[Any], call: str) -> None:
         """Print that ranks' numbers of terms are neither equal nor proportional to their shares of a batch."""
-        numbers = list(zip(*map(_TERMS.unpack, marks), strict=True))
-        of_means = list(zip(numbers[::2], numbers[1::2], strict=True))
+        of_means = [list(zip(*pairs, strict=True)) for pairs in zip_longest(*marks, fillvalue=(0.0, 0.0))]
         mixing = {rank for terms, _ in of_means for rank, count in enumerate(terms) if count < 0}
         if mixing and 0 not in mixing:  # else rank 0 has printed a remark with the line
             self._group.say(

@@ -39,7 +39,7 @@ class Evaluations(Member, Subscriber):
         self._totals_before = (0, 0)
         self._count = self._backwards = 0
         self._backwards_before = weakref.WeakKeyDictionary[Pass, int]()
-        group.watch(lambda: self._count.to_bytes(8), self._unlike_counts)
+        group.watch(lambda: self._count, self._unlike_counts)
 
     def pass_ends(self, ended: Pass) -> None:
         if ended.training and self._backwards > self._backwards_before.get(ended, -1):
@@ -85,9 +85,8 @@ class Evaluations(Member, Subscriber):
             self.group.say(self._text, what="no total")
         self._text = ""
 
-    def _unlike_counts(self, marks: list[bytes], call: str) -> None:
+    def _unlike_counts(self, counts: list[int], call: str) -> None:
         """Say that some ranks evaluated alone: each saw its share, and what the others have was seen by nobody."""
-        counts = [int.from_bytes(mark) for mark in marks]
         alone = [rank for rank, count in enumerate(counts) if count == max(counts)]
         at = f" ({self._line})" if self._line else ""
         self.group.say(

@@ -4,8 +4,7 @@
 nor model/ imports the other; both import this module.
 """
 
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from samestep.train.origins import Origins
 from samestep.train.passes import Pass, Ragged, Share
 from samestep.train.subscriber import Models, Subscriber
 from samestep.train.weights import Weights
-
-_POSITION = struct.Struct("<HHI")
 
 
 class Spine(Member):
@@ -41,11 +38,10 @@ class Spine(Member):
         self.loss: Averaged | None = None
         self.weighed_by = ""
         self._subscribers: list[Subscriber] = []
-        self._passes_begun = 0
-        self._position = (0, 0, 0)
-        group.watch(lambda: _POSITION.pack(*self._position), self._positions_differ)
+        self._position = (0, 0, 0)  # passes begun, epoch, samples
+        group.watch(lambda: self._position, self._positions_differ)
 
-    def _positions_differ(self, marks: list[bytes], call: str) -> None:
+    def _positions_differ(self, marks: list[Any], call: str) -> None:
         others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
         raise RanksDiffer(
             f"rank 0 came to {call} ({users_line()}) at {_in_words(marks[0])} of its training and "
@@ -78,8 +74,7 @@ class Spine(Member):
         """A loader is iterated again; its last pass ends, which a `break` had left unfinished."""
         self.origins.begin(begun)
         if begun.training:
-            self._passes_begun += 1
-            self._position = (self._passes_begun & 0xFFFF, begun.epoch & 0xFFFF, 0)
+            self._position = (self._position[0] + 1, begun.epoch, 0)
         self.tell(Subscriber.pass_begins, begun)
 
     def hand_out(self, share: Share, batch: Any, ragged: dict[str, Ragged] | None = None) -> None:
@@ -91,7 +86,7 @@ class Spine(Member):
         this.counted += share.mine
         if this.training:
             self.batches += 1
-            self._position = (*self._position[:1], this.epoch & 0xFFFF, share.batch_start + share.all)
+            self._position = (self._position[0], this.epoch, share.batch_start + share.all)
 
     def leave_microbatches(self, share: Share) -> None:
         """All microbatches of this rank are done; `share` is its part of the step."""
@@ -116,8 +111,8 @@ class Spine(Member):
             subscriber.pass_left(left)
 
 
-def _in_words(mark: bytes) -> str:
-    _, epoch, samples = _POSITION.unpack(mark)
+def _in_words(mark: Sequence[int]) -> str:
+    _, epoch, samples = mark
     return f"epoch {epoch + 1}, sample {samples}"
 
 

@@ -5,7 +5,6 @@ NumPy's and Python's generators of the script's own draw, and rows that go to sa
 Not covered: draws inside a function that returns an array; integers, and what indices choose.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
@@ -17,7 +16,6 @@ from samestep.train.group.control import users_line
 from samestep.train.group.group import Group
 from samestep.train.script.generators import own_draw
 
-_MARK = struct.Struct("<Iff")
 _MOST_COMPARED = 1 << 16
 _CLOSE = 1e-4  # ranks on unlike machines may round differently
 
@@ -30,7 +28,7 @@ class Beside:
         # the lines that use tensors from before the loop, and the sums of their projections and norms
         self._lines, self._along, self._norm = 0, 0.0, 0.0
         self._is_filled = self.has_compared = False
-        group.watch(lambda: _MARK.pack(self._lines, self._along, self._norm), self._say_unlike)
+        group.watch(lambda: (self._lines, self._along, self._norm), self._say_unlike)
 
     def note_new(self, tensor: torch.Tensor, mine: int) -> None:
         """Look at a tensor that came up in this batch and that no operation of torch made."""
@@ -87,9 +85,9 @@ class Beside:
             self._along += float(flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype).sin())
             self._norm += float(flat.norm())
 
-    def _say_unlike(self, marks: list[bytes], call: str) -> None:
+    def _say_unlike(self, marks: list[Any], call: str) -> None:
         """Print that a tensor differs between the ranks, if these used the same tensors."""
-        lines, along, norms = zip(*filter(any, map(_MARK.unpack, marks)), strict=True)
+        lines, along, norms = zip(*filter(any, marks), strict=True)
         if len(set(lines)) == 1 and max(along) - min(along) > _CLOSE * max(norms):
             self._group.say(
                 "a tensor that the loop computes with, and that is no batch's, differs between ranks, so the training "

@@ -87,7 +87,7 @@ class Watching(Subscriber):
         self._before_loop: dict[int, weakref.ref[torch.Tensor]] = {}
         self._drawn_at = ""
         self._beside = Beside(spine.group, say_other)
-        spine.group.watch(lambda: bytes([bool(self._drawn_at)]) * 8, self._remark_drawn)
+        spine.group.watch(lambda: bool(self._drawn_at), self._remark_drawn)
 
     def watch_again(self) -> None:
         """Watch the next call of this kind: this call draws at a line where no watched call has drawn."""

@@ -95,10 +95,10 @@ class Draws(Member):
         with self._quiet():
             streams.restore(self.group.broadcast(_CALL, streams.capture()))
 
-    def _digest(self) -> bytes:
-        return bytes(8) if self._paused else streams.digest()
+    def _digest(self) -> str:
+        return "" if self._paused else streams.digest().hex()
 
-    def _streams_differ(self, digests: list[bytes], call: str) -> None:
+    def _streams_differ(self, digests: list[str], call: str) -> None:
         """Collective. Print that ranks drew different amounts, and adopt rank 0's streams."""
         with self._quiet():
             captured = self.group.all_gather(_CALL, streams.capture())

@@ -61,7 +61,7 @@ def item_of(rank: int, value: Any) -> Item:
 
 
 def value_of(item: Item) -> Any:
-    return json.loads(item.value) if item.kind == "json" else item.value
+    return json.loads(item.value) if item.kind in ("json", "marks") else item.value
 
 
 def by_rank(items: Iterable[Item], size: int) -> list[Any]:

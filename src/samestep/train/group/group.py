@@ -66,7 +66,7 @@ class Group:
         self._tree = tree = store.tree if store else None
         self._pid, self._place = os.getpid(), ""
         self.restarts = count(os.environ, "TORCHELASTIC_RESTART_COUNT")
-        self._marks: list[tuple[Callable[[], bytes], Callable[[list[bytes], str], None]]] = []
+        self._marks: list[tuple[Callable[[], Any], Callable[[list[Any], str], None]]] = []
         self._variables = dict(variables)
         self._members: dict[type[Member], Member] = {}
         self._said: set[str] = set()
@@ -125,11 +125,8 @@ class Group:
             if not is_source:
                 file.write(piece)
 
-    def watch(self, mark: Callable[[], bytes], differ: Callable[[list[bytes], str], None]) -> None:
-        """Send the bytes of `mark` with every message; `differ` is called on all ranks if they are not equal.
-
-        A mark has the same length on all ranks.
-        """
+    def watch(self, mark: Callable[[], Any], differ: Callable[[list[Any], str], None]) -> None:
+        """Send the JSON value of `mark` with every message; `differ` is called on all ranks if they are not equal."""
         self._marks.append((mark, differ))
 
     def beat(self, step: int, epoch: int) -> None:
@@ -230,8 +227,8 @@ class Group:
                 f"{call} was called in a child process of rank {self.world.rank}, which is not a rank; call it in the "
                 "rank itself"
             )
-        watched = [(mark(), differ) for mark, differ in self._marks]
-        marked = item_of(self.world.rank, b"".join(mark for mark, _ in watched))._replace(kind="marks")
+        watched = tuple(self._marks)
+        marked = item_of(self.world.rank, [mark() for mark, _ in watched])._replace(kind="marks")
 
         def joined(items: Sequence[Item]) -> list[Item]:
             rest = [item for item in items if item.kind != "marks"]
@@ -242,12 +239,10 @@ class Group:
         with self.within("call", self._place):
             answer = exchange(self._tree, self._place, [marked, *mine], joined, limit_s)
         if len(found := of_kind("marks", answer)) > 1:
-            of_ranks = by_rank(found, self.world.size)
-            for mark, differ in watched:
-                values = [value[: len(mark)] for value in of_ranks]
-                of_ranks = [value[len(mark) :] for value in of_ranks]
-                if len(set(values)) > 1:
-                    differ(values, call)
+            columns = zip(*by_rank(found, self.world.size), strict=False)
+            for (_, differ), values in zip(watched, columns, strict=False):
+                if any(value != values[0] for value in values):
+                    differ(list(values), call)
         return [item for item in answer if item.kind not in ("place", "marks")]
 
 

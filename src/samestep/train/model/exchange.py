@@ -25,7 +25,7 @@ class Turns(Member):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._order, self._before, self._usual = 0, -1, set[tuple[int, int]]()
-        group.watch(lambda: self._order.to_bytes(8), _unlike_order)
+        group.watch(lambda: self._order, _unlike_order)
 
     def take(self, number: int, kind: str) -> str:
         """Note an exchange of the model with this number; its name in a report, with what is unusual in its turn."""
@@ -37,7 +37,7 @@ class Turns(Member):
         return f"{name}{NEW_ORDER}model {before + 1}" if is_new else name
 
 
-def _unlike_order(orders: list[bytes], call: str) -> None:
+def _unlike_order(orders: list[int], call: str) -> None:
     fewest = min(Counter(orders).values())
     odd = [rank for rank, order in enumerate(orders) if orders.count(order) == fewest]
     how = "in different orders" if len(odd) == len(orders) else "in another order than the other ranks"
