@@ -23,12 +23,7 @@ from samestep.train.profile import Profile
 from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
-_AT = {name: at for at, name in enumerate((*PARTS, "user"))}
-_DATA = _AT["data"]
-_REST = _AT["rest"]
-_EVALUATION = _AT["evaluation"]
-_USER = _AT["user"]  # counts as forward or rest, depending on the next phase
-_LEADS_TO = {_AT["forward"]: _AT["forward"], _AT["backward"]: _AT["forward"]}
+_MEASURED = {*PARTS, "user"}
 _LOSS_S = 0.5
 _EXCHANGE_EVERY = 32
 _FIRST_LINE_S = 60.0
@@ -36,7 +31,7 @@ _LONGEST_PAUSE_S = 600.0
 _SHORT_S = 5.0
 _MUCH = 0.2  # of a step
 _Facts = tuple[int, int, int]  # number of the step, samples of this rank, samples of all
-_Marks = list[tuple[Any, int]]
+_Marks = list[tuple[Any, str]]
 _Done = Callable[[float, float, Sequence[float], _Facts], None]
 
 
@@ -92,11 +87,11 @@ class Meter(Member, Subscriber):
             self._all += share.all
 
     def phase_begins(self, phase: str, call: str) -> None:
-        self._clock.mark(_EVALUATION if self._evaluates else _AT.get(phase, _REST))
+        self._clock.mark("evaluation" if self._evaluates else phase if phase in _MEASURED else "rest")
 
     def step_ends(self, share: Share) -> None:
         """End the step, with the batches that loaders in a zip() gave; only the first of them ends it."""
-        if not share.of.training or (len(self._open) > 1 and not self._clock.has(_AT["backward"])):
+        if not share.of.training or (len(self._open) > 1 and not self._clock.has("backward")):
             return
         assert self.times is not None
         now = self.times.progress
@@ -157,35 +152,37 @@ class _Clock:
 
     def __init__(self, done: _Done) -> None:
         self._done = done
-        self._marks: list[tuple[Any, int]] = []
+        self._marks: _Marks = []
         self.since = time.monotonic()
 
     def begin(self) -> None:
         self._marks = []
-        self._set(_DATA)
+        self._set("data")
 
-    def mark(self, slot: int) -> None:
-        if not self._marks or slot != self._marks[-1][1]:
-            self._set(slot)
+    def mark(self, part: str) -> None:
+        if not self._marks or part != self._marks[-1][1]:
+            self._set(part)
 
-    def has(self, slot: int) -> bool:
-        return any(mark[1] == slot for mark in self._marks)
+    def has(self, part: str) -> bool:
+        return any(mark[1] == part for mark in self._marks)
 
     def end(self, facts: _Facts) -> None:
-        self._set(_DATA)
+        self._set("data")
         marks, self._marks = self._marks, self._marks[-1:]
         self._finish(marks, facts)
 
-    def _set(self, slot: int) -> None:
+    def _set(self, part: str) -> None:
         self.since = time.monotonic()
-        self._marks.append((self.since, slot))
+        self._marks.append((self.since, part))
 
     def _finish(self, marks: _Marks, facts: _Facts) -> None:
-        times = [0.0] * len(PARTS)
-        for (at, slot), (after, follows) in pairwise(marks):
-            times[_LEADS_TO.get(follows, _REST) if slot == _USER else slot] += self._seconds(at, after)
-        began = self._moment(marks[0][0])
-        self._done(began, began + sum(times), times, facts)
+        times = dict.fromkeys(PARTS, 0.0)
+        for (at, part), (after, follows) in pairwise(marks):
+            if part == "user":  # the script's own code
+                part = "forward" if follows in ("forward", "backward") else "rest"
+            times[part] += self._seconds(at, after)
+        began, parts = self._moment(marks[0][0]), list(times.values())
+        self._done(began, began + sum(parts), parts, facts)
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return float(end - begin)
@@ -203,12 +200,12 @@ class _DeviceClock(_Clock):
         self._spare: list[Any] = []
         self._origin: tuple[float, Any] | None = None
 
-    def _set(self, slot: int) -> None:
+    def _set(self, part: str) -> None:
         event = self._spare.pop() if self._spare else torch.Event(enable_timing=True)
         event.record()
         self.since = time.monotonic()
         self._origin = self._origin or (self.since, event)
-        self._marks.append((event, slot))
+        self._marks.append((event, part))
 
     def _finish(self, marks: _Marks, facts: _Facts) -> None:
         self._waiting.append((marks, facts))
