@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from samestep.train import sums
+from samestep.train.group.census import pack, unpack
 
 NUMBERS = [
     0,
@@ -25,10 +26,10 @@ NUMBERS = [
 
 
 def total(*terms):
-    added = sums.pack([[sums.number(terms[0])], []], [])
+    added = pack([[sums.number(terms[0])], []], [])
     for term in terms[1:]:
-        added = sums.add(added, sums.pack([[sums.number(term)], []], []))
-    ((found,), _), _ = sums.unpack(added)
+        added = sums.add(added, pack([[sums.number(term)], []], []))
+    ((found,), _), _ = unpack(added)
     return sums.value_of(found)
 
 
@@ -56,20 +57,20 @@ def test_a_sum_that_no_float_holds_is_infinite_by_its_sign():
 
 def test_arrays_are_added_by_their_kind_and_one_without_bytes_is_no_term():
     def packed(*arrays):
-        return sums.pack([[], ["f8", "i8"]], arrays)
+        return pack([[], ["f8", "i8"]], arrays)
 
     term = np.array([0.5, 2.0]).tobytes(), np.array([2**60, 1]).tobytes()
-    _, (floats, integers) = sums.unpack(sums.add(packed(*term), packed(*term)))
+    _, (floats, integers) = unpack(sums.add(packed(*term), packed(*term)))
     assert np.frombuffer(floats).tolist() == [1.0, 4.0]
     assert np.frombuffer(integers, "i8").tolist() == [2**61, 2]
     for left, right in ((term, (b"", b"")), ((b"", b""), term)):
-        assert tuple(sums.unpack(sums.add(packed(*left), packed(*right)))[1]) == term
-    assert sums.unpack(sums.add(packed(b"", b""), packed(b"", b"")))[1] == [b"", b""]
+        assert tuple(unpack(sums.add(packed(*left), packed(*right)))[1]) == term
+    assert unpack(sums.add(packed(b"", b""), packed(b"", b"")))[1] == [b"", b""]
 
 
 def test_a_message_keeps_what_looks_like_its_own_marks():
     arrays = [b"\n[1]\n", b"", b"x" * 70_000]
-    assert sums.unpack(sums.pack({"a\n": [1]}, arrays)) == ({"a\n": [1]}, arrays)
+    assert unpack(pack({"a\n": [1]}, arrays)) == ({"a\n": [1]}, arrays)
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,16 @@
 An exact sum does not depend on the order of its terms; arrays are added in a fixed tree over ranks (Group.total).
 """
 
-import json
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from math import inf, isfinite
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
+from samestep.train.group.census import pack, unpack
+
 _UNIT = 1 << 1074  # every float is an integer divided by this
-
-
-def pack(head: Any, arrays: Sequence[Any]) -> bytes:
-    """A message of JSON and the bytes of arrays."""
-    lengths = [len(array) for array in arrays]
-    return b"".join((json.dumps([head, lengths]).encode(), b"\n", *arrays))
-
-
-def unpack(message: bytes) -> tuple[Any, list[bytes]]:
-    line, _, rest = message.partition(b"\n")
-    head, lengths = json.loads(line)
-    ends = accumulate(lengths, initial=0)
-    return head, [rest[begin:end] for begin, end in pairwise(ends)]
 
 
 def number(value: Any) -> list[Any]:

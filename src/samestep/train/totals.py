@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.errors import RanksDiffer, UsageError
 from samestep.text import counted as in_words
 from samestep.train import sums
+from samestep.train.group.census import pack, unpack
 from samestep.train.group.control import users_line
 from samestep.train.group.device import moved, on_host
 from samestep.train.group.world import joined
@@ -160,11 +161,11 @@ def _weighted(call: str, value: Value, weight: float, *, divide: bool) -> Value:
     small = on_host(leaf for leaf in tensors if not _is_large(leaf))
     terms = [leaf * weight if divide else leaf for leaf in numbers] if weight else [None] * len(numbers)
     head = [[sums.number(term) for term in (float(weight), *terms)], [_kind_of_sum(leaf) for leaf in small]]
-    payload = sums.pack(head, [_array(leaf, weight, divide) for leaf in small])
+    payload = pack(head, [_array(leaf, weight, divide) for leaf in small])
     kinds = [f"{name}{_kind(leaf)}" for name, leaf in named.items()]
     packed, all_kinds = joined().total(call, kinds, payload, sums.add)
     _check_alike(call, all_kinds)
-    (added, _), data = sums.unpack(packed)
+    (added, _), data = unpack(packed)
     weights, *totals = map(sums.value_of, added)
     whole = (float(weights) or math.nan) if divide else 1.0
     part = weight / whole if divide else float(bool(weight))
@@ -302,7 +303,7 @@ def _of_all(call: str, named: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise UsageError(f"{call} cannot send this to other ranks: {error}") from None
         head.append([name, _kind(leaf, rows=True), shape_or_value])
     data = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
-    ranks = [sums.unpack(message) for message in joined().all_gather(call, sums.pack(head, data))]
+    ranks = [unpack(message) for message in joined().all_gather(call, pack(head, data))]
     _check_alike(call, [[name + kind for name, kind, _ in head] for head, _ in ranks])
     return [_read(named, head, iter(data)) for head, data in ranks]
 

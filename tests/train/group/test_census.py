@@ -4,7 +4,7 @@ import pytest
 
 from samestep.rendezvous.channel import NONSENSE
 from samestep.rendezvous.position import Position, positions
-from samestep.train.group.census import Item, added, by_rank, merged, packed, unpacked
+from samestep.train.group.census import Item, added, by_rank, items_of, merged, message_of
 
 
 def placed(kind: str, size: int) -> list[Position]:
@@ -75,11 +75,11 @@ def test_what_all_bring_alike_is_one_item_and_what_differs_is_each_ranks():
     assert alike == [Item("p", [[0, 3], [5, 5]], b"same")]
     odd = merged([*alike, Item("p", [[4, 4]], b"odd"), Item("m", [[0, 0]], b"same")])
     assert by_rank([item for item in odd if item.kind == "p"], 6) == [b"same"] * 4 + [b"odd", b"same"]
-    assert unpacked(packed(odd), 6) == odd
+    assert items_of(message_of(odd), 6) == odd
     for wrong in (5, [[0, 6]], [[-1, 0]], [[0]], [[0, 0.5]], []):
-        sent = packed([Item("p", wrong, b"")])
+        sent = message_of([Item("p", wrong, b"")])
         with pytest.raises(NONSENSE):
-            unpacked(sent, 6)
+            items_of(sent, 6)
     size = 10_000
-    whole = packed(merged(Item("p", [[rank, rank]], bytes(100)) for rank in range(size)))
+    whole = message_of(merged(Item("p", [[rank, rank]], bytes(100)) for rank in range(size)))
     assert len(whole) < 200

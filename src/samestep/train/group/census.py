@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,24 +21,34 @@ class Item(NamedTuple):
     value: bytes
 
 
-def packed(items: Sequence[Item]) -> bytes:
-    head = json.dumps([[item.kind, item.ranks, len(item.value)] for item in items]).encode()
-    return b"".join((len(head).to_bytes(4, "big"), head, *(item.value for item in items)))
+def pack(head: Any, parts: Sequence[Any]) -> bytes:
+    """A message of JSON and of parts in bytes."""
+    return b"".join((json.dumps([head, [len(part) for part in parts]]).encode(), b"\n", *parts))
 
 
-def unpacked(message: bytes, num_ranks: int) -> list[Item]:
+def unpack(message: bytes) -> tuple[Any, list[bytes]]:
+    """What `pack` was given; raises one of NONSENSE for other bytes."""
+    end = message.index(b"\n")
+    head, lengths = json.loads(message[:end])
+    ends = accumulate(lengths, initial=end + 1)
+    return head, [message[begin:end] for begin, end in pairwise(ends)]
+
+
+def message_of(items: Sequence[Item]) -> bytes:
+    return pack([[item.kind, item.ranks] for item in items], [item.value for item in items])
+
+
+def items_of(message: bytes, num_ranks: int) -> list[Item]:
     """The items of a message; raises one of NONSENSE for bytes that are no message."""
-    at = 4 + int.from_bytes(message[:4], "big")
     items = []
-    for head in json.loads(message[4:at]):
-        kind, ranks, size = checked(head, (str, list, int))
+    for head, value in zip(*unpack(message), strict=True):
+        kind, ranks = checked(head, (str, list))
         pairs = [ranks] if kind == "block" else ranks
         numbers = [number for pair in pairs for number in checked(pair, (int, int))]
         if not 0 <= min(numbers) <= max(numbers) < num_ranks:
             raise ValueError("no rank")
-        items.append(Item(kind, ranks, message[at : at + size]))
+        items.append(Item(kind, ranks, value))
         value_of(items[-1])
-        at += size
     return items
 
 

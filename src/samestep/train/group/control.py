@@ -14,7 +14,7 @@ from samestep.errors import RankMissing, RanksDiffer
 from samestep.failure import Frame, stack_of, users_frame
 from samestep.rendezvous.tree import Late, Tree
 from samestep.text import name_ranks
-from samestep.train.group.census import Item, by_rank, merged, of_kind, packed, unpacked
+from samestep.train.group.census import Item, by_rank, items_of, merged, message_of, of_kind
 
 LEFT = "left the script at"
 _LONGEST_PLACE = 160
@@ -30,10 +30,10 @@ def exchange(tree: Tree, place: str, mine: Sequence[Item], join: Join, limit_s: 
         places = merged(of_kind("place", items))
         # items of different calls cannot be joined, and an error follows anyway
         rest = [item for item in items if item.kind != "place"] if len(places) == 1 else []
-        return packed([*places, *(join(rest) if rest else [])])
+        return message_of([*places, *(join(rest) if rest else [])])
 
     try:
-        answer: list[Item] = tree.round(partial(unpacked, num_ranks=tree.size), joined, limit_s)
+        answer: list[Item] = tree.round(partial(items_of, num_ranks=tree.size), joined, limit_s)
     except Late as error:
         waiting = sorted(set(range(tree.size)) - set(error.ranks))
         raise RankMissing(
