@@ -23,8 +23,7 @@ from samestep.train.batch.mixing import arguments_of
 from samestep.train.batch.parts import FOR_ALL, Line, Memory, Part, Places, of_permutation
 from samestep.train.batch.sizes import Place
 from samestep.train.batch.watching import Watching
-from samestep.train.draws.host import DrawsOfHost
-from samestep.train.draws.one_by_one import OneByOne
+from samestep.train.draws.host import DrawsOfHost, OneByOne
 from samestep.train.draws.skipping import Skipping
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group, Member
@@ -246,11 +245,10 @@ class Draws(Member):
 
         return draw
 
-    def say_other(self, name: str, why: str, does_not: str = "does not") -> str:
-        """Print that a draw is not the serial script's; returns the text."""
+    def say_other(self, name: str, why: str, does_not: str = "does not") -> None:
+        """Print that a draw is not the serial script's."""
         text = f"{name} ({users_line()}) {does_not} draw the serial script's numbers under same=True: {why}"
         self.group.say(text, what=f"{name} under same=True")
-        return text
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

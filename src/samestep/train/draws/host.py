@@ -8,18 +8,20 @@ name (`from random import random`) before.
 import functools
 import inspect
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from samestep.train.batch.parts import Part, of_permutation
-from samestep.train.draws.one_by_one import OneByOne
 from samestep.train.passes import Rows, Share
-from samestep.train.script.sizes import SIZE_AT, is_written_out
+from samestep.train.script.lines import scripts_frame
+from samestep.train.script.sizes import SIZE_AT, is_over_samples, is_written_out
 
 _SIZES_ALONE = {"rand": "random_sample", "randn": "standard_normal"}
 # these take the same part of the stream for each number, whatever their parameters are
@@ -31,6 +33,28 @@ _OF_WHOLES = {"choice", "multinomial", "dirichlet", "multivariate_normal"}
 _NO_DRAWS = {"seed", "getstate", "setstate", "Random", "SystemRandom"}
 
 
+class OneByOne:
+    """Finds loops that draw one number for each sample: on a rank these are not the serial script's numbers."""
+
+    def __init__(self, share: Callable[[], Share | None], say_other: Callable[[str, str], None]) -> None:
+        self._share, self._say_other = share, say_other
+        self._counted_in: Share | None = None
+        self._counts = Counter[tuple[CodeType, int]]()
+
+    def note(self, name: str) -> None:
+        """Count a draw; print a remark where its line is in a loop over the samples and draws as often."""
+        share, frame = self._share(), scripts_frame(sys._getframe(1))
+        if share is None or frame is None:
+            return
+        if share is not self._counted_in:
+            self._counted_in = share
+            self._counts.clear()
+        self._counts[at := (frame.f_code, frame.f_lasti)] += 1
+        if self._counts[at] == share.mine and is_over_samples(frame, share.mine):
+            why = "it draws one by one for this rank's samples; draw for all at once, as in rand(len(x)) or model(x)"
+            self._say_other(name, why)
+
+
 class DrawsOfHost:
     """Replaces the modules' functions from `stand_in` to `close`."""
 
@@ -39,7 +63,7 @@ class DrawsOfHost:
         share: Callable[[], Share | None],
         part: Callable[[str, torch.Size], Part | None],
         one_by_one: OneByOne,
-        say_other: Callable[[str, str], str],
+        say_other: Callable[[str, str], None],
     ) -> None:
         """share: the batch at hand where it is shared, else None. part: this rank's part of a draw of this shape."""
         self._share, self._part, self._one_by_one, self._say_other = share, part, one_by_one, say_other

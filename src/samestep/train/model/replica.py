@@ -23,9 +23,8 @@ from samestep.errors import UsageError
 from samestep.train.backward import is_functional
 from samestep.train.draws.draws import Draws
 from samestep.train.group.group import Group
-from samestep.train.model.alike import check_alike
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, has_only_their_buffers
-from samestep.train.model.exchange import Turns, average, broadcast, hooks_on, record_buckets
+from samestep.train.model.exchange import Turns, average, broadcast, check_alike, hooks_on, record_buckets
 from samestep.train.model.tree import Tree
 from samestep.train.model.weighing import (
     after_backward,

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from samestep.errors import UsageError
-from samestep.train.backward import Backward
+from samestep.train.backward import Backward, Hooks
 from samestep.train.digest import bit_sums
 from samestep.train.group.group import Group, Member
-from samestep.train.hooks import Hooks
 from samestep.train.model.exchange import HeldHooks, times_of
 from samestep.train.model.replica import Replica
 from samestep.train.model.tree import Tree

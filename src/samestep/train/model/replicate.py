@@ -22,11 +22,10 @@ from samestep.errors import UsageError
 from samestep.train.draws.draws import Draws
 from samestep.train.forgotten import Evaluations
 from samestep.train.group.world import joined
-from samestep.train.model.alike import check_alike
 from samestep.train.model.arithmetic import FixedArithmetic
 from samestep.train.model.batchnorm import BATCH_NORMS, Synced, convert
 from samestep.train.model.divergence import Divergence, check_every
-from samestep.train.model.exchange import broadcast
+from samestep.train.model.exchange import broadcast, check_alike
 from samestep.train.model.layouts import note_layouts
 from samestep.train.model.replica import replica_of
 from samestep.train.model.replicas import Replicas
