@@ -2,13 +2,12 @@
 
 import ast
 import random
-import sys
 from collections.abc import Iterator
 from types import FrameType
 
 import numpy as np
 
-from samestep.train.script.lines import call_in, scripts_frame, value_of
+from samestep.train.script.lines import scripts_call, value_of
 from samestep.train.script.sizes import assigned_to, length_of
 
 _OWN = (np.random.Generator, np.random.RandomState, random.Random)
@@ -17,8 +16,8 @@ _OWN = (np.random.Generator, np.random.RandomState, random.Random)
 def own_draw(count: int) -> tuple[bool, str] | None:
     """The draw by a generator of its own that the script's expression uses: whether it is for `count` samples, and what
     draws, as "rng.normal"; None where there is none."""
-    frame = scripts_frame(sys._getframe(1))
-    draws = _draws_in(call_in(frame), frame, count, set()) if frame else ()
+    frame, call = scripts_call()
+    draws = _draws_in(call, frame, count, set()) if frame else ()
     return max(draws, default=None)
 
 

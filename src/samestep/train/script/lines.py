@@ -40,8 +40,7 @@ def line_of_draw() -> tuple[Any, ...]:
 
 def named_in_call() -> list[Any]:
     """The values of the variables in the script's call, such as p and p.grad in randn_like(p.grad)."""
-    frame = scripts_frame(sys._getframe(2))
-    call = call_in(frame)
+    frame, call = scripts_call()
     return [value_of(node, frame) for node in ast.walk(call)] if call and frame else []
 
 
@@ -77,6 +76,12 @@ def scripts_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
         frame = frame.f_back
     return frame
+
+
+def scripts_call() -> tuple[FrameType | None, ast.AST | None]:
+    """The script's frame that has led here, and the expression that it evaluates now."""
+    frame = scripts_frame(sys._getframe(1))
+    return frame, call_in(frame)
 
 
 def call_in(frame: FrameType | None) -> ast.AST | None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.train.script.lines import call_in, scripts_frame, value_of
+from samestep.train.script.lines import call_in, scripts_call, scripts_frame, value_of
 
 _SAMPLED = {"sample", "rsample"}
 _SIZED_CALLS = {"rand", "randn", "randint", "normal", "empty", "zeros", "ones", "full"}
@@ -39,8 +39,7 @@ def fixed_sizes(count: int) -> list[bool]:
     The list may be longer, where other arguments stand before the sizes. A distribution's event dimensions are fixed.
     """
     event_dims = len(getattr(distribution_drawn(), "event_shape", ()))
-    frame = scripts_frame(sys._getframe(1))
-    call = call_in(frame)
+    frame, call = scripts_call()
     # torch.empty(3).normal_() has its size in the first call
     while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         if not isinstance(call.func.value, ast.Call):
@@ -72,8 +71,7 @@ def _sizes_in(call: ast.Call) -> list[ast.expr]:
 
 def is_written_out(*keys: int | str) -> bool:
     """Whether an argument of the script's call, given by its names or positions, is fixed, and not the batch's."""
-    frame = scripts_frame(sys._getframe(1))
-    call = call_in(frame)
+    frame, call = scripts_call()
     if not isinstance(call, ast.Call):
         return False
     by_key: dict[int | str | None, ast.expr] = dict(enumerate(call.args))
@@ -141,8 +139,7 @@ def distribution_drawn() -> Any:
 
 def measured() -> Any:
     """The tensor that the first size of the script's draw measures, as x in randn(len(x), 3); None if not known."""
-    frame = scripts_frame(sys._getframe(1))
-    call = call_in(frame)
+    frame, call = scripts_call()
     sizes = _sizes_in(call) if isinstance(call, ast.Call) else []
     return _source_of_length(sizes[0], frame, 0) if sizes else None
 
@@ -153,8 +150,7 @@ def number_in_line(mine: int) -> tuple[bool, int]:
     `mine` is the number of this rank's samples. The power is 1 for len(x), -1 for 1 / len(x), and 0 where the number
     does not depend on it or is not known.
     """
-    frame = scripts_frame(sys._getframe(1))
-    node = call_in(frame)
+    frame, node = scripts_call()
     given = (getattr(node, side, None) for side in ("right", "value", "left"))
     sides = [side for side in given if side is not None]
     return any(isinstance(side, ast.Constant) for side in sides), _first_power(sides, frame, mine, 0)
