@@ -4,6 +4,7 @@
 nor model/ imports the other; both import this module.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,10 +89,6 @@ class Spine(Member):
             self.batches += 1
             self._position = (self._position[0], this.epoch, share.batch_start + share.all)
 
-    def leave_microbatches(self, share: Share) -> None:
-        """All microbatches of this rank are done; `share` is its part of the step."""
-        share.of.latest = share
-
     def begin_step(self, share: Share) -> None:
         self.tell(Subscriber.step_begins, share)
         if share.of.training:
@@ -107,8 +104,9 @@ class Spine(Member):
         left.is_left = True
         self.origins.leave(left)
         self.weights.of_calls.clear()
-        for subscriber in self._subscribers:  # a generator may come here when Python has taken modules apart
-            subscriber.pass_left(left)
+        # a generator may come here when Python takes modules apart, whose names are then None
+        if sys is not None and not sys.is_finalizing():
+            self.tell(Subscriber.pass_left, left)
 
 
 def _in_words(mark: Sequence[int]) -> str:

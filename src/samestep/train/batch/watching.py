@@ -68,7 +68,7 @@ class Again:
 class Watching(Subscriber):
     """Holds the BatchPlaces that runs now (`places`) and the kind of the model's call that runs now (`in_model`)."""
 
-    def __init__(self, spine: Spine, say_other: Callable[[str, str], str]) -> None:
+    def __init__(self, spine: Spine, say_other: Callable[[str, str], None]) -> None:
         self.places: BatchPlaces | None = None
         self.in_model: Any = None
         self.is_in_call = False
@@ -224,8 +224,7 @@ class Watching(Subscriber):
             self._over.append(self._loop_places)
             self._loop_places = self.places = None
         # torch keeps a mode half alive that is taken off inside inference_mode() and was put on outside of it
-        is_alive = torch is not None  # a generator may come here when Python has taken modules apart
-        if self._over and is_alive and not torch.is_inference_mode_enabled():
+        if self._over and not torch.is_inference_mode_enabled():
             modes = _get_current_dispatch_mode_stack()
             while self._over and modes and modes[-1] is self._over[-1]:
                 modes.pop()

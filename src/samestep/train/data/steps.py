@@ -142,7 +142,7 @@ class Step(Generic[Item]):
             self._spine.tell(Subscriber.microbatch_begins, microbatch)
             yield batch
             self._spine.tell(Subscriber.microbatch_ends, microbatch)
-        self._spine.leave_microbatches(self.share())
+        self._pass.latest = self.share()
 
     def share(self, number: int | None = None, index: int | None = None) -> Share:
         """This rank's part of the step, or of its own microbatch `number`, which is microbatch `index` of the step."""
