@@ -22,9 +22,9 @@ def cut(count: int, size: int, rank: int) -> tuple[int, int]:
 class Pass:
     """One iteration of a loader; it refers to the loader and the order weakly, and so keeps neither of them alive."""
 
-    def __init__(self, of: object, epoch: int, *, training: bool, microbatches: Collection[int] = ()) -> None:
-        """`microbatches`: how many microbatches its steps have, for `steps`."""
-        self.epoch, self.training, self.microbatches = epoch, training, microbatches
+    def __init__(self, of: object, epoch: int, *, training: bool) -> None:
+        self.epoch, self.training = epoch, training
+        self.microbatches: Collection[int] = ()  # how many its steps have, for `steps`
         self.seed = 0
         self.batches = 0
         self.counted = 0

@@ -29,7 +29,6 @@ from samestep.train.data.source import (
     check_options,
     chosen,
     order_of,
-    pin_for,
     reads_ahead,
     source_of,
     spare_workers,
@@ -38,7 +37,7 @@ from samestep.train.data.source import (
 from samestep.train.data.stream import Reading, Stream
 from samestep.train.draws.draws import Draws
 from samestep.train.forgotten import Evaluations
-from samestep.train.group.device import SideStreams, moved
+from samestep.train.group.device import SideStreams, moved, overlaps
 from samestep.train.group.group import Group, Member
 from samestep.train.group.world import joined
 from samestep.train.meter import Meter
@@ -162,7 +161,8 @@ class Loader(Generic[Item]):
         self._shuffle, self._seed, self._sampler = shuffle, seed, options.get("sampler")
         self._reads_ahead = reads_ahead(options)
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
-        pin_for(options, world.device)
+        # elsewhere torch may fail at pinning
+        options["pin_memory"] = overlaps(world.device) and bool(options.get("pin_memory", True))
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._source = None if isinstance(self._order, Stream) else source_of(dataset, options, world)
         self.spare_workers = spare_workers(self._source, world)
@@ -275,8 +275,10 @@ class Loader(Generic[Item]):
         return share.Pieces(self._order.length or 0, self.batch_size or 1, size, rank, **cuts)
 
     def _pieces_of(self, order: TakenBatches | Reading) -> Iterator[Piece]:
-        stops, world = self._in_phase_data(order.stops(self._position)), self._world
-        return share.pieces_at(stops, world.size, world.rank, start=self._position)
+        start = self._position
+        for stop in self._in_phase_data(order.stops(start)):
+            yield share.piece(start, stop, self._world.size, self._world.rank)
+            start = stop
 
     def _draw_order(self, this: Pass) -> Drawn:
         lazily = self._world.size == 1 or self._draws.active

@@ -1,6 +1,6 @@
 """Which samples of a step are this rank's: an even cut, and a pure function of length, seed, epoch and step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -70,12 +70,6 @@ class Pieces(Sequence[Piece]):
 def piece(start: int, stop: int, size: int, rank: int) -> Piece:
     first, last = cut(stop - start, size, rank)
     return Piece(start, stop, start + first, start + last)
-
-
-def pieces_at(stops: Iterable[int], size: int, rank: int, *, start: int) -> Iterator[Piece]:
-    for stop in stops:
-        yield piece(start, stop, size, rank)
-        start = stop
 
 
 def weight(batch: Piece, length: int | None, batch_size: int) -> float:

@@ -26,7 +26,6 @@ from samestep.errors import UsageError
 from samestep.train.data.batches import FromMemory, FromWorkers, content
 from samestep.train.data.order import Batched, Order, Sampled
 from samestep.train.data.stream import Stream
-from samestep.train.group.device import overlaps
 from samestep.train.group.group import Group
 from samestep.train.group.world import World
 
@@ -57,7 +56,6 @@ class Options(TypedDict, total=False):
 
 
 _OF_WORKERS = {"persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
-_OURS = {"shuffle", "batch_size", "drop_last", "generator", "dataset"}
 
 
 def taken_over(dataloader: "DataLoader[Any]", given: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +111,8 @@ def check_dataset(dataset: Any) -> None:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    if refused := options.keys() & _OURS:
-        raise UsageError(f"loader makes its own {', '.join(sorted(refused))}; leave it out, or pass sampler=")
+    if "generator" in options:
+        raise UsageError("loader makes its own generator; leave it out, or pass sampler=")
     workers = options.get("num_workers", 0)
     if isinstance(workers, str) and workers != "auto":
         raise UsageError(
@@ -179,11 +177,6 @@ def order_of(
             "loader got both a sampler and shuffle=True; the sampler gives the order, so drop shuffle"
         )
     return Sampled(sampler, seed, group)
-
-
-def pin_for(options: dict[str, Any], device: torch.device) -> None:
-    """Pin memory only for devices that copies overlap with; elsewhere torch may fail at it."""
-    options["pin_memory"] = bool(options.get("pin_memory", True)) and overlaps(device)
 
 
 def _workers_for(world: World) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,16 +22,10 @@ from samestep.rendezvous.tree import Tree
 _MOST_TRIED = 64
 
 
-class Found(NamedTuple):
-    """This process's placement, its connection to all ranks, and the variables that name its interface for torch."""
-
-    here: Placement
-    tree: Tree
-    interface: dict[str, str]
-
-
-def find(here: Placement, timeout: timedelta, facts: Mapping[str, Any]) -> Found:
-    """Collective. Connect to all ranks, and find out where this process is."""
+def find(
+    here: Placement, timeout: timedelta, facts: Mapping[str, Any]
+) -> tuple[Placement, Tree, dict[str, str]]:
+    """Collective. Connect to all ranks; returns this process's placement, the tree and variables for its interface."""
     is_port_used = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     tree = connect_ranks(here, timeout.total_seconds(), facts, is_port_used=is_port_used)
     address = tree.position.address if tree.position.nodes > 1 else LOOP
@@ -42,7 +36,7 @@ def find(here: Placement, timeout: timedelta, facts: Mapping[str, Any]) -> Found
             tree, address, interface.get("GLOO_SOCKET_IFNAME", ""), timeout.total_seconds()
         )
         here = replace(here, master_addr=here.master_addr or meeting)
-    return Found(replace(here, master_addr=here.master_addr or LOOP), tree, interface)
+    return replace(here, master_addr=here.master_addr or LOOP), tree, interface
 
 
 def _try_network(tree: Tree, address: str, interface: str, limit_s: float) -> str:
