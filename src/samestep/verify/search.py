@@ -152,9 +152,11 @@ class Search:
         nudged = follow(first, self._experiments.reference(self.removed, "nudged"))
         if nudged.kind not in SOFT or not 0 < nudged.step <= 3 * compared.step + 5:
             return None
+        loss = "" if nudged.run.last_loss is None else f", which ends at the loss {nudged.run.last_loss:.5g}"
         return (
             f"from step {compared.step + 1} on the training itself amplifies rounding, as it does from step "
             f"{nudged.step + 1} on where {first.processes} start{'s' * (first.size == 1)} from changed last bits"
+            f"{loss}"
         )
 
     def harmless(self, size: int) -> list[Cause]:
