@@ -208,6 +208,35 @@ def test_backward_is_torchs_own_again_when_the_group_is_closed(run):
     assert run(source, 2)[0] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("rank", "samples", "says"),
+    [
+        (
+            "1",
+            10,
+            "samestep: the loss of rank 1 is nan in step 3, and the other ranks' losses are finite there",
+        ),
+        ("all", 10, ""),
+        ("1", 5, ""),  # in step 3 rank 1 has no sample, so its loss counts for nothing
+    ],
+)
+def test_the_rank_with_the_first_loss_that_is_not_finite_is_named_once(run, rank, samples, says):
+    source = """
+    few = torch.utils.data.Subset(data, range(int(sys.argv[2])))
+    for at, (x,) in enumerate(samestep.loader(few, 2)):
+        of_nan = at == 2 and sys.argv[1] in ("all", str(world.rank))
+        loss = model(x).sum() * (float("nan") if of_nan else 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    """
+    codes, said = run(source, 2, rank, str(samples))
+    assert codes == [0, 0], said
+    lines = [line for text in said for line in text.splitlines() if "the loss of" in line]
+    assert len(lines) == bool(says), said
+    assert "".join(lines).startswith(says)
+
+
 def test_steps_after_a_pass_that_was_left_are_counted(run, tmp_path):
     for folder in ("pulse", "logs"):
         (tmp_path / "run" / folder).mkdir(parents=True)

@@ -4,6 +4,7 @@ Covered: loops over `loader` and `steps`, on CPU and on CUDA, where it records e
 covered: loops over anything else, and copies to other devices.
 """
 
+import math
 import os
 import time
 from collections import deque
@@ -16,6 +17,7 @@ import torch
 from samestep.rendezvous.member import say
 from samestep.rundir import step_times_of
 from samestep.steptimes import PARTS, StepTimes, breakdown, read_step_times
+from samestep.text import name_ranks
 from samestep.train.group.device import overlaps
 from samestep.train.group.group import Group, Member
 from samestep.train.passes import Pass, Share
@@ -24,7 +26,6 @@ from samestep.train.step import Spine
 from samestep.train.subscriber import Subscriber
 
 _MEASURED = {*PARTS, "user"}
-_LOSS_S = 0.5
 _EXCHANGE_EVERY = 32
 _FIRST_LINE_S = 60.0
 _LONGEST_PAUSE_S = 600.0
@@ -45,7 +46,9 @@ class Meter(Member, Subscriber):
         self._evaluates = False
         self.times: StepTimes | None = None
         self._clock = (_DeviceClock if overlaps(group.world.device) else _Clock)(self._note)
-        self._loss_at, self._say_at, self._pause_s = 0.0, self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
+        self._say_at, self._pause_s = self._clock.since + _FIRST_LINE_S, _FIRST_LINE_S
+        self._lost = 0, ""  # the step of this rank's first loss that is not finite, and that loss
+        group.watch(lambda: self._lost, self._say_lost)
         self._planned = self._spare_workers = self._mine = self._all = 0
         self._open: set[Pass] = set()
         self._asked = os.environ.get("SAMESTEP_METER", "")
@@ -102,11 +105,24 @@ class Meter(Member, Subscriber):
             raise SystemExit(0)  # every rank has come to the end of this step
 
     def backward_begins(self, loss: torch.Tensor) -> None:
-        """Keep the loss for the line of progress; only on CPU, since reading it waits for other devices."""
-        if self._clock.since > self._loss_at:
-            self._loss_at = self._clock.since + _LOSS_S
-            if self.times is not None and loss.numel() == 1 and loss.device.type == "cpu":
-                self.times.progress.loss = loss.item()
+        """Keep the loss, and the first that is not finite; only on CPU, since reading it waits for other devices."""
+        if self.times is None or loss.device.type != "cpu" or loss.numel() != 1 or loss.is_complex():
+            return
+        self.times.progress.loss = value = loss.item()
+        share = self._spine.origins.trained
+        if not (self._lost[0] or math.isfinite(value) or share is None or share.lent):
+            self._lost = self.group.step or 0, str(value)
+
+    def _say_lost(self, marks: list[Any], call: str) -> None:
+        """Print which ranks had the first losses that are not finite; the others' losses may follow from these."""
+        step, value = self._lost = min((step, value) for step, value in marks if step)
+        if len(ranks := [rank for rank, (lost, _) in enumerate(marks) if lost == step]) < len(marks):
+            self.group.say(
+                f"the loss of {name_ranks(ranks)} is {value} in step {step}, and the other ranks' losses are finite there: "
+                "the reason is in the samples of that share, or its mean is over no term; then divide the sum of the terms "
+                "by samestep.sum of their number",
+                what="lost",
+            )
 
     def _note(self, began: float, ended: float, parts: Sequence[float], facts: _Facts) -> None:
         """Write the times of a step, and now and then the line of progress."""
