@@ -5,6 +5,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,10 +37,12 @@ COMPUTE = ("forward", "backward", "optimizer", "user", "evaluation")
 PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 
 # A pulse file holds _MAGIC, _OPENED, _RAISED, a checksum of _BEAT, and _BEAT; the checksum reveals a half-written beat.
-_MAGIC = b"pulse\0\0\6"
+_MAGIC = b"pulse\0\0\7"
 _OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
 _RAISED = struct.Struct("<160s")  # the exception that its script handles now, written by another thread
-_BEAT = struct.Struct("<qidd16sdQ160s")  # step, epoch, Unix and monotonic time, phase, its begin, waits, call
+_BEAT = struct.Struct(
+    "<qiddQI16sdQ160s"
+)  # step, epoch, Unix and monotonic time, thread, phase, its begin, waits, call
 _CHECKSUM = struct.Struct("<I")
 _AT_RAISED = len(_MAGIC) + _OPENED.size
 _AT_CHECKSUM = _AT_RAISED + _RAISED.size
@@ -62,6 +65,10 @@ class PulseReading(NamedTuple):
     pid: int = 0
     patience_s: float = 0.0
     raised: str = ""
+    thread: tuple[int, int] = (
+        0,
+        0,
+    )  # Python's and the kernel's number of a thread that trains; 0: the main thread
 
 
 class Pulse:
@@ -70,12 +77,18 @@ class Pulse:
     def __init__(self, path: Path, device: str = "cpu", patience_s: float = 600.0) -> None:
         self._step, self._epoch, self._waits, self._patience_s = -1, 0, 0, patience_s
         self._memory = files.in_memory(path, _MAGIC, _PULSE_BYTES)
+        self.follow(threading.current_thread())
         self.take(device)
 
     def take(self, device: str) -> None:
         """Write the device and the pid of this process, and enter the phase "start"."""
         _OPENED.pack_into(self._memory, len(_MAGIC), device.encode(), os.getpid(), self._patience_s)
         self.enter("start")
+
+    def follow(self, thread: threading.Thread) -> None:
+        """From the next beat on, write that this thread trains."""
+        is_main = thread is threading.main_thread()
+        self._thread = (0, 0) if is_main else (thread.ident or 0, thread.native_id or 0)
 
     def beat(self, step: int, epoch: int = 0) -> None:
         """Write that this step has begun."""
@@ -95,7 +108,7 @@ class Pulse:
         _RAISED.pack_into(self._memory, _AT_RAISED, raised.encode(errors="replace"))
 
     def _write(self, now: float) -> None:
-        beat = _BEAT.pack(self._step, self._epoch, time.time(), now, *self._phase)
+        beat = _BEAT.pack(self._step, self._epoch, time.time(), now, *self._thread, *self._phase)
         self._memory[_AT_CHECKSUM:] = _CHECKSUM.pack(crc32(beat)) + beat
 
 
@@ -119,11 +132,13 @@ def pulse_in(file: int) -> PulseReading | None:
     else:
         return None
     device, pid, patience_s = _OPENED.unpack_from(data, len(_MAGIC))
-    step, epoch, unix, monotonic, phase, phase_began, waits, call = _BEAT.unpack_from(data, _AT_BEAT)
+    step, epoch, unix, monotonic, *thread, phase, phase_began, waits, call = _BEAT.unpack_from(data, _AT_BEAT)
     texts = (device, phase, call, *_RAISED.unpack_from(data, _AT_RAISED))
     device, phase, call, raised = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
     beat = (step, epoch, device, unix, monotonic)
-    return PulseReading(*beat, phase, call, phase_began, waits, pid, patience_s, raised)
+    return PulseReading(
+        *beat, phase, call, phase_began, waits, pid, patience_s, raised, (thread[0], thread[1])
+    )
 
 
 def log_path(run: Path, rank: int) -> Path:

@@ -15,7 +15,7 @@ _BAR = re.compile(r"^ +[|+] ?")  # before each line of an exception group
 _HEADER = re.compile(r"^(?:Original |Exception Group )?Traceback \(most recent call last\):$")
 _CRASH = re.compile(r"^Fatal Python error: (.+)$")
 _THROWN = re.compile(r"^ +what\(\): +(.+)$")  # of C++, before the crash
-_THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.* \(most recent call first\):$")
+_THREAD = re.compile(r"^((?:Current thread|Thread) 0x\w+).* \(most recent call first\):$")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _TYPE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 _NOISE = re.compile(
@@ -119,17 +119,18 @@ def _plain_lines(stderr: str) -> list[str]:
     return [_BAR.sub("", _RANK.sub("", _COLOUR.sub("", line))) for line in stderr.splitlines()]
 
 
-def main_stack(text: str) -> list[Frame]:
-    """The frames of the main thread, the innermost first; faulthandler prints that thread last."""
-    return _stack(text.splitlines(), "")
+def stack_in(text: str, thread: int = 0) -> list[Frame]:
+    """The frames of this thread, if it is there, or of the main thread, which faulthandler prints last."""
+    lines = text.splitlines()
+    return (_stack(lines, f"0x{thread:016x}") if thread else []) or _stack(lines, "")
 
 
 def _stack(lines: Iterable[str], thread: str) -> list[Frame]:
-    """The frames of the last thread whose header begins with `thread`."""
+    """The frames of the last thread whose header has `thread` in it."""
     frames, is_wanted = list[Frame](), True
     for line in lines:
         if header := _THREAD.match(line):
-            is_wanted = header[1].startswith(thread)
+            is_wanted = thread in header[1]
             frames = [] if is_wanted else frames
         elif is_wanted and (frame := _FRAME.match(line)):
             code = linecache.getline(frame["file"], int(frame["line"])).strip()

@@ -1,5 +1,7 @@
 """A failure is told with the exception and the rank that began it, not with what other ranks met because of it."""
 
+import re
+
 import pytest
 
 
@@ -125,3 +127,34 @@ def test_ranks_that_all_wait_to_receive_are_not_asked_for_a_cut_link(launcher):
         "each waits for what another one sends, and none sends; let one of every two ranks send first" in err
     )
     assert "link" not in err
+
+
+IN_A_THREAD = """
+    import threading, time, torch, samestep
+
+    def train():
+        rank = samestep.init().rank
+        model = samestep.replicate(torch.nn.Linear(4, 1))
+        for (x,) in samestep.loader(torch.utils.data.TensorDataset(torch.ones(6, 4)), batch_size=6):
+            until = time.monotonic() + 7
+            going = torch.ones(1)
+            while going:  # in calls of torch, while the main thread sleeps
+                going.fill_(time.monotonic() < until)
+                torch.distributed.all_reduce(going, torch.distributed.ReduceOp.MIN)
+            if rank == 1:
+                time.sleep(1000)
+            model(x).mean().backward()
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_trains_in_a_thread_is_told_by_the_line_of_that_thread(launcher):
+    launcher.write(IN_A_THREAD)
+    code, _, err = launcher.run("-n", "2", "--fork", "--hang-timeout", "8", "train.py")
+    assert code == 1
+    says = r"samestep: rank 0 has waited .* in the gradient exchange .*\(train.py:15\) for rank 1, .* in train \(train.py:14\)"
+    assert re.match(says, err), err

@@ -13,7 +13,7 @@ import psutil
 
 from samestep.failure import Frame, torchs_wait, users_frame
 from samestep.rundir import STACK_SIGNAL
-from samestep.tracebacks import main_stack
+from samestep.tracebacks import stack_in
 
 _ANSWER_S = 1.0  # for a process to write its stacks
 _POLL_S = 0.01
@@ -21,6 +21,7 @@ _LOADING = "/torch/utils/data/dataloader.py"
 _WORKS, _FETCHES = "/torch/utils/data/_utils/worker.py", "/torch/utils/data/_utils/fetch.py"
 _MOST_BYTES = 1 << 20
 _MOST_FRAMES = 100  # faulthandler writes at most so many frames of a thread
+_OUTERMOST = ("<module>", "_bootstrap")  # of the main thread while it is in the script, and of other threads
 _STATES = {
     psutil.STATUS_STOPPED: "is stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
@@ -38,24 +39,24 @@ class Sight(NamedTuple):
     has_left: bool = False  # whether its main thread is past the end of the script
 
 
-def look_at(pid: int, stacks: int | None) -> Sight:
-    """What this process does, from its own stack or from the stack of the loader worker that it waits for.
+def look_at(pid: int, stacks: int | None, thread: int = 0) -> Sight:
+    """What this process does, from this thread's stack (0: the main thread) or that of the loader worker it waits for.
 
     Both write their stacks to the open file `stacks`.
     """
     if does := _state(pid):
         return Sight(does)
     dump = _dumped(pid, stacks)
-    stack = main_stack(dump)
+    stack = stack_in(dump, thread)
     frame = users_frame(stack)
-    if dump and len(stack) < _MOST_FRAMES and all(outer.name != "<module>" for outer in stack):
+    if dump and len(stack) < _MOST_FRAMES and not any(outer.name in _OUTERMOST for outer in stack):
         at = "" if not stack else f", and {(frame or stack[0]).doing}"
         return Sight(f"has come to the end of the script{at}", frame, has_left=True)
     for worker in _children(pid) if any(_LOADING in outer.file for outer in stack) else ():
         waits = f"waits for its loader worker (pid {worker}), which"
         if does := _state(worker):
             return Sight(f"{waits} {does}", frame)
-        if own := _working_at(main_stack(_dumped(worker, stacks))):
+        if own := _working_at(stack_in(_dumped(worker, stacks))):
             return Sight(f"{waits} {own.doing}", own)
     return Sight(frame.doing if frame else "does not answer", frame, torchs_wait(stack))
 
@@ -66,10 +67,11 @@ def _working_at(stack: Sequence[Frame]) -> Frame | None:
     return users_frame(own) or (own[0] if any(_FETCHES in frame.file for frame in own) else None)
 
 
-def switches(pid: int) -> int:
-    """The main thread's context switches; while the count is unchanged, the thread stays in one system call."""
-    with suppress(psutil.Error):
-        return sum(psutil.Process(pid).num_ctx_switches())
+def switches(pid: int, thread: int = 0) -> int:
+    """Context switches of this thread, or of the main thread where it has ended; unchanged while in one system call."""
+    for number in (thread or pid, pid):
+        with suppress(psutil.Error):
+            return sum(psutil.Process(number).num_ctx_switches())
     return -1
 
 

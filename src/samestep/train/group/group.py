@@ -140,6 +140,8 @@ class Group:
         self.waits += phase in WAITS
         if phase in ("data", "call"):  # backward may enter others in a thread of torch
             self.thread = threading.current_thread()
+            if self.pulse is not None:
+                self.pulse.follow(self.thread)
         if self.pulse is not None:
             self.pulse.enter(phase, call)
         for hear in self._phases_heard:
