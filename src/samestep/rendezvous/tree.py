@@ -154,17 +154,25 @@ class Tree:
         return [number for number, end in channels if end.heard_at < since and number not in self.left]
 
     def change(
-        self, operation: str, key: str, value: bytes = b"", expected: bytes = b""
+        self,
+        operation: str,
+        key: str,
+        value: bytes = b"",
+        expected: bytes = b"",
+        limit_s: float | None = None,
     ) -> tuple[bytes | None, bytes | None]:
-        """Local. Change the store of all processes, in the same order everywhere; the value before and after."""
+        """Local. Change the store of all processes, in the same order everywhere; the value before and after.
+
+        Raises RankMissing if number 0 is gone, or does not answer within the limit.
+        """
         with self._condition:
             self._changes += 1
             serial = self._changes
         self._say(_CHANGE, self.number, serial, operation, key, value.hex(), expected.hex())
         with self._condition:
-            self._condition.wait_for(lambda: serial in self._results or self._failure_of())
-            if serial not in self._results and (gone := self._failure_of()):
-                raise gone
+            self._condition.wait_for(lambda: serial in self._results or self._failure_of(), limit_s)
+            if serial not in self._results:
+                raise self._failure_of() or RankMissing(f"no answer within {limit_s} s")
             return self._results.pop(serial)
 
     def await_keys(self, keys: Sequence[str], limit_s: float) -> bool:

@@ -148,6 +148,26 @@ def test_under_another_launcher_a_rank_whose_finally_calls_others_reports_its_ex
     assert "failed on rank" not in ranks[0].said
 
 
+ALIKE = """
+import samestep
+
+samestep.init()
+samestep.sum(1)
+open("/data/volume-7.bin")
+"""
+
+
+def test_under_another_launcher_an_exception_of_all_ranks_is_printed_once(nest, tmp_path):
+    (tmp_path / "train.py").write_text(ALIKE)
+    ranks = nest.start(tmp_path / "train.py", 3, cwd=tmp_path)
+    assert nest.wait(ranks, 40) == [1, 1, 1]
+    (first,) = [at for at, rank in enumerate(ranks) if "Traceback" in rank.said]
+    for at, rank in enumerate(ranks):
+        alike = f"rank {at} of 3 failed as rank {first} did: FileNotFoundError: [Errno 2] No such file or directory"
+        ended = f"rank {at} is ended, since rank "
+        assert at == first or re.match(f"samestep: ({re.escape(alike)}|{ended})", rank.said), rank.said
+
+
 LEAVES = """
 import os, sys, samestep
 rank = samestep.init().rank

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from samestep.errors import SamestepError
+from samestep.errors import RankMissing, SamestepError
 from samestep.failure import failure_of, heading, stack_of, torchs_wait, users_frame
 from samestep.hang import GONE_S, LEAST_S, STUCK_S, Hang, RankState, find_hang, named_models
 from samestep.rendezvous.channel import as_kind
@@ -76,11 +77,24 @@ class MutualWatch:
                 say(f"rank {world.rank} of {world.size} ended in {failure.lines[0].strip()}: {why}")
             time.sleep(_LEAVE_S)
             return
+        if (first := self._first_to_raise(failure.lines)) != world.rank:
+            say(f"rank {world.rank} of {world.size} failed as rank {first} did: {failure.exception[0]}")
+            return
         show_traceback()
         place, began = f"{os.uname().nodename}, {world.device}", psutil.Process().create_time()
         file, lasted_s = Path(sys.argv[0]).name, time.time() - began
         head = heading(file, world.rank, world.size, place, lasted_s, self._group.step)
         print("", head, "", *failure.lines, sep="\n", file=sys.stderr, flush=True)
+
+    def _first_to_raise(self, lines: Sequence[str]) -> int:
+        """The first of all ranks that failed with these lines; its report is enough."""
+        mine, key = (
+            b"%d" % self._tree.number,
+            "samestep/raised/" + sha256("\n".join(lines).encode()).hexdigest(),
+        )
+        with suppress(RankMissing):  # the first may have left; then its mark is here
+            self._tree.change("replace", key, mine, limit_s=_LEAVE_S)
+        return int(self._tree.stored.get(key, mine))
 
     def _run(self) -> None:
         while not self._closed.wait(self._look_s):
