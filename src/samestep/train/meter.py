@@ -118,9 +118,9 @@ class Meter(Member, Subscriber):
         step, value = self._lost = min((step, value) for step, value in marks if step)
         if len(ranks := [rank for rank, (lost, _) in enumerate(marks) if lost == step]) < len(marks):
             self.group.say(
-                f"the loss of {name_ranks(ranks)} is {value} in step {step}, and the other ranks' losses are finite there: "
-                "the reason is in the samples of that share, or its mean is over no term; then divide the sum of the terms "
-                "by samestep.sum of their number",
+                f"the loss of {name_ranks(ranks)} is {value} in step {step}, and the other ranks' losses are finite "
+                "there: the reason is in the samples of that share, or its mean is over no term; then divide the sum "
+                "of the terms by samestep.sum of their number",
                 what="lost",
             )
 

@@ -81,6 +81,14 @@ def test_a_call_that_some_ranks_make_elsewhere_names_both_lines_and_all_ranks(wo
     )
 
 
+def test_what_init_refuses_is_told_below_the_scripts_own_line(nest, tmp_path):
+    (tmp_path / "train.py").write_text("import samestep\nsamestep.init()\n")
+    (rank,) = nest.start(tmp_path / "train.py", 1, env={"RANK": "3"}, cwd=tmp_path)
+    assert nest.wait([rank], 40) == [1]
+    assert "samestep.errors.PlacementError: RANK is 3" in rank.said
+    assert re.findall(r"(\w+\.py)\", line \d+, in (?!exec|run)", rank.said)[-2:] == ["train.py", "world.py"], rank.said
+
+
 @pytest.mark.parametrize(("backend", "name"), [("'foo'", "foo"), ("5", "5"), ("torch.device('cpu')", "cpu")])
 def test_a_backend_that_is_not_there_is_named(script, backend, name):
     ((_, _, error),) = script.run(f"import torch, samestep; samestep.init(backend={backend})", 1)

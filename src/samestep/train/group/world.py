@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.errors import UsageError
+from samestep.errors import SamestepError, UsageError
 from samestep.failure import add_remedy
 from samestep.placement.devices import CUBLAS, FIXED_CUBLAS, cores, own_instance
 from samestep.placement.place import Placement, by_hand, exports, this_process
@@ -102,7 +102,10 @@ def init(
                 if isinstance(timeout, int | float)
                 else f"timeout={timeout!r} is not a timedelta; write timedelta(minutes=10)"
             )
-        _open(backend, timeout)
+        try:
+            _open(backend, timeout)
+        except SamestepError as error:
+            raise error.with_traceback(None) from None  # it says all; the frames of samestep say nothing more
     elif timeout not in (timedelta(minutes=10), _group.timeout):
         raise UsageError(
             f"init got timeout={timeout!r}, and this process is in a group with {_group.timeout!r} already: an earlier "
