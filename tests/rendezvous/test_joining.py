@@ -257,6 +257,27 @@ def test_a_rank_whose_run_has_begun_without_it_hears_which_process_has_its_numbe
     assert "has begun" not in said
 
 
+def test_ranks_of_two_scripts_at_one_port_are_refused_where_their_runs_have_no_names(tmp_path):
+    rank = """
+from samestep.placement.place import this_process
+from samestep.rendezvous.ranks import connect_ranks
+connect_ranks(this_process(), 20)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes = []
+    for number, name in enumerate(("train.py", "other.py")):
+        (tmp_path / name).write_text(rank)
+        env = {**os.environ, **meeting, "RANK": str(number)}
+        command = [sys.executable, str(tmp_path / name)]
+        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    for process in processes:
+        *_, said = process.communicate(timeout=30)
+        assert re.search(
+            r"rank 0 \(.*\) runs 'train\.py' and rank 1 \(.*\) runs 'other\.py'; run one script", said
+        )
+
+
 @pytest.mark.parametrize("kind", ["pipe", "link", "bomb", "list"])
 def test_a_note_that_is_none_is_passed_over(tmp_path, kind):
     path = tmp_path / "note"

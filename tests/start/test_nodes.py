@@ -247,7 +247,7 @@ def test_nodes_that_run_two_scripts_are_both_told_so_at_once(launcher, first, se
     here = socket.gethostname()
     sentence = (
         f"samestep: node 0 ({here}) runs {said[0]} and node 1 ({here}) runs {said[1]}; run one script on all nodes, "
-        "or let each run meet at a place of its own\n"
+        "or let each run meet at a port or place of its own\n"
     )
     assert [node.finish() for node in nodes] == [(1, "", sentence)] * 2
     assert time.monotonic() - began < 10

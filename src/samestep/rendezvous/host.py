@@ -261,7 +261,7 @@ class Meeting:
         if me.script and script and script != me.script:
             raise RanksDiffer(
                 f"{here} runs {me.script!r:.200} and {who} runs {script!r:.200}; "
-                f"run one script on all {me.noun}s, or let each run meet at a place of its own"
+                f"run one script on all {me.noun}s, or let each run meet at a port or place of its own"
             )
         if size != me.size:
             raise RanksDiffer(

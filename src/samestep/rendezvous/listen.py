@@ -123,7 +123,9 @@ def _remove_stale(path: Path) -> None:
         except OSError:
             path.unlink(missing_ok=True)
             return
-    raise PlacementError(f"another process listens at {path}; give every rank a number of its own")
+    raise PlacementError(
+        f"another process listens at {path}; give every rank a number, and every run a MASTER_PORT, of its own"
+    )
 
 
 def hold_port() -> tuple[socket.socket, int]:

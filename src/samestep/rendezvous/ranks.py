@@ -1,6 +1,7 @@
 """Connects the ranks of a run: by a private socket on a single machine, by a port, or by a note; no torch."""
 
 import os
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +36,10 @@ def connect_ranks(
     key, run = key_of_run(os.environ, here.launcher), here.run or ""
     folders = [private_folder(key, run, str(here.master_port), turn) for turn in _TURNS]
     expected = hosts_of_ranks(os.environ, here.size)
-    about = {"facts": facts or {}, "sign": f"{folders[0].name}/{here.rank}", **_on_machine(here, folders)}
+    # a run that has no name may meet ranks of another run at its port
+    script = "" if run else os.path.basename(sys.argv[0])
+    sign = f"{folders[0].name}/{here.rank}"
+    about = {"facts": facts or {}, "script": script, "sign": sign, **_on_machine(here, folders)}
     me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, **about)
     is_local = is_one_machine(here)
     if not (is_local or (here.master_addr and here.master_port)):

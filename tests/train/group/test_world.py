@@ -86,7 +86,10 @@ def test_what_init_refuses_is_told_below_the_scripts_own_line(nest, tmp_path):
     (rank,) = nest.start(tmp_path / "train.py", 1, env={"RANK": "3"}, cwd=tmp_path)
     assert nest.wait([rank], 40) == [1]
     assert "samestep.errors.PlacementError: RANK is 3" in rank.said
-    assert re.findall(r"(\w+\.py)\", line \d+, in (?!exec|run)", rank.said)[-2:] == ["train.py", "world.py"], rank.said
+    assert re.findall(r"(\w+\.py)\", line \d+, in (?!exec|run)", rank.said)[-2:] == [
+        "train.py",
+        "world.py",
+    ], rank.said
 
 
 @pytest.mark.parametrize(("backend", "name"), [("'foo'", "foo"), ("5", "5"), ("torch.device('cpu')", "cpu")])
