@@ -124,3 +124,23 @@ def test_runs_survive_kills_at_any_time_and_end_with_the_bits_of_the_undisturbed
     assert re.search(
         r"faults 7 \| survived 7 \| .* \| samples lost 0, twice 0 \| bits differing 0", done.stdout
     )
+
+
+def test_a_run_that_goes_on_with_another_version_of_torch_says_so(nest, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("""
+import sys, torch, samestep
+torch.__version__ = torch.torch_version.TorchVersion(sys.argv[1])
+train = samestep.loader(torch.utils.data.TensorDataset(torch.ones(4, 2)), 4)
+run = samestep.Checkpoint("commits", train=train)
+run.resume()
+for epoch in train.epochs(int(sys.argv[2])):
+    for batch in train:
+        run.step()
+""")
+    said = []
+    for epochs, version in enumerate(("2.0.1", "2.0.1", "2.0.2"), 1):
+        (rank,) = nest.start(script, 1, version, epochs, cwd=tmp_path)
+        assert nest.wait([rank]) == [0], rank.said
+        said.append([line for line in rank.said.splitlines() if "bits" in line])
+    assert said == [[], [], ["samestep: torch was 2.0.1 and is 2.0.2; bits may differ from here on"]]

@@ -121,7 +121,7 @@ class Checkpoint:
             try:
                 found = self._directory.newest(self._read_run, self._writer.slots)
                 if found is not None:
-                    self._check_facts(found.value[0][OWN])
+                    self._check_facts(found.value[0][OWN], found.value[1])
             except SamestepError as error:
                 failure = str(error)
         read_seconds = time.monotonic() - begun
@@ -356,7 +356,7 @@ class Checkpoint:
             for name, loader in self._loaders.items()
         }
 
-    def _check_facts(self, own: Mapping[str, Any]) -> None:
+    def _check_facts(self, own: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         for name, then in own["facts"].items():
             for fact, now in self._facts.get(name, {}).items():
                 if then.get(fact) != now and ACCEPTED_AS[fact] not in self._accept:
@@ -366,10 +366,11 @@ class Checkpoint:
                         f"the checkpoint's {name} had {what}, not {here}; use the same, or "
                         f"Checkpoint(accept={ACCEPTED_AS[fact]!r}) where the change is meant"
                     )
-        if own["arithmetic"] and self._group.the(Replicas).exact:
-            for fact, here in arithmetic().items():
-                if (then := own["arithmetic"].get(fact)) != here:
-                    say(f"{fact} was {then} and is {here}; bits may differ from here on")
+        now, is_exact = arithmetic(), self._group.the(Replicas).exact
+        before = (own["arithmetic"] or now) if is_exact else {"torch": meta.get("torch")}
+        for fact, then in before.items():
+            if then != now.get(fact):
+                say(f"{fact} was {then} and is {now.get(fact)}; bits may differ from here on")
 
 
 class _Checkpoints(Member):
