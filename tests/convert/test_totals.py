@@ -73,7 +73,7 @@ def test_what_has_no_total_is_named_by_its_own_line_as_it_is_after_the_patch():
         loader, cause = (lines[int(at) - 1] for at in re.findall(r"train\.py:(\d+): ", note))
         assert loader == "test = DataLoader(data, batch_size=8)"
         assert cause.strip() == "worst = max(worst, model(x).max().item())"
-    assert "`max(worst, model(x).max().item())` is max(...) of this rank's values" in note
+    assert "`max(worst, model(x).max().item())` is max(...) of this process's values" in note
 
 
 def test_a_function_of_predictions_that_cannot_be_converted_in_full_is_left_alone_and_listed_once():
@@ -131,7 +131,7 @@ def test_what_is_made_of_a_place_that_is_left_is_listed_after_it():
         "shown = epoch()\nprint([value for name, value in shown.items()])\n"
     )
     gaps = _of(f"{BEGIN}{_DICE}{epoch}{_TRAIN_BY_DICE}").gaps
-    assert [gap.endswith("is made of a share") for gap in gaps] == [False, True]
+    assert [gap.endswith("is made of this process's share of the batch") for gap in gaps] == [False, True]
 
 
 def test_a_function_that_a_loader_class_keeps_gets_the_batch_and_not_the_object():
@@ -145,3 +145,55 @@ def test_a_function_that_a_loader_class_keeps_gets_the_batch_and_not_the_object(
         f"{wrapper}total = 0\nfor x, y in Wrapped(train, change):\n{STEP}    total += len(x)\nprint(total)\n"
     )
     assert "total += samestep.sum(len(x))" in _after(f"{BEGIN}{lines}")
+
+
+@pytest.mark.parametrize(
+    ("lines", "becomes"),
+    [
+        (
+            f"for x, y in train:\n{STEP}".replace("model(x)", "model.forward(x)"),
+            "F.cross_entropy(model(x), y)",
+        ),
+        (
+            "net = nn.Linear(4, 3)\noptimizer = torch.optim.SGD([dict(params=net.parameters())], 0.1)\n"
+            f"for x, y in train:\n{STEP}".replace("model(x)", "net(x)"),
+            "net = samestep.replicate(nn.Linear(4, 3))",
+        ),
+        (
+            f"{EVALUATE}        total += out.sum().item()\n        n += len(x)\ntotal /= (n + 0)\nprint(total)\n",
+            "total = samestep.sum(total) / (samestep.sum(n) + 0)\n",
+        ),
+    ],
+    ids=["forward", "dict", "quotient"],
+)
+def test_forms_of_other_projects_are_converted_whole(lines, becomes):
+    found = _of(BEGIN + lines)
+    assert becomes in next(iter(found.files.values()))[1].decode()
+    assert not found.notes
+
+
+def test_an_object_that_is_its_own_iterator_over_a_loader_is_followed():
+    endless = (
+        "class Endless:\n    def __init__(self, loader):\n        self.loader, self.batches = loader, iter(loader)\n"
+        "    def __iter__(self):\n        return self\n    def __next__(self):\n        try:\n"
+        "            return next(self.batches)\n        except StopIteration:\n"
+        "            self.batches = iter(self.loader)\n            return next(self.batches)\n"
+    )
+    loop = f"batches = Endless(train)\nfor turn in range(5):\n    x, y = next(batches)\n{STEP}    print(loss.item())\n"
+    assert "print(samestep.mean(loss.item()))" in _after(BEGIN + endless + loop)
+
+
+def test_the_field_of_what_a_model_returns_is_gathered_and_not_the_object():
+    model = (
+        "from torch.distributions import Categorical, Normal\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(4, 3)\n"
+        "    def forward(self, x):\n        return self.layer(x), Normal(self.layer(x), 1.0)\nmodel = Net()\n"
+    )
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", model)
+    loop = (
+        "for x, y in train:\n    out, spread = model(x)\n    drawn = Categorical(logits=spread.loc).sample()\n"
+        "    loss = (F.cross_entropy(out, y, reduction='none') + (drawn == 0)).mean()\n    loss.backward()\n"
+    )
+    made = _after(begin + loop)
+    assert "samestep.gather(spread.loc)" in made
+    assert "samestep.gather(spread)" not in made

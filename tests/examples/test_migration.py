@@ -32,6 +32,7 @@ def before(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_converted_script_trains_the_same_numbers(
     nest: Nest, tmp_path: Path, before: tuple[str, Trained], size: int

@@ -207,7 +207,7 @@ def test_what_is_drawn_for_all_is_alike_without_a_word(nest, tmp_path):
         (EASY, AVERAGES),
         (REFERRED, "makes pairs of the samples of a batch (train.py:"),
         ("o = model(x, 0); (sum(F.mse_loss(o[i], x[i, :1]) for i in range(len(x))) / len(x)).backward()", ""),
-        ("l = model(x, 0).square(); (l.mean() / (x[:, 0] > 0.5).float().mean()).backward()", AVERAGES),
+        ("l = model(x, 0).square(); (l.mean() / (1 + (x[:, 0] > 0.5).float().mean())).backward()", AVERAGES),
         ("(model(x, 0).mean(0) - model(x / 2, 0).mean(0)).pow(2).sum().backward()", AVERAGES),
         ("z = samestep.gather(model(x, 0)); (z @ z.t()).mean().backward()", ""),
         ("m = samestep.mean(x.mean()); x = (x - m) / samestep.mean((x - m).square().mean()).sqrt()", ""),

@@ -75,6 +75,7 @@ _EVALUATED_IN_A_STEP = (
 _SERIALLY = ("samestep.loader(data, 11)", "DataLoader(data, 11)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "sizes"), [("dropout", "2"), pytest.param("batchnorm", "2", marks=pytest.mark.long)]
 )

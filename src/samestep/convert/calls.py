@@ -8,6 +8,7 @@ from typing import Any
 from samestep.convert.library import Library
 from samestep.convert.project import Class, Frame, Function, Instance, Scope, Site
 from samestep.convert.signatures import NAMED, of_loss
+from samestep.convert.source import Edit
 from samestep.convert.totals import name_of
 from samestep.convert.values import (
     NUMBERS,
@@ -39,6 +40,10 @@ class Calls(Library):
         base = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else Value("external")
         if name == "backward" and not self.is_model(base):
             return self.backward(node, base)
+        if name == "forward" and self.is_model(base) and not self.in_forward:
+            receiver = node.func.value  # type: ignore[attr-defined]
+            self.findings.edit(Edit(self.source, self.source.end(receiver), self.source.end(node.func), ""))
+            return self._call_of_object(base, node, *self._arguments(node))
         if base.kind == "loss":
             return base
         if name == "format" and isinstance(text := node.func.value, ast.Constant):  # type: ignore[attr-defined]
@@ -111,7 +116,7 @@ class Calls(Library):
                 self.in_eval = name == "eval" or ast.unparse(node).endswith(".train(False)")
             return self.value(node.func.value)  # type: ignore[attr-defined]
         holder = self.known[node.func.value] if isinstance(node.func, ast.Attribute) else Value()
-        is_method = self.is_model(holder) and key_of(holder) == key_of(callee)
+        is_method = self.is_model(holder) and key_of(holder) == key_of(callee) and name != "forward"
         if not is_method:
             (self.called_inside if self.in_forward else self.called).add(key_of(callee))
         if not is_method and not self.in_forward and self.is_model(callee):

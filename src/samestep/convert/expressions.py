@@ -8,7 +8,19 @@ from typing import Any
 from samestep.convert.names import Names
 from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import NUMBERED, counted
-from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, combined, join, models_of, other
+from samestep.convert.values import (
+    NUMBERS,
+    ROWS,
+    Kind,
+    Loop,
+    Sum,
+    Value,
+    combined,
+    join,
+    models_of,
+    other,
+    rows_of,
+)
 
 _FACTS = {"dtype", "device", "ndim", "requires_grad", "is_cuda", "names", "layout", "grad_fn", "training"}
 _TEXTS = ("__format__", "__str__", "__repr__")
@@ -217,8 +229,12 @@ class Expressions(Names):
         if any(operand.kind == "none" for operand in values):
             return Value()
         kinds = {operand.kind for operand in values if operand.is_shared}
-        if kinds <= {Kind.ROWS, Kind.BATCH} or kinds == {Kind.ROW}:
-            return Value(Kind.ALIKE if not kinds else Kind.ROW if Kind.ROW in kinds else Kind.ROWS)
+        is_zero = isinstance(nodes[-1], ast.Constant) and nodes[-1].value == 0
+        if kinds == {Kind.ROW} or (kinds == {Kind.COUNT} and is_zero):
+            # every process has at least one sample
+            return Value(Kind.ROW if Kind.ROW in kinds else Kind.ALIKE)
+        if kinds <= ROWS - {Kind.COLUMNS}:
+            return rows_of(kinds) if kinds else Value()
         return other("is a comparison of this rank's values", *values)
 
     def decided(self, test: ast.expr) -> bool | None:
@@ -287,10 +303,9 @@ class Expressions(Names):
             self.known[element] = join(self.known[element], value)
         kinds = {loop.kind for loop in self.loops[loops:]}
         batches = self.batches
-        are_rows = batches and value.kind == Kind.ROWS and not (batches.trains or batches.lends)
-        if are_rows:
-            value = value if "batches" in kinds else Value("list", {None: value})
-        elif "batches" in kinds and batches is not None:
+        are_rows = value.kind == Kind.ROWS and batches and not (batches.trains or batches.lends)
+        are_rows = are_rows and "batches" in kinds
+        if "batches" in kinds and batches is not None and not are_rows:
             value = self.per_batch(batches, element, value)
         elif "rows" in kinds:
             value = Value(Kind.OTHER, value.of) if isinstance(value.of, str) else Value(Kind.ROWS)
@@ -321,7 +336,8 @@ class Expressions(Names):
             loop: Loop = over.of
             return loop
         if over.kind == "instance" and (method := over.of.of.find("__iter__")) is not None:
-            return self.each(self.run(replace(method.of, bound=over), [over], {}, None))
+            inner = self.run(replace(method.of, bound=over), [over], {}, None)
+            return self._each_next(over) if inner.of is over.of else self.each(inner)
         if over.kind in ("loader", Kind.BATCH):
             is_loader = over.kind == "loader"
             call = over.origin[0] if is_loader and over.origin else None
@@ -334,6 +350,17 @@ class Expressions(Names):
             objects = tuple(part for part in over.parts if part.kind in ("instance", "function"))
             return Loop(join(*over.parts), objects=objects) if over.kind == "list" else Loop(Value())
         return Loop(over.bare)
+
+    def _each_next(self, iterator: Value) -> Loop:
+        """The loop over an object with `__next__`."""
+        self.loops.append(loop := Loop())
+        loop.element = self.next_of(iterator)
+        self.loops.remove(loop)
+        return replace(loop, text=None, sizes=frozenset(loop.taken))
+
+    def next_of(self, iterator: Value) -> Value:
+        method = iterator.of.of.find("__next__")
+        return self.run(replace(method.of, bound=iterator), [iterator], {}, None) if method else Value()
 
 
 def _keys(value: Value) -> list[object]:

@@ -77,7 +77,8 @@ def _function(followed: Follower, source: Source, node: ast.FunctionDef) -> None
         ]
     if node.name == "__getitem__" and any(_DRAWS.search(ast.unparse(item)) for item in called):
         followed.findings.note(source, node, _DRAWN_BY_SAMPLE)
-    is_used = sum(item.data.count(node.name.encode()) for item in followed.modules) > 1
+    name = getattr(cls, "name", "") if node.name.startswith("__") else node.name
+    is_used = sum(item.data.count(name.encode()) for item in followed.modules) > 1
     if is_used and node not in followed.reached and re.search(r"\.(item|backward)\(|torch\.save", text):
         reason = f"nothing that was followed leads to {node.name}; look at it by hand"
         followed.findings.gap(source, node, reason)

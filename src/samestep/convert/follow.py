@@ -293,11 +293,8 @@ class Follower(Calls):
         joined = join(*values)
         made = [made_at(value) for value in values if value.is_shared]
         is_late = joined.kind == Kind.OTHER and joined.edits is None and None not in made
-        return (
-            replace(joined, edits=tuple(edit for edits in made for edit in edits or ()))
-            if is_late
-            else joined
-        )
+        edits = tuple(edit for edits in made for edit in edits or ())
+        return replace(joined, edits=edits) if is_late else self.kept(joined)
 
     def _trained(self) -> None:
         for loop in self.loops:
@@ -325,16 +322,20 @@ class Follower(Calls):
             self.findings, self.learnt.eager = findings, eager
             self._follow_turn(node, loop)
         self.frame.had_batches |= loop.kind == "batches"
-        for name, value in self.frame.scope.names.items():
+        made = [pair for pair in self.frame.scope.names.items() if loop.number in pair[1].since]
+        for name, value in made:
             if value.kind == "turn":
                 self.frame.scope.names[name] = Value(Kind.ALIKE if loop.trains else Kind.PASSES)
-            elif value.kind in ROWS and loop.number in value.since and (loop.trains or loop.lends):
-                reason = "is of the last batch, which ranks without a share of it were lent"
+            elif value.kind in ROWS and (loop.trains or loop.lends):
+                remedy = f"as the last line of the loop write `{name} = samestep.gather({name})`"
+                reason = f"is of the last batch, of which this process has a part at most; {remedy}"
                 self.frame.scope.names[name] = Value(Kind.OTHER, reason)
 
     def _follow_turn(self, node: ast.For | ast.While, loop: Loop) -> None:
-        names = self.frame.scope.names
-        for name, value in names.items() if loop.kind == "batches" else ():
+        own = self.frame.scope.names
+        scopes = [own, *(value.of.scope.names for value in own.values() if value.kind == "instance")]
+        places = [(names, *pair) for names in scopes for pair in names.items()]
+        for names, name, value in places if loop.kind == "batches" else ():
             is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
             if is_number and value.origin and loop.number in value.origin[2]:
                 # in the next turn this value is of an earlier batch, so it must be totalled where it was made
@@ -385,8 +386,11 @@ class Follower(Calls):
             self.findings.losses.setdefault("mean" if loss.kind == Kind.MEAN else "sum", (self.source, node))
         elif loss.is_shared:
             reason = f"the loss {loss.of}" if isinstance(loss.of, str) else "no total of this loss is known"
-            part, source = self._cause(node.func.value, str(loss.of))  # type: ignore[attr-defined]
-            self.findings.gap(source, part, f"{reason.partition(';')[0]}; {_OF_THE_LOSS}")
+            part, source = self.cause(node.func.value, str(loss.of), self.source)  # type: ignore[attr-defined]
+            is_inside = any(getattr(around, "name", "") == "forward" for around in source.around(part))
+            returned = "return the outputs from forward, and " * is_inside
+            text = f"{reason.partition(';')[0]}; {returned}{_OF_THE_LOSS}"
+            self.findings.gaps[source, part.lineno] = text  # type: ignore[attr-defined]
         elif self.batches is None:
             self.gap(node, _NOT_SHARED)
         else:

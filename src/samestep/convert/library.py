@@ -22,7 +22,7 @@ from samestep.convert.signatures import (
     over_rows,
 )
 from samestep.convert.source import Edit, takes_apart
-from samestep.convert.totals import MEANS_OF_LISTS, name_of
+from samestep.convert.totals import MADE_OF_SHARE, MEANS_OF_LISTS, name_of
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value, Values, join, models_of, other, rows_of
 
 _FUNCTIONAL = ("torch.nn.functional.", "torch.special.", "torch.linalg.", "torch.fft.")
@@ -57,6 +57,8 @@ class Library(Rewrites, Expressions):
             return self._of_list(node, base, name, values)
         if base.kind in ("list", "dict", "each"):
             return self.opaque(node, values)
+        if name == "size" and base.kind == Kind.ROW:
+            return base
         if name == "size" and base.kind in ROWS:
             at = getattr(node.args[0], "value", None) if node.args else None
             shape = self.shape(base)
@@ -122,10 +124,18 @@ class Library(Rewrites, Expressions):
             return self.optimizes(*values)
         of_rows = first.kind == "list" and {part.kind for part in first.parts} <= ROWS
         is_array = name.startswith("numpy.") and (first.kind in (*ROWS, *NUMBERS) or of_rows)
+        is_array |= name.startswith("numpy.random.") and self._is_drawn_by_sample(last, node)
         is_of_torch = name.startswith("torch.") and (name.count(".") == 1 or last.endswith("Tensor"))
         if is_array or is_of_torch or name.startswith(_FUNCTIONAL):
             return self._of_torch(last, node, values, first)
         return self._of_library(name, last, node, values)
+
+    def _is_drawn_by_sample(self, name: str, node: ast.Call) -> bool:
+        """Whether the size of what NumPy draws is the number of this rank's samples."""
+        sizes = [option.value for option in node.keywords if option.arg == "size"]
+        sizes += node.args[:1] if name in ("rand", "randn", "random") else node.args[2:]
+        firsts = [size.elts[0] if isinstance(size, ast.Tuple) and size.elts else size for size in sizes]
+        return any(self.known[first].kind == Kind.COUNT for first in firsts)
 
     def _file_or_dict(self, name: str, node: ast.Call, values: Values, first: Value) -> Value | None:
         """The value of a call that opens a file or makes a dict; None for other calls."""
@@ -133,7 +143,7 @@ class Library(Rewrites, Expressions):
         if name in ("builtins.open", "io.BytesIO"):
             return Value("file")
         is_dict = last in ("dict", "OrderedDict") and bool(keys) and not node.args
-        return Value("dict", dict(zip(keys, values, strict=True))) if is_dict else None
+        return Value("dict", dict(zip(keys, values, strict=True)), models_of(*values)) if is_dict else None
 
     def _is_optimizer(self, name: str, last: str, values: Values) -> bool:
         no_optimizer = name.startswith(("torch.optim.lr_scheduler", "torch.optim.swa_utils"))
@@ -144,6 +154,8 @@ class Library(Rewrites, Expressions):
     def _of_library(self, name: str, last: str, node: ast.Call, values: Values) -> Value:
         if name == "torch.autograd.grad":
             return self._gradients(node)
+        if name == "torch.autograd.Variable":
+            return values[0]
         if name.startswith("torch.autograd."):
             return Value(Kind.BATCH if any(value.is_shared for value in values) else Kind.ALIKE)
         if name.startswith("torch.nn.") and is_loss(last):
@@ -184,6 +196,9 @@ class Library(Rewrites, Expressions):
             return rule(node, values, first)
         if name in NAMED["fact"] or name == "type":
             return Value()
+        if name == "map" and first.kind == "function" and len(values) == 2 and values[1].kind == "list":
+            parts = {key: self.run(first.of, [part], {}, None) for key, part in values[1].of.items()}
+            return Value("list", parts)
         if name in ("chain", "filter", "map"):
             return join(*values)
         if name == "cycle" and first.kind == "loader":
@@ -224,6 +239,8 @@ class Library(Rewrites, Expressions):
 
     def _python_next(self, node: ast.Call, values: Values, first: Value) -> Value:
         """The value of next(); on an iterator over a loader, the loop around becomes a loop over batches."""
+        if first.kind == "instance":
+            return self.next_of(first)
         over = self.each(first)
         if over.kind == "batches" and self.loops:
             loop = self.loops[-1]
@@ -316,7 +333,7 @@ class Library(Rewrites, Expressions):
         if self.in_forward and kinds <= {*ROWS, Kind.COUNT}:
             return rows_of(kinds)
         name = ast.unparse(node.func)
-        reason = f"is {name}(...) of this rank's values; after the loop take {name}(...) of"
+        reason = f"is {name}(...) of this process's values; after the loop take {name}(...) of samestep.gather(...)"
         lost = [value for value in values if value.kind == Kind.OTHER and value.edits is None]
-        reason = other(f"{reason} samestep.gather(...)", *lost).of
+        reason = other(MADE_OF_SHARE if name_of(node) == "format" else reason, *lost).of
         return Value(Kind.OTHER, reason, models_of(*values))

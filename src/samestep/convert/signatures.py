@@ -29,10 +29,11 @@ number      item detach cpu cuda float double long int half to type numpy tolist
 number      reshape contiguous requires_grad_ scale backward tensor as_tensor stack
 between     cdist pdist cov corrcoef unique randperm
 moved       flip roll
+second      norm quantile nanquantile roll
 numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
-made        ones zeros full rand randn empty randint normal
+made        ones zeros full rand randn empty randint normal uniform random
 spread      expand repeat new_zeros new_ones new_empty new_full
 model       to cuda cpu train eval apply float double half requires_grad_
 kept        iter list tuple reversed islice tqdm trange float int abs cycle partial next
@@ -101,7 +102,8 @@ def dims_of(name: str, args: list[ast.expr]) -> list[ast.expr]:
     """The arguments for dimensions, among the arguments after the tensor."""
     if name == "flip" and len(args) > 1:
         return [ast.Tuple(args)]
-    return args[-1:] if name in NAMED["piece"] else args[1:] if name == "roll" else args
+    is_second = name in NAMED["second"]  # after the order of a norm, the quantile, or the shift
+    return args[-1:] if name in NAMED["piece"] else args[1:] if is_second else args
 
 
 def over_rows(node: ast.Call, dims: list[ast.expr], in_forward: int) -> bool:

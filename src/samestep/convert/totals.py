@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from samestep.convert.project import Following, Frame, Scope
 from samestep.convert.signatures import DIVIDES, NAMED, STACKS
@@ -17,7 +18,7 @@ _LOOSE = (ast.IfExp, ast.Compare, ast.BoolOp, ast.Lambda, ast.UnaryOp)  # bind l
 # inside these nodes an expression needs no parentheses
 _APART = (ast.stmt, ast.Call, ast.keyword, ast.FormattedValue, ast.Dict, ast.DictComp)
 _TOTAL = "is a total"
-MADE_OF_SHARE = "is made of a share"
+MADE_OF_SHARE = "is made of this process's share of the batch"
 TOTALS = re.compile(r"(max\()?samestep\.(sum|mean|gather)\(\[?|\]?\)+")  # the texts of edits that only total
 Edits = tuple[Edit | ast.expr, ...]
 ALSO_ALIKE = (
@@ -44,7 +45,7 @@ class Totals(Following):
             return value
         if value.edits is None:
             reason = value.of if isinstance(value.of, str) else MADE_OF_SHARE
-            part, source = self._cause(node, reason)
+            part, source = self.cause(node, reason, self.source)
             self.findings.gap(source, part, f"`{ast.unparse(part)}` {reason}")
         elif self.may_total() and not self._is_mixed(value.edits):
             self.apply(value.edits)
@@ -74,14 +75,18 @@ class Totals(Following):
         are_means = any(isinstance(edit, Edit) and edit.text.startswith("samestep.mean(") for edit in edits)
         return are_means and self.batches is not None and len(self.batches.taken) > 1
 
-    def _cause(self, node: ast.AST, reason: str) -> tuple[ast.AST, Source]:
+    def cause(
+        self, node: ast.AST, reason: str, source: Source, seen: tuple[ast.AST, ...] = ()
+    ) -> tuple[ast.AST, Source]:
         """The part of an expression that has no total; for a name, the expression that made its value."""
-        parts = [part for part in _parts(node) if part in self.known and self.known[part].edits is None]
-        if inner := [part for part in parts if self.known[part].of == reason]:
-            return self._cause(inner[0], reason)
-        known = self.known[node]
-        origin = known.origin if isinstance(node, ast.Name) and known.of == reason else None
-        return origin[:2] if origin else (node, self.source)
+        parts = [(part, source) for part in _parts(node) if part in self.known]
+        inner: list[Any] = [pair for pair in parts if self.known[pair[0]].of == reason]
+        inner = [pair for pair in inner if self.known[pair[0]].edits is None]
+        known = self.known.get(node, Value())
+        if isinstance(node, ast.Name | ast.Subscript) and known.of == reason and known.origin:
+            inner.append(known.origin[:2])
+        part, place = (*inner, (node, source))[0]
+        return self.cause(part, reason, place, (*seen, node)) if part not in (node, *seen) else (node, source)
 
     def together(self, nodes: Sequence[ast.expr], values: Values) -> Values:
         """The values of operands: next to an operand that all ranks have, such as the targets of a whole data set, the
@@ -120,7 +125,10 @@ class Totals(Following):
             case ast.Attribute() | ast.Subscript():
                 if value.kind == Kind.OTHER and value.origin and isinstance(node, ast.Attribute):
                     return self.by_form(node, *value.origin[:2])
-                is_wrappable = value.kind in _SUMMED or not self.known[node.value].is_shared
+                is_called = getattr(self.source.parents[node], "func", None) is node
+                # the fields of an object, such as of a distribution, are gathered, and not the object
+                is_field = isinstance(node, ast.Attribute) and value.kind == Kind.ROWS and not is_called
+                is_wrappable = is_field or value.kind in _SUMMED or not self.known[node.value].is_shared
                 # a method that is not called here
                 is_method = isinstance(node, ast.Attribute) and node.attr in NAMED["list"]
                 is_wrappable = is_wrappable and value.kind != Kind.OTHER and not is_method
@@ -339,8 +347,8 @@ class Totals(Following):
         is_ratio = isinstance(node.op, ast.Div) and old.kind in (Kind.PART, Kind.COUNT) and value.is_shared
         if not is_ratio or not self.may_total():
             return result
-        text = f" = samestep.sum({source.text(node.target)}) / "
-        self.findings.edit(Edit(source, source.end(node.target), source.start(node.value), text))
+        at = source.data.index(b"/=", source.end(node.target))
+        self.findings.edit(Edit(source, at, at + 2, f"= samestep.sum({source.text(node.target)}) /"))
         return self.total(node.value)
 
 

@@ -131,7 +131,8 @@ class Sum:
 def other(reason: object, *values: Value, edits: tuple[ast.expr, ...] | None = None) -> Value:
     """A value of kind OTHER; the reason of one of its parts, if there is one, comes first."""
     ordered = sorted(values, key=lambda value: value.edits is not None)
-    reasons = [value.of for value in ordered if value.is_shared and isinstance(value.of, str)]
+    opened = [part for value in ordered for part in value.parts or (value,)]
+    reasons = [part.of for part in opened if part.is_shared and isinstance(part.of, str)]
     return Value(Kind.OTHER, str((*reasons, reason)[0]), edits=edits)
 
 
@@ -178,7 +179,7 @@ def _either(left: Value, right: Value) -> Value:
         return replace(right, of={key: join(*parts) for key, parts in both.items()})
     if kinds & {Kind.ALIKE, "none"} or len(kinds) == 1:
         return right if left.kind in (Kind.ALIKE, "none", right.kind) else left
-    if kinds == {Kind.BATCH, "list"} and join(*left.parts, *right.parts).kind in ROWS:
+    if "list" in kinds and kinds & {Kind.BATCH, Kind.ROWS} and join(*left.parts, *right.parts).kind in ROWS:
         return Value(Kind.BATCH)  # a batch, or a tuple of what is in it
     if kinds <= {Kind.PART, Kind.COUNT}:
         return Value(Kind.PART, left.of)
@@ -202,7 +203,11 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
         loop = (left if left.is_shared else right).of
         return Value(kind, loop if isinstance(loop, Sum | Loop) else None)
     is_ratio = isinstance(op, ast.Div) and kinds <= {*NUMBERS, Kind.PASSES, Kind.ALIKE}
-    reason = "divided by a count in a share; see docs/losses.md" if is_ratio else "computed from a share"
+    reason = (
+        "divided by a count in a share; see docs/losses.md"
+        if is_ratio
+        else "computed from this process's share of the batch"
+    )
     return other(f"is {reason}", left, right)
 
 
