@@ -120,6 +120,8 @@ def _note_total(call: str) -> None:
     size, left = joined().world.size, spine().origins.evaluated
     if spine().origins.at_hand is not None or left is None or not left.training or size == 1:
         return
+    if getattr(left.of, "is_share_read", False):
+        return  # the loop weighs what it adds up, and a rank without a sample has the weight 0
     for lent in [samples for samples, _ in left.sizes if samples < size]:
         joined().say(
             f"{call} ({users_line()}) counts samples twice if it adds up what the loop computed of a batch of "

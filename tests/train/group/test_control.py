@@ -115,13 +115,19 @@ def test_an_option_that_ddp_does_not_know_is_refused_at_any_size(world):
 
 
 @pytest.mark.sizes(3)
-def test_a_total_after_a_training_loop_in_which_samples_were_lent_is_said_once(world):
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_total_after_a_training_loop_in_which_samples_were_lent_is_said_once_unless_the_loop_weighs_it(
+    world, weighs
+):
     model = samestep.replicate(torch.nn.Linear(1, 1))
     with redirect_stderr(StringIO()) as said:
         for _ in range(2):
             total = 0
-            for (x,) in samestep.loader(TensorDataset(torch.ones(8, 1)), 3, shuffle=True):
+            train = samestep.loader(TensorDataset(torch.ones(8, 1)), 3, shuffle=True)
+            for (x,) in train:
                 model(x).sum().backward()
-                total += len(x)
-            assert samestep.sum(total) == 10
-    assert said.getvalue().count("a batch of 2 samples for 3 ranks") == (world.rank == 0)
+                if not weighs or train.share:
+                    total += len(x)
+            assert samestep.sum(total) == (8 if weighs else 10)
+    is_said = world.rank == 0 and not weighs
+    assert said.getvalue().count("a batch of 2 samples for 3 ranks") == is_said

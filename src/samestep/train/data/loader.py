@@ -20,7 +20,7 @@ from samestep.errors import RanksDiffer, UsageError
 from samestep.train.data import share
 from samestep.train.data.batches import Batch, Planned, content, on_device
 from samestep.train.data.order import Drawn, Taken, TakenBatches
-from samestep.train.data.share import Piece
+from samestep.train.data.share import Piece, Pieces
 from samestep.train.data.source import (
     Data,
     Item,
@@ -121,10 +121,7 @@ def agree(call: str, own: Kind) -> Kind:
 
 
 class Loader(Generic[Item]):
-    """Iterates a dataset in batches; its position is counted in samples of all ranks.
-
-    share: this rank's part of the batch handed out last; the parts of all ranks add up to 1.
-    """
+    """Iterates a dataset in batches; its position is counted in samples of all ranks."""
 
     def __init__(
         self,
@@ -148,7 +145,8 @@ class Loader(Generic[Item]):
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.epoch = self._position = self._passes = 0
-        self.share = 1.0 / world.size
+        self._share: float = 1.0 / world.size
+        self.is_share_read = False  # in the latest pass
         self._begun = self._has_evaluated = False
         self.ledger = b""
         self._group, self._world, self._spine = group, world, group.the(Spine)
@@ -166,6 +164,12 @@ class Loader(Generic[Item]):
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._source = None if isinstance(self._order, Stream) else source_of(dataset, options, world)
         self.spare_workers = spare_workers(self._source, world)
+
+    @property
+    def share(self) -> float:
+        """This rank's part of the batch handed out last; the parts of all ranks add up to 1."""
+        self.is_share_read = True
+        return self._share
 
     @property
     def sampler(self) -> Any:
@@ -258,6 +262,7 @@ class Loader(Generic[Item]):
     def _pass(self, training: bool) -> Iterator[Item]:
         self._remark_same_order(training)
         this = Pass(self, self.epoch, training=training)
+        self.is_share_read = False
         steps = self._steps(this) if self._order.length is not None else None
         this.batches = len(steps or ())
         self._spine.begin_pass(this)
@@ -270,9 +275,9 @@ class Loader(Generic[Item]):
         even = not this.training and (not self._draws.active or torch.is_grad_enabled())
         return self._pieces(self._world.size, self._world.rank, even=even)
 
-    def _pieces(self, size: int, rank: int, *, even: bool = False) -> share.Pieces:
+    def _pieces(self, size: int, rank: int, *, even: bool = False) -> Pieces:
         cuts: Any = {"start": self._position, "drop_last": self.drop_last, "even": even}
-        return share.Pieces(self._order.length or 0, self.batch_size or 1, size, rank, **cuts)
+        return Pieces(self._order.length or 0, self.batch_size or 1, size, rank, **cuts)
 
     def _pieces_of(self, order: TakenBatches | Reading) -> Iterator[Piece]:
         start = self._position
@@ -324,7 +329,7 @@ class Loader(Generic[Item]):
 
     def _handed_out(self, piece: Any, batches: Iterator[Batch], this: Pass) -> Iterator[tuple[Any, Share]]:
         """A batch and this rank's share; in training a rank without a share gets the whole batch with weight 0."""
-        self.share = share.weight(piece, self._order.length, self.batch_size or 1)
+        self._share = share.weight(piece, self._order.length, self.batch_size or 1)
         this.note(piece.all)
         if piece.mine or this.training:
             batch, ragged = next(batches)

@@ -137,7 +137,7 @@ class Step(Generic[Item]):
             self._left -= 1
             batch, _ = next(self.batches)
             microbatch = self.share(number, index)
-            self._loader.share = microbatch.mine / microbatch.all
+            self._loader._share = microbatch.mine / microbatch.all
             self._spine.hand_out(microbatch, batch)
             self._spine.tell(Subscriber.microbatch_begins, microbatch)
             yield batch
