@@ -197,3 +197,15 @@ def test_the_field_of_what_a_model_returns_is_gathered_and_not_the_object():
     made = _after(begin + loop)
     assert "samestep.gather(spread.loc)" in made
     assert "samestep.gather(spread)" not in made
+
+
+@pytest.mark.parametrize(("mode", "is_noted"), [("", True), (".eval()", False)])
+def test_a_copy_with_batchnorm_that_the_loop_calls_is_noted_unless_it_is_only_evaluated(mode, is_noted):
+    begin = BEGIN.replace("nn.Linear(4, 3)", "nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))")
+    copied = f"import copy\ntarget = copy.deepcopy(model){mode}\n"
+    loop = (
+        "for x, y in train:\n    with torch.no_grad():\n        wanted = target(x)\n"
+        "    loss = F.mse_loss(model(x), wanted)\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+    )
+    notes = "".join(_of(begin + copied + loop).notes)
+    assert ("write samestep.replicate(...) around the copy" in notes) == is_noted

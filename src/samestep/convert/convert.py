@@ -19,6 +19,10 @@ from samestep.convert.values import key_of
 from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
+_OF_COPY = (
+    "this copy of a model is not replicated; if it has BatchNorm and is called in train mode, its statistics are those of "
+    "each process's share: then write samestep.replicate(...) around the copy"
+)
 # ranks draw apart once a model is replicated
 _DRAWS = re.compile("rand|perm|shuffle|choice|split|data|loader", re.IGNORECASE)
 _BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
@@ -179,6 +183,11 @@ def _replicate(followed: Follower, script: Source) -> None:
             if key is None or key not in done:
                 done.add(key)
                 _place(followed, site, name, key, ', loss="sum"' if adds else "")
+    has_batchnorm = any(b"BatchNorm" in source.data for source in followed.modules)
+    for key, (source, node) in followed.copies.items():
+        is_evaluated = ".eval()" in source.text(source.statement_of(node))
+        if key in followed.called and key not in done and has_batchnorm and not is_evaluated:
+            findings.note(source, node, _OF_COPY)
 
 
 def _called_parts(followed: Follower, name: str, key: object) -> list[tuple[str, object]]:

@@ -288,6 +288,8 @@ class Library(Rewrites, Expressions):
         return self.of_instance(first, "__dict__") if first.kind == "instance" else self.opaque(node, values)
 
     def _python_deepcopy(self, node: ast.Call, values: Values, first: Value) -> Value:
+        if self.is_model(first):
+            self.copies[self.key(node)] = self.source, node
         if first.kind == "instance":
             scope = replace(first.of.scope, names={**first.of.scope.names})
             return Value("instance", replace(first.of, key=self.key(node), scope=scope))

@@ -163,6 +163,7 @@ class Following:
         self.called: set[Any] = set()  # models that were called
         self.called_inside: set[Any] = set()  # in the forward of another model
         self.made: dict[Any, Instance] = {}  # by key
+        self.copies: dict[Any, tuple[Source, ast.Call]] = {}  # of models, by key
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
         self.depth = self.uneven = self.in_forward = self.without_gradients = 0
         self.loops_made = self.backwards = self.followed = 0
