@@ -147,29 +147,27 @@ def test_a_function_that_a_loader_class_keeps_gets_the_batch_and_not_the_object(
     assert "total += samestep.sum(len(x))" in _after(f"{BEGIN}{lines}")
 
 
+_LOOP = f"for x, y in train:\n{STEP}"
+_QUOTIENT = (
+    f"{EVALUATE}        total += out.sum().item()\n        n += len(x)\ntotal /= (n + 0)\nprint(total)\n"
+)
+
+
 @pytest.mark.parametrize(
-    ("lines", "becomes"),
+    ("text", "becomes"),
     [
+        (BEGIN + _LOOP.replace("model(x)", "model.forward(x)"), "F.cross_entropy(model(x), y)"),
         (
-            f"for x, y in train:\n{STEP}".replace("model(x)", "model.forward(x)"),
-            "F.cross_entropy(model(x), y)",
+            BEGIN.replace("model.parameters()", "[dict(params=model.parameters())]") + _LOOP,
+            "model = samestep.replicate(nn.Linear(4, 3))",
         ),
-        (
-            "net = nn.Linear(4, 3)\noptimizer = torch.optim.SGD([dict(params=net.parameters())], 0.1)\n"
-            f"for x, y in train:\n{STEP}".replace("model(x)", "net(x)"),
-            "net = samestep.replicate(nn.Linear(4, 3))",
-        ),
-        (
-            f"{EVALUATE}        total += out.sum().item()\n        n += len(x)\ntotal /= (n + 0)\nprint(total)\n",
-            "total = samestep.sum(total) / (samestep.sum(n) + 0)\n",
-        ),
+        (BEGIN + _LOOP + _QUOTIENT, "total = samestep.sum(total) / (samestep.sum(n) + 0)\n"),
     ],
     ids=["forward", "dict", "quotient"],
 )
-def test_forms_of_other_projects_are_converted_whole(lines, becomes):
-    found = _of(BEGIN + lines)
-    assert becomes in next(iter(found.files.values()))[1].decode()
-    assert not found.notes
+def test_forms_of_other_projects_are_converted_whole(text, becomes):
+    assert becomes in _after(text)
+    assert not _of(text).gaps
 
 
 def test_an_object_that_is_its_own_iterator_over_a_loader_is_followed():
@@ -205,7 +203,18 @@ def test_a_copy_with_batchnorm_that_the_loop_calls_is_noted_unless_it_is_only_ev
     copied = f"import copy\ntarget = copy.deepcopy(model){mode}\n"
     loop = (
         "for x, y in train:\n    with torch.no_grad():\n        wanted = target(x)\n"
-        "    loss = F.mse_loss(model(x), wanted)\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+        f"{STEP.replace('cross_entropy(model(x), y)', 'mse_loss(model(x), wanted)')}"
     )
     notes = "".join(_of(begin + copied + loop).notes)
     assert ("write samestep.replicate(...) around the copy" in notes) == is_noted
+
+
+def test_the_mean_of_several_passes_through_a_model_is_that_of_each_sample():
+    model = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(4, 3)\n        self.drops = nn.ModuleList(nn.Dropout(0.3) for _ in range(4))\n"
+        "    def forward(self, x):\n"
+        "        return torch.stack([self.layer(drop(x)) for drop in self.drops]).mean(0)\nmodel = Net()\n"
+    )
+    found = _of(BEGIN.replace("model = nn.Linear(4, 3)\n", model) + f"for x, y in train:\n{STEP}")
+    assert not found.gaps

@@ -20,8 +20,8 @@ from samestep.errors import UsageError
 from samestep.start.scan import JOINS, imported
 
 _OF_COPY = (
-    "this copy of a model is not replicated; if it has BatchNorm and is called in train mode, its statistics are those of "
-    "each process's share: then write samestep.replicate(...) around the copy"
+    "this copy of a model is not replicated; if it has BatchNorm and is called in train mode, its statistics are those "
+    "of each process's share: then write samestep.replicate(...) around the copy"
 )
 # ranks draw apart once a model is replicated
 _DRAWS = re.compile("rand|perm|shuffle|choice|split|data|loader", re.IGNORECASE)

@@ -84,7 +84,9 @@ class Library(Rewrites, Expressions):
             return other(
                 "is reduced over dimensions that are chosen while the script runs; write them as constants"
             )
-        is_over_rows = over_rows(node, dims_of(name, dims), self.in_forward)
+        # the first dimension of what is stacked is that of the list, in forward too
+        is_stacked = values[0].kind == Kind.COLUMNS and name in NAMED["sum"] | NAMED["mean"]
+        is_over_rows = over_rows(node, dims_of(name, dims), 0 if is_stacked else self.in_forward)
         return of_tensors(name, values, is_over_rows, self.batches, self.in_forward)
 
     def _of_list(self, node: ast.Call, base: Value, name: str, values: Values) -> Value:

@@ -122,6 +122,7 @@ class Findings:
     alone: dict[tuple[Source, int], None] = field(default_factory=dict)
     alike: dict[Span, None] = field(default_factory=dict)  # values equal on all ranks that are used
     over: dict[Span, str] = field(default_factory=dict)  # what loops iterate over
+    beside: dict[Span, str] = field(default_factory=dict)  # whether operands are beside values of all samples
     mixed: dict[Span, None] = field(default_factory=dict)  # loops over batches that also iterate over others
 
     def edit(self, *edits: Edit | None) -> None:

@@ -99,7 +99,7 @@ class Totals(Following):
             if value.kind not in ROWS:
                 continue
             values = [*values[:index], self.total(node) if is_over else value, *values[index + 1 :]]
-            if self.findings.over.setdefault(self.span(node), kind) != kind:
+            if self.findings.beside.setdefault(self.span(node), kind) != kind:
                 self.gap(node, ALSO_ALIKE)
         return values
 
