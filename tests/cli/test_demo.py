@@ -72,11 +72,13 @@ def test_the_demo_ends_same_to_the_bit(shown: Shown) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_demo_has_a_bar_on_a_terminal_and_leaves_no_files(shown: Shown) -> None:
     assert "━" in shown.bytes.decode()
     assert shown.left == []
 
 
+@pytest.mark.slow
 def test_the_demo_shows_one_process_beside_two(shown: Shown) -> None:
     table = [line for line in shown.lines if len(line) in (31, 40) and not line.startswith(" ")]
     rows = {line[:13].strip(): line[13:].split() for line in table}
@@ -96,6 +98,7 @@ def shape(lines: list[str]) -> list[str]:
     return [re.sub(r" *\d+(\.\d+)?", " #", line) for line in text.splitlines() if line]
 
 
+@pytest.mark.slow
 def test_the_readme_shows_what_the_demo_prints(shown: Shown) -> None:
     if len(setups()) < 3:
         pytest.skip("one core: two of the three runs")

@@ -53,6 +53,16 @@ SAMPLE = {
     "stream_shuffled": (2, 3),
 }
 CASES = dict.fromkeys(sorted(corpus.SCRIPTS), SIZES) if LONG else SAMPLE
+_SLOW = {
+    "adversarial",
+    "lstm_batch_first",
+    "lstm_packed",
+    "one_left",
+    "packed_evaluation",
+    "seq2seq",
+    "speech",
+}
+_SLOW |= {"graphs_end_to_end", "views_end_to_end", "vqvae", "wgan_gp_norm"}
 # bfloat16 keeps 8 bits, and rounds sums of other parts otherwise
 TOLERANCE = {"amp": 1e-2}
 
@@ -71,12 +81,21 @@ def untouched(nest, tmp_path_factory):
     return ran
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in CASES]
+)
 def test_a_converted_script_has_the_bits_of_the_untouched_one_at_one_process(name, untouched, nest, tmp_path):
     assert corpus.run(nest, corpus.SCRIPTS[name], 1, tmp_path / name).has_bits_of(untouched(name))
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in CASES.items() for size in sizes])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[pytest.mark.slow] * (name in _SLOW))
+        for name, sizes in CASES.items()
+        for size in sizes
+    ],
+)
 def test_a_converted_script_has_the_untouched_ones_numbers(name, size, untouched, nest, tmp_path):
     found = corpus.run(nest, corpus.SCRIPTS[name], size, tmp_path / name)
     assert found.difference(untouched(name)) <= TOLERANCE.get(name, 1e-6)

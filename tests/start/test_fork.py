@@ -188,6 +188,7 @@ def ranks(started, generation):
     return [int(pid) for pid, of in lines if int(of) == generation]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", [[1], pytest.param([0, 1], marks=pytest.mark.long)])
 def test_killed_ranks_are_forked_anew_by_the_warm_process(launcher, gone, victims):
     launcher.write(WAITING)
