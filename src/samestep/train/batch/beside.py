@@ -23,7 +23,7 @@ _CLOSE = 1e-4  # ranks on unlike machines may round differently
 class Beside:
     """Looks at tensors that are not the batch's, and remembers a digest of those from before the loop."""
 
-    def __init__(self, group: Group, say_other: Callable[[str, str], None]) -> None:
+    def __init__(self, group: Group, say_other: Callable[[str, str], str]) -> None:
         self._group, self._say_other = group, say_other
         # the lines that use tensors from before the loop, and the sums of their projections and norms
         self._lines, self._along, self._norm = 0, 0.0, 0.0

@@ -68,7 +68,7 @@ class Again:
 class Watching(Subscriber):
     """Holds the BatchPlaces that runs now (`places`) and the kind of the model's call that runs now (`in_model`)."""
 
-    def __init__(self, spine: Spine, say_other: Callable[[str, str], None]) -> None:
+    def __init__(self, spine: Spine, say_other: Callable[[str, str], str]) -> None:
         self.places: BatchPlaces | None = None
         self.in_model: Any = None
         self.is_in_call = False

@@ -245,10 +245,11 @@ class Draws(Member):
 
         return draw
 
-    def say_other(self, name: str, why: str, does_not: str = "does not") -> None:
-        """Print that a draw is not the serial script's."""
+    def say_other(self, name: str, why: str, does_not: str = "does not") -> str:
+        """Print that a draw is not the serial script's; returns the text, which verify records."""
         text = f"{name} ({users_line()}) {does_not} draw the serial script's numbers under same=True: {why}"
         self.group.say(text, what=f"{name} under same=True")
+        return text
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ _NO_DRAWS = {"seed", "getstate", "setstate", "Random", "SystemRandom"}
 class OneByOne:
     """Finds loops that draw one number for each sample: on a rank these are not the serial script's numbers."""
 
-    def __init__(self, share: Callable[[], Share | None], say_other: Callable[[str, str], None]) -> None:
+    def __init__(self, share: Callable[[], Share | None], say_other: Callable[[str, str], str]) -> None:
         self._share, self._say_other = share, say_other
         self._counted_in: Share | None = None
         self._counts = Counter[tuple[CodeType, int]]()
@@ -63,7 +63,7 @@ class DrawsOfHost:
         share: Callable[[], Share | None],
         part: Callable[[str, torch.Size], Part | None],
         one_by_one: OneByOne,
-        say_other: Callable[[str, str], None],
+        say_other: Callable[[str, str], str],
     ) -> None:
         """share: the batch at hand where it is shared, else None. part: this rank's part of a draw of this shape."""
         self._share, self._part, self._one_by_one, self._say_other = share, part, one_by_one, say_other
