@@ -125,7 +125,7 @@ class Totals(Following):
             case ast.Attribute() | ast.Subscript():
                 if value.kind == Kind.OTHER and value.origin and isinstance(node, ast.Attribute):
                     return self.by_form(node, *value.origin[:2])
-                is_called = getattr(self.source.parents[node], "func", None) is node
+                is_called = getattr(self.source.parents.get(node), "func", None) is node
                 # the fields of an object, such as of a distribution, are gathered, and not the object
                 is_field = isinstance(node, ast.Attribute) and value.kind == Kind.ROWS and not is_called
                 is_wrappable = is_field or value.kind in _SUMMED or not self.known[node.value].is_shared
