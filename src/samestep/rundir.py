@@ -40,9 +40,8 @@ PHASES = ("start", "data", *COMPUTE, *WAITS, "checkpoint", "end", "other")
 _MAGIC = b"pulse\0\0\7"
 _OPENED = struct.Struct("<16sid")  # device, process, seconds that a rank waits for another
 _RAISED = struct.Struct("<160s")  # the exception that its script handles now, written by another thread
-_BEAT = struct.Struct(
-    "<qiddQI16sdQ160s"
-)  # step, epoch, Unix and monotonic time, thread, phase, its begin, waits, call
+# step, epoch, Unix and monotonic time, thread, phase, its begin, waits, call
+_BEAT = struct.Struct("<qiddQI16sdQ160s")
 _CHECKSUM = struct.Struct("<I")
 _AT_RAISED = len(_MAGIC) + _OPENED.size
 _AT_CHECKSUM = _AT_RAISED + _RAISED.size
@@ -65,10 +64,8 @@ class PulseReading(NamedTuple):
     pid: int = 0
     patience_s: float = 0.0
     raised: str = ""
-    thread: tuple[int, int] = (
-        0,
-        0,
-    )  # Python's and the kernel's number of a thread that trains; 0: the main thread
+    # Python's and the kernel's number of a thread that trains; 0: the main thread
+    thread: tuple[int, int] = 0, 0
 
 
 class Pulse:
@@ -132,13 +129,12 @@ def pulse_in(file: int) -> PulseReading | None:
     else:
         return None
     device, pid, patience_s = _OPENED.unpack_from(data, len(_MAGIC))
-    step, epoch, unix, monotonic, *thread, phase, phase_began, waits, call = _BEAT.unpack_from(data, _AT_BEAT)
+    step, epoch, unix, monotonic, number, native, *rest = _BEAT.unpack_from(data, _AT_BEAT)
+    phase, phase_began, waits, call = rest
     texts = (device, phase, call, *_RAISED.unpack_from(data, _AT_RAISED))
     device, phase, call, raised = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
     beat = (step, epoch, device, unix, monotonic)
-    return PulseReading(
-        *beat, phase, call, phase_began, waits, pid, patience_s, raised, (thread[0], thread[1])
-    )
+    return PulseReading(*beat, phase, call, phase_began, waits, pid, patience_s, raised, (number, native))
 
 
 def log_path(run: Path, rank: int) -> Path:

@@ -241,10 +241,8 @@ class Watch:
     def _look_at_rank(self, rank: int, pulse: PulseReading) -> None:
         stacks = self._files.get(stack_path(self._run, rank))
         self._seen[rank] = pulse.phase_began, look_at(pulse.pid, stacks, pulse.thread[0])
-        self._idle[rank] = (
-            switches(pulse.pid, pulse.thread[1]),
-            self._idle[rank][1],
-        )  # writing a stack is no progress
+        # writing a stack is no progress
+        self._idle[rank] = switches(pulse.pid, pulse.thread[1]), self._idle[rank][1]
 
     def _note_idle(self, now: float) -> None:
         """Look at each rank whose training thread has slept for long: it may wait in a call of torch.distributed."""

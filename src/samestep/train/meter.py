@@ -109,8 +109,10 @@ class Meter(Member, Subscriber):
         if self.times is None or loss.device.type != "cpu" or loss.numel() != 1 or loss.is_complex():
             return
         self.times.progress.loss = value = loss.item()
+        if math.isfinite(value) or self._lost[0]:
+            return
         share = self._spine.origins.trained
-        if not (self._lost[0] or math.isfinite(value) or share is None or share.lent):
+        if share is not None and not share.lent:
             self._lost = self.group.step or 0, str(value)
 
     def _say_lost(self, marks: list[Any], call: str) -> None:

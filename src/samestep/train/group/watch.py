@@ -88,10 +88,8 @@ class MutualWatch:
 
     def _first_to_raise(self, lines: Sequence[str]) -> int:
         """The first of all ranks that failed with these lines; its report is enough."""
-        mine, key = (
-            b"%d" % self._tree.number,
-            "samestep/raised/" + sha256("\n".join(lines).encode()).hexdigest(),
-        )
+        mine = b"%d" % self._tree.number
+        key = "samestep/raised/" + sha256("\n".join(lines).encode()).hexdigest()
         with suppress(RankMissing):  # the first may have left; then its mark is here
             self._tree.change("replace", key, mine, limit_s=_LEAVE_S)
         return int(self._tree.stored.get(key, mine))
