@@ -288,10 +288,8 @@ def test_a_summed_loss_is_said_to_replicate():
         ("with torch.no_grad():\n    for x, y in test:\n        print(model(x).mean())", "in an evaluation"),
         (f"{TABLE}with torch.no_grad():\n    for x, y in test:\n        table.add('n', F.cross_entropy(model(x), y))",
          "in an evaluation"),
-        (
-            f"{EVALUATE}        loss = F.cross_entropy(out, y)\nprint(loss)",
-            "is made of this process's share of the batch",
-        ),
+        (f"{EVALUATE}        loss = F.cross_entropy(out, y)\nprint(loss)",
+         "is made of this process's share of the batch"),
         (f"got = []\n{EVALUATE}        got.append(F.cross_entropy(out, y).item())\nprint(got[-1])", "single batches"),
         (f"frame = make()\n{EVALUATE}        frame.at[n, 'loss'] = out.mean()\nframe.save()", "holds values"),
         (f"got = []\n{EVALUATE}        got.extend(out[:, 0].tolist())\n"
