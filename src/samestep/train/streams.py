@@ -100,19 +100,6 @@ def restore(kept: bytes, names: Collection[str] | None = None) -> None:
         set_stream_of_device(kind, _tensor(streams[kind]))
 
 
-def are_complete(kept: object) -> bool:
-    """Local. Whether `restore` accepts this value."""
-    try:
-        streams = json.loads(kept if isinstance(kept, bytes) else b"")
-        with streams_kept():
-            restore(kept, OF_HOST)  # type: ignore[arg-type]
-        for kind in streams.keys() - set(OF_HOST):
-            _tensor(streams[kind])
-    except Exception:
-        return False
-    return set(OF_HOST) <= set(streams)
-
-
 def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 

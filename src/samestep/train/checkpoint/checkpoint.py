@@ -311,7 +311,7 @@ class Checkpoint:
 
     def _read_run(self, name: str | int, dir_fd: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
         state, meta = capture.read(name, dir_fd=dir_fd)
-        check_state(str(name), state, peek(name, dir_fd=dir_fd).seal.step, self._parts)
+        check_state(str(name), state, peek(name, dir_fd=dir_fd).seal.step)
         return state, meta
 
     def _outcome(self) -> str:

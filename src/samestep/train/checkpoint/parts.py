@@ -1,6 +1,5 @@
 """The parts of a Checkpoint; checks of its arguments, and of a commit's contents before it is loaded."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -8,13 +7,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.text import printable
-from samestep.train import streams
 from samestep.train.checkpoint import capture
 from samestep.train.data.loader import Loader
 from samestep.train.group.group import Group
@@ -133,6 +130,8 @@ def checked_parts(
 def load_part(name: str, part: Part, state: Any) -> None:
     """Load a part's state; any error of a state that does not fit becomes a CheckpointError."""
     try:
+        if isinstance(part, LRScheduler) and (missing := part.state_dict().keys() - state.keys()):
+            raise KeyError(", ".join(sorted(missing)))  # torch's schedulers take any state
         part.load_state_dict(state)
     except SamestepError:
         raise
@@ -154,104 +153,8 @@ def _lay_out_as_parameters(optimizer: Optimizer) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def check_state(file: str, state: Any, step: int, parts: Mapping[str, Part]) -> None:
-    """Raise CheckpointError for a file without damage that holds no state of a run, or an impossible state."""
+def check_state(file: str, state: Any, step: int) -> None:
+    """Raise CheckpointError for a file without damage that holds no state of a run after this step."""
     own = state.get(OWN) if isinstance(state, dict) else None
-    if not isinstance(own, dict):
+    if not isinstance(own, dict) or own.get("step") != step:
         raise CheckpointError(f"{file} is not damaged, but it holds no state of a run", path=file)
-    wrong = [] if _are_facts(dict.fromkeys(state)) else ["list of parts"]
-    wrong += _wrong_in_own(own, step)
-    for name in parts.keys() & state.keys():
-        wrong += [f"{name}'s {what}" for what in _wrong_in_part(parts[name], state[name])]
-    if wrong:
-        raise CheckpointError(
-            f"{file} is not damaged, but its {printable(wrong[0])} does not fit this run; give Checkpoint the parts it "
-            "was made with, or another directory",
-            path=file,
-        )
-
-
-def _wrong_in_own(own: Mapping[str, Any], step: int) -> list[str]:
-    facts, kept, arithmetic = own.get("facts"), own.get("streams"), own.get("arithmetic", "")
-    is_right = {
-        "step": _is_count(own.get("step")) and own["step"] == step,
-        "facts": isinstance(facts, dict) and all(map(_are_facts, facts.values())),
-        "streams": isinstance(kept, list) and kept != [] and all(map(streams.are_complete, kept)),
-        "arithmetic": arithmetic is None or _are_facts(arithmetic),
-    }
-    return [name for name, right in is_right.items() if not right]
-
-
-def _wrong_in_part(part: Part, state: Any) -> list[str]:
-    if not isinstance(state, dict):
-        return ["state"]
-    is_right: dict[str, bool] = {}
-    if isinstance(part, Loader):
-        is_right = {
-            "epoch": _is_count(state.get("epoch")),
-            "position": _is_count(state.get("position")) and state["position"] <= _length(state),
-            "ledger": isinstance(state.get("ledger", b""), bytes),
-            "order": _is_order(state.get("order", {}), _length(state)),
-            **{
-                name: type(state.get(name)) is type(now)
-                for name, now in part.facts().items()
-                if name != "seed"
-            },
-            "facts": _are_facts({name: state.get(name) for name in part.facts()}),
-        }
-    elif isinstance(part, Module | Optimizer | LRScheduler):
-        now = part.state_dict()
-        is_right = {name: _fits(value, state.get(name)) for name, value in now.items()}
-        if isinstance(part, Module):
-            tensors = [name for name in now if isinstance(now[name], Tensor) and name in state]
-            is_right |= {name: isinstance(state[name], Tensor) for name in tensors}
-        if isinstance(part, Optimizer):
-            kept = state.get("state")
-            is_right["state"] = isinstance(kept, dict) and all(
-                isinstance(entry, dict) for entry in kept.values()
-            )
-    return [name for name, right in is_right.items() if not right]
-
-
-def _fits(now: object, saved: object) -> bool:
-    """Whether a saved value has the kind of the present value; in place of a number, None and tensors fit too."""
-    if isinstance(now, int | float) and isinstance(saved, int | float):
-        return -(2**63) <= saved < 2**63 or not -math.inf < now < math.inf
-    if isinstance(now, int | float | Tensor):
-        return isinstance(saved, int | float | Tensor | None)
-    if isinstance(now, dict):
-        return isinstance(saved, dict) and all(_fits(value, saved.get(key)) for key, value in now.items())
-    if isinstance(now, list | tuple):
-        return isinstance(saved, list | tuple) and all(map(_fits, now, saved))
-    return True
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def _are_facts(facts: object) -> bool:
-    """Whether this is a dict of printable texts and numbers."""
-    return isinstance(facts, dict) and all(
-        value is None or (value.isprintable() if isinstance(value, str) else _fits(0, value))
-        for name, value in facts.items()
-        for value in (name if isinstance(name, str) else "\0", value)
-    )
-
-
-def _length(state: Mapping[str, Any]) -> float:
-    length = state.get("length")
-    return math.inf if length is None else length if _is_count(length) else -1
-
-
-def _is_order(order: Any, most: float) -> bool:
-    """Whether this is the state of an order of at most `most` samples; the data may have grown since the pass began."""
-    match order:
-        case {"length": length, **rest}:
-            return _is_count(length) and length <= most and _is_order(rest, most)
-        case {"digest": str(), "count": int(), "drawn_in": dict() as drawn_in}:
-            right = not drawn_in or streams.are_complete(drawn_in.get("streams"))
-            return right and _is_count(order.get("asked", 0))
-        case {"seed": int(seed)}:
-            return 0 <= seed < 1 << 63
-    return order in ({}, {"drawn": True})
