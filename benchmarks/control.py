@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from samestep.placement.place import Placement
 from samestep.rendezvous.listen import hold_port
 from samestep.rendezvous.ranks import connect_ranks
-from samestep.train.group.census import Item, added, merged, of_kind, packed, unpacked
+from samestep.train.group.census import Item, added, items_of, merged, message_of, of_kind
 
 ROUNDS = 20
 LIMIT = timedelta(minutes=5)
@@ -51,11 +51,11 @@ def by_tree(here: Placement) -> Calls:
         def join(parts: Sequence[list[Item]]) -> bytes:
             here = [*items, *chain(*parts)]
             if not is_total:
-                return packed(merged(here))
+                return message_of(merged(here))
             blocks = {(item.ranks[0], item.ranks[1]): item.value for item in of_kind("block", here)}
-            return packed([Item("block", at, value) for at, value in added(blocks, tree.size, add).items()])
+            return message_of([Item("block", at, value) for at, value in added(blocks, tree.size, add).items()])
 
-        return tree.round(partial(unpacked, num_ranks=tree.size), join, LIMIT.total_seconds())
+        return tree.round(partial(items_of, num_ranks=tree.size), join, LIMIT.total_seconds())
 
     return Calls(
         lambda: call([Item("place", mine, b"samestep.first (train.py:10)")]),

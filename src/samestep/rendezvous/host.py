@@ -1,22 +1,22 @@
 """Accepts the members of a run: checks their proofs, names missing members, and limits strangers' connections.
 
-Every process accepts the members that connect to it, and reports their numbers to the process above it. So number 0
-learns of all members from a few. When all have come, its answer goes down the same connections.
+All members connect to number 0. When all have come, it tells each its place in the tree. Then every process accepts
+its children.
 """
 
 import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
 from samestep.errors import PlacementError, RankMissing, RanksDiffer, SamestepError, UsageError
 from samestep.rendezvous import addresses
-from samestep.rendezvous.channel import CLAIM, NONSENSE, Channel, checked
+from samestep.rendezvous.channel import CLAIM, NONSENSE, Channel
 from samestep.rendezvous.listen import allow_descriptors
-from samestep.rendezvous.member import Member, Patience, merged, place_from
+from samestep.rendezvous.member import Member, Patience, place_from
 from samestep.rendezvous.position import Position, positions
 from samestep.rendezvous.tree import Tree
 from samestep.text import counted, name_ranks, printable
@@ -34,7 +34,8 @@ _WITHOUT_RANKS = {kind.__name__: kind for kind in (UsageError, PlacementError)}
 
 def host(listeners: Sequence[socket.socket], me: Member) -> Tree:
     """Number 0: accept all members of this run, and send each its position; closes the listeners."""
-    allow_descriptors(me.heads, f"{me.noun} 0 is connected to {counted(me.heads, me.noun)}")
+    others = me.size - 1
+    allow_descriptors(others, f"{me.noun} 0 is connected to {counted(others, me.noun)}")
     with ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener)
@@ -50,11 +51,6 @@ class Meeting:
         self._me, self._above = me, above
         self.hellos: dict[int, dict[str, Any]] = {me.number: me.hello()}
         self.members: dict[int, Channel] = {}
-        # By member: which numbers have come through it, by host, and how many of them share which cores, by machine.
-        self._reports: dict[int, dict[str, Any]] = {}
-        self._count = 0
-        self._note(me.number, _single_report(me.number, self.hellos[me.number]))
-        self._has_news = False  # its own hello has told the process above of this process
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
             listener.settimeout(0)
@@ -77,7 +73,7 @@ class Meeting:
 
     @property
     def is_complete(self) -> bool:
-        return self._count >= self._me.size
+        return len(self.hellos) >= self._me.size
 
     def answer(self) -> dict[str, Any] | None:
         """This process's position, which the process above sends once all have come; None before."""
@@ -98,10 +94,6 @@ class Meeting:
             for key in sorted(ready, key=lambda key: key.data is None):
                 self._hear(key.data) if key.data else self._open(key.fileobj)
             self._drop_strangers()
-            if self._above is not None and self._has_news and (not ready or self._count >= self._me.below):
-                with suppress(OSError):  # it has gone; its last message may still arrive
-                    self._above.send_json({"told": self._merged_reports()})
-                self._has_news = False
             if patience.left_s < 0:
                 self._give_up(awaited, limit_s)
             if awaited and patience.is_worth_a_line:
@@ -110,63 +102,37 @@ class Meeting:
 
     def tell_positions(self) -> Position:
         """Number 0: send all members their positions; returns its own."""
-        self._check_twice()
-        hellos = {number: hello for number, hello in self.hellos.items() if not hello["is_near"]}
+        sharing: dict[str, Counter[str]] = {}
+        for hello in self.hellos.values():
+            sharing.setdefault(hello["machine"], Counter())[str(hello["facts"].get("cores"))] += 1
         connections = (channel.connection for channel in self.members.values())
         peers = [end.getpeername()[0] for end in connections if end.family != socket.AF_UNIX]
         source = addresses.source_for(peers[0]) if peers else ""
-        all_positions = positions(hellos, self._merged_reports()["sharing"], source)
-        for number in hellos.keys() - {0}:
-            self._tell(number, all_positions[number])
+        all_positions = positions(self.hellos, sharing, source)
+        for number in self.hellos.keys() - {0}:
+            with suppress(OSError):  # the tree will notice
+                self.members[number].send_json({"complete": all_positions[number]._asdict()})
             if number not in all_positions[0].children:
                 self.members.pop(number).close()
-        self.hand_on(all_positions[0])
+        self.hand_on()
         return all_positions[0]
 
-    def hand_on(self, position: Position) -> None:
-        """Send positions to the members that stay below this process; from now on only the tree reads the channels."""
+    def hand_on(self) -> None:
+        """From now on only the tree reads the channels."""
         for channel in [*self.members.values(), *([self._above] if self._above else [])]:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(channel.connection)
         self._above = None
-        near = [number for number in self.members if self.hellos[number]["is_near"]]
-        for number in near:
-            path = [self._me.number, *position.path]
-            self._tell(number, position._replace(path=path, parent_places=(), children=()))
 
     def tree(self, position: Position, above: Mapping[int, Channel] | None = None, host: str = "") -> Tree:
         """The tree, once all neighbours of this process are connected."""
-        me, names = self._me, dict(self._arrived()) | dict.fromkeys(above or (), host)
-        names |= {number: self.hellos[number]["host"] for number in self.members}
+        me, names = self._me, dict.fromkeys(above or (), host)
+        names |= {number: hello["host"] for number, hello in self.hellos.items()}
         channels = self.members | dict(above or {})
         about = me.silence_s, me.noun, me.sign
         return Tree(me.number, me.size, channels, position, names, *about)
 
-    def _note(self, number: int, report: dict[str, Any] | None) -> None:
-        """Store the report of a member, or None if the member is gone."""
-        before = self._reports.pop(number, None)
-        self._count += (report["count"] if report else 0) - (before["count"] if before else 0)
-        if report:
-            self._reports[number] = report
-        self._has_news = True
-
-    def _merged_reports(self) -> dict[str, Any]:
-        hosts: dict[str, list[list[int]]] = {}
-        sharing: dict[str, Counter[str]] = {}
-        for report in self._reports.values():
-            for name, spans in report["hosts"].items():
-                hosts.setdefault(name, []).extend(spans)
-            for machine, cores in report["sharing"].items():
-                sharing.setdefault(machine, Counter()).update(cores)
-        spans_of = {name: merged(spans) for name, spans in hosts.items()}
-        return {"hosts": spans_of, "sharing": sharing}
-
-    def _tell(self, number: int, position: Position) -> None:
-        with suppress(OSError):  # the tree will notice
-            self.members[number].send_json({"complete": position._asdict()})
-
     def _give_up(self, awaited: Callable[[], list[int]] | None, limit_s: float) -> NoReturn:
-        self._check_twice()
         if awaited is None:
             raise EOFError("too slow")
         missing = awaited()
@@ -199,7 +165,7 @@ class Meeting:
                 number = next((at for at, member in self.members.items() if member is channel), None)
                 if number is not None:
                     raise_refusal(message)
-                    self._note(number, _checked_report(message["told"], self._me.size))
+                    raise ValueError("another message")
                 elif not self._admit(channel, message):
                     break
         except SamestepError as error:
@@ -238,7 +204,7 @@ class Meeting:
             return False
         hello["host"], hello["pid"] = printable(hello["host"], 64), int(hello["pid"])
         hello["facts"], hello["places"] = dict(hello["facts"]), [*map(place_from, hello["places"])]
-        hello["machine"], hello["is_near"] = str(hello["machine"]), bool(hello["is_near"])
+        hello["machine"] = str(hello["machine"])
         self._check(number, size, hello)
         if number < 0:
             number = self.absent()[0]
@@ -246,11 +212,9 @@ class Meeting:
             self._forget(self.members[number])
         self.members[number], self.hellos[number] = channel, hello
         channel.send_json({"welcome": number, "host": self.hellos[me.number]["host"]})
-        if me.number and not hello["is_near"]:
+        if me.number:
             self._selector.unregister(channel.connection)
-            return False
-        self._note(number, _single_report(number, hello))
-        return True
+        return not me.number
 
     def _check(self, number: int, size: int, hello: dict[str, Any]) -> None:
         """Raise RanksDiffer if this member cannot belong to this run."""
@@ -288,37 +252,18 @@ class Meeting:
                     f"start every {me.noun} from the same environment"
                 )
 
-    def _arrived(self) -> Iterator[tuple[int, str]]:
-        """The numbers that have come, with their hosts."""
-        for report in self._reports.values():
-            for name, spans in report["hosts"].items():
-                yield from ((number, name) for first, last in spans for number in range(first, last + 1))
-
-    def _check_twice(self) -> None:
-        """Raise RanksDiffer if a number has come through two members."""
-        seen: dict[int, str] = {}
-        for number, name in self._arrived():
-            if number in seen:
-                raise RanksDiffer(
-                    f"{self._me.noun} {number} came twice, on {seen[number]} and on {name}; "
-                    f"give every {self._me.noun} a number of its own"
-                )
-            seen[number] = name
-
     def _forget(self, channel: Channel) -> None:
         is_stranger = self._strangers.pop(channel, None) is not None
         members = {} if is_stranger else self.members
         for number in [number for number, member in members.items() if member is channel]:
             del self.members[number], self.hellos[number]
-            self._note(number, None)
         # ValueError: it was closed in this turn, because the same member connected again.
         with suppress(KeyError, ValueError):
             self._selector.unregister(channel.connection)
         channel.close()
 
     def absent(self) -> list[int]:
-        there = {number for number, _ in self._arrived()}
-        return [number for number in range(self._me.size) if number not in there]
+        return [number for number in range(self._me.size) if number not in self.hellos]
 
     def _named(self, numbers: Sequence[int]) -> str:
         return name_ranks(numbers, self._me.expected, self._me.noun)
@@ -339,24 +284,3 @@ def raise_refusal(message: Mapping[str, Any]) -> None:
         if kind := _WITHOUT_RANKS.get(str(message.get("kind"))):
             raise kind(text)
         raise (RanksDiffer if message.get("kind") == "RanksDiffer" else RankMissing)(text, ranks=ranks)
-
-
-def _single_report(number: int, hello: Mapping[str, Any]) -> dict[str, Any]:
-    cores = str(hello["facts"].get("cores"))
-    hosts, sharing = {hello["host"]: [[number, number]]}, {hello["machine"]: {cores: 1}}
-    return {"count": 1, "hosts": hosts, "sharing": sharing}
-
-
-def _checked_report(report: Any, size: int) -> dict[str, Any]:
-    """A member's report of those that came through it; raises one of NONSENSE if it cannot be true."""
-    hosts = {
-        printable(name, 64): [checked(span, (int, int)) for span in spans]
-        for name, spans in report["hosts"].items()
-    }
-    spans = [span for machine_spans in hosts.values() for span in machine_spans]
-    count = sum(last - first + 1 for first, last in spans)
-    if count > size or not all(0 <= first <= last < size for first, last in spans):
-        raise ValueError("more than there are")
-    for machine_spans in report["sharing"].values():
-        checked(machine_spans.values(), [int] * len(machine_spans))
-    return {"count": count, "hosts": hosts, "sharing": report["sharing"]}

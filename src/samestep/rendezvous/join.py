@@ -1,7 +1,6 @@
-"""How separately started processes find each other: number 0 listens, and the others connect to it or to a parent.
+"""How separately started processes find each other: number 0 listens, and the others connect to it.
 
-On a machine with many processes, each connects to its parent on that machine. The first process of each machine
-connects to number 0, gets the place of its parent in the tree, connects to the parent, and leaves number 0.
+Each gets the place of its parent in the tree from number 0, connects to the parent, and leaves number 0.
 """
 
 import os
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 from samestep.errors import PlacementError, RankMissing, SamestepError
@@ -26,8 +24,6 @@ from samestep.text import printable, reason_of
 _CONNECT_S = 2.0
 _REPLY_S, _SHORT_S = 3.0, 0.05  # for an answer; the shortest timeout of a socket
 _TREE_S = 30.0  # for the connections of the tree, once all members have come
-# How long a process waits for an absent parent on its machine before it tries the parent's parent.
-_ABOVE_S = 1.0
 _STRANGER = "found nothing with this run's key there; machines without a common home need SAMESTEP_KEY"
 
 
@@ -35,28 +31,20 @@ class _NotHere(Exception):
     """A place does not lead to this run; the message says why."""
 
 
-class _Silent(_NotHere):
-    """A process listens at the place but does not answer yet."""
-
-
 def join(where: Callable[[], Iterable[Place]], me: Member) -> Tree:
     """Try all places repeatedly until number 0 of the same run answers; return when all members have come."""
     patience = Patience(me.limit_s)
     pause, has_place = 0.05, False
     is_first = me.number <= 1 or me.noun != "rank"
-    with private_socket(me.path or private_folder(os.urandom(32)) / "rank") as listener:
+    with private_socket(private_folder(os.urandom(32)) / "rank") as listener:
         while True:
             tried: dict[Place, str] = {}
-            levels = 1 + int(patience.waited_s / _ABOVE_S)
-            near = [str(path) for paths in me.above[:levels] for path in paths]
-            for place in chain(near, where() if levels > len(me.above) else ()):
+            for place in where():
                 has_place = True
                 try:
-                    return _join_at(place, me, patience, listener, is_near=place in near)
+                    return _join_at(place, me, patience, listener)
                 except _NotHere as reason:
                     tried[place] = str(reason)
-                    if place in near and isinstance(reason, _Silent):
-                        break  # that process is still connecting itself
             summary = me.twin or _summary(tried) or me.advice
             if not has_place and patience.waited_s > me.no_place_s:
                 raise PlacementError(me.advice)
@@ -76,10 +64,10 @@ def refuse_twin(places: Iterable[Place], me: Member) -> None:
     """Number 0, before it listens: RanksDiffer here and there if another number 0 of the run listens at a place."""
     for place in places:
         with suppress(_NotHere), closing(_connect(place, me)) as channel:
-            _introduce(channel, me, [], is_near=False)
+            _introduce(channel, me, [])
 
 
-def _join_at(place: Place, me: Member, patience: Patience, listener: socket.socket, *, is_near: bool) -> Tree:
+def _join_at(place: Place, me: Member, patience: Patience, listener: socket.socket) -> Tree:
     """Join the run through this place; _NotHere if it does not lead to the run."""
     with ExitStack() as stack, ExitStack() as unless_joined:
         channel = _connect(place, me)
@@ -88,7 +76,7 @@ def _join_at(place: Place, me: Member, patience: Patience, listener: socket.sock
         if isinstance(place, tuple):
             address = str(channel.connection.getsockname()[0])
             listeners.append(stack.enter_context(listen([0], [address])[0]))
-        number, host = _introduce(channel, me, listeners, is_near=is_near)
+        number, host = _introduce(channel, me, listeners)
         me = replace(me, number=number)
         meeting = stack.enter_context(Meeting(me, listeners, channel))
         try:
@@ -98,8 +86,8 @@ def _join_at(place: Place, me: Member, patience: Patience, listener: socket.sock
         except (EOFError, OSError, *NONSENSE):
             raise _NotHere(f"{me.noun} 0 went away") from None
         position = position._replace(address=position.address or address)
-        meeting.hand_on(position)
-        if position.path[0] and not is_near:
+        meeting.hand_on()
+        if position.path[0]:
             channel.close()
             channel, host = _connect_to_parent(position, me)
             unless_joined.callback(channel.close)
@@ -122,7 +110,7 @@ def _connect_to_parent(position: Position, me: Member) -> tuple[Channel, str]:
                 try:
                     channel = _connect(place, me)
                     unless_known.callback(channel.close)
-                    host = _introduce(channel, me, [], is_near=False)[1]
+                    host = _introduce(channel, me, [])[1]
                 except _NotHere as reason:
                     tried[place] = str(reason)
                     continue
@@ -161,18 +149,16 @@ def _connect(place: Place, me: Member) -> Channel:
                 if patience.left_s < 0:
                     raise EOFError("too slow")
         except (EOFError, ValueError, OSError):
-            raise _Silent(_STRANGER) from None
+            raise _NotHere(_STRANGER) from None
         unless_proven.pop_all()
         return channel
 
 
-def _introduce(
-    channel: Channel, me: Member, listeners: Iterable[socket.socket], *, is_near: bool
-) -> tuple[int, str]:
+def _introduce(channel: Channel, me: Member, listeners: Iterable[socket.socket]) -> tuple[int, str]:
     """Send this member's hello with the places where it listens; returns its number, and the other's host."""
     channel.connection.settimeout(_REPLY_S)
     try:
-        channel.send_json(me.hello([place_of(listener) for listener in listeners], is_near=is_near))
+        channel.send_json(me.hello([place_of(listener) for listener in listeners]))
         message = channel.wait_json()
         raise_refusal(message)
         if "unknown" in message:

@@ -44,9 +44,6 @@ class Member:
     no_place_s: float = inf
     script: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    above: Sequence[Sequence[Path]] = ()
-    below: int = 1
-    path: Path | None = None
     sign: str = ""  # a name that /proc/net/unix shows with the process number, while it is in the run
 
     @property
@@ -62,11 +59,6 @@ class Member:
         return f"process {found[1]} is {self.title}, and its run has begun; was {self.title} started twice?"
 
     @property
-    def heads(self) -> int:
-        """How many members connect to number 0, if each machine has as many members as this machine."""
-        return -(-self.size // self.below) - 1 + (self.below - 1).bit_length()
-
-    @property
     def digest(self) -> bytes:
         """A digest of the run's name, made with the key."""
         return derive(self.key, "run", self.run)
@@ -76,11 +68,10 @@ class Member:
         """What the member claims and proves: run, number, size."""
         return CLAIM.pack(self.digest, self.number, self.size)
 
-    def hello(self, places: Sequence[Place] = (), *, is_near: bool = False) -> dict[str, Any]:
-        """The first message; `places` are where its children connect, `is_near`: it stays below the other process."""
+    def hello(self, places: Sequence[Place] = ()) -> dict[str, Any]:
+        """The first message; `places` are where its children connect."""
         who = {"host": socket.gethostname(), "pid": os.getpid(), "machine": addresses.machine()}
-        about = {"script": self.script, "places": list(places), "facts": dict(self.facts)}
-        return who | about | {"is_near": is_near}
+        return who | {"script": self.script, "places": list(places), "facts": dict(self.facts)}
 
 
 class Patience:

@@ -66,8 +66,3 @@ def read_position(message: Mapping[str, Any]) -> Position:
 def parent_of(place: int) -> int:
     """The place of the parent of a place in a binomial tree."""
     return place & (place - 1)
-
-
-def below(place: int, size: int) -> int:
-    """How many of `size` places are in the subtree of a place in a binomial tree, the place included."""
-    return min(place & -place, size - place) if place else size

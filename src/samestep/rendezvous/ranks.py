@@ -18,7 +18,6 @@ from samestep.rendezvous.join import join
 from samestep.rendezvous.key import key_of_run
 from samestep.rendezvous.listen import LOOP, addresses_for, listen, private_folder, private_socket, sweep
 from samestep.rendezvous.member import Member
-from samestep.rendezvous.position import below, parent_of
 from samestep.rendezvous.tree import Tree
 
 _NO_NOTE_S = 120.0
@@ -39,7 +38,7 @@ def connect_ranks(
     # a run that has no name may meet ranks of another run at its port
     script = "" if run else os.path.basename(sys.argv[0])
     sign = f"{folders[0].name}/{here.rank}"
-    about = {"facts": facts or {}, "script": script, "sign": sign, **_on_machine(here, folders)}
+    about: dict[str, Any] = {"facts": facts or {}, "script": script, "sign": sign}
     me = Member(run, here.rank, here.size, key, limit_s=limit_s, expected=expected, **about)
     is_local = is_one_machine(here)
     if not (is_local or (here.master_addr and here.master_port)):
@@ -66,19 +65,6 @@ def is_one_machine(here: Placement) -> bool:
     """Whether all ranks are known to run on one machine."""
     is_known = here.nodes == 1 and here.origin.get("local_size") != ASSUMED
     return is_known or here.master_addr in ("localhost", LOOP, "::1")
-
-
-def _on_machine(here: Placement, folders: Sequence[Path]) -> dict[str, Any]:
-    """The fields of Member about the ranks of this machine, if the launcher says which rank here this is."""
-    given = [fact for fact in ("node", "local_rank", "local_size") if "=" in here.origin.get(fact, "")]
-    if "local_rank" not in given or not (len(given) == 3 or is_one_machine(here)):
-        return {}
-    place, above = here.local_rank, []
-    while place:
-        place = parent_of(place)
-        above.append([folder / f"{here.node}-{place}" for folder in folders])
-    path = _free(folders) / f"{here.node}-{here.local_rank}"
-    return {"above": above, "below": below(here.local_rank, here.local_size), "path": path}
 
 
 def _free(folders: Sequence[Path]) -> Path:
