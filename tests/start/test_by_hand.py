@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.measure.runs import list_runs
+
 # One write: torchrun's Pythons are unbuffered, and all write to one pipe.
 SAY = r"print(f'{w.rank} {w.size} {w.local_rank} {samestep.sum(1)}\n', end='', flush=True)"
 SPAWNED = f"""
@@ -78,6 +80,8 @@ def test_torchrun_is_adopted_also_by_its_older_name_which_gives_a_flag(tmp_path)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     said = [line for rank in range(2) for line in (f"{rank} 2 {rank} 2", f"{rank} torchrun {threads}")]
     assert lines(start(tmp_path, source, before=before)) == said
+    (run,) = list_runs(tmp_path / "runs")
+    assert (run.state, run.size, len(run.logs)) == ("done", 2, 2)
 
 
 def test_nodes_meet_where_the_environment_says(tmp_path):

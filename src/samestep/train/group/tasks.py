@@ -1,4 +1,4 @@
-"""The run's directory where Slurm or MPI started the ranks: rank 0 makes it, and each rank keeps its output there.
+"""The run's directory where Slurm, MPI or torchrun started the ranks: rank 0 makes it, each rank keeps its output.
 
 Covered: the output of a rank and its children from `init` on, also from C, and rank 0's exit code. Not covered: nodes
 that do not see the directory; they go on without it.
@@ -26,7 +26,8 @@ _LAST_WORDS_S = 1.0
 
 def share_run(here: Placement, tree: Tree | None, limit_s: float) -> str | None:
     """Collective. The run's directory, made by rank 0 or named by the batch script; None if there is none."""
-    if here.launcher in ("alone", "samestep", "torchrun"):
+    by_hand = here.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in os.environ
+    if by_hand or here.launcher in ("alone", "samestep"):
         return None
     run = os.environ.get("SAMESTEP_RUN")
     if here.rank == 0:
