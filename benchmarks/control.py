@@ -53,7 +53,9 @@ def by_tree(here: Placement) -> Calls:
             if not is_total:
                 return message_of(merged(here))
             blocks = {(item.ranks[0], item.ranks[1]): item.value for item in of_kind("block", here)}
-            return message_of([Item("block", at, value) for at, value in added(blocks, tree.size, add).items()])
+            return message_of(
+                [Item("block", at, value) for at, value in added(blocks, tree.size, add).items()]
+            )
 
         return tree.round(partial(items_of, num_ranks=tree.size), join, LIMIT.total_seconds())
 

@@ -26,6 +26,9 @@ SCRIPT = Path(__file__).with_name("stuck.py")
 WHERE = ("first step", "middle", "evaluation", "checkpoint")
 LIMIT_S = 6.5
 LOST_S = 14.0
+# what is said of a node whose network is cut, and of one whose launcher is stopped, and after how long at most
+CUT = "its process has ended or its network is cut", 7.0
+SILENT = "nothing was heard of it for 10 s", LOST_S
 ALLOWED_S = 8.0  # 5 s, what two looks and a stack take, and what a loaded machine adds
 # What the notice says of the stuck rank, where that is not the line where it is stuck.
 SAYS = {"stop": "which is stopped (SIGSTOP)", "d-state": "which is in uninterruptible sleep (D)"}
@@ -154,9 +157,10 @@ def fault(case, code, lines, line, allowed_s=ALLOWED_S):
         return f"the rank never got stuck\n{report}"
     where = f"stuck.py:{line}"
     if case.kind in ("link", "launcher"):
-        lost = "was stopped on node 0 (ss1): node 1 (ss2) was lost: nothing was heard of it for 10 s"
+        why, limit_s = CUT if case.kind == "link" else SILENT
+        lost = f"was stopped on node 0 (ss1): node 1 (ss2) was lost: {why}"
         said = [after for after, text in lines if lost in text]
-        return None if code == 1 and said and said[0] < LOST_S else f"node 1 was not named in time\n{report}"
+        return None if code == 1 and said and said[0] < limit_s else f"node 1 was not named in time\n{report}"
     if f"failed on rank {case.rank} of {case.size}" not in report:
         return f"another rank is the run's cause, or none\n{report}"
     if case.kind in CODES:

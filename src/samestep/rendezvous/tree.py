@@ -27,6 +27,7 @@ _BEAT_S = 1.0  # between two signs of life
 _SEND_S = 60.0  # a neighbour that has read nothing for this long is lost
 _ANSWER_S = 0.5  # for the names of other processes that waited in a round
 _LEAVE_S = 1.0  # for the last messages
+_CUT = 0.4  # of the silence: no kernel has acknowledged a beat, as it does for a busy or stopped process too
 _LONGEST_ERROR = 2000
 # The parts of a round go up, and the answer goes down. A change of the store goes up to number 0 and comes down to all,
 # in the same order everywhere. News go from any process to all others.
@@ -81,6 +82,10 @@ class Tree:
         for channel in self._channels.values():
             channel.connection.setblocking(False)
             channel.heard_at = time.monotonic()
+            if silence_s < inf and channel.connection.family != socket.AF_UNIX:
+                with suppress(AttributeError):  # only Linux has it
+                    limit = socket.TCP_USER_TIMEOUT, int(1000 * _CUT * silence_s)
+                    channel.connection.setsockopt(socket.IPPROTO_TCP, *limit)
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         with suppress(OSError):  # another system than Linux; the name is gone when the process is

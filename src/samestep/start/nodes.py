@@ -27,10 +27,11 @@ from samestep.rendezvous.host import host
 from samestep.rendezvous.join import join
 from samestep.rendezvous.key import derive, key_of_user
 from samestep.rendezvous.listen import addresses_for, listen, listen_at
-from samestep.rendezvous.member import Member
+from samestep.rendezvous.member import Member, say
 from samestep.rendezvous.tree import Tree
 from samestep.rundir import CHECKPOINTED, STARTED, read_record
 from samestep.start.signals import StopRequested, ending_signals
+from samestep.text import printable
 
 _SILENCE_S = 10.0  # a launcher that is silent this long counts as lost
 _TORCHRUN_PORT = 29_400
@@ -185,16 +186,23 @@ class Launchers:
         self._states_elsewhere: dict[int, tuple[float, list[RankState]]] = {}
 
     def agree_on_run(self, run: Path | None) -> Path | None:
-        """The directory that node 0 has made; None if this node does not see it."""
+        """The directory that node 0 has made; None if this node does not see it, which node 0 remarks."""
         mine = [str(run), read_record(run / STARTED) if run else None]
         name, record = self._gather(mine, partial(checked, kinds=(str, dict | None)))[0]
         path = Path(name)
         self.run_name = path.name
         for _ in range(10):
-            if run or (path.is_dir() and os.listdir(path) and read_record(path / STARTED) == record):
-                return path
+            is_seen = run or (path.is_dir() and os.listdir(path) and read_record(path / STARTED) == record)
+            if is_seen:
+                break
             time.sleep(0.1)
-        return None
+        blind = [host for host in self._gather("" if is_seen else os.uname().nodename, printable) if host]
+        if blind and run:
+            say(
+                f"{path} cannot be seen on {', '.join(blind)}, so the logs of the ranks there are in a "
+                "directory of their own; name one that all nodes share with --run-dir"
+            )
+        return path if is_seen else None
 
     def meet_again(self) -> None:
         """After a node was lost, connect the remaining launchers, or all with a replacement; RankMissing if too few."""
