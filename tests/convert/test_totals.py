@@ -8,8 +8,9 @@ from convert.test_convert import BEGIN, EVALUATE, METER, STEP, _after, _of, _pla
 from samestep.convert.convert import convert
 
 _DICE = (
-    "class Dice(nn.Module):\n    def forward(self, out, y):\n        p = out.sigmoid()\n"
-    "        return 1 - (p * y).sum() / (p.sum() + y.sum())\ndice = Dice()\n"
+    "class Dice(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.scale = nn.Parameter(torch.ones(1))\n    def forward(self, out, y):\n        p = out.sigmoid()\n"
+    "        return 1 - (p * y).sum() / (p.sum() + y.sum()) * self.scale\ndice = Dice()\n"
 )
 _TRAIN_BY_DICE = (
     "for x, y in train:\n    out = model(x)\n    loss = F.cross_entropy(out, y) + dice(out[:, 0], y)\n"
@@ -99,6 +100,11 @@ def test_a_loss_that_is_no_mean_over_samples_is_listed_once_with_what_to_write()
     text = f"{BEGIN}{_DICE}total = 0.0\n{_TRAIN_BY_DICE}    total += loss.item()\nprint(total)\n"
     (gap,) = _of(text).gaps
     assert "out, y = samestep.gather(model(x)), samestep.gather(y)" in gap
+    of_no_weights = text.replace("self.scale = nn.Parameter(torch.ones(1))", "self.scale = 1.0")
+    assert not _of(of_no_weights).gaps
+    assert "1 - samestep.sum((p * y).sum()) / (samestep.sum(p.sum()) + samestep.sum(y.sum()))" in _after(
+        of_no_weights
+    )
 
 
 def test_a_perplexity_is_totalled_and_one_over_chosen_tokens_is_told_how():
@@ -183,30 +189,33 @@ def test_an_object_that_is_its_own_iterator_over_a_loader_is_followed():
 
 def test_the_field_of_what_a_model_returns_is_gathered_and_not_the_object():
     model = (
-        "from torch.distributions import Categorical, Normal\nclass Net(nn.Module):\n"
+        "from torch.distributions import Normal\nclass Net(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(4, 3)\n"
         "    def forward(self, x):\n        return self.layer(x), Normal(self.layer(x), 1.0)\nmodel = Net()\n"
     )
     begin = BEGIN.replace("model = nn.Linear(4, 3)\n", model)
     loop = (
-        "for x, y in train:\n    out, spread = model(x)\n    drawn = Categorical(logits=spread.loc).sample()\n"
-        "    loss = (F.cross_entropy(out, y, reduction='none') + (drawn == 0)).mean()\n    loss.backward()\n"
+        "for x, y in train:\n    out, spread = model(x)\n    drawn = spread.rsample() @ spread.loc.T\n"
+        "    loss = (F.cross_entropy(out, y, reduction='none') + drawn).mean()\n    loss.backward()\n"
     )
     made = _after(begin + loop)
-    assert "samestep.gather(spread.loc)" in made
+    assert "samestep.gather(spread.rsample()) @ samestep.gather(spread.loc).T" in made
     assert "samestep.gather(spread)" not in made
 
 
-@pytest.mark.parametrize(("mode", "is_noted"), [("", True), (".eval()", False)])
-def test_a_copy_with_batchnorm_that_the_loop_calls_is_noted_unless_it_is_only_evaluated(mode, is_noted):
+@pytest.mark.parametrize(("mode", "is_replicated"), [("", True), (".eval()", False)])
+def test_a_copy_with_batchnorm_that_the_loop_calls_is_replicated_unless_it_is_only_evaluated(
+    mode, is_replicated
+):
     begin = BEGIN.replace("nn.Linear(4, 3)", "nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))")
     copied = f"import copy\ntarget = copy.deepcopy(model){mode}\n"
     loop = (
         "for x, y in train:\n    with torch.no_grad():\n        wanted = target(x)\n"
         f"{STEP.replace('cross_entropy(model(x), y)', 'mse_loss(model(x), wanted)')}"
     )
-    notes = "".join(_of(begin + copied + loop).notes)
-    assert ("write samestep.replicate(...) around the copy" in notes) == is_noted
+    assert (
+        "target = samestep.replicate(copy.deepcopy(model))\n" in _after(begin + copied + loop)
+    ) == is_replicated
 
 
 def test_the_mean_of_several_passes_through_a_model_is_that_of_each_sample():

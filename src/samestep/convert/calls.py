@@ -126,9 +126,11 @@ class Calls(Library):
             if any(argument.kind == Kind.OTHER for argument in shared):
                 return other("is computed from values of this rank's share", *shared)
             return rows_of({argument.kind for argument in shared}) if shared else Value()
-        self.in_forward += forward is not None
+        # a loss written as a Module without weights gets values of the loop, as a function does
+        has_weights = forward is not None and any(map(self.is_model, callee.of.scope.names.values()))
+        self.in_forward += has_weights
         value = self.run(method.of, [callee, *arguments], named, node)
-        self.in_forward -= forward is not None
+        self.in_forward -= has_weights
         class_ = value.of.of if forward is not None and value.kind == "instance" else None
         if class_ and not (class_.bases or class_.node.decorator_list):
             reason = f"forward returns a {class_.node.name}, in which replicate sees no tensors"

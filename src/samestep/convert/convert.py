@@ -183,11 +183,19 @@ def _replicate(followed: Follower, script: Source) -> None:
             if key is None or key not in done:
                 done.add(key)
                 _place(followed, site, name, key, ', loss="sum"' if adds else "")
-    has_batchnorm = any(b"BatchNorm" in source.data for source in followed.modules)
+    if any(b"BatchNorm" in source.data for source in followed.modules):
+        _replicate_copies(followed, done)
+
+
+def _replicate_copies(followed: Follower, done: set[object]) -> None:
+    """Replicate each copy of a model that is called: a BatchNorm in it takes its statistics as the model's does."""
     for key, (source, node) in followed.copies.items():
         is_evaluated = ".eval()" in source.text(source.statement_of(node))
-        if key in followed.called and key not in done and has_batchnorm and not is_evaluated:
-            findings.note(source, node, _OF_COPY)
+        if key in followed.called and key not in done and not is_evaluated:
+            if any(isinstance(around, ast.For | ast.While) for around in source.around(node)):
+                followed.findings.note(source, node, _OF_COPY)
+            else:
+                followed.findings.edit(*source.wrapped(node, "samestep.replicate(", ")"))
 
 
 def _called_parts(followed: Follower, name: str, key: object) -> list[tuple[str, object]]:
@@ -195,8 +203,10 @@ def _called_parts(followed: Follower, name: str, key: object) -> list[tuple[str,
     if (model := followed.made.get(key)) is None:
         return []
     parts = [(part, value) for part, value in model.scope.names.items() if followed.is_model(value)]
-    keys = [(f"{name}.{part}", key_of(value)) for part, value in parts]
-    return [(part, key) for part, key in keys if key in followed.called]
+    called = [(f"{name}.{part}", value) for part, value in parts if key_of(value) in followed.called]
+    # not a ModuleList is called, but the layers in it
+    lists = [part for part, value in called if value.origin and "ModuleList(" in ast.unparse(value.origin[0])]
+    return [("*" * (part in lists) + part, key_of(value)) for part, value in called]
 
 
 def _place(followed: Follower, site: Site, name: str, key: object, options: str) -> None:
@@ -213,6 +223,8 @@ def _place(followed: Follower, site: Site, name: str, key: object, options: str)
         if is_loop and name not in targets and not (outer.lineno <= key[1] <= outer.end_lineno):  # type: ignore[attr-defined, index]
             statement = outer  # type: ignore[assignment]
     call = f"samestep.replicate({name}{options})"
+    if name.startswith("*"):
+        call = f"for layer in {name[1:]}: samestep.replicate(layer{options})"
     function = next(
         (node for node in source.around(statement) if isinstance(node, ast.FunctionDef)), source.tree
     )

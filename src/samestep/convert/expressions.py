@@ -8,8 +8,10 @@ from typing import Any
 from samestep.convert.names import Names
 from samestep.convert.project import Function, Scope
 from samestep.convert.signatures import NUMBERED, counted
+from samestep.convert.source import is_only_given
 from samestep.convert.values import (
     NUMBERS,
+    PAIRS,
     ROWS,
     Kind,
     Loop,
@@ -17,6 +19,7 @@ from samestep.convert.values import (
     Value,
     combined,
     join,
+    makes_pairs,
     models_of,
     other,
     rows_of,
@@ -192,6 +195,8 @@ class Expressions(Names):
         is_all = isinstance(first, ast.Slice) and first.lower is first.upper is None
         if isinstance(first, ast.Constant):
             is_all = first.value in (None, Ellipsis) or isinstance(first.value, str)
+            if first.value is None and base.kind == Kind.ROWS and not self.in_forward:
+                return Value(Kind.COLUMNS)
         along = Value() if is_all else self.value(first)
         if along.kind in (Kind.ROW, Kind.OTHER):
             return along.bare if along.kind == Kind.ROW else other(along.of, along)
@@ -211,7 +216,11 @@ class Expressions(Names):
             return Value(Kind.ROWS)  # [length] * len(x)
         is_shared = left.is_shared or right.is_shared
         result = combined(node.op, left, right) if is_shared else Value()
+        result = self._pairs({left.kind, right.kind}) or result
         return replace(result, models=models_of(left, right))
+
+    def _pairs(self, kinds: set[str]) -> Value | None:
+        return Value(Kind.OTHER, PAIRS) if makes_pairs(kinds) and not self.in_forward else None
 
     def _unaryop(self, node: ast.UnaryOp) -> Value:
         return self.value(node.operand).bare
@@ -233,15 +242,17 @@ class Expressions(Names):
         if kinds == {Kind.ROW} or (kinds == {Kind.COUNT} and is_zero):
             # every process has at least one sample
             return Value(Kind.ROW if Kind.ROW in kinds else Kind.ALIKE)
-        if kinds <= ROWS - {Kind.COLUMNS}:
-            return rows_of(kinds) if kinds else Value()
+        if kinds <= ROWS:
+            return self._pairs(kinds) or (rows_of(kinds) if kinds else Value())
         return other("is a comparison of this rank's values", *values)
 
     def decided(self, test: ast.expr) -> bool | None:
         """Whether a test holds, if that is known: a test for None, or for a constant string or bool."""
-        if (tested := _tested_constant(test)) is None or self.loops[self.frame.loops_before :]:
+        if (tested := _tested_constant(test)) is None:
             return None
         node, constant, holds = tested
+        if self.loops[self.frame.loops_before :] and not is_only_given(self.frame.function, node):
+            return None
         value, is_own = self.value(node), isinstance(node, ast.Name) and node.id in self.frame.scope.names
         if value.since and not is_own:
             return None

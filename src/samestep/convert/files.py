@@ -225,21 +225,36 @@ def _read_at(followed: Follower, path: str) -> str | None:
 def _import(followed: Follower, source: Source, loaders: set[str], begins: bool) -> None:
     """Add `import samestep`, in the place of an import of DataLoader that is not used any more."""
     uses = sum(isinstance(node, ast.Name) and node.id in loaders for node in ast.walk(source.tree))
-    uses -= sum(edit.source is source and edit.text == "samestep.loader" for edit in followed.findings.edits)
+    converted = sum(
+        edit.source is source and edit.text == "samestep.loader" for edit in followed.findings.edits
+    )
     statements = source.tree.body[ast.get_docstring(source.tree) is not None :]
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     unused = [node for node in imports if ast.unparse(node) == "from torch.utils.data import DataLoader"]
     after = [node for node in imports or statements if getattr(node, "module", "") != "__future__"]
-    if unused and uses <= 0:
+    if unused and uses <= converted:
         followed.findings.edit(source.replaced(unused[0], "import samestep"))
     elif after:
         followed.findings.edit(source.line_before(after[0], "import samestep"))
+        for node in imports if converted >= max(uses, 1) else ():
+            followed.findings.edit(_without_loader(source, node))
     first = next((node for node in statements if not isinstance(node, _DEFINITIONS)), None)
     if isinstance(first, ast.If) and "__name__" in ast.unparse(first.test):
         first = first.body[0]
     if begins and first is not None:
         # init() must set the device before the script uses one
         followed.findings.edit(source.line_before(first, "samestep.init()"))
+
+
+def _without_loader(source: Source, node: ast.Import | ast.ImportFrom) -> Edit | None:
+    """Leave DataLoader out of an import of several names."""
+    names = [alias.name for alias in node.names]
+    if "DataLoader" not in names[: len(names) * isinstance(node, ast.ImportFrom)] or len(names) == 1:
+        return None
+    at = names.index("DataLoader")
+    if at + 1 < len(names):
+        return Edit(source, source.start(node.names[at]), source.start(node.names[at + 1]), "")
+    return Edit(source, source.end(node.names[at - 1]), source.end(node.names[at]), "")
 
 
 _BY_NAME: dict[str, Callable[[Follower, Source, ast.Call], None]] = {

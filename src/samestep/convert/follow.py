@@ -80,7 +80,7 @@ class Follower(Calls):
         place = next((place for place in gaps if place not in self.findings.gaps), next(iter(gaps)))
         text = f"{_NO_TOTAL} ({place[0].path.name}:{place[1]}: {gaps[place]}; see docs/convert.md)"
         self.learnt.serial |= dict.fromkeys(calls, text)
-        notes = [note.replace(f"{_NO_TOTAL};", f"{text};") for note in self.findings.notes]
+        notes = (note.replace(f"{_NO_TOTAL};", f"{text};") for note in self.findings.notes)
         self.findings.notes = dict.fromkeys(notes)
 
     def path_of(self, node: ast.expr) -> str:
@@ -89,13 +89,13 @@ class Follower(Calls):
 
     def check_totals(self) -> None:
         """Note a gap for each total that some ranks may not reach, or that may get values that all ranks have."""
-        findings = self.findings
-        kinds: dict[tuple[Source, int], str] = {}
+        findings, kinds = self.findings, dict[tuple[Source, int], str]()
         for edit in findings.edits:
             source, kind = edit.source, edit.text.partition("(")[0]
             adds = kind in ("samestep.sum", "samestep.gather")
             is_total = adds or kind == "samestep.mean"
-            spans = findings.alike if adds else findings.mixed if ".share" in edit.text else ()
+            spans = findings.alike if adds else findings.mixed if ".share" in edit.text else {}
+            spans = spans | findings.guarded if is_total else spans
             is_alike = any(file is source and start <= edit.start < end for file, start, end in spans)
             is_alike |= is_total and kinds.setdefault((source, edit.start), kind) != kind
             is_alone = is_total and (source, edit.start) in findings.alone
@@ -275,14 +275,17 @@ class Follower(Calls):
             return
         self.uneven += is_uneven
         self.depth += 1
-        scope, before, backwards_before = self.frame.scope, dict(self.frame.scope.names), self.backwards
+        scopes, backwards_before = self.frame.scope.reached(), self.backwards
+        before = [dict(scope.names) for scope in scopes]
         self.statements(node.body)
-        body_names, backwards_between = scope.names, self.backwards
-        scope.names = before
+        changed, backwards_between = [(scope, scope.names) for scope in scopes], self.backwards
+        for scope, names in zip(scopes, before, strict=True):
+            scope.names = names
         self.statements(node.orelse)
-        for name, value in body_names.items():
-            else_value = scope.names.get(name, value)
-            scope.names[name] = value if else_value is value else self._either_way(else_value, value)
+        for scope, names in changed:
+            for name, value in names.items():
+                else_value = scope.names.get(name, value)
+                scope.names[name] = value if else_value is value else self._either_way(else_value, value)
         self.depth -= 1
         self.uneven -= is_uneven
         if backwards_before < backwards_between < self.backwards:
@@ -332,10 +335,8 @@ class Follower(Calls):
                 self.frame.scope.names[name] = Value(Kind.OTHER, reason)
 
     def _follow_turn(self, node: ast.For | ast.While, loop: Loop) -> None:
-        own = self.frame.scope.names
-        scopes = [own, *(value.of.scope.names for value in own.values() if value.kind == "instance")]
-        places = [(names, *pair) for names in scopes for pair in names.items()]
-        for names, name, value in places if loop.kind == "batches" else ():
+        scopes = self.frame.scope.reached() if loop.kind == "batches" else ()
+        for names, name, value in [(scope.names, *pair) for scope in scopes for pair in scope.names.items()]:
             is_number = value.kind in (*NUMBERS, Kind.OTHER) and not isinstance(value.of, Sum)
             if is_number and value.origin and loop.number in value.origin[2]:
                 # in the next turn this value is of an earlier batch, so it must be totalled where it was made

@@ -25,7 +25,13 @@ from samestep.convert.source import Edit, takes_apart
 from samestep.convert.totals import MADE_OF_SHARE, MEANS_OF_LISTS, name_of
 from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Value, Values, join, models_of, other, rows_of
 
-_FUNCTIONAL = ("torch.nn.functional.", "torch.special.", "torch.linalg.", "torch.fft.")
+_FUNCTIONAL = (
+    "torch.nn.functional.",
+    "torch.special.",
+    "torch.linalg.",
+    "torch.fft.",
+    "torch.distributions.",
+)
 _MODELS = ("torchvision.models.", "timm.create", "transformers.")
 
 
@@ -78,6 +84,12 @@ class Library(Rewrites, Expressions):
         filled = values[0].of.get(None) if values[0].kind == "list" else None
         if name in NAMED["stacked"] and filled is not None and isinstance(filled.of, Loop):
             return Value(Kind.OTHER, STACKS)
+        if (
+            name in ("view", "reshape")
+            and [*map(ast.unparse, dims)] == ["1", "-1"]
+            and values[0].kind == Kind.ROWS
+        ):
+            return Value(Kind.COLUMNS)
         named = [option.value for option in node.keywords if option.arg in DIMENSIONS]
         is_reduced = name in NAMED["sum"] | NAMED["mean"] and values[0].kind in ROWS and not self.in_forward
         if is_reduced and any(isinstance(part, ast.Name) for part in (named or dims)):
@@ -106,7 +118,7 @@ class Library(Rewrites, Expressions):
 
     def external(self, name: str, node: ast.Call) -> Value:
         """The value of a call of a function or class outside the project."""
-        values = [self.value(part.value if isinstance(part, ast.Starred) else part) for part in node.args]
+        values = [*map(self.value, node.args)]
         values += [self.value(part.value) for part in node.keywords]
         last, first = name.rpartition(".")[2], (*values, Value())[0]
         if value := self._file_or_dict(name, node, values, first):

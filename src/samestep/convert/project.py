@@ -24,6 +24,14 @@ class Scope:
         value = self.names.get(name)
         return self.parent.find(name) if value is None and self.parent is not None else value
 
+    def reached(self) -> "list[Scope]":
+        """This scope, and those of the objects that its names lead to."""
+        found = [self]
+        for scope in found:
+            objects = [value.of.scope for value in scope.names.values() if value.kind == "instance"]
+            found += [inner for inner in objects if inner not in found]
+        return found
+
 
 @dataclass(eq=False)
 class Function:
@@ -123,6 +131,7 @@ class Findings:
     alike: dict[Span, None] = field(default_factory=dict)  # values equal on all ranks that are used
     over: dict[Span, str] = field(default_factory=dict)  # what loops iterate over
     beside: dict[Span, str] = field(default_factory=dict)  # whether operands are beside values of all samples
+    guarded: dict[Span, None] = field(default_factory=dict)  # statements for ranks with a share alone
     mixed: dict[Span, None] = field(default_factory=dict)  # loops over batches that also iterate over others
 
     def edit(self, *edits: Edit | None) -> None:

@@ -12,6 +12,7 @@ from samestep.convert.values import (
     Value,
     Values,
     combined,
+    makes_pairs,
     other,
     rows_of,
 )
@@ -30,6 +31,7 @@ number      reshape contiguous requires_grad_ scale backward tensor as_tensor st
 between     cdist pdist cov corrcoef unique randperm
 moved       flip roll
 second      norm quantile nanquantile roll
+compared    eq ne lt le gt ge equal logical_and logical_or
 numbered    arange linspace eye tril_indices triu_indices randperm
 loss        cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div
 weighted    crossentropy crossentropyloss nllloss
@@ -39,7 +41,8 @@ model       to cuda cpu train eval apply float double half requires_grad_
 kept        iter list tuple reversed islice tqdm trange float int abs cycle partial next
 list        append extend add update insert scale items values get pop setdefault copy
 bar         set_postfix set_postfix_str set_description
-looked      gather index_select take take_along_dim
+looked      gather index_select take take_along_dim log_prob cdf
+of_spread   sample rsample log_prob cdf entropy kl_divergence
 piece       split chunk unbind
 stacked     array asarray stack tensor as_tensor
 joined      cat concat concatenate vstack row_stack
@@ -151,14 +154,16 @@ def of_tensors(name: str, values: Values, is_over_rows: bool, batch: Loop | None
     if is_over_rows and name in NAMED["joined"] | {"stack"}:
         return _joined(name, base, in_forward)
     is_between = name in NAMED["between"] or (name in NAMED["moved"] and is_over_rows)
+    is_between |= name in NAMED["compared"] and makes_pairs({value.kind for value in values})
     if is_between and not in_forward:
         return Value(Kind.OTHER, f"{BETWEEN} ({name}); see docs/losses.md")
     is_plain = base.kind in NUMBERS or Kind.COLUMNS in {value.kind for value in values}
     if name.rstrip("_") in _OPERATORS and is_plain and len(values) == 2:
         return combined(_OPERATORS[name.rstrip("_")], *values)
-    if base.kind == Kind.COLUMNS and name in ("t", "reshape", "view", "flatten", "ravel"):
+    if base.kind == Kind.COLUMNS and name in ("t", "reshape", "view", "flatten", "ravel", "squeeze"):
         return Value(Kind.ROWS)
-    return Value(Kind.COLUMNS) if name == "t" and base.kind in ROWS else _by_rows(name, shared, in_forward)
+    is_turned = name == "t" or (name == "unsqueeze" and is_over_rows and base.kind == Kind.ROWS)
+    return Value(Kind.COLUMNS) if is_turned and base.kind in ROWS else _by_rows(name, shared, in_forward)
 
 
 def counted(rows: Value, batch: Loop | None) -> Value:

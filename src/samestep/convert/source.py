@@ -119,6 +119,18 @@ def begins_from(old: ast.expr, target: ast.expr) -> bool:
     return ast.unparse(old) == ast.unparse(target)
 
 
+def is_only_given(function: ast.AST | None, node: ast.expr) -> bool:
+    """Whether this is a parameter that its function never sets, so that it is the same in each turn of a loop."""
+    name = getattr(node, "id", None)
+    parts = [
+        part
+        for part in ast.walk(function or node)
+        if name in (getattr(part, "arg", 0), getattr(part, "id", 0))
+    ]
+    is_given = name is not None and any(isinstance(part, ast.arg) for part in parts)
+    return is_given and not any(isinstance(getattr(part, "ctx", None), ast.Store) for part in parts)
+
+
 def updates(node: ast.For) -> bool:
     """Whether a loop over parameters changes them by their gradients."""
     names = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}

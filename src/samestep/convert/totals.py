@@ -203,7 +203,10 @@ class Totals(Following):
         # a list of tensors is gathered after it has been joined
         is_joined = str(callee.of).startswith("torch.") and value.kind == Kind.ROWS
         is_joined = is_joined and bool(node.args) and self.known[node.args[0]].kind == "list"
-        if is_sum or is_joined or (callee.kind in _OURS and value.kind in ROWS):
+        # a distribution cannot be gathered, and what it gives can
+        is_given = name_of(node) in NAMED["of_spread"] or str(callee.of).endswith("kl_divergence")
+        is_given |= callee.kind in _OURS
+        if is_sum or is_joined or (is_given and value.kind in ROWS):
             return self._wrapped(node, value)
         if value.of == DIVIDES:
             return self._of_tokens(node)
@@ -248,6 +251,7 @@ class Totals(Following):
             return False
         start = source.start(statement)
         self.findings.edit(Edit(source, start, start, f"if {loop.text}.share: "))
+        self.findings.guarded[source, start, source.end(statement)] = None
         return True
 
     def around(self, value: Value) -> tuple[Loop | None, bool]:
@@ -279,7 +283,8 @@ class Totals(Following):
         if node in self.learnt.eager:
             return self.total(node)
         origin = self._origin_in(batch, node)
-        if value.kind == Kind.MEAN and origin is not node:
+        is_late = value.kind == Kind.OTHER and value.edits and self.may_total()
+        if (value.kind == Kind.MEAN or is_late) and origin is not node:
             self.learnt.eager.add(origin)
             return Value()
         if value.kind in (Kind.PART, Kind.COUNT) and self.guard(batch):

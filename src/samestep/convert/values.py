@@ -33,6 +33,7 @@ class Kind(StrEnum):
 
 ROWS = {Kind.BATCH, Kind.ROWS, Kind.SOME, Kind.VIEWS, Kind.COLUMNS}
 BETWEEN = "compares samples of a share with each other"
+PAIRS = f"{BETWEEN}; see docs/losses.md"
 NUMBERS = {Kind.PART, Kind.COUNT, Kind.MEAN}
 _SHARED = set(Kind) - {Kind.ALIKE}
 _A, _P, _C, _M = Kind.ALIKE, Kind.PART, Kind.COUNT, Kind.MEAN
@@ -194,7 +195,7 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
     left, right = (Value() if value.kind == "model" else value for value in (left, right))
     kinds = {left.kind, right.kind}
     if isinstance(op, ast.MatMult) and Kind.COLUMNS in kinds:
-        return Value(Kind.OTHER, f"{BETWEEN}; see docs/losses.md")
+        return Value(Kind.OTHER, PAIRS)
     if kinds & ROWS and kinds <= {*ROWS, Kind.ALIKE, Kind.COUNT, Kind.PER}:
         return rows_of(kinds)
     if kinds <= {Kind.ROW, Kind.ALIKE}:
@@ -209,6 +210,11 @@ def combined(op: ast.operator, left: Value, right: Value) -> Value:
         else "computed from this process's share of the batch"
     )
     return other(f"is {reason}", left, right)
+
+
+def makes_pairs(kinds: set[str]) -> bool:
+    """Whether operands broadcast to pairs of samples, as `labels.unsqueeze(0) == labels.unsqueeze(1)`."""
+    return Kind.COLUMNS in kinds and bool(kinds & {Kind.ROWS, Kind.VIEWS})
 
 
 def rows_of(kinds: set[str]) -> Value:

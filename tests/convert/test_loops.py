@@ -1,0 +1,96 @@
+"""`samestep convert` follows what branches, parameters and earlier batches leave in a loop, and what makes pairs."""
+
+from convert.test_convert import BEGIN, METER, STEP, _after, _of, _place  # noqa: F401
+
+LOSS = "    loss.backward()\n    optimizer.step()\n"
+
+
+def test_a_loss_that_an_object_keeps_from_an_earlier_batch_is_totalled_when_it_is_kept():
+    finder = (
+        "class Finder:\n    def __init__(self):\n        self.best = None\n"
+        "    def run(self, loader):\n        for step, (x, y) in enumerate(loader):\n"
+        "            loss = F.cross_entropy(model(x), y)\n            loss.backward()\n            optimizer.step()\n"
+        "            loss = loss.item()\n            if step == 0:\n                self.best = loss\n"
+        "            elif loss < self.best:\n                self.best = loss\n        print(self.best)\n"
+    )
+    found = _of(text := f"{BEGIN}{finder}Finder().run(train)\n")
+    assert not found.gaps
+    assert _after(text).count("self.best = samestep.mean(loss)\n") == 2
+    assert "samestep.mean(loss) < self.best:" in _after(text)
+
+
+def test_a_parameter_that_its_function_never_sets_is_known_in_the_loop_too():
+    epoch = (
+        "def epoch(model, teacher=None):\n    for x, y in train:\n        out = model(x)\n"
+        "        if teacher is not None:\n            loss = F.mse_loss(out, teacher(x))\n"
+        "        else:\n            loss = F.cross_entropy(out, y)\n    " + LOSS.replace("\n", "\n    ")
+    )
+    text = f"{BEGIN}{epoch.rstrip()}\nepoch(model)\nepoch(model, nn.Linear(4, 3))\n"
+    assert not _of(text).gaps
+    assert "samestep.gather" not in _after(text)
+
+
+def test_a_batch_beside_itself_turned_makes_pairs_of_the_whole_batch():
+    for turned in (
+        "y.unsqueeze(0) == y.unsqueeze(1)",
+        "torch.eq(y.unsqueeze(0), y.unsqueeze(1))",
+        "y[None] == y[:, None]",
+    ):
+        lines = f"    same = {turned}\n    loss = (torch.cdist(model(x), model(x)) * same).mean()\n{LOSS}"
+        assert turned.replace("y", "samestep.gather(y)") in _after(f"{BEGIN}for x, y in train:\n{lines}")
+
+
+def test_the_targets_beside_the_best_classes_of_each_sample_are_no_pairs():
+    lines = (
+        "    best = model(x).topk(2, 1)[1].t()\n    hits = best.eq(y.view(1, -1).expand_as(best))\n"
+        "    print(hits[:1].reshape(-1).float().sum())\n"
+    )
+    found = _of(text := f"{BEGIN}for x, y in train:\n{STEP}{lines}")
+    assert not found.gaps
+    assert "best.eq(samestep.gather(y).view(1, -1).expand_as(best))" in _after(text)
+
+
+def test_a_meter_of_a_loss_over_pairs_gets_the_whole_batch_on_every_rank():
+    lines = (
+        f"    z = model(x)\n    loss = (z @ z.T).exp().mean()\n{LOSS}    meter.update(loss.item(), len(y))\n"
+    )
+    made = _after(f"{BEGIN}{METER}for x, y in train:\n{lines}print(meter.sum / meter.count)\n")
+    assert "    meter.update(loss.item(), samestep.sum(len(y)))\nprint(meter.sum / meter.count)\n" in made
+
+
+def test_tensors_that_a_star_hands_to_a_function_of_torch_are_followed():
+    lines = f"    loss = F.pairwise_distance(*[model(x), model(x)]).mean()\n{LOSS}"
+    assert not _of(f"{BEGIN}for x, y in train:\n{lines}").gaps
+
+
+def test_a_divergence_of_what_the_model_returns_from_a_prior_is_one_of_each_sample():
+    model = (
+        "from torch.distributions import Normal, kl_divergence\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(4, 3)\n"
+        "    def forward(self, x):\n        return Normal(self.layer(x), 1.0)\n"
+        "prior = Normal(torch.zeros(3), torch.ones(3))\nmodel = Net()\n"
+    )
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", model)
+    lines = "    q = model(x)\n    loss = kl_divergence(q, prior).sum(-1).mean() - prior.log_prob(q.rsample()).mean()\n"
+    found = _of(text := f"{begin}for x, y in train:\n{lines}{LOSS}")
+    assert not found.gaps
+    assert lines in _after(text)
+
+
+def test_each_layer_of_a_list_that_a_method_calls_is_replicated():
+    model = (
+        "class Flow(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])\n"
+        "    def log_prob(self, x):\n        for layer in self.layers:\n            x = layer(x)\n"
+        "        return -x.square().sum(1)\nmodel = Flow()\n"
+    )
+    begin = BEGIN.replace("model = nn.Linear(4, 3)\n", model)
+    found = _of(text := f"{begin}for x, y in train:\n    loss = -model.log_prob(x).mean()\n{LOSS}")
+    assert not found.gaps
+    assert "for layer in model.layers: samestep.replicate(layer)\n" in _after(text)
+
+
+def test_a_name_that_is_not_used_any_more_is_left_out_of_its_import():
+    assert "from torch.utils.data import TensorDataset\n" in _after(f"{BEGIN}for x, y in train:\n{STEP}")
+    used = f"{BEGIN}assert isinstance(train, DataLoader)\nfor x, y in train:\n{STEP}"
+    assert "from torch.utils.data import DataLoader, TensorDataset\n" in _after(used)
