@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +55,18 @@ def _apart(tensor: torch.Tensor, other: torch.Tensor) -> float:
     return float(apart.nan_to_num(math.inf, math.inf))
 
 
-def run(nest: Nest, script: Path, size: int, home: Path) -> Outcome:
-    """The script on `size` ranks, or for size 0 the untouched script."""
+def run(
+    nest: Nest,
+    script: Path,
+    size: int,
+    home: Path,
+    by: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Outcome:
+    """The script on `size` ranks, or for size 0 the untouched script; with `by`, a script that runs it."""
     home.mkdir()
-    words = [script] if size else [HERE / "serially.py", script]
-    ranks = nest.start(*words[:1], size, *words[1:], cwd=home, apart=True)
+    words = [*filter(None, [by]), *([] if size else [HERE / "serially.py"]), script]
+    ranks = nest.start(words[0], size, *words[1:], cwd=home, apart=True, env=env)
     codes = nest.wait(ranks)
     assert codes == [0] * len(ranks), "\n".join(f"{rank.code}: {rank.complained[-3000:]}" for rank in ranks)
     weights = torch.load(home / "weights.pt", weights_only=True)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 
 def init(**options: Any) -> SimpleNamespace:
-    return SimpleNamespace(device=torch.device("cpu"), rank=0, size=1)
+    return SimpleNamespace(device=torch.get_default_device(), rank=0, size=1)
 
 
 def replicate(model: torch.nn.Module, **options: Any) -> torch.nn.Module:

@@ -223,8 +223,10 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._expanded(result, source, args[1], name == "repeat")
         if probe is None and (name in _SIZED or not any(map(torch.is_tensor, args))):
             return self._guessed_by_sizes(result, args)
-        lengths = self._sizes.probes()
-        if name == "bincount" and (len(args[0]) == self._rows.mine or len(result) not in lengths):
+        if name == "batch_norm_elemt":  # CUDA's has no kernel for the meta device
+            return self._traced(args[0])[1:3]
+        known = self._sizes.probes()
+        if name == "bincount" and (len(args[0]) == self._rows.mine or len(result) not in known):
             return meta_of(result), True  # counts of labels; other lengths may be counts for each graph
         if probe is None and all(self._traced(tensor).is_constant for _, tensor in named_tensors(args)):
             return meta_of(result), True
@@ -232,11 +234,11 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """The place of the batch in this tensor, None where it is not known."""
-        _, probe, sure, *_ = self._stored_of(tensor) or Traced(tensor, None)
+        known = self._traced(tensor) if self._is_joined(tensor) else self._stored_of(tensor)
+        _, probe, sure, *_ = known or Traced(tensor, None)
         if probe is None or (not sure and tensor.shape == probe.shape):
             probe = self._coming_probe
-        if probe is None:
-            probe = self._probe_by_script(tensor)
+        probe = self._probe_by_script(tensor) if probe is None else probe
         if probe is None or not self._makes_sense(tensor, probe):
             return None
         if (place := self._sizes.batch_in(tensor, probe)) is None:
@@ -289,11 +291,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     raise LookupError
                 operands.append(traced)
                 return traced.probe if traced.sure or as_guessed else meta_of(value)
-            if isinstance(value, torch.device):
-                return torch.device("meta")
             if isinstance(value, list | tuple):
                 return type(value)(map(probe_of, value))
-            return value
+            return torch.device("meta") if isinstance(value, torch.device) else value
 
         try:
             probes = [*map(probe_of, args)], {name: probe_of(value) for name, value in kwargs.items()}

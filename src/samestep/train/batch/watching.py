@@ -6,8 +6,10 @@ Later batches of the same kind run without BatchPlaces, and use the places that 
 """
 
 import gc
+import importlib
 import itertools
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +95,22 @@ class Watching(Subscriber):
         """Watch the next call of this kind: this call draws at a line where no watched call has drawn."""
         self._watched_kinds.discard(self.in_model)
 
+    def _compiles(self) -> bool:
+        """Whether the script uses torch.compile, which skips for ever what is first called under a dispatch mode."""
+        if self.is_compiled or not _has_compiled():
+            return self.is_compiled
+        self.is_compiled = True
+        # its frames run as they are, and the model's forward is compiled in one piece
+        with suppress(Exception):
+            importlib.import_module("torch._dynamo.trace_rules").add("samestep")
+        inductor = sys.modules.get("torch._inductor.config")
+        if self.finds_draws and not getattr(inductor, "fallback_random", False):
+            self._spine.group.say(
+                "a compiled model may draw by itself and then does not draw the serial script's numbers under "
+                "same=True; compile without fusing random operations (torch._inductor.config.fallback_random = True)"
+            )
+        return True
+
     @contextmanager
     def model_called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """Local. Note the call of a model, and watch it where it is the first of its kind."""
@@ -116,7 +134,7 @@ class Watching(Subscriber):
         outer, self.in_model = (self.in_model, self.is_in_call), has_share and kind
         self.is_in_call = bool(tensors)
         try:
-            if kind in self._watched_kinds or not 0 < mine < share.all or self.places:
+            if kind in self._watched_kinds or not 0 < mine < share.all or self.places or self._compiles():
                 yield
                 return
             self._watched_kinds.add(kind)
@@ -172,7 +190,7 @@ class Watching(Subscriber):
             other.rows == share.rows and (other is share or not other.of.ragged) for other in open_shares
         )
         # a microbatch is not shared
-        can_be = 0 < share.mine < share.all and share.microbatches == 1 and not self.is_compiled
+        can_be = 0 < share.mine < share.all and share.microbatches == 1
         # before a restart the remarks were printed
         is_of_use = share.of.training and not group.restarts
         if is_of_use and self._again.is_due(self._spine.batches):
@@ -180,7 +198,7 @@ class Watching(Subscriber):
         if kind in self._watched_kinds or not (is_alike and can_be):
             return
         self._watched_kinds.add(kind)
-        if not (self.finds_draws or is_of_use):
+        if self._compiles() or not (self.finds_draws or is_of_use):
             return
         if not self._before_loop:
             alive = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
@@ -269,6 +287,11 @@ class Watching(Subscriber):
 
     def pass_left(self, left: Pass) -> None:
         self._leave_loop()
+
+
+def _has_compiled() -> bool:
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    return any(backend is not None for backend in backends.values())
 
 
 def _times(tensor: torch.Tensor, place: Place | None, mine: int) -> int:

@@ -61,6 +61,8 @@ class FromWorkers:
         collate = options.get("collate_fn")
         self.collates = collate is not None
         self.has_workers = bool(options.get("num_workers"))
+        # without workers on_device pins, and torch would also try to pin what is on the device already
+        options["pin_memory"] = options.get("pin_memory", False) and self.has_workers
         options["collate_fn"] = Collated(collate or default_collate)
         options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
         # without this generator DataLoader would draw from the script's stream at the start of each pass
@@ -162,20 +164,25 @@ def content(sample: Any) -> bytes:
     return repr(sample if plain else type(sample).__name__).encode()
 
 
-def on_device(batches: Iterator[Any], device: torch.device, side: torch.Stream | None) -> Iterator[Any]:
-    """The batches on the device; with a side stream a batch is copied while the batch before it is used."""
+def on_device(
+    batches: Iterator[Any], device: torch.device, side: torch.Stream | None, *, pins: bool
+) -> Iterator[Any]:
+    """The batches on the device; with a side stream a batch is copied while the batch before it is used.
+
+    pins: copy from pinned memory, which does not block the script.
+    """
     if device.type == "cpu":
         yield from batches
         return
     waiting: tuple[Any, torch.Event] | None = None
     for batch in batches:
         if side is None:
-            yield _moved(batch, device)
+            yield _moved(batch, device, pins)
             continue
         # the copy may get the memory of an earlier batch, which the current stream may still read
         side.wait_stream(torch.accelerator.current_stream(device))
         with side:
-            copied = _moved(batch, device)
+            copied = _moved(batch, device, pins)
         arrived = side.record_event()
         if waiting is not None:
             yield _arrived(*waiting, device)
@@ -184,9 +191,12 @@ def on_device(batches: Iterator[Any], device: torch.device, side: torch.Stream |
         yield _arrived(*waiting, device)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _moved(batch: Any, device: torch.device, pins: bool) -> Any:
     def move(item: Any) -> Any:
-        return moved(item, device) if isinstance(item, torch.Tensor) else item.to(device)
+        if not isinstance(item, torch.Tensor):
+            return (item.pin_memory() if pins and hasattr(item, "pin_memory") else item).to(device)
+        is_on_host = item.device.type == "cpu" and item.layout == torch.strided
+        return moved(item.pin_memory() if pins and is_on_host else item, device)
 
     return map_tensors(move, batch, movable=True)
 

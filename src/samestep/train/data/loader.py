@@ -160,7 +160,7 @@ class Loader(Generic[Item]):
         self._reads_ahead = reads_ahead(options)
         self._keeps_workers = self._reads_ahead and bool(options.get("persistent_workers"))
         # elsewhere torch may fail at pinning
-        options["pin_memory"] = overlaps(world.device) and bool(options.get("pin_memory", True))
+        self._pins = options["pin_memory"] = overlaps(world.device) and bool(options.get("pin_memory", True))
         self._order = order_of(dataset, batch_size, shuffle, drop_last, seed, options, group)
         self._source = None if isinstance(self._order, Stream) else source_of(dataset, options, world)
         self.spare_workers = spare_workers(self._source, world)
@@ -371,7 +371,7 @@ class Loader(Generic[Item]):
         plan = (planned for step in steps for planned in self._planned(near, step, this))
         side = self._group.the(SideStreams).of_copies
         batches = source.batches(plan, this.epoch, this.seed)
-        return self._in_phase_data(on_device(batches, self._world.device, side))
+        return self._in_phase_data(on_device(batches, self._world.device, side, pins=self._pins))
 
     def _in_phase_data(self, items: Iterator[Any]) -> Iterator[Any]:
         """Yield the items; while one is read, its random draws are not the script's."""

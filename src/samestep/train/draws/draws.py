@@ -135,6 +135,7 @@ class Draws(Member):
             given = {k: v for k, v in kwargs.items() if v is not None or name.startswith("randperm")}
             return kernel.call_boxed(keys, *args, **given)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def replaced(*args: Any, **kwargs: Any) -> Any:
             if self._is_unseen():
                 return original(*args, **kwargs)
@@ -207,9 +208,9 @@ class Draws(Member):
     def _native_dropout(self, original: Any, input: torch.Tensor, p: float, train: bool | None) -> Any:
         """CUDA's fused dropout, with this rank's part of the whole batch's mask."""
         part = self._part("native_dropout", input) if train in (None, True) and 0 < p < 1 else None
-        if part is None:
-            return original(input, p, train)
         with self._quiet():
+            if part is None:
+                return original(input, p, train)
             mask = part.of(original(part.enlarged(input, 1.0), p, train)[1]).clone()
         return input * mask * (1 / (1 - p)), mask
 

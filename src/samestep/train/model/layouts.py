@@ -12,20 +12,13 @@ from samestep.train.passes import Rows
 from samestep.train.step import spine
 
 
-def note_layouts(model: torch.nn.Module, target: torch.nn.Module) -> None:
+def note_layouts(model: torch.nn.Module) -> None:
     """Local. Add hooks to recurrent layers that tell where the batch is while they are called."""
-    for module in target.modules():
+    for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):
             # module-level functions: a hook that refers to the group would be copied and pickled with the model
             module.register_forward_pre_hook(_enter_recurrent)
             module.register_forward_hook(_leave_recurrent, always_call=True)
-    compiled = model is not target or getattr(target, "_compiled_call_impl", None) is not None
-    if compiled:
-        joined().the(Draws).watching.is_compiled = True
-        joined().say(
-            "a compiled model may draw by itself and then does not draw the serial script's numbers under same=True; "
-            "compile without fusing random operations (torch._inductor.config.fallback_random = True)"
-        )
 
 
 def _enter_recurrent(module: torch.nn.Module, args: Any) -> None:

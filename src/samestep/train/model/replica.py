@@ -129,9 +129,11 @@ class Replica:
         share = self._spine.origins.share_of(args, kwargs)
         if self._draws.active:
             batch = self._spine.origins.batch_of(args, kwargs)
+            is_followed = not torch.compiler.is_compiling()
+            called = self._draws.watching.model_called
             with (
                 self._spine.origins.working_on(batch),
-                self._draws.watching.model_called(self.model, args, kwargs),
+                called(self.model, args, kwargs) if is_followed else nullcontext(),
             ):
                 return self._called(share, args, kwargs)
         return self._called(share, args, kwargs)

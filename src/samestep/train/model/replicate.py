@@ -94,7 +94,7 @@ def replicate(
         return model
     if same:
         group.the(Draws).begin()
-        note_layouts(model, target)
+        note_layouts(target)
     elif not group.the(Draws).active:
         replicas.draw_apart()
     if any(parameter.requires_grad for parameter in target.parameters()):
