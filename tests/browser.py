@@ -75,6 +75,15 @@ def test_the_site_was_built() -> None:
     assert len(PAGES) > 15, "first `make docs`"
 
 
+def test_code_that_is_wider_than_a_phone_has_a_shadow_at_its_edge(page: Any, address: str) -> None:
+    page.set_viewport_size({"width": WIDTHS["phone"], "height": 844})
+    page.goto(f"{address}/index.html")
+    blocks = page.locator("pre > code").all()
+    assert any(block.evaluate("code => code.scrollWidth > code.clientWidth") for block in blocks)
+    for block in blocks:
+        assert "gradient" in block.evaluate("code => getComputedStyle(code).backgroundImage")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", PAGES)

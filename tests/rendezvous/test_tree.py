@@ -159,7 +159,8 @@ def test_one_that_left_is_named_to_those_that_go_on(ranks):
     found = said(ranks(work, 4))
     assert found[1] == ""
     assert all(
-        "rank 1" in text and "left before {1: (1, 'the end')}" in text for text in (found[0], *found[2:])
+        "rank 1" in text and "left before, at the end {1: (1, 'the end')}" in text
+        for text in (found[0], *found[2:])
     ), found
 
 

@@ -242,14 +242,14 @@ class Tree:
         """Why a round cannot be completed any more; without a number, why a change cannot come back."""
         if self.lost is not None:
             return RankMissing(str(self.lost), ranks=self.lost.ranks)
-        if number:
-            gave_up = self._late.get(number, ())
-            gone = [rank for rank, (rounds, _) in self.left.items() if rounds < number or rank in gave_up]
-        else:
+        gave_up = self._late.get(number, ())
+        gone = [rank for rank, (rounds, _) in self.left.items() if rounds < number or rank in gave_up]
+        if not number:
             gone = [rank for rank in self.position.path if rank in self.left]
         if not gone:
             return None
-        return RankMissing(f"{self._named(gone)} left before", ranks=gone)
+        at = ", ".join(sorted({f"at {place}" for number in gone if (place := self.left[number][1])}))
+        return RankMissing(f"{self._named(gone)} left before{at and ', '}{at}", ranks=gone)
 
     def _named(self, numbers: Sequence[int]) -> str:
         """In words, with known hosts: number 0 knows all hosts, other processes those of their neighbours."""

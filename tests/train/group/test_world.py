@@ -266,7 +266,7 @@ def test_a_rank_that_leaves_the_loop_early_ends_those_that_go_on_in_it(script):
     """,
     )
     assert codes(ranks) == [0, 1], ranks
-    assert f"rank 0 ({os.uname().nodename}) left before" in ranks[1][2]
+    assert f"rank 0 ({os.uname().nodename}) left before, at the end of the script" in ranks[1][2]
 
 
 FORGETFUL = """

@@ -19,7 +19,7 @@ from samestep.rendezvous.member import say
 from samestep.rundir import STACK_SIGNAL, WAITS, Pulse, pulse_of, stack_path
 from samestep.text import reason_of
 from samestep.train.group.census import Item, added, by_rank, item_of, merged, of_kind, value_of
-from samestep.train.group.control import Join, exchange, place_of
+from samestep.train.group.control import LEFT, Join, exchange, place_of
 from samestep.train.group.leaving import Leaving
 from samestep.train.group.store import TreeStore
 from samestep.train.group.tasks import Output
@@ -209,7 +209,7 @@ class Group:
             self.leaving.meet()
             if self._tree.lost is not None:
                 self.leaving.status = self.leaving.status or 1
-            self._tree.leave(self._place)
+            self._tree.leave(self.phase[1].removeprefix(f"{LEFT} ") or self._place)
             self._tree = None
         if dist.is_initialized():
             with suppress(RuntimeError):
