@@ -65,7 +65,7 @@ class Divergence(Member, Subscriber):
             if len(set(ranks)) > 1:
                 differing = first_unlike(replica.equal_tensors(), ranks)
                 name, column = differing or ("a parameter added later", ranks)
-                raise RanksDiffer(_difference(name, column, f"between steps {since} and {step}"))
+                raise _difference(name, column, f"between steps {since} and {step}")
         self._since = time.monotonic()
         self._took_s = min(self._took_s, self._since - began)
         if step == _DECIDED:
@@ -87,18 +87,19 @@ def check_every() -> int | None:
     return int(asked)
 
 
-def _difference(name: str, column: Sequence[str | None], when: str) -> str:
+def _difference(name: str, column: Sequence[str | None], when: str) -> RanksDiffer:
     said = f"replicas came apart {when}: {name}"
     ranks = {
         value: name_ranks([rank for rank, other in enumerate(column) if other == value]) for value in column
     }
     commonest, votes = Counter(column).most_common(1)[0]
     if votes * 2 <= len(column):
-        return (
+        return RanksDiffer(
             f"{said} differs between {' and '.join(ranks.values())}; start again, or from an older checkpoint"
         )
     odd = [rank for rank, value in enumerate(column) if value != commonest]
-    return (
+    return RanksDiffer(
         f"{said} of {name_ranks(odd)} is not what {ranks[commonest]} have; memory of that process, or code that "
-        "only it runs, changed it: start again, or from an older checkpoint"
+        "only it runs, changed it: start again, or from an older checkpoint",
+        ranks=odd,
     )
