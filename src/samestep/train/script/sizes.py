@@ -31,6 +31,7 @@ SIZE_AT = {"ranf": 0, "sample": 0} | {
 _MEASURES = {"shape", "size", "len"}
 _DEEPEST = 8
 _Sizes = ast.Tuple | ast.List
+_Value = tuple[ast.AST, FrameType | None]  # an expression, and the frame in which it is evaluated
 
 
 def fixed_sizes(count: int) -> list[bool]:
@@ -85,8 +86,8 @@ def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
     if frame is None or depth == _DEEPEST:
         return False
 
-    def are_fixed(nodes: Iterable[ast.AST], at: FrameType | None = frame) -> bool:
-        return all(_is_fixed(part, at, depth + 1) for part in nodes)
+    def are_fixed(nodes: Iterable[ast.AST]) -> bool:
+        return all(_is_fixed(part, frame, depth + 1) for part in nodes)
 
     match node:
         case ast.Constant():
@@ -108,11 +109,8 @@ def _is_fixed(node: ast.AST, frame: FrameType | None, depth: int) -> bool:
             used = {_name_of(part) for value in set_to or () for part in ast.walk(value)}
             return not is_tensor and used.isdisjoint(_MEASURES)
         case ast.Name(id=name):
-            set_to = assigned_to(frame.f_code.co_filename, name, ast.Name)
-            arguments = _arguments_for(frame, name)
-            if set_to is None or arguments is None or not (set_to or arguments):
-                return False
-            return are_fixed(set_to) and are_fixed(arguments, scripts_frame(frame.f_back))
+            given, is_all = _set_to(name, frame)
+            return is_all and bool(given) and all(_is_fixed(value, at, depth + 1) for value, at in given)
     return False
 
 
@@ -153,12 +151,13 @@ def number_in_line(mine: int) -> tuple[bool, int]:
     frame, node = scripts_call()
     given = (getattr(node, side, None) for side in ("right", "value", "left"))
     sides = [side for side in given if side is not None]
-    return any(isinstance(side, ast.Constant) for side in sides), _first_power(sides, frame, mine, 0)
+    power = _first_power([(side, frame) for side in sides], mine, 0)
+    return any(isinstance(side, ast.Constant) for side in sides), power
 
 
-def _first_power(nodes: Iterable[ast.AST], frame: FrameType | None, mine: int, depth: int) -> int:
+def _first_power(values: Iterable[_Value], mine: int, depth: int) -> int:
     """The first power of `mine` in these expressions that is not 0."""
-    for node in nodes:
+    for node, frame in values:
         with suppress(LookupError):
             if power := _power(node, frame, mine, depth + 1):
                 return power
@@ -175,16 +174,14 @@ def _power(node: ast.AST, frame: FrameType | None, mine: int, depth: int) -> int
             sign = {ast.Mult: 1, ast.Div: -1}.get(type(op))
             return first + sign * second if sign else first or second
         case ast.Call(func=ast.Name(id="float" | "int" | "max" | "min"), args=parts):
-            return _first_power(parts, frame, mine, depth)
+            return _first_power([(part, frame) for part in parts], mine, depth)
         case (
             ast.Call(func=ast.Name(id="len" | "sum") | ast.Attribute(attr="size" | "numel"))
             | ast.Subscript(value=ast.Attribute(attr="shape"))
         ):
             return int(_rows(_source_of_length(node, frame, depth)) == mine)
         case ast.Name(id=name) if name != "world_size" and isinstance(value_of(node, frame), int | float):
-            values = assigned_to(frame.f_code.co_filename, name, ast.Name) or ()
-            arguments, caller = _arguments_for(frame, name) or (), scripts_frame(frame.f_back)
-            return _first_power(values, frame, mine, depth) or _first_power(arguments, caller, mine, depth)
+            return _first_power(_set_to(name, frame)[0], mine, depth)
         case ast.Attribute(attr=name) if name != "size" and isinstance(value_of(node, frame), int | float):
             return 0
         case ast.Constant():
@@ -202,8 +199,8 @@ def _source_of_length(node: ast.AST, frame: FrameType | None, depth: int) -> Any
     if frame is None or depth == _DEEPEST:
         return None
 
-    def first(nodes: Iterable[ast.AST], at: FrameType | None = frame) -> Any:
-        sources = (_source_of_length(child, at, depth + 1) for child in nodes)
+    def first(values: Iterable[_Value]) -> Any:
+        sources = (_source_of_length(value, at, depth + 1) for value, at in values)
         return next((source for source in sources if source is not None), None)
 
     caller, value = scripts_frame(frame.f_back), value_of(node, frame)
@@ -215,7 +212,7 @@ def _source_of_length(node: ast.AST, frame: FrameType | None, depth: int) -> Any
         case ast.Call(
             func=ast.Name(id="range" | "zip" | "enumerate" | "reversed" | "list" | "len"), args=parts
         ):
-            return first(parts)
+            return first((part, frame) for part in parts)
         case (
             ast.Subscript(value=ast.Attribute(value=part, attr="shape"), slice=ast.Constant(0))
             | ast.Call(func=ast.Attribute(value=part, attr="size" | "numel"), args=[] | [ast.Constant(0)])
@@ -224,15 +221,14 @@ def _source_of_length(node: ast.AST, frame: FrameType | None, depth: int) -> Any
             | ast.GeneratorExp(generators=[ast.comprehension(iter=part), *_])
             | ast.Tuple(elts=[part, *_])
         ):
-            return first([part])
+            return first([(part, frame)])
         case ast.Starred(value=part):
-            source = first([part])
+            source = first([(part, frame)])
             return source[0] if type(source) in (list, tuple) else source  # zip(*batch) iterates the items
         case ast.BinOp(left=left, right=right):
-            return first([left, right])
+            return first([(left, frame), (right, frame)])
         case ast.Name(id=name) if type(value) in (int, tuple, torch.Size):
-            found = first(assigned_to(frame.f_code.co_filename, name, ast.Name) or ())
-            return first(_arguments_for(frame, name) or (), caller) if found is None else found
+            return first(_set_to(name, frame)[0])
     return None
 
 
@@ -244,6 +240,17 @@ def _rows(value: Any) -> int:
     if not isinstance(item, torch.Tensor | np.ndarray) or isinstance(item, torch.nn.Parameter):
         return -1
     return len(value) if is_listed or value.ndim else -1
+
+
+def _set_to(name: str, frame: FrameType) -> tuple[list[_Value], bool]:
+    """What the script sets a variable to, by assignments and then by calls, and whether that is all."""
+    values, caller = assigned_to(frame.f_code.co_filename, name, ast.Name), scripts_frame(frame.f_back)
+    arguments = _arguments_for(frame, name)
+    given: list[_Value] = [
+        *((value, frame) for value in values or ()),
+        *((arg, caller) for arg in arguments or ()),
+    ]
+    return given, values is not None and arguments is not None
 
 
 def _arguments_for(frame: FrameType, name: str) -> list[ast.expr] | None:
