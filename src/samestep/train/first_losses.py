@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from samestep.text import name_ranks
 from samestep.train.digest import bit_sums
 from samestep.train.group.control import users_line
 from samestep.train.group.group import Group
@@ -88,7 +87,7 @@ class FirstLosses:
                 del self._terms[next(iter(self._terms))]
             # (a + b) / 2 may be of two losses or of two samples
             first = math.nan if found["divisor"] == share.mine else count
-            counts = [-1.0] if averaged.does else [first, *self._counts_of_addends(loss, share)]
+            counts = [math.nan] if averaged.does else [first, *self._counts_of_addends(loss, share)]
             zeros = [0.0] * (_MOST_MEANS - len(counts))
             self._terms[share] = [self._terms_in(count or 0.0) for count in (*counts, *zeros)]
         if not adds:  # else a mean is multiplied by this rank's own number of terms
@@ -151,13 +150,6 @@ class FirstLosses:
     def _unlike_terms(self, marks: list[Any], call: str) -> None:
         """Print that ranks' numbers of terms are neither equal nor proportional to their shares of a batch."""
         of_means = [list(zip(*pairs, strict=True)) for pairs in zip_longest(*marks, fillvalue=(0.0, 0.0))]
-        mixing = {rank for terms, _ in of_means for rank, count in enumerate(terms) if count < 0}
-        if mixing and 0 not in mixing:  # else rank 0 has printed a remark with the line
-            self._group.say(
-                f"the loss mixes the samples of a batch on {name_ranks(mixing)}, as where these are sorted, so it is "
-                "not the serial script's: first join the batch with samestep.gather(...)",
-                what="mixed samples",
-            )
         if any(_are_unlike(*pair, is_first=at % _MOST_MEANS == 0) for at, pair in enumerate(of_means)):
             self._group.say(
                 "the loss has a mean over terms, and ranks have unlike numbers of them for each of their samples, as "
@@ -196,6 +188,6 @@ class FirstLosses:
 def _are_unlike(terms: Sequence[float], each: Sequence[float], *, is_first: bool) -> bool:
     """Whether ranks' numbers of terms of a mean differ, and those for each sample too."""
     # a rank with few samples may count none but its loss's first mean
-    is_counted = min(terms) >= 0 and (terms[0] if is_first else all(terms))
+    is_counted = terms[0] if is_first else all(terms)
     alike = (max(counts) - min(counts) <= 1e-6 * max(counts) for counts in (terms, each))
     return bool(is_counted) and not any(map(math.isnan, terms)) and not any(alike)
