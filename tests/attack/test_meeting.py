@@ -14,7 +14,7 @@ import pytest
 
 from samestep.rendezvous.host import host
 from samestep.rendezvous.join import join
-from samestep.rendezvous.listen import listen, private_folder, private_socket, sweep
+from samestep.rendezvous.listen import listen, private_folder, private_socket
 from samestep.rendezvous.member import Member
 
 PRECIOUS = "what was there before"
@@ -64,39 +64,6 @@ def test_another_user_reaches_no_socket_at_which_ranks_of_a_machine_meet(attempt
             attempt(f"{place}: {line}")
             assert line.endswith("refused"), line
     assert not path.parent.exists()
-
-
-def test_directories_of_killed_starts_are_removed_and_no_others(attempt, tmp_path):
-    folders = {
-        name: tmp_path / f"samestep-{os.geteuid()}-{name}" for name in ("dead", "empty", "young", "alive")
-    }
-    listeners = []
-    for name, folder in folders.items():
-        folder.mkdir(mode=0o700)
-        if name != "empty":
-            listeners.append(socket.socket(socket.AF_UNIX))
-            listeners[-1].bind(str(folder / "0-0"))
-            listeners[-1].listen(0)
-            if name != "alive":
-                listeners.pop().close()
-        if name != "young":
-            os.utime(folder, (time.time() - 7200,) * 2)
-    crowd = [socket.socket(socket.AF_UNIX) for _ in range(3)]  # so that nobody else gets in
-    for each in crowd:
-        each.setblocking(False)
-        each.connect_ex(str(folders["alive"] / "0-0"))
-    others = [tmp_path / "samestep-99-dead", tmp_path / f"samestep-{os.geteuid()}-link"]
-    others[0].mkdir()
-    others[1].symlink_to(others[0])
-    (others[0] / "kept").touch()
-    os.utime(others[0], (time.time() - 7200,) * 2)
-    sweep(tmp_path)
-    left = {name for name, folder in folders.items() if folder.exists()}
-    attempt("a sweep")
-    assert left == {"young", "alive"}
-    assert (others[1] / "kept").exists()
-    for each in (*crowd, *listeners):
-        each.close()
 
 
 IMPOSTOR = """

@@ -1,7 +1,6 @@
 """What a run leaves for the next one, and what verify leaves."""
 
 import json
-import os
 import tempfile
 from dataclasses import replace
 from itertools import count
@@ -13,7 +12,7 @@ from verify.corpus import Forked
 
 from samestep.errors import UsageError
 from samestep.measure.trial import Result, Trial
-from samestep.verify.verify import _directory, _locked, verify
+from samestep.verify.verify import verify
 
 
 @pytest.fixture(autouse=True)
@@ -137,23 +136,3 @@ def test_a_script_that_stops_by_the_clock_has_one_cause_however_far_it_comes_twi
     report = verify([str(script)], [1, 2], run=busy)
     assert [cause.removed for cause in report.causes] == ["clock"]
     assert "decides what is trained (in_time.py:" in str(report)
-
-
-def test_what_killed_verifications_left_is_removed_and_what_another_holds_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, held = tmp_path / "samestep-verify-left", tmp_path / "samestep-verify-held"
-    for directory in (left, held):
-        (directory / "0" / "record").mkdir(parents=True)
-        os.utime(directory, (0, 0))
-    fifo = tmp_path / "samestep-verify-fifo"
-    os.mkfifo(fifo)
-    os.utime(fifo, (0, 0))
-    lock = _locked(held)
-    opened = len(os.listdir("/proc/self/fd"))
-    mine, of_mine = _directory()
-    assert len(os.listdir("/proc/self/fd")) == opened + 1
-    os.close(lock)
-    os.close(of_mine)
-    assert sorted(tmp_path.iterdir()) == sorted([fifo, held, mine])

@@ -20,7 +20,6 @@ from samestep.rendezvous.key import derive
 
 LOOP = "127.0.0.1"
 _STEP_S = 0.25
-_OLD_S = 3600.0  # after this the directory of a killed start is removed
 _TAKEN_S = 30.0  # how long to wait for a port that is taken
 _BACKLOG = 1024
 # Other descriptors of a rank: what it needs at least, and with what its script may open.
@@ -100,16 +99,6 @@ def private_folder(key: bytes, *words: str) -> Path:
     folder = f"samestep-{os.geteuid()}-{derive(key, 'directory', *words).hex()[:24]}"
     base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     return Path(base, folder)
-
-
-def sweep(base: Path) -> None:
-    """Remove the meeting directories of runs that were killed more than an hour ago."""
-    for folder in base.glob(f"samestep-{os.geteuid()}-*"):
-        with suppress(OSError, PlacementError):
-            if is_own_directory(folder) and time.time() - folder.stat().st_mtime > _OLD_S:
-                for path in folder.iterdir():
-                    _remove_stale(path)
-                folder.rmdir()
 
 
 def _remove_stale(path: Path) -> None:

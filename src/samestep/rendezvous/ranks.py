@@ -16,7 +16,7 @@ from samestep.rendezvous import addresses, note
 from samestep.rendezvous.host import host
 from samestep.rendezvous.join import join
 from samestep.rendezvous.key import key_of_run
-from samestep.rendezvous.listen import LOOP, addresses_for, listen, private_folder, private_socket, sweep
+from samestep.rendezvous.listen import LOOP, addresses_for, listen, private_folder, private_socket
 from samestep.rendezvous.member import Member
 from samestep.rendezvous.tree import Tree
 
@@ -52,9 +52,7 @@ def connect_ranks(
             if not is_local:
                 at, why = addresses_for(f"{here.master_addr}{suffix}"), here.origin.get("master_port", "")
                 listeners += listen(ports, at, why)
-            tree = host(listeners, me)
-        sweep(folders[0].parent)
-        return tree
+            return host(listeners, me)
     if is_local or (here.node == 0 and "=" in here.origin.get("node", "")):
         return join(lambda: [str(folder / _FIRST) for folder in folders], me)
     names = addresses.resolve(here.master_addr or LOOP, suffix)

@@ -1,13 +1,9 @@
 """Runs a script with several numbers of processes, and reports whether all take the same step, or why not."""
 
-import fcntl
-import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +17,6 @@ from samestep.verify.remedies import CARELESS, EXACT, UNSTABLE
 from samestep.verify.search import Search, draws_of
 from samestep.verify.trajectory import Compared
 
-_KEPT_S = 3600.0
 _ORDER = ("bits", "rounding", "with_same", "augmented", "printed", "unfinished", "different", "failed")
 _IN_CHILDREN = (
     "{} trains in processes that it starts itself ({}), which verify does not see; call the training in the script "
@@ -180,7 +175,7 @@ def verify(
 ) -> Report:
     """Run `script` at each size; compare with the first size, or with the untouched script `against`. `differing` gets
     the report of these runs before further runs look for `causes`; an interrupt ends them."""
-    directory, lock = _directory()
+    directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
     all_sizes = [None, *sizes] if against else sizes
     experiments = Experiments(script, against, all_sizes[0], steps, directory, run, progress)
     report: Report | None = None
@@ -198,30 +193,7 @@ def verify(
         # The report of a failure names its logs, so they are kept.
         if report is None or report.step != "failed":
             shutil.rmtree(directory)
-        os.close(lock)
     return report
-
-
-def _directory() -> tuple[Path, int]:
-    """A new directory and its lock; removes directories without a process that are older than an hour."""
-    directory = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
-    for old in directory.parent.glob("samestep-verify-*"):
-        with suppress(OSError):
-            if time.time() - old.stat().st_mtime > _KEPT_S:
-                os.close(_locked(old))
-                shutil.rmtree(old)
-    return directory, _locked(directory)
-
-
-def _locked(directory: Path) -> int:
-    # opening a FIFO of this name would wait for its writer
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _report(experiments: Experiments, sizes: Sequence[int | None], exact: bool) -> Report:
