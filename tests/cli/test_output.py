@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from samestep.cli import COMMANDS, main
+from samestep.cli.output import print_table
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ from samestep.cli import COMMANDS, main
         "run --devices= train.py",
         "run --max-restarts x train.py",
         "run --shutdown-timeout nan train.py",
+        "run --hang-timeout 10s train.py",
         "run --nodes 2 --node-rank 0 --rendezvous env:// train.py",
         "scale --repat 3 train.py",
         "scale --predict 8 --link 1.2.3GB/s,5us train.py",
@@ -58,6 +60,13 @@ def test_a_full_disk_under_the_output_is_said_in_one_sentence(tmp_path):
         )
     assert done.returncode == 1
     assert done.stderr.startswith("samestep runs: the output cannot be used (no space left on device)\n")
+
+
+def test_a_last_column_of_numbers_is_not_broken_at_the_edge_of_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [("processes", "samples/s each", "cores each", "device time an epoch")]
+    print_table([*rows, ("2, bucket_cap_mb=25", 940, 1, "4.3 s")])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 
 def on_a_terminal(columns: int, *words: str) -> str:

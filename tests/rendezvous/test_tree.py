@@ -295,3 +295,12 @@ def test_what_a_launcher_of_another_version_says_of_its_end_ends_in_a_sentence(r
     for of_gather, of_news in (found[0], found[2]):
         assert re.fullmatch(lost, of_gather)
         assert re.fullmatch(r"\[\] " + lost, of_news)
+
+
+def test_a_line_is_one_write_also_where_python_is_unbuffered():
+    read, write = os.pipe2(os.O_DIRECT)  # each read gives what one write has written
+    source = "from samestep.rendezvous.member import say; say('word')"
+    subprocess.run([sys.executable, "-u", "-c", source], stderr=write, check=True)
+    assert os.read(read, 100) == b"samestep: word\n"
+    os.close(read)
+    os.close(write)

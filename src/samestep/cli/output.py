@@ -145,15 +145,16 @@ def print_table(rows: Sequence[Sequence[object]], err: bool = False) -> None:
     """Print rows in columns, the heading first; on a narrow terminal, print each cell on a line."""
     columns = [[str(cell) for cell in column] for column in zip(*rows, strict=True)]
     wide = [max(map(len, column)) for column in columns]
-    # the last column may be long: it may continue in the terminal's next line
-    if sum(wide[:-1]) + 2 * len(wide[1:]) + min(wide[-1], _LAST_COLUMN) > room(sys.maxsize):
+    right = [all(map(_NUMBER.fullmatch, column[1:])) for column in columns]
+    # words in the last column may be long: they may continue in the terminal's next line
+    last = wide[-1] if right[-1] else min(wide[-1], _LAST_COLUMN)
+    if sum(wide[:-1]) + 2 * len(wide[1:]) + last > room(sys.maxsize):
         for row in zip(*(column[1:] for column in columns), strict=True):
             click.echo(f"{rows[0][0]} {row[0]}", err=err)
             for heading, cell in zip(rows[0][1:], row[1:], strict=True):
                 text = fill(f"{heading} {cell}", room(), initial_indent="  ", subsequent_indent="    ")
                 click.echo(text, err=err)
         return
-    right = [all(map(_NUMBER.fullmatch, column[1:])) for column in columns]
     for row in zip(*columns, strict=True):
         cells = zip(row, wide, right, strict=True)
         line = "  ".join(f"{cell:{'>' if number else '<'}{width}}" for cell, width, number in cells)

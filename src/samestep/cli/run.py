@@ -66,6 +66,7 @@ _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 def _seconds(name: str, help: str, default: float | None = None, *, not_0: bool = False) -> _Decorator:
     kind = click.FloatRange(0, min_open=not_0)
+    kind.name = "number of seconds"
     return click.option(name, metavar="S", type=kind, default=default, help=f"Seconds {help}")
 
 

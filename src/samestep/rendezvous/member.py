@@ -100,7 +100,8 @@ class Patience:
 
 
 def say(text: str) -> None:
-    print(f"samestep: {text}", file=sys.stderr, flush=True)
+    # one write: where Python is unbuffered, another rank's output could come before the newline
+    print(f"samestep: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def merged(spans: Iterable[list[int]]) -> list[list[int]]:
