@@ -163,3 +163,4 @@ def test_a_run_whose_launcher_was_killed_is_not_taken_for_running(tmp_path):
         running.stdout.readline()
         running.kill()
     assert "ended without a result" in samestep(tmp_path, "runs").stdout
+    assert " on 1 rank" in samestep(tmp_path, "status").stdout.splitlines()[0].replace("1 ranks", "")

@@ -7,7 +7,7 @@ import click
 from samestep.cli.output import harmless, print_json, verb
 from samestep.hang import LEAST_S, find_hang, state_of
 from samestep.measure.runs import find_run
-from samestep.text import figures
+from samestep.text import counted, figures
 
 
 @verb("samestep status")
@@ -42,7 +42,8 @@ def command(run: str | None, as_json: bool) -> None:
     speed = f", {figures(facts['steps_per_second'])} steps/s" if facts["steps_per_second"] else ""
     if facts["samples_per_second"]:
         speed += f", {facts['samples_per_second']:,.0f} samples/s"
-    click.echo(f"{harmless(target.path)}: {target.state}, {target.command} on {target.size} ranks{speed}")
+    where = f"{target.command} on {counted(target.size, 'rank')}"
+    click.echo(f"{harmless(target.path)}: {target.state}, {where}{speed}")
     for rank, pulse in target.pulses.items():
         none = "no step" if target.is_over else "no step yet"
         step = none if pulse.step < 0 else f"epoch {pulse.epoch + 1}, step {pulse.step}"
