@@ -251,8 +251,9 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A probe from a tensor of the same sizes: `source`, a distribution's parameters, or x in randn(len(x), 3)."""
         sizes = list(result.shape)
         for _, like in named_tensors(distribution_drawn() if source is None else source):
-            # feature dropout makes its mask so
-            if result.dim() > 1 and (probe := self._sized_like(result, like)) is not None:
+            # feature dropout makes its mask so; the guess for a distribution's parameter would ask for it again
+            is_known = source is not None or self._stored_of(like) is not None
+            if result.dim() > 1 and is_known and (probe := self._sized_like(result, like)) is not None:
                 return probe
         if not isinstance(source := measured(), torch.Tensor):
             return None
@@ -354,12 +355,11 @@ class BatchPlaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _guessed_by_sizes(self, result: torch.Tensor, args: Any) -> tuple[torch.Tensor, bool]:
         """A guess for a tensor whose sizes were given as numbers; a wrong one fails where its probe is used."""
         sizes = list(result.shape)
-        like = args[0] if any(map(torch.is_tensor, args[:1])) else None
+        like = next(filter(torch.is_tensor, args[:1]), None)
         if (probe := self._probe_by_script(result, like)) is not None:
             return probe, True
         equal = [dim for dim, size in enumerate(sizes) if size == self._sizes.samples.mine]
-        fixed = fixed_sizes(len(sizes)) if equal else []
-        if any(fixed) and len(fixed) == len(sizes):
+        if any(fixed := fixed_sizes(len(sizes)) if equal else []) and len(fixed) == len(sizes):
             equal = [dim for dim in equal if not fixed[dim]][:1]  # samples come before features
         if len(equal) == 1:
             sizes[equal[0]] = self._sizes.samples.prime
