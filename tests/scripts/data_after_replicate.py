@@ -1,7 +1,6 @@
-"""The data are drawn after replicate, where each rank draws for itself.
+"""The data are drawn after replicate and before the first batch, where all ranks still draw alike.
 
-verdict: failed
-cause: draw them before replicate, or with same=True; with --same, where all ranks draw alike, it does not fail
+verdict: same
 """
 
 import torch

@@ -12,7 +12,7 @@ LONG = bool(os.environ.get("LONG"))
 SAMPLE = [
     "averaged_by_hand",
     "by_hand",
-    "data_after_replicate",
+    "data_of_each_epoch",
     "key_bias",
     "lr_by_ranks",
     "negative_words",

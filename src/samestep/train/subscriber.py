@@ -36,6 +36,9 @@ class Models(Subscriber):
         """Whether a pass that begins now trains."""
         return False
 
+    def part(self) -> None:
+        """A model is called: from here on each rank draws its own numbers, where it is to."""
+
     def parameters(self) -> Iterable[torch.Tensor]:
         """The parameters of all replicas."""
         return ()

@@ -124,7 +124,7 @@ OWN_DATA = (
     "samestep.loader"
 )
 OWN_DRAWS = (
-    "each rank changes the weights by random numbers of its own; initialise the model before replicate, and draw later "
+    "each rank changes the weights by random numbers of its own; initialise the model before the first batch, and draw later "
     "changes from a torch.Generator with the same seed on every rank"
 )
 AUGMENTED = (

@@ -139,6 +139,7 @@ class Replica:
         return self._called(share, args, kwargs)
 
     def _called(self, share: Share | None, args: Any, kwargs: Any) -> Any:
+        self._spine.models.part()
         if not self.model.training:
             self.settle()
         elif torch.is_grad_enabled() or share is not None:

@@ -34,6 +34,7 @@ class Replicas(Member, Models):
         self._num_made = 0
         self._any_moves_buffers = False
         self._own_seed: int | None = None  # the seed of this rank's own random stream
+        self._is_to_part = False
         spine = group.the(Spine)
         group.the(Backward)
         group.the(Hooks)
@@ -58,11 +59,15 @@ class Replicas(Member, Models):
         self._references.append(weakref.ref(replica, self._references.remove))
 
     def draw_apart(self) -> None:
+        """From the next batch or call of a replica on, let each rank draw its own numbers; data are still drawn alike."""
+        self._is_to_part = self.group.world.rank > 0
+
+    def part(self) -> None:
         """Give each rank but 0 its own random stream: ranks with equal seeds would drop out the same units."""
-        rank = self.group.world.rank
-        if rank and torch.initial_seed() != self._own_seed:
-            self._own_seed = seed_of("rank", torch.initial_seed(), rank)
+        if self._is_to_part and torch.initial_seed() != self._own_seed:
+            self._own_seed = seed_of("rank", torch.initial_seed(), self.group.world.rank)
             torch.manual_seed(self._own_seed)
+        self._is_to_part = False
 
     def trains(self, shuffled: bool) -> bool:
         return any(shuffled or replica.model.training for replica in self)
@@ -104,6 +109,7 @@ class Replicas(Member, Models):
             hooks.run()
 
     def pass_begins(self, begun: Pass) -> None:
+        self.part()
         if not begun.training:
             return
         for replica in self:

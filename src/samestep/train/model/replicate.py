@@ -51,7 +51,7 @@ def replicate(
 
     same: draw the serial script's random numbers (dropout, noise), and take BatchNorm's statistics from the whole
         batch: the numbers of one process, to rounding. Default: whether SAMESTEP_SAME=1 (`samestep run --same`).
-        Without it each rank draws its own from here on.
+        Without it each rank draws its own from the first batch on.
     exact: with batches from `samestep.steps`, the same bits at any number of processes. Default False.
     loss: "mean" (the default) if it is a mean over its samples; "sum" if it is a sum, or is divided by a
         count of all ranks (`loss_sum / samestep.sum(count)`): then the gradients of the ranks are added.

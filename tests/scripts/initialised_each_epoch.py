@@ -1,7 +1,7 @@
-"""The weights are initialised again after replicate, from each rank's own random numbers.
+"""The weights are initialised again after an epoch, from each rank's own random numbers.
 
 verdict: different
-cause: initialise the model before replicate
+cause: initialise the model before the first batch
 """
 
 import torch
@@ -21,9 +21,10 @@ torch.manual_seed(0)
 device = samestep.init().device
 loader = samestep.loader(TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,))), 8, shuffle=True)
 model = samestep.replicate(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device))
-model.apply(init_weights)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for x, y in loader:
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
+for _ in range(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model.apply(init_weights)
