@@ -91,7 +91,7 @@ class Beside:
         if len(set(lines)) == 1 and max(along) - min(along) > _CLOSE * max(norms):
             self._group.say(
                 "a tensor that the loop computes with, and that is no batch's, differs between ranks, so the training "
-                "is not the serial script's: make it, from the same seed on every rank, before the first batch: from there on each rank draws its "
-                "own numbers",
+                "is not the serial script's: make it before the first batch, after which each rank draws its own "
+                "numbers, from the same seed on every rank",
                 what="unlike constants",
             )

@@ -59,7 +59,7 @@ class Replicas(Member, Models):
         self._references.append(weakref.ref(replica, self._references.remove))
 
     def draw_apart(self) -> None:
-        """From the next batch or call of a replica on, let each rank draw its own numbers; data are still drawn alike."""
+        """From the next batch or call of a replica on, let each rank draw its own numbers."""
         self._is_to_part = self.group.world.rank > 0
 
     def part(self) -> None:
