@@ -82,7 +82,7 @@ def test_a_stack_of_the_batches_of_a_pass_is_listed_and_a_stack_of_steps_is_not(
     lines = "got = []\nwith torch.no_grad():\n    for x, y in train:\n        got.append(model(x))\n"
     lines += "print(torch.stack(got).std())\n"
     (gap,) = _of(f"{BEGIN}for x, y in train:\n{STEP}{lines}").gaps
-    assert "stacks batches, of which ranks have unlike parts; join them by concatenate or cat" in gap
+    assert "stacks batches, of which processes have unlike parts; join them by concatenate or cat" in gap
     steps = "    outs = []\n    for _ in range(3):\n        outs.append(model(x))\n"
     steps += "    F.cross_entropy(torch.stack(outs).mean(0), y).backward()\n"
     assert not _of(f"{BEGIN}for x, y in train:\n{steps}").gaps

@@ -15,7 +15,7 @@ from samestep.convert.values import NUMBERS, ROWS, Kind, Loop, Sum, Value, join,
 Find = Callable[[str, int, Path], Source | None]
 _MOST_TIMES = 8
 _ALSO_ALONE = (
-    "this line runs in training, where its total is needed, and in an evaluation, where ranks may have "
+    "this line runs in training, where its total is needed, and in an evaluation, where processes may have "
     "different numbers of batches; take the total in the loop that trains"
 )
 _MIXED = (

@@ -56,7 +56,7 @@ DIVIDES = (
     "is divided by the weights, or the number of targets not ignored, of a share; in an evaluation take "
     'reduction="sum", and samestep.sum(total) / samestep.sum(count) after the loop'
 )
-STACKS = "stacks batches, of which ranks have unlike parts; join them by concatenate or cat"
+STACKS = "stacks batches, of which processes have unlike parts; join them by concatenate or cat"
 DIMENSIONS = ("dim", "dims", "axis")
 NUMBERED = "numbers the samples of a share"
 _CHOSEN = "is a mean over chosen samples of a share"
@@ -178,7 +178,7 @@ def _joined(name: str, tensors: Value, in_forward: int) -> Value:
         return Value(Kind.COLUMNS) if {*kinds} == {Kind.ROWS} else _by_rows(name, [tensors], in_forward)
     is_mixed = Kind.ALIKE in kinds and not in_forward
     if is_mixed and {*kinds} & ROWS:
-        return Value(Kind.OTHER, "joins samples of a share with what all ranks have")
+        return Value(Kind.OTHER, "joins samples of a share with what all processes have")
     return Value(Kind.VIEWS) if kinds.count(Kind.ROWS) > 1 else _by_rows(name, [tensors], in_forward)
 
 

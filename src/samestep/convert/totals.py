@@ -26,8 +26,8 @@ ALSO_ALIKE = (
     "count once for each process; take the total before the call"
 )
 _AT_A_STEP = (
-    "this evaluation is totalled at a training step; where the step's batch has fewer samples than there are ranks, "
-    "a rank's part is missed: evaluate between the epochs, or train with drop_last=True"
+    "this evaluation is totalled at a training step; where the step's batch has fewer samples than there are processes, "
+    "a process's part is missed: evaluate between the epochs, or train with drop_last=True"
 )
 
 
@@ -58,13 +58,13 @@ class Totals(Following):
                 f"{text} may be of another loader's batch; write samestep.mean(value, weight=len(batch))",
             )
         elif self.uneven or self.in_forward or (batch := self.batches) is None:
-            where = "in a model" if self.in_forward else "where only some ranks may come"
+            where = "in a model" if self.in_forward else "where only some processes may come"
             self.gap(node, f"{text} is of this process's share, and no total can be taken {where}")
         else:
             shown = self._origin_in(batch, node)
             text = text if shown is node else f"`{ast.unparse(shown.func)}` shows what"  # type: ignore[attr-defined]
             reason = (
-                f"{text} is of this process's share, and no total can be taken in an evaluation: ranks may have "
+                f"{text} is of this process's share, and no total can be taken in an evaluation: processes may have "
                 "different numbers of batches there"
             )
             self.findings.gap(batch.frame.source, shown, reason)

@@ -124,8 +124,8 @@ OWN_DATA = (
     "samestep.loader"
 )
 OWN_DRAWS = (
-    "each rank changes the weights by random numbers of its own; initialise the model before the first batch, and draw later "
-    "changes from a torch.Generator with the same seed on every rank"
+    "each rank changes the weights by random numbers of its own; initialise the model before the first batch, and draw "
+    "later changes from a torch.Generator with the same seed on every rank"
 )
 AUGMENTED = (
     "what a sample draws at random is a function of (seed, epoch, sample) with samestep.loader, and not what the "
