@@ -114,13 +114,6 @@ def test_each_model_of_a_list_is_replicated_in_the_loop_over_them():
     assert "for net in models:\n    net = samestep.replicate(net)\n    optimizer = " in _after(text)
 
 
-def test_data_that_are_drawn_after_the_model_is_made_are_drawn_before_it_is_replicated():
-    drawn = "part, _ = torch.utils.data.random_split(data, [12, 8])\n"
-    after = _after(BEGIN.replace("optimizer =", f"{drawn}optimizer =") + f"for x, y in train:\n{STEP}")
-    assert "model = nn.Linear(4, 3)\n" in after
-    assert f"{drawn}model = samestep.replicate(model)\noptimizer =" in after
-
-
 def test_numbers_that_a_method_draws_for_the_whole_data_set_are_not_noted():
     pairs = "class Pairs:\n    def draw(self):\n        self.chosen = torch.randperm(20)\n"
     pairs += "    def __getitem__(self, i):\n        return data[self.chosen[i]]\n"

@@ -23,8 +23,6 @@ _OF_COPY = (
     "this copy of a model is not replicated; if it has BatchNorm and is called in train mode, its statistics are those "
     "of each process's share: then write samestep.replicate(...) around the copy"
 )
-# ranks draw apart once a model is replicated
-_DRAWS = re.compile("rand|perm|shuffle|choice|split|data|loader", re.IGNORECASE)
 _BESIDE = {"transformers", "xformers"}  # also used by scripts with a loop of their own
 
 
@@ -245,14 +243,13 @@ def _in_comprehension(statement: ast.stmt, name: str) -> ast.expr | None:
 
 
 def _made_before(source: Source, statement: ast.stmt, name: str) -> ast.expr | None:
-    """The value assigned to a name in the same block, if until the statement it is not used and no data are drawn."""
+    """The value assigned to a name in the same block, if until the statement it is not used."""
     fields = (part for _, part in ast.iter_fields(source.parents[statement]))
     block = next((part for part in fields if isinstance(part, list) and statement in part), [statement])
     for earlier in reversed(block[: block.index(statement)]):
         if isinstance(earlier, ast.Assign) and [ast.unparse(node) for node in earlier.targets] == [name]:
             return earlier.value if isinstance(earlier.targets[0], ast.Name) else None
         used = {ast.unparse(node) for node in ast.walk(earlier) if isinstance(node, ast.Name | ast.Attribute)}
-        is_used = name in used and not ast.unparse(earlier).startswith("print(")
-        if is_used or _DRAWS.search(ast.unparse(earlier)):
+        if name in used and not ast.unparse(earlier).startswith("print("):
             return None
     return None

@@ -26,7 +26,7 @@ ALSO_ALIKE = (
     "count once for each process; take the total before the call"
 )
 _AT_A_STEP = (
-    "this evaluation is totalled at a training step; where the step's batch has fewer samples than there are processes, "
+    "this evaluation is totalled at a training step; where its batch has fewer samples than there are processes, "
     "a process's part is missed: evaluate between the epochs, or train with drop_last=True"
 )
 
