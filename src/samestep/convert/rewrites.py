@@ -45,7 +45,7 @@ class Rewrites(Totals):
         is_plain = by_name.keys() == {"obj", "f"} and len(node.args) + len(node.keywords) == 2
         is_for_all = self.may_total() and not self._asks_for_file(node)
         if not (is_plain and is_for_all) or self.value(by_name["f"]).is_shared:
-            reason = "write samestep.save(path, state) for all processes, with no other arguments and no test for a file"
+            reason = "write samestep.save(path, state) for all processes, with no other argument and no test for a file"
             self.gap(node, f"this torch.save is not converted; {reason}")
             return Value()
         state, path = by_name["obj"], source.text(by_name["f"])
