@@ -186,10 +186,9 @@ def _replicate(followed: Follower, script: Source) -> None:
 
 
 def _replicate_copies(followed: Follower, done: set[object]) -> None:
-    """Replicate each copy of a model that is called: a BatchNorm in it takes its statistics as the model's does."""
+    """Replicate copies of models that are called in train mode: BatchNorm takes its statistics as in the model."""
     for key, (source, node) in followed.copies.items():
-        is_evaluated = ".eval()" in source.text(source.statement_of(node))
-        if key in followed.called and key not in done and not is_evaluated:
+        if key in followed.called_to_train and key not in done:
             if any(isinstance(around, ast.For | ast.While) for around in source.around(node)):
                 followed.findings.note(source, node, _OF_COPY)
             else:

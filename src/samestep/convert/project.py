@@ -172,6 +172,8 @@ class Following:
         self.reached: set[ast.AST] = set()  # functions and loaders that were followed
         self.called: set[Any] = set()  # models that were called
         self.called_inside: set[Any] = set()  # in the forward of another model
+        self.evaluated: set[Any] = set()  # models whose latest mode is eval()
+        self.called_to_train: set[Any] = set()
         self.made: dict[Any, Instance] = {}  # by key
         self.copies: dict[Any, tuple[Source, ast.Call]] = {}  # of models, by key
         self.sizes: set[str] = set()  # how the script names the batch size of a loader
