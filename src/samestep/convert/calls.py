@@ -112,19 +112,14 @@ class Calls(Library):
         elif name in ("parameters", "named_parameters") or (name == "params" and not arguments):
             return self.parameters(node)
         elif name in NAMED["model"]:
-            model = self.value(node.func.value)  # type: ignore[attr-defined]
-            if name in ("train", "eval"):
-                self.in_eval = name == "eval" or ast.unparse(node).endswith(".train(False)")
-                (self.evaluated.add if self.in_eval else self.evaluated.discard)(key_of(model))
-            return model
+            return self._in_mode(self.value(node.func.value), node)  # type: ignore[attr-defined]
         holder = self.known[node.func.value] if isinstance(node.func, ast.Attribute) else Value()
         is_method = self.is_model(holder) and key_of(holder) == key_of(callee) and name != "forward"
         if not is_method:
             (self.called_inside if self.in_forward else self.called).add(key_of(callee))
         if not is_method and not self.in_forward and self.is_model(callee):
             self.comes_together()
-            if key_of(callee) not in self.evaluated:
-                self.called_to_train.add(key_of(callee))
+            self.called_to_train |= {key_of(callee)} - self.evaluated
         if method is None:
             shared = [argument for argument in (*arguments, *named.values()) if argument.is_shared]
             if any(argument.kind == Kind.OTHER for argument in shared):
@@ -140,6 +135,13 @@ class Calls(Library):
             reason = f"forward returns a {class_.node.name}, in which replicate sees no tensors"
             self.gap(node, f"{reason}; make it a dataclass")
         return value
+
+    def _in_mode(self, model: Value, node: ast.Call) -> Value:
+        """The model itself, after a method such as `eval`."""
+        if name_of(node) in ("train", "eval"):
+            self.in_eval = name_of(node) == "eval" or ast.unparse(node).endswith(".train(False)")
+            (self.evaluated.add if self.in_eval else self.evaluated.discard)(key_of(model))
+        return model
 
     def parameters(self, node: ast.Call) -> Value:
         """The parameters of a model, of a part of it, or, inside a method, of the model itself."""
